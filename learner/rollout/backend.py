@@ -1,4 +1,4 @@
-"""Where rollouts come from: one protocol for rollout servers, colocated vLLM and Hugging Face `generate`.
+"""The source of rollouts: one protocol for rollout servers, colocated vLLM and Hugging Face `generate`.
 
 `RolloutBackend` is the protocol; a `StreamingBackend` also hands on each rollout as it ends. `Requests` is what a
 backend is asked for, with the seed of each request. A `RolloutCallLog` tells what one `generate_window` did, for the
@@ -69,7 +69,7 @@ class RolloutBackend(Protocol):
         greedy: bool = False,
         temperature: float | None = None,
     ) -> list[list[Rollout]]:
-        """The rollouts of several micro-steps with the same weights: a list for each.
+        """Return the rollouts of several micro-steps with the same weights: a list for each.
 
         They are decoded as the run's configuration says. `greedy`: greedily. `temperature`: drawn from all tokens.
         """
@@ -84,7 +84,7 @@ class RolloutBackend(Protocol):
         first_req_idx: int,
         greedy: bool = False,
     ) -> list[Rollout]:
-        """The rollouts of one micro-step."""
+        """Return the rollouts of one micro-step."""
         window = [MicroStep(samples=samples, micro_step_idx=micro_step_idx, first_req_idx=first_req_idx)]
         (rollouts,) = self.generate_window(window, global_step=global_step, greedy=greedy)
         return rollouts
@@ -93,8 +93,8 @@ class RolloutBackend(Protocol):
 
 
 class RolloutStream(Protocol):
-    """A window's rollouts as they end: the place of each in the window's line of samples, and the rollout. To be
-    iterated once, by one thread. The iteration raises what ended the rollouts."""
+    """A window's rollouts as they end: the place of each in the window's line of samples, and the rollout. One thread
+    iterates it, once. The iteration raises what ended the rollouts."""
 
     def __iter__(self) -> Iterator[tuple[int, Rollout]]: ...
 
@@ -119,7 +119,7 @@ def drawn_at(temperature: float, decoding: DecodingConfig) -> DecodingConfig:
 
 
 def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Rollouts in one line, as a list for each micro-step."""
+    """Split rollouts in one line into a list for each micro-step."""
     line = iter(rollouts)
     return [[next(line) for _ in step.samples] for step in window]
 
@@ -127,7 +127,7 @@ def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> li
 def begin_record(
     window: Sequence[MicroStep], *, global_step: int, chunk: int, ver: int | None = None
 ) -> RolloutCallLog:
-    """The record of a window with at least one micro-step, before anything is generated."""
+    """Begin the record of a window with at least one micro-step, before anything is generated."""
     return RolloutCallLog(
         global_step=global_step,
         micro_step_idx=window[0].micro_step_idx,
@@ -141,7 +141,7 @@ def begin_record(
 
 @contextmanager
 def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] | None) -> Iterator[None]:
-    """Around one `generate_window`: `on_call` gets the record at its end, also if it failed."""
+    """Record one `generate_window`: `on_call` gets the record at its end, also if it failed."""
     begin = time.monotonic()
     try:
         yield
@@ -153,7 +153,7 @@ def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] |
 
 @contextmanager
 def local_call(record: RolloutCallLog, asked: Requests, *, name: str) -> Iterator[None]:
-    """Around one generation in the learner's own process; `name` stands in place of a server's URL."""
+    """Record one generation in the learner's own process; `name` stands in place of a server's URL."""
     begin, error_text = time.monotonic(), ""
     try:
         yield

@@ -70,16 +70,16 @@ BROKEN_S = 2.0  # patience with a server that broke a connection, if others can 
 SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
 RETRY_AFTER_S = 1.0  # until a busy server is asked again, if it does not say when
 REPLY_GRACE_S = 10.0  # beyond a deadline that the server keeps itself, so that its own error arrives first
-# Below uvicorn's 5 s: an idle connection is dropped here before the server closes it under a new request.
+# Two seconds are below uvicorn's 5: an idle connection is dropped here before the server closes it under a new request.
 KEEPALIVE_S = 2.0
 
-# The deadline of an /infer/ call without infer_timeout_s (D16).
+# These set the deadline of an /infer/ call without infer_timeout_s (D16).
 MAX_INFER_S = 600.0
 MIN_INFER_S = 120.0  # a weight update or a compilation may hold up one call
 PACE_CALLS = 32
 PACE_MARGIN = 4.0
 
-# Bytes of an answer. Per token there are its text, its id twice and its log-probability.
+# The bytes of an answer are bounded. Per token there are its text, its id twice and its log-probability.
 MAX_REPLY_BYTES = 64 << 20
 _ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # of an answer of `/infer/`: its prompt's ids and the rest; each token
 _MOST_TOKENS = 1 << 17  # of an answer that no request bounds
@@ -89,13 +89,13 @@ _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 
 
 def _most_bytes(call: InferCall) -> int:
-    """Bound on the answer to the call, its errors included."""
+    """Return a bound on the answer to the call, its errors included."""
     of_one = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
     return MAX_REPLY_BYTES + len(call.infer_requests) * of_one
 
 
 def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str) -> T:
-    """The body as its wire model. Raises RolloutError, which names the server and the first wrong field."""
+    """Read the body as its wire model. Raises RolloutError, which names the server and the first wrong field."""
     try:
         return adapter.validate_json(content)
     except ValidationError as error:
@@ -110,7 +110,8 @@ def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str
 
 
 def error_of(response: httpx.Response, base_url: str) -> ProjectError:
-    """The server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status decides."""
+    """Return the server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status
+    decides."""
     try:
         return from_server(ErrorBody.model_validate_json(response.content), base_url)
     except ValidationError:
@@ -123,7 +124,7 @@ def from_server(body: ErrorBody, base_url: str) -> ProjectError:
 
 
 def retry_after_s(response: httpx.Response) -> float:
-    """Seconds that the server asks to wait (`Retry-After`)."""
+    """Return the seconds that the server asks to wait (`Retry-After`)."""
     try:
         return max(0.01, float(response.headers.get("Retry-After", RETRY_AFTER_S)))
     except ValueError:
@@ -160,8 +161,8 @@ class Timeouts:
 
     @classmethod
     def of(cls, timeout_s: float, infer_timeout_s: float | None, *, num_servers: int = 1) -> Timeouts:
-        """From the two numbers of the configuration (R05); an `infer_timeout_s` of 0 or less counts as null.
-        `num_servers`: of the run. From 160 on, each is looked at less often."""
+        """Make the timeouts from the two numbers of the configuration (R05); an `infer_timeout_s` of 0 or less counts
+        as null. `num_servers` is the run's. From 160 on, each is looked at less often."""
         return cls(
             connect_s=min(10.0, timeout_s),
             read_s=timeout_s,
@@ -173,7 +174,8 @@ class Timeouts:
         )
 
     def patience(self, *, has_others: bool) -> Patience:
-        """The patience with a server that fails: short if others can do its work, else as long as `timeout_s`."""
+        """Return the patience with a server that fails: short if others can do its work, else as long as
+        `timeout_s`."""
         if not has_others:
             return Patience(silent_s=self.gone_s, broken_s=self.gone_s, has_others=False)
         silent_s = min(self.gone_s, SILENT_S, self.infer_s or SILENT_S)
@@ -190,7 +192,7 @@ class Patience:
 
 
 class Pace:
-    """How fast a server has answered: tokens per second of the longest answer in each of the last calls."""
+    """The pace at which a server has answered: tokens per second of the longest answer in each of the last calls."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=PACE_CALLS)
@@ -200,8 +202,8 @@ class Pace:
         self._rates.append(max(1, num_tokens) / max(1e-6, seconds))
 
     def deadline_s(self, max_new_tokens: int | None) -> float:
-        """`PACE_MARGIN` times what the slowest of the last calls would need for `max_new_tokens`; the longest deadline
-        before the first answer, or if answers have no limit."""
+        """Return `PACE_MARGIN` times what the slowest of the last calls would need for `max_new_tokens`; the longest
+        deadline before the first answer, or if answers have no limit."""
         if not self._rates or max_new_tokens is None:
             return MAX_INFER_S
         return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))
@@ -251,7 +253,7 @@ class ServerClient:
         )
 
     async def health(self) -> None:
-        """One look at `/health/`; raises unless it answers 200."""
+        """Look at `/health/` once; raises unless it answers 200."""
         await self._look("/health/")
 
     async def wait_healthy(self, limit_s: float | None = None) -> None:
@@ -270,14 +272,14 @@ class ServerClient:
             await asyncio.sleep(min(self.timeouts.poll_s, limit_s / 4, max(0.01, deadline - awake_s())))
 
     async def ready(self) -> None:
-        """One look at `/ready/`; raises unless it answers 200."""
+        """Look at `/ready/` once; raises unless it answers 200."""
         await self._look("/ready/")
 
     async def status(self) -> ServerStatus:
         return await self._get("/status/", ServerStatus)
 
     async def world_size(self) -> int:
-        """Tensor-parallel size x data-parallel size."""
+        """Return tensor-parallel size x data-parallel size."""
         return (await self._get("/get_world_size/", WorldSizeReply)).world_size
 
     async def infer(
@@ -317,7 +319,7 @@ class ServerClient:
     async def _send_infer(
         self, call: InferCall, deadline_s: float, answers: _Answers, patience: Patience
     ) -> httpx.Response:
-        """One exchange. The body of a success has been read by `answers`."""
+        """Exchange one call. The body of a success has been read by `answers`."""
         read_s, most_bytes = deadline_s + REPLY_GRACE_S, _most_bytes(call)
         try:
             async with self._errors("/infer/", read_s), self._stream("/infer/", call, read_s, most_bytes) as response:
@@ -383,7 +385,7 @@ class ServerClient:
         return response
 
     async def _patiently(self, path: str, exchange: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-        """The first answer of `exchange` that is not "busy"; the last one, `gone_s` after the first."""
+        """Return the first answer of `exchange` that is not "busy"; the last one, `gone_s` after the first."""
         deadline = math.inf
         while True:
             response = await exchange()
@@ -405,7 +407,7 @@ class ServerClient:
         *,
         read_s: float | None = None,
     ) -> httpx.Response:
-        """One exchange, whatever its status; `read_s` defaults to that of the timeouts. Raises DeadlineError or
+        """Exchange one call, whatever its status; `read_s` defaults to that of the timeouts. Raises DeadlineError or
         ServerUnreachableError."""
         read_s = self.timeouts.read_s if read_s is None else read_s
         async with self._errors(path, read_s):
@@ -420,7 +422,7 @@ class ServerClient:
     def _stream(
         self, path: str, body: BaseModel, read_s: float, most_bytes: int
     ) -> AbstractAsyncContextManager[httpx.Response]:
-        """A POST whose answer is read as it comes."""
+        """Send a POST whose answer is read as it comes."""
         return self._http.stream(
             "POST",
             self.base_url + path,
@@ -436,7 +438,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _errors(self, path: str, read_s: float) -> AsyncIterator[None]:
-        """httpx's errors as ours."""
+        """Raise httpx's errors as ours."""
         t = self.timeouts
         try:
             yield
@@ -458,7 +460,7 @@ class ServerClient:
         deadline_s: float = math.inf,
         late: Callable[[float], Awaitable[None]] | None = None,
     ) -> httpx.Response:
-        """One exchange. It ends when `/health/` was silent for `silent_s`, or after `deadline_s` with what `late`
+        """Exchange one call. It ends when `/health/` was silent for `silent_s`, or after `deadline_s` with what `late`
         raises, which is told how long ago the server was seen."""
         task = asyncio.create_task(sending)
         looking: asyncio.Task[None] | None = None
@@ -487,8 +489,8 @@ class ServerClient:
             await asyncio.wait(ended)
 
     def _seen(self, looking: asyncio.Task[None], last_seen: float, silent_s: float) -> float:
-        """When the server was last seen, after another look, which may not have ended. Raises ServerUnreachableError
-        after `silent_s`."""
+        """Return when the server was last seen, after another look, which may not have ended. Raises
+        ServerUnreachableError after `silent_s`."""
         if not looking.done():
             raise self._gone(f"silence at /health/ for {awake_s() - last_seen:.1f} s", silent_s)
         try:
@@ -543,7 +545,7 @@ class _Answers:
         return len(self._missing)
 
     async def read(self, response: httpx.Response) -> None:
-        """A success, in either of its two forms."""
+        """Read a success, in either of its two forms."""
         if NDJSON in response.headers.get("content-type", ""):
             async for line in _lines(response):
                 self._take_line(line)
@@ -589,7 +591,8 @@ class _Answers:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """The body's lines. httpx's own `aiter_lines` also splits at separators that may stand inside of JSON strings."""
+    """Yield the body's lines. httpx's own `aiter_lines` also splits at separators that may stand inside of JSON
+    strings."""
     rest = b""
     async for content in response.aiter_bytes():
         *lines, rest = (rest + content).split(b"\n")

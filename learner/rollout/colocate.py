@@ -147,7 +147,7 @@ class ColocateBackend(RolloutBackend):
         return generations[start : start + len(asked.samples)]
 
     def _prompts(self, samples: Sequence[Sample]) -> list[Prompt]:
-        """A sample that comes several times in a row (`grpo`) is read and rendered once. Two samples of one name are
-        two: only data files are sure to have each name once."""
+        """Return the samples' prompts. A sample that comes several times in a row (`grpo`) is read and rendered once.
+        Two samples of one name are two: only data files are sure to have each name once."""
         groups = [list(group) for _, group in itertools.groupby(samples, key=id)]
         return [prompt for group in groups for prompt in [self._encoder.for_engine(group[0])] for _ in group]

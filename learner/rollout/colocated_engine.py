@@ -116,7 +116,8 @@ class ColocatedEngine:
 
     @contextmanager
     def awake(self, *, after_update: bool = False) -> Iterator[None]:
-        """Ready to load, generate and score. `after_update`: training may have computed since the last time."""
+        """Keep the engine ready to load, generate and score. `after_update`: training may have computed since the last
+        time."""
         with self._offload.away(), _keeping_random_state(self._ranks.device):
             if self._asleep:
                 measures = after_update and self._num_loads > 0 and self._may_stay_awake()
@@ -137,8 +138,8 @@ class ColocatedEngine:
         *,
         looks: Sequence[bool] | None = None,
     ) -> list[Generation]:
-        """One response per prompt and seed, in order; at most `decode_batch_size` per device are decoded at once.
-        `looks`: at which prompts' pixels. Raises PromptTooLongError, RolloutError."""
+        """Return one response per prompt and seed, in order; at most `decode_batch_size` per device are decoded at
+        once. `looks`: the prompts whose pixels are looked at. Raises PromptTooLongError, RolloutError."""
         num_new = config.max_tokens or 1
         for prompt in prompts:
             self._check_length(len(prompt.token_ids), num_new)
@@ -153,8 +154,8 @@ class ColocatedEngine:
         ]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
-        """Natural log-probabilities of each response after its prompt, those through the prefix cache too, and the
-        prompts' pixels. Raises as `generate` does."""
+        """Return the natural log-probabilities of each response after its prompt, those through the prefix cache too,
+        and the prompts' pixels. Raises as `generate` does."""
         pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
         asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
@@ -274,7 +275,8 @@ class ColocatedEngine:
         return self._config.vllm.sleep == "auto" and not self._offload.moves
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
-        """True if the device has room beside the engine for `needed_bytes`, and for larger rows than those seen."""
+        """Return True if the device has room beside the engine for `needed_bytes`, and for larger rows than those
+        seen."""
         free, total = torch.cuda.mem_get_info(self._ranks.device)
         return free - needed_bytes >= ROOM * total
 
@@ -292,7 +294,7 @@ class ColocatedEngine:
             self._asleep = True
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
-        """vLLM's outputs in order, its errors as ours."""
+        """Return vLLM's outputs in order, its errors as ours."""
         try:
             asked = [prompt.for_engine() for prompt in prompts]
             return self._llm.generate(asked, list(params), use_tqdm=False, lora_request=self._adapter)
@@ -354,7 +356,7 @@ def _beside_other_programs(worker: Any) -> Iterator[None]:
 
 
 def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """A few tensors at a time: merged ones are made on the way and need memory beside the model."""
+    """Yield a few tensors at a time: merged ones are made on the way and need memory beside the model."""
     piece: list[tuple[str, torch.Tensor]] = []
     for named in weights:
         piece.append(named)

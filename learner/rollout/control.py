@@ -1,4 +1,4 @@
-"""What a user asks of a running run's servers: through small files in the run directory (R40).
+"""A user's requests to a running run's servers: through small files in the run directory (R40).
 
 `ask` writes one request as a file; rank 0 takes it at the end of a step (`ServerControl.take`). `ServerControl.show`
 writes which servers the run has, whenever that changes; `read_state` reads it. No process talks to another, so the
@@ -33,7 +33,7 @@ log = logging.getLogger("learner.rollout")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerRequest:
-    """`group_port`: of `add` only."""
+    """A user's request. Only `add` has a `group_port`."""
 
     action: Literal["add", "remove"]
     base_url: str
@@ -119,7 +119,7 @@ class ServerControl:
 
 
 def state_lines(state: dict[str, Any]) -> list[str]:
-    """One line per server, for a terminal."""
+    """Return one line per server, for a terminal."""
     lines = []
     for server in state["servers"]:
         since = _local_time(server["since_s"]) if server.get("since_s") else "start"

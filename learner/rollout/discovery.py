@@ -1,4 +1,4 @@
-"""Which servers a cluster has now, by a file or a command (R40).
+"""The servers that a cluster has now, by a file or a command (R40).
 
 In: `vllm.server.discovery`. Out: requests to add and to remove servers, as a user could make them. The list is read in
 the background, so no step waits for it.
@@ -76,13 +76,14 @@ class Discovery:
 
 
 def read(config: DiscoveryConfig) -> Listed:
-    """The list as it is now. Raises ConfigError if it is not one, DeadlineError if the command does not end in time."""
+    """Return the list as it is now. Raises ConfigError if it is not one, DeadlineError if the command does not end in
+    time."""
     content = _output(config) if config.command else _content(Path(config.file or ""))
     return parse(content, config.group_port)
 
 
 def parse(content: bytes, group_port: int) -> Listed:
-    """One server a line: its URL, and its group port where that is not `group_port`. `#` begins a comment. Raises
+    """Read one server a line: its URL, and its group port where that is not `group_port`. `#` begins a comment. Raises
     ConfigError."""
     listed: dict[str, int] = {}
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
@@ -109,7 +110,7 @@ def _content(path: Path) -> bytes:
 
 
 def _output(config: DiscoveryConfig) -> bytes:
-    """The output of the command, which is ended with all that it started."""
+    """Return the output of the command, which is ended with all that it started."""
     argv = list(config.command or ())
     try:
         process = subprocess.Popen(

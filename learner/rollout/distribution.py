@@ -1,4 +1,4 @@
-"""Which request goes to which server, and how many may be in flight there (SPEC.md D4, D10; R07, R21, R23, R30).
+"""The distribution of requests to servers, and how many may be in flight at each (SPEC.md D4, D10; R07, R21, R23, R30).
 
 `distribute` is pure. In: the number of this rank's requests, the rank, the servers' world sizes, `decode_batch_size`.
 Out: contiguous spans of requests in request order, and this rank's quota on each server. Every rank computes its own
@@ -44,9 +44,9 @@ log = logging.getLogger("learner.rollout")
 
 # A server is refilled by a 32nd of its quota at a time: single requests up to 32, and 97% of a larger quota in use.
 REFILLS = 32
-# The request's own, on any server.
+# These errors belong to the request: any server would give them.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
-# The server's: asking it again would not help.
+# These belong to the server: asking it again would not help.
 LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError)
 
 
@@ -71,7 +71,8 @@ class Distribution:
 
 
 def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num_ranks: int) -> int:
-    """Requests that one rank may have in flight over all servers: `floor(decode_batch_size * T / W)`.
+    """Return the number of requests that one rank may have in flight over all servers: `floor(decode_batch_size * T /
+    W)`.
 
     Raises ConfigError if that is zero: the cap cannot hold while every rank sends at least one request (R23).
     """
@@ -91,8 +92,8 @@ def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num
 def distribute(
     num_requests: int, *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> Distribution:
-    """Formula D4 for one rank and one call. A rank may always have one request in flight, also where servers were lost
-    and `chunk_size` would refuse it.
+    """Apply formula D4 for one rank and one call. A rank may always have one request in flight, also where servers were
+    lost and `chunk_size` would refuse it.
 
     Up to `chunk` requests are all in flight at once: what D4 gives a server beyond this rank's quota there goes to its
     neighbours. Of more requests, a server where the quota is zero hands its slots to the next one, in order and
@@ -110,7 +111,7 @@ def distribute(
 def quotas_of(
     *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> tuple[int, ...]:
-    """This rank's quota on each server, as `distribute` has it; a server of size 0 has none."""
+    """Return this rank's quota on each server, as `distribute` has it; a server of size 0 has none."""
     chunk = max(1, decode_batch_size * sum(server_world_sizes) // num_ranks)
     return _slots(chunk, rank, num_ranks, server_world_sizes)
 
@@ -127,7 +128,7 @@ def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -
 
 
 def _within(owned: Sequence[int], quotas: Sequence[int]) -> tuple[int, ...]:
-    """`owned`, with what exceeds a quota given to later servers, or else to earlier ones."""
+    """Return `owned`, with what exceeds a quota given to later servers, or else to earlier ones."""
     edges = [0, *accumulate(owned)]
     total = edges[-1]
     for i, quota in enumerate(quotas):
@@ -148,7 +149,7 @@ def _spans(numbers: Sequence[int]) -> tuple[ServerSpan, ...]:
 
 
 def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSpan, ...]:
-    """Each span on the next server that has a quota; neighbours on one server become one span."""
+    """Return each span on the next server that has a quota; neighbours on one server become one span."""
     moved: list[ServerSpan] = []
     for span in spans:
         server = next(i % len(quotas) for i in range(span.server, span.server + len(quotas)) if quotas[i % len(quotas)])
@@ -174,7 +175,7 @@ class Batch:
         return self.stop - self.start
 
     def cut(self, size: int) -> tuple[Batch, ...]:
-        """Its first `size` requests, and the rest if there is any."""
+        """Return its first `size` requests, and the rest if there is any."""
         middle = min(self.start + size, self.stop)
         first = replace(self, stop=middle)
         return (first,) if middle == self.stop else (first, replace(self, start=middle))
@@ -190,7 +191,7 @@ def halves(unanswered: Sequence[int], *, suspect: bool = False) -> list[Batch]:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Ascending numbers as ranges."""
+    """Yield ascending numbers as ranges."""
     start = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
@@ -289,7 +290,7 @@ class Dispatcher(Generic[R]):
                 self._start(index, batch)
 
     def _take(self, server: _Server, waiting: deque[Batch]) -> Batch | None:
-        """The next batch of `waiting` to send to `server` now."""
+        """Return the next batch of `waiting` to send to `server` now."""
         size = min(server.free, len(waiting[0])) if waiting else 0
         if size <= 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):
             return None

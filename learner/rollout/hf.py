@@ -60,7 +60,8 @@ NAME = "hf"  # in call records, in place of a server's URL
 def logits_processors(
     decoding: DecodingConfig, *, mode: str, attention_mask: torch.Tensor, seeds: Sequence[int]
 ) -> LogitsProcessorList:
-    """How `decoding` changes logits in `mode` (greedy, sample, beam). `attention_mask` `[B, P]` is 0 at padding."""
+    """Return the processors by which `decoding` changes logits in `mode` (greedy, sample, beam). `attention_mask` `[B,
+    P]` is 0 at padding."""
     processors = LogitsProcessorList()
     if decoding.repetition_penalty != 1.0:
         processors.append(RepetitionPenalty(decoding.repetition_penalty, attention_mask))
@@ -138,15 +139,16 @@ class ChosenLogprobs:
         return LogitsProcessorList([self.raw, *processors, self.chosen])
 
     def of(self, row: int, length: int) -> tuple[float, ...]:
-        """The log-probabilities of the first `length` tokens of a sequence."""
+        """Return the log-probabilities of the first `length` tokens of a sequence."""
         return tuple(float(step[row]) for step in self._steps[:length])
 
 
 def pad_left(
     prompts: Sequence[EncodedPrompt], *, pad_token_id: int, image_token_id: int | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` `[B, P]`. With images also the pixels of all prompts one after another, their
-    grids, and where the image tokens are: the model makes its multimodal positions from these, without padding."""
+    """Return `input_ids` and `attention_mask` `[B, P]`. With images also the pixels of all prompts one after another,
+    their grids, and where the image tokens are: the model makes its multimodal positions from these, without
+    padding."""
     length = max(len(prompt.token_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), length), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
@@ -164,7 +166,7 @@ def pad_left(
 
 
 def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tuple[tuple[int, ...], int | None]:
-    """A new sequence up to its first stop token, without it, and that token; None if there is none."""
+    """Return a new sequence up to its first stop token, without it, and that token; None if there is none."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
     if end is None:
         return tuple(token_ids), None
@@ -172,8 +174,8 @@ def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tu
 
 
 def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
-    """The tokens that end an answer, as for the rollout server: from the checkpoint's generation settings and the
-    tokenizer."""
+    """Return the tokens that end an answer, as for the rollout server: from the checkpoint's generation settings and
+    the tokenizer."""
     listed = model.generation_config.eos_token_id
     ids = {listed} if isinstance(listed, int) else set(listed or ())
     return tuple(sorted(ids | {tokenizer.eos_token_id}))
@@ -264,7 +266,7 @@ class HfBackend(RolloutBackend):
             return split_window(window, rollouts)
 
     def close(self) -> None:
-        """There is nothing to free."""
+        """Do nothing: there is nothing to free."""
 
     def _generate(
         self,
@@ -275,7 +277,7 @@ class HfBackend(RolloutBackend):
         with_logprobs: bool,
         record: RolloutCallLog,
     ) -> list[Rollout]:
-        """The rollouts of one batch."""
+        """Return the rollouts of one batch."""
         with local_call(record, batch, name=NAME):
             answers = self._decode(prompts, batch.seeds, decoding, mode, with_logprobs)
         return [
@@ -302,7 +304,8 @@ class HfBackend(RolloutBackend):
         mode: str,
         with_logprobs: bool,
     ) -> list[tuple[tuple[int, ...], int | None, tuple[float, ...] | None]]:
-        """Responses, stop tokens and log-probabilities of one batch. Raises RolloutError if memory is too small."""
+        """Return responses, stop tokens and log-probabilities of one batch. Raises RolloutError if memory is too
+        small."""
         policy = self._policy
         pad_token_id = self._stop_ids[0]  # after an answer's end, where nothing is read
         try:

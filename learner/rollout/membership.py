@@ -1,4 +1,4 @@
-"""Which rollout servers a run has, which of them serve, and with which weights (D15, R40). Pure.
+"""The rollout servers that a run has, those of them that serve, and their weights (D15, R40). Pure.
 
 A `Membership` never changes: each method gives the next one. Rank 0 alone makes the next one, and all ranks take it
 over at the end of each step and of each sync (`learner.sync.members`). Distribution, sync and records read it. Between
@@ -27,7 +27,7 @@ MIN_SERVERS = "custom.extra.rollout_matching.vllm.server.min_servers"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedWeights:
-    """ServerEvent the last sync brought to every serving server; each answer must name the same."""
+    """The weights that the last sync brought to every serving server; each answer must name the same."""
 
     ver: int
     incarnation: str  # of the group that brought them
@@ -100,7 +100,7 @@ class Membership:
         return self._with(replace(member, because=because, failures=member.failures + 1))
 
     def sized(self, sizes: Iterable[tuple[str, int]]) -> Membership:
-        """The membership with the world sizes that servers gave."""
+        """Return the membership with the world sizes that servers gave."""
         known = dict(sizes)
         members = (replace(m, world_size=known.get(m.base_url, m.world_size)) for m in self.members)
         return replace(self, members=tuple(members))
@@ -146,7 +146,7 @@ class Membership:
         return self._with(replace(member, state="draining", because="removed", since_s=now_s))
 
     def too_few(self) -> ServerError:
-        """ServerEvent to raise when not enough serve."""
+        """Return the error to raise when not enough serve."""
         lost = "; ".join(f"{m.base_url}: {m.because}" for m in self.out)
         return ServerError(
             "too few rollout servers are left",
@@ -156,7 +156,7 @@ class Membership:
         )
 
     def changes_since(self, before: Membership) -> list[ServerChange]:
-        """ServerEvent happened between two agreements."""
+        """Return what happened between two agreements."""
         old = {member.base_url: member.state for member in before.members}
         found = [
             self._change(member.base_url, what, member.because)

@@ -27,8 +27,8 @@ DECODING = "custom.extra.rollout_matching.decoding"
 
 
 def sent_pictures(samples: Sequence[Sample], images: Images) -> dict[int, list[str]]:
-    """What servers get instead of the images of augmented samples, by `id(sample)`. Pictures are made side by side,
-    each once however often it is asked. Raises DataError for a photograph that can't be read."""
+    """Return what servers get instead of the images of augmented samples, by `id(sample)`. Pictures are made side by
+    side, each once however often it is asked. Raises DataError for a photograph that can't be read."""
     augmented = {id(sample): sample for sample in samples if sample.view is not None}
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(augmented, pool.map(lambda one: _sent(one, images), augmented.values()), strict=True))
@@ -46,8 +46,8 @@ def _sent(sample: Sample, images: Images) -> list[str]:
 def infer_request(
     sample: Sample, images: Sequence[str] | None = None, *, seed: int | None = None, pixels: bool = False
 ) -> RolloutInferRequest:
-    """The sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings. `images`: of
-    `sent_pictures`; None: the sample's own. `pixels`: asks what the vision tower is fed of them.
+    """Return the sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings.
+    `images` come from `sent_pictures`; None: the sample's own. `pixels`: asks what the vision tower is fed of them.
 
     Raises DataError if a message has another form.
     """
@@ -67,15 +67,15 @@ def infer_request(
 
 
 def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
-    """True if the rollouts of a sample in a step ask for their pixels. All of them do or none, because their digest is
-    made once; another share of the samples in every step."""
+    """Return True if the rollouts of a sample in a step ask for their pixels. All of them do or none, because their
+    digest is made once; another share of the samples in every step."""
     digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
     return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64
 
 
 def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: bool = False) -> RequestConfig:
-    """How to decode, without a seed; `greedy` overrides the configuration (evaluation). `logprobs`: of the answer's
-    tokens.
+    """Return the decoding settings, without a seed; `greedy` overrides the configuration (evaluation). `logprobs` asks
+    for those of the answer's tokens.
 
     Raises ConfigError if vLLM does not have the mode.
     """
@@ -105,7 +105,7 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 
 class Decodings:
-    """How a run's requests are decoded: as configured, greedily, or drawn at another temperature. `logprobs` is for the
+    """The decoding of a run's requests: as configured, greedily, or drawn at another temperature. `logprobs` is for the
     first; the others always have them, because boxes are scored with them.
 
     Raises ConfigError if vLLM does not have the configured mode."""
@@ -169,7 +169,7 @@ def read_rollout(
 
 
 def _logprobs(output: RolloutOutput, choice: Choice, base_url: str) -> tuple[float, ...]:
-    """The log-probabilities of the response's tokens and of the stop token. Raises RolloutError."""
+    """Return the log-probabilities of the response's tokens and of the stop token. Raises RolloutError."""
     stop = () if choice.stop_logprob is None else (choice.stop_logprob,)
     logprobs = (*(output.rollout_logprobs or [[]])[0], *stop)
     wanted = len(output.response_token_ids) + (choice.stop_token_id is not None)

@@ -63,7 +63,7 @@ class LoopThread:
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # daemon: an interpreter that exits because of an error must not wait for an answer
+        # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -104,7 +104,7 @@ async def _cancel_others() -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Job:
-    """What stays the same during one `stream`."""
+    """The parts that stay the same during one `stream`."""
 
     asked: Requests
     requests: Sequence[RolloutInferRequest]  # the same, for the wire
@@ -115,7 +115,7 @@ class _Job:
 
 
 class _Rollouts(RolloutStream):
-    """What the servers answer to one job, from the event loop's thread to the one that iterates."""
+    """The servers' answers to one job, from the event loop's thread to the one that iterates."""
 
     def __init__(self, begin: Callable[[Answered[Rollout]], Future[None]], record: Callable[[], Any]) -> None:
         """`begin(on_answer)` starts the job; the iteration runs inside `record()`."""
@@ -213,16 +213,16 @@ class ServerBackend(StreamingBackend):
 
     @property
     def clients(self) -> tuple[ServerClient, ...]:
-        """Those of the serving servers."""
+        """The clients of the serving servers."""
         return tuple(self.client(member.base_url) for member in self.membership.serving)
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """Those of the serving servers."""
+        """The world sizes of the serving servers."""
         return tuple(member.world_size for member in self.membership.serving)
 
     def client(self, base_url: str) -> ServerClient:
-        """The one client of a server."""
+        """Return the one client of a server."""
         with self._lock:
             if base_url not in self._clients:
                 self._clients[base_url] = ServerClient(base_url, timeouts=self.timeouts, token=self._token)
@@ -250,7 +250,7 @@ class ServerBackend(StreamingBackend):
         return left
 
     def lost(self) -> dict[str, str]:
-        """Servers that have failed this rank since the last agreement, and why."""
+        """Return the servers that have failed this rank since the last agreement, and why."""
         with self._lock:
             return dict(self._lost)
 
@@ -270,7 +270,7 @@ class ServerBackend(StreamingBackend):
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
     def statuses(self) -> tuple[ServerStatus, ...]:
-        """Every serving server's state now, in order. Raises as `connect` does."""
+        """Return every serving server's state now, in order. Raises as `connect` does."""
         return tuple(self.loop.run(gather(self.look(client) for client in self.clients)))
 
     def generate_window(
@@ -301,7 +301,7 @@ class ServerBackend(StreamingBackend):
     def _stream(
         self, window: Sequence[MicroStep], how: RequestConfig, *, global_step: int, share: float
     ) -> RolloutStream:
-        """`share`: of the samples, whose requests ask for their pixels."""
+        """Begin a stream. `share` is the part of the samples whose requests ask for their pixels."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()

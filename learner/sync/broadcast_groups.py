@@ -137,7 +137,7 @@ def open_groups(
 
     Raises CommunicatorError, DeadlineError or a server's own error; no group is joined then.
     """
-    # One secret for all: a bucket is sealed once, whichever groups it goes to.
+    # All groups share one secret: a bucket is sealed once, whichever groups it goes to.
     incarnation, secret = uuid.uuid4().hex, secrets.token_hex(32)
     groups = [ServerGroup(members, allow_shared_gpu=allow_shared_gpu) for members in of_one_machine(links, statuses)]
     posts = [post for group in groups for post in group.post_inits(incarnation, secret, device, timeout_s)]
@@ -199,7 +199,7 @@ def cancel(posts: Posts) -> None:
 
 
 def named(error: ProjectError, who: str) -> ProjectError:
-    """The same error, which says whose it is."""
+    """Return the same error, which says whose it is."""
     again = type(error)(f"{who}: {error.what}", found=error.found, wanted=error.wanted, remedy=error.remedy)
     again.__cause__ = error
     return again
@@ -217,7 +217,7 @@ def _raise_cause(sent: Sent, posts: Posts) -> None:
 
 
 def accused(posts: Posts) -> dict[str, ProjectError]:
-    """Servers whose own answer is a cause, not only that they lost the others."""
+    """Return the servers whose own answer is a cause, not only that they lost the others."""
     found = {}
     for link, post in posts:
         error = post.exception() if post.done() and not post.cancelled() else None

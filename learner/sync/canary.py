@@ -49,14 +49,14 @@ class Canary:
         assert self.items, "a sync without a canary is not checked"
 
     def tolerance_with(self, served: torch.dtype | None) -> float:
-        """The tolerance with generators that compute in `served` (None: not known)."""
+        """Return the tolerance with generators that compute in `served` (None: not known)."""
         if self.tolerance is not None:
             return self.tolerance
         return EXACT_TOLERANCE if self.dtype == served == torch.float32 else TOLERANCE
 
     def expected(self, incarnation: str, ver: int, learner: Logprobs, served: torch.dtype | None) -> ExpectScoresCall:
-        """What a server that computes in `served` must find for update `ver`. Raises NotFiniteError if the learner's
-        scores are not."""
+        """Return the scores that a server computing in `served` must find for update `ver`. Raises NotFiniteError if
+        the learner's scores are not."""
         if not np.isfinite(np.concatenate(learner)).all():
             raise NotFiniteError(
                 "the learner's own log-probabilities of the canary are not finite",
@@ -69,7 +69,7 @@ class Canary:
         return ExpectScoresCall(incarnation=incarnation, ver=ver, logprobs=logprobs, tolerance=tolerance)
 
     def compare(self, learner: Logprobs, reply: ScoreReply, who: str, served: torch.dtype | None = None) -> CanaryGap:
-        """The gap between both sides; `who` is the generator that gave `reply`, and computes in `served`.
+        """Return the gap between both sides; `who` is the generator that gave `reply`, and computes in `served`.
 
         Raises CanaryError if the gap is above the tolerance or not a number, PromptMismatchError if the prompts differ,
         RolloutError if the reply has another shape.
@@ -94,12 +94,12 @@ class Canary:
 
 
 def worst_gap(gaps: Sequence[CanaryGap]) -> CanaryGap:
-    """The worst gap of several generators."""
+    """Return the worst gap of several generators."""
     return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
 
 
 def score_items(items: Sequence[CanaryItem], *, pixels: bool = False) -> list[ScoreItem]:
-    """The items for the wire. `pixels`: asks what the vision tower is fed of their images."""
+    """Return the items for the wire. `pixels`: asks what the vision tower is fed of their images."""
     return [
         ScoreItem(request=infer_request(item.sample, pixels=pixels), response_token_ids=list(item.response_token_ids))
         for item in items

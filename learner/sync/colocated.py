@@ -38,7 +38,7 @@ NAME = "the colocated engine"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """What one rank's loader was given. `digest` is empty if there is no other rank."""
+    """The weights that one rank's loader was given. `digest` is empty if there is no other rank."""
 
     num_tensors: int
     num_bytes: int
@@ -82,7 +82,7 @@ class EngineDelivery:
     @contextmanager
     def delivering(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
         self._parts = {}
-        # Before the engine wakes: scoring needs the policy on its device.
+        # The scores come before the engine wakes: scoring needs the policy on its device.
         with self._part("scores"):
             self._learner = {mode: self._canary.scorer(self._engine.dtype, mode == "full") for mode in modes}
         with ExitStack() as stack:
@@ -144,7 +144,7 @@ class EngineDelivery:
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        """Around a part of a sync. What the device has still to do when the part ends counts for the next one."""
+        """Time a part of a sync. What the device has still to do when the part ends counts for the next one."""
         began = time.perf_counter()
         yield
         self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - began
@@ -187,6 +187,6 @@ class _Counted:
             yield name, tensor
 
     def given(self) -> Given:
-        """Once all are through."""
+        """Return what the loader was given, once all tensors are through."""
         content = self._hasher.hexdigest() if self._with_digest else ""
         return Given(num_tensors=self._num_tensors, num_bytes=self._num_bytes, digest=content)

@@ -116,7 +116,7 @@ def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Membe
 
 
 async def look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
-    """A server's status now. Raises ProjectError if it does not answer soon, or does not fit."""
+    """Return a server's status now. Raises ProjectError if it does not answer soon, or does not fit."""
     try:
         async with time_limit(LAST_LOOK_S):
             return await backend.look(client, 0.0)
@@ -142,7 +142,7 @@ async def all_outcomes(calls: Sequence[Coroutine[Any, Any, ServerStatus]]) -> li
 
 
 def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
-    """`work()`, run by rank 0 alone; its result, or its ProjectError, on every rank."""
+    """Run `work()` on rank 0 alone; its result, or its ProjectError, reaches every rank."""
     ranks.barrier()
     outcome: tuple[T | None, ProjectError | None] = (None, None)
     if ranks.is_main:

@@ -1,4 +1,5 @@
-"""Who takes part in syncs: the membership of a run's rollout servers, decided by rank 0 and the same on every rank.
+"""The servers that take part in syncs: the membership of a run's rollout servers, decided by rank 0 and the same on
+every rank.
 
 In: servers that a rank has lost, what the user and the cluster ask for, and servers that failed a sync. Out: the next
 `Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve and to those
@@ -38,7 +39,7 @@ class Members:
         self._changes: list[ServerChange] = []  # that `changes` has not given yet
 
     def together(self, work: Callable[[], T]) -> T:
-        """`work()` on rank 0, after all ranks have agreed; its result and the membership it left, on every rank.
+        """Run `work()` on rank 0, after all ranks have agreed; its result and the membership it left reach every rank.
         Collective. Raises ServerError if too few servers are left."""
         self.agree()
         result, membership = on_rank_0(self._ranks, lambda: (work(), self._backend.membership))
@@ -88,13 +89,13 @@ class Members:
             raise membership.too_few() from error
 
     def to_reach(self) -> list[Member]:
-        """Servers that a sync goes to: those that serve, and those that are ready to."""
+        """Return the servers that a sync goes to: those that serve, and those that are ready to."""
         membership = self._backend.membership
         ready = self._returning.ready()
         return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]
 
     def _decided(self, reports: Sequence[Mapping[str, str]]) -> Membership:
-        """The membership that follows from what the ranks found and from what is asked for."""
+        """Return the membership that follows from what the ranks found and from what is asked for."""
         membership, now_s = self._backend.membership, time.time()
         for report in reports:
             for base_url, because in report.items():

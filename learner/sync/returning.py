@@ -39,7 +39,7 @@ class ReturnWatch:
         self._followed[member.base_url] = awake_s() + wait_s
 
     def ready(self) -> list[str]:
-        """Those that may join the next sync."""
+        """Return the servers that may join the next sync."""
         now, ready = awake_s(), self._ready
         return [base_url for base_url, not_before in self._followed.items() if base_url in ready and now >= not_before]
 

@@ -150,7 +150,7 @@ class ServerDelivery:
             self._repeated = True
             return True
         if len(accused_by) == 1 and not self._accused_one and self._backend.membership.is_elastic:
-            # Twice the same server. A second one that fails would say that it is not the servers.
+            # The same server failed twice. If a second one failed too, the servers would not be the cause.
             self._accused_one = True
             for base_url, found in accused_by.items():
                 self.members.leave_out(base_url, found)
@@ -158,14 +158,14 @@ class ServerDelivery:
         return False
 
     def _gone(self) -> dict[str, ProjectError]:
-        """Servers of the last try that do not answer now, and why."""
+        """Return the servers of the last try that do not answer now, and why."""
         backend, gone = self._backend, self._unreachable()
         tried = [base_url for base_url in self._statuses if base_url not in gone]
         outcomes = backend.loop.run(all_outcomes([look(backend, backend.client(url)) for url in tried]))
         return gone | {url: f for url, f in zip(tried, outcomes, strict=True) if isinstance(f, ProjectError)}
 
     def _unreachable(self) -> dict[str, ProjectError]:
-        """Servers of the last try that were found to be gone in it."""
+        """Return the servers of the last try that were found to be gone in it."""
         return {url: error for url, error in self._accused.items() if isinstance(error, ServerUnreachableError)}
 
     # ---- joining ---------------------------------------------------------------------------------------------------
@@ -179,7 +179,7 @@ class ServerDelivery:
         self._statuses = {member.base_url: status for member, status in statuses}
         self._known |= {status.server_id for _, status in statuses}
         least = backend.membership.min_servers
-        # Of the group, which has servers that do not serve before this sync.
+        # The group counts: it has servers that do not serve before this sync.
         patience = backend.timeouts.patience(has_others=least != "all" and len(statuses) > least)
         links = [
             ServerLink(backend.client(m.base_url), backend.loop, m.group_port, status.world_size, patience)
@@ -207,7 +207,8 @@ class ServerDelivery:
         return max(status.ver for _, status in statuses)
 
     def _reach(self, members: Sequence[Member], *, is_first: bool) -> list[tuple[Member, ServerStatus]]:
-        """The status of each member that answers and fits. Without one that does not if the run can go on."""
+        """Return the status of each member that answers and fits. One that does not is left out if the run can go
+        on."""
         backend = self._backend
         if is_first:
             statuses = backend.statuses()
@@ -390,7 +391,8 @@ class ServerDelivery:
         return replies, staged.learner, self._digest(staged.mode, staged.seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
-        """The digest as the server makes it: of the seals; an adapter's together with that of the weights below it."""
+        """Return the digest as the server makes it: of the seals; an adapter's together with that of the weights below
+        it."""
         digest = hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
@@ -446,7 +448,7 @@ def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: 
 
 
 def _size(buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """Bytes and tensors."""
+    """Return the numbers of bytes and of tensors."""
     return sum(bucket.num_bytes for bucket in buckets), sum(len(bucket.tensors) for bucket in buckets)
 
 

@@ -1,4 +1,4 @@
-"""Where the weights come from, whole or sharded over ranks, and how they become buckets (R09).
+"""The source of the weights, whole or sharded over ranks, and the way from them to buckets (R09).
 
 In: a `WeightSource` (the policy, or its adapter). Out: sealed buckets, one at a time, so that the sender decides how
 many are in memory beside the model.
@@ -38,7 +38,7 @@ class WeightSource(Protocol):
 
 
 class AdapterSource(WeightSource, Protocol):
-    """Only an adapter: `lora_A` and `lora_B` of each adapted layer. `lora_B` has the scaling in it."""
+    """A source of an adapter alone: `lora_A` and `lora_B` of each adapted layer. `lora_B` has the scaling in it."""
 
     @property
     def base(self) -> WeightSource:
@@ -49,7 +49,7 @@ class AdapterSource(WeightSource, Protocol):
 
     @property
     def obstacle(self) -> str:
-        """Why no engine can apply it; empty if no reason is known."""
+        """The reason why no engine can apply the adapter; empty if no reason is known."""
 
 
 def check_specs(specs: Sequence[TensorSpec]) -> None:
@@ -74,7 +74,7 @@ def sealed_buckets(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Iterator[torch.Tensor]:
-    """Each bucket of `plan` as uint8 `[bytes]` on `device`, sealed with `key`.
+    """Yield each bucket of `plan` as uint8 `[bytes]` on `device`, sealed with `key`.
 
     The plan must be cut from the source's own specs.
 
@@ -96,7 +96,7 @@ def sealed_buckets(
 
 
 class SyncRanks(Protocol):
-    """What the ranks agree through in a sync to servers: `Ranks`, or `ShardedRanks` for a sharded model."""
+    """The ranks' means to agree in a sync to servers: `Ranks`, or `ShardedRanks` for a sharded model."""
 
     @property
     def is_main(self) -> bool: ...
@@ -117,8 +117,8 @@ class _Call:
 
 
 class ShardedRanks:
-    """`bucket_bytes`: as the sync has it, so that what is gathered at once is what is packed at once. Every rank makes
-    the same sources and shared calls, in the same order."""
+    """The ranks of a sharded model in a sync. `bucket_bytes` is the sync's, so that what is gathered at once is what is
+    packed at once. Every rank makes the same sources and shared calls, in the same order."""
 
     def __init__(self, ranks: Ranks, *, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
@@ -145,7 +145,7 @@ class ShardedRanks:
         return found
 
     def shared(self, call: Callable[..., T]) -> Callable[..., T]:
-        """`call` for rank 0 to make: every rank makes it then, with the same arguments."""
+        """Return `call` for rank 0 to make: every rank makes it then, with the same arguments."""
         index = len(self._calls)
         self._calls.append(call)
 
@@ -156,8 +156,8 @@ class ShardedRanks:
         return on_all_ranks
 
     def take(self, source: WeightSource, dtype: torch.dtype | None, is_first: bool, count: int) -> list[Any]:
-        """The next `count` tensors of `source`, from its first one on if `is_first`; nothing on other ranks than 0.
-        Collective."""
+        """Return the next `count` tensors of `source`, from its first one on if `is_first`; nothing on other ranks than
+        0. Collective."""
         if is_first:
             self._walk = source.named_weights(dtype)
         taken = islice(self._walk, count)

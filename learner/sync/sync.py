@@ -56,21 +56,21 @@ class Delivery(Protocol):
         Raises ServerError if too few are left."""
 
     def is_current(self) -> bool:
-        """True if those that were reached are still those that should be."""
+        """Return True if those that were reached are still those that should be."""
 
     def connect(self) -> int:
         """Reach every generator; the highest version that one of them has seen."""
 
     def recover(self, error: ProjectError) -> bool:
-        """After a try that failed and `leave`: whether to try again, without whoever is gone. Raises ServerError if too
-        few are left."""
+        """Return True if the sync is worth another try, without whoever is gone; called after a failed try and `leave`.
+        Raises ServerError if too few are left."""
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         """Raises SyncError or ServerMismatchError if a generator could not apply it."""
 
     def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
-        """Around all that is delivered in one sync; `modes`: those in which it may be. Yields the seconds of its parts,
-        which are whole when it has ended."""
+        """Enclose all that is delivered in one sync; `modes` are those that it may take. Yields the seconds of its
+        parts, which are whole when it has ended."""
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         """Load the weights below an adapter, over version `ver`; the version from which to count on."""
@@ -94,7 +94,8 @@ class Delivery(Protocol):
 
 
 class Sync:
-    """`adapter`: sync it alone, as long as that works; None: full syncs. All public methods are for all ranks."""
+    """The weight syncs of a run. `adapter` is synced alone as long as that works; None: full syncs. All public methods
+    are for all ranks."""
 
     def __init__(
         self,
@@ -147,7 +148,7 @@ class Sync:
     # ---- on the ranks that have a part in it -------------------------------------------------------------------------
 
     def _connect(self) -> int:
-        # Above all versions that they have seen, so that no old rollout passes for a new one.
+        # The version goes above all versions that they have seen, so that no old rollout passes for a new one.
         self.ver = max(self.ver, self._delivery.connect())
         self._is_connected, self._base_is_loaded = True, False
         if self._adapter is not None:
@@ -227,7 +228,7 @@ class Sync:
         return delivered
 
     def _repeated(self, work: Callable[[], T]) -> T:
-        """`work`, tried again as long as that makes sense."""
+        """Do `work`, and again as long as that makes sense."""
         while True:
             try:
                 with self._leaving_on_failure():
@@ -251,7 +252,7 @@ class Sync:
 
     @contextmanager
     def _falling_back(self) -> Iterator[None]:
-        """Around everything at which an adapter sync can fail. After an error there is no adapter, and the caller goes
+        """Enclose everything at which an adapter sync can fail. After an error there is no adapter, and the caller goes
         on with a full sync; without a fallback the error is raised."""
         try:
             with self._leaving_on_failure():
