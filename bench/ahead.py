@@ -37,7 +37,7 @@ from learner.policy.parallel import Ranks
 from learner.records import Channel, EncodedPrompt, Sample, Segment
 from learner.rollout.backend import MicroStep
 from learner.rollout.distribution import Answered, Batch, Dispatcher, distribute
-from learner.rollout.servers import LoopThread
+from learner.rollout.server_backend import LoopThread
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CompleteRows

@@ -402,7 +402,7 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
     from learner.__main__ import main
     from learner.policy.load import Policy
     from learner.policy.optim import Optimizer
-    from learner.rollout import servers
+    from learner.rollout import server_backend
     from learner.sync.server_delivery import ServerDelivery
 
     out = (folder / f"learner{rank}.log").open("ab")
@@ -414,7 +414,7 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
     torch.set_num_threads(1)
     notes = (folder / f"notes{rank}.jsonl").open("a", buffering=1)
     read_rollout, deliver, backward, update = (
-        servers.read_rollout,
+        server_backend.read_rollout,
         ServerDelivery.deliver,
         Policy.backward,
         Optimizer.update,
@@ -443,7 +443,7 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
         return update(self, *args, **settings)
 
     note(start=True)
-    servers.read_rollout, ServerDelivery.deliver = accepted, delivered  # type: ignore[method-assign]
+    server_backend.read_rollout, ServerDelivery.deliver = accepted, delivered  # type: ignore[method-assign]
     Policy.backward, Optimizer.update = learned, updated  # type: ignore[method-assign]
     os._exit(main(["train", "--config", str(config)]))
 

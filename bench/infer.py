@@ -31,7 +31,7 @@ from deploy.launch import supervised
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.records import Sample
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.servers import LoopThread, ServerBackend
+from learner.rollout.server_backend import LoopThread, ServerBackend
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig

@@ -53,7 +53,7 @@ from bench.runs import read_events, say, steps_of
 from learner.policy.parallel import Ranks
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.membership import Membership
-from learner.rollout.servers import LoopThread
+from learner.rollout.server_backend import LoopThread
 from rollout_server import service
 from rollout_server.__main__ import _bind
 from rollout_server.app import create_app

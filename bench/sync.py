@@ -37,7 +37,7 @@ from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Sample, SyncReceipt
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.server_delivery import ServerDelivery
 from learner.sync.sync import Sync

@@ -11,7 +11,7 @@ from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.broadcast_groups import StartJoin
 from learner.sync.canary import Canary, CanaryItem, Scorer
 from learner.sync.server_delivery import ServerDelivery

@@ -144,7 +144,7 @@ class Answers:
         return self._hf(str(folder)) if self.asked.backend == "hf" else self._vllm(str(folder))
 
     def _servers(self, url: str) -> RolloutBackend:
-        from learner.rollout.servers import ServerBackend
+        from learner.rollout.server_backend import ServerBackend
 
         server = {"servers": [{"base_url": url, "group_port": 1}]}  # no weights are sent, so no port is used
         config = self._config({"vllm": {"mode": "server", "server": server}})

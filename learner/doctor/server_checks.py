@@ -15,7 +15,7 @@ from learner.config.modes import sync_mode
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed, ok, skipped, warn
 from learner.doctor.look import LOOK_TIMEOUT_S
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.servers import LoopThread
+from learner.rollout.server_backend import LoopThread
 from learner.sync.broadcast_groups import ServerLink, await_all, open_groups
 from learner.sync.fitness import check_adapter, check_architecture, check_prompt
 from shared.checkpoint import signature

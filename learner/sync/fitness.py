@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from learner.data.prompt import PromptCheck, check_prompt_prefix
 from learner.rollout.client import LAST_LOOK_S, ServerClient
 from learner.rollout.membership import Member
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.broadcast_groups import named
 from learner.sync.canary import CanaryItem, score_items
 from learner.sync.source import SyncRanks

@@ -17,7 +17,7 @@ from learner.records import ServerChange
 from learner.rollout.control import ServerControl, ServerRequest
 from learner.rollout.discovery import Discovery
 from learner.rollout.membership import Member, Membership
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.fitness import on_rank_0
 from learner.sync.returning import ReturnWatch
 from learner.sync.source import SyncRanks

@@ -8,7 +8,7 @@ from concurrent.futures import Future
 
 from learner.rollout.client import HEALTH_TIMEOUT_S
 from learner.rollout.membership import Member
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from shared.errors import ProjectError
 from shared.waits import awake_s, time_limit
 

@@ -36,7 +36,7 @@ from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.membership import Member, ServedWeights
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.broadcast_groups import (
     Post,
     Posts,

@@ -29,7 +29,7 @@ from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.fitness import check_servers, server_check

@@ -14,7 +14,7 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.records import Sample
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import CanaryItem
 from learner.sync.sync import Sync
 from shared.addresses import free_port

@@ -32,7 +32,7 @@ from learner.rollout.backend import RolloutBackend
 from learner.rollout.colocate import ColocateBackend
 from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import CanaryItem
 from rollout_server.processes import descendants
 from shared.addresses import free_port

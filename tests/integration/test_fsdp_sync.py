@@ -18,7 +18,7 @@ from learner.policy.load import load_policy
 from learner.policy.parallel import Ranks, init_ranks
 from learner.policy.sharding import shard, whole
 from learner.policy.weights import CheckpointWeights
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import CanaryItem
 from learner.sync.source import ShardedAdapter, ShardedRanks, ShardedSource
 from shared.errors import ConfigError, CoverageError

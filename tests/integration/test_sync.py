@@ -20,7 +20,7 @@ from learner.data.prompt import check_prompt_prefix
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.records import Sample
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import EXACT_TOLERANCE, CanaryItem
 from learner.sync.sync import Sync
 from shared.addresses import free_port

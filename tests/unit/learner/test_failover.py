@@ -34,7 +34,7 @@ from learner.rollout import client
 from learner.rollout.backend import MicroStep
 from learner.rollout.control import ServerControl, ServerRequest, ask, read_state
 from learner.rollout.discovery import Discovery
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.packing import CompleteRows
 from learner.steps.segments import SegmentSource

@@ -18,7 +18,7 @@ import uvicorn
 
 from learner.rollout.backend import MicroStep
 from learner.rollout.distribution import distribute
-from learner.rollout.servers import LoopThread, ServerBackend
+from learner.rollout.server_backend import LoopThread, ServerBackend
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.service import RolloutService

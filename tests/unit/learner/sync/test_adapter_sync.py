@@ -9,7 +9,7 @@ import pytest
 import respx
 import torch
 
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.sync import Sync
 from shared.errors import CoverageError, ProjectError, ServerMismatchError, SyncError
 from tests.syncs import server_sync

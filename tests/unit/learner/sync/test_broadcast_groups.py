@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 
 from learner.rollout.client import ServerClient
-from learner.rollout.servers import LoopThread
+from learner.rollout.server_backend import LoopThread
 from learner.sync import broadcast_groups as module
 from learner.sync.broadcast_groups import ServerGroup, ServerLink, await_all, of_one_machine
 from shared.errors import CommunicatorError, CoverageError, DeadlineError, ProjectError, ServerError, SyncError

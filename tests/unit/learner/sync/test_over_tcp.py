@@ -12,7 +12,7 @@ import pytest
 import respx
 import torch
 
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from shared.addresses import free_ports
 from shared.errors import CommunicatorError, CoverageError, DigestError, ProjectError, ServerUnreachableError
 from shared.sync import group as communicator

@@ -18,7 +18,7 @@ from learner.data.prompt import PromptCheck
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.weights import checksum
 from learner.records import VisionInputs
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import Scorer
 from learner.sync.fitness import check_architecture, check_prompt, check_vision
 from learner.sync.sync import Sync

@@ -22,7 +22,7 @@ from learner.rollout import client as client_module
 from learner.rollout.backend import MicroStep, Requests
 from learner.rollout.membership import ServedWeights
 from learner.rollout.requests import infer_request, request_config
-from learner.rollout.servers import LoopThread, ServerBackend
+from learner.rollout.server_backend import LoopThread, ServerBackend
 from shared.errors import (
     ConfigError,
     DataError,
