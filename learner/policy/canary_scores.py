@@ -7,8 +7,9 @@ log-probabilities, except for differences between kernels. What merging and roun
 sync makes it, and the others report the last gap.
 
 On CUDA, each forward pass of answers without images is captured once as a CUDA graph. A replay takes 10 ms for a model
-of 4B; launching every kernel from Python takes several times as long. With images the layers are captured one by one
-(`layer_graphs.py`). A sharded model's layers are at other addresses in every pass, so nothing is captured.
+of 4B; launching every kernel from Python takes several times as long. With images the pass is captured with what it
+reads on the host (`pass_graph.py`), or else its layers one by one (`layer_graphs.py`). A sharded model's layers are at
+other addresses in every pass, so nothing is captured.
 """
 
 from __future__ import annotations
@@ -21,9 +22,10 @@ from functools import cache, cached_property, partial
 import numpy as np
 import torch
 
-from learner.policy.layer_graphs import CudaRecorder, LayerGraphs
+from learner.policy.layer_graphs import CudaRecorder, LayerGraphs, Work
 from learner.policy.load import Policy
 from learner.policy.packed import PackedInputs
+from learner.policy.pass_graph import PassGraph
 from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
 
@@ -53,10 +55,11 @@ MERGE_GAP_EVERY = 10  # syncs, where passes are not captured
 
 
 class CanaryScorer:
-    """`checksums`: whether the scores come with checksums of the weights."""
+    """`checksums`: whether the scores come with checksums of the weights. `whole`: a pass with images may be captured
+    as one graph. That takes memory, and no other thread may wait for the device at the second call."""
 
-    def __init__(self, policy: Policy, answers: Answers, *, checksums: bool = True) -> None:
-        self._policy, self._answers, self._with_checksums = policy, answers, checksums
+    def __init__(self, policy: Policy, answers: Answers, *, checksums: bool = True, whole: bool = False) -> None:
+        self._policy, self._answers, self._with_checksums, self._whole = policy, answers, checksums, whole
         self._trained = RepeatedLogprobs(policy, answers)
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
@@ -65,7 +68,7 @@ class CanaryScorer:
         weight per layer; otherwise the adapter travels by itself."""
         if (dtype, merged) not in self._sent:
             self._sent[dtype, merged] = _Sent(
-                self._policy, self._answers, dtype, merged=merged, checksums=self._with_checksums
+                self._policy, self._answers, dtype, merged=merged, checksums=self._with_checksums, whole=self._whole
             )
         way = self._sent[dtype, merged]
         if way.scorer is None:
@@ -91,7 +94,14 @@ class _Sent:
     """One way in which weights travel. `scorer`: None if they travel as they are trained; `number`: of its calls."""
 
     def __init__(
-        self, policy: Policy, answers: Answers, dtype: torch.dtype | None, *, merged: bool, checksums: bool
+        self,
+        policy: Policy,
+        answers: Answers,
+        dtype: torch.dtype | None,
+        *,
+        merged: bool,
+        checksums: bool,
+        whole: bool,
     ) -> None:
         self._policy, self._dtype, self.merged = policy, dtype, merged
         self.number, self.merge_gap = 0, 0.0
@@ -102,7 +112,7 @@ class _Sent:
             called = [(name, module) for name, module in replaced if module not in without]
             return as_sent(model, dtype, merged=merged, replaced=called, checksums=checksums)
 
-        self.scorer = RepeatedLogprobs(policy, answers, within) if replaced else None
+        self.scorer = RepeatedLogprobs(policy, answers, within, whole=whole) if replaced else None
 
     @cached_property
     def unreplaced(self) -> dict[str, torch.Tensor]:
@@ -115,17 +125,27 @@ def _as_trained(_: Modules) -> AbstractContextManager[Checksums]:
 
 class RepeatedLogprobs:
     """`Policy.logprobs` of the same answers, again and again, `within` a context. `checksums`: what that context says
-    of the weights that it replaced. `layers`: how layers are captured; None: on CUDA, where the pass has images."""
+    of the weights that it replaced. `layers`: how layers are captured; None: on CUDA, where the pass has images.
+    `whole`: it is tried to capture such a pass as one graph, whose memory is kept; `record`: how."""
 
     def __init__(
-        self, policy: Policy, answers: Answers, within: Within = _as_trained, *, layers: LayerGraphs | None = None
+        self,
+        policy: Policy,
+        answers: Answers,
+        within: Within = _as_trained,
+        *,
+        layers: LayerGraphs | None = None,
+        whole: bool = False,
+        record: Callable[[Work], Work] | None = None,
     ) -> None:
         self._policy, self._answers, self._within = policy, answers, within
         can = policy.device.type == "cuda" and len(answers) > 0 and not policy.is_sharded
         self.is_captured = can and all(prompt.vision is None for prompt, _ in answers)
-        if layers is None and can and not self.is_captured:
-            layers = LayerGraphs(policy.model, CudaRecorder(policy.device))
-        self._layers = layers
+        if can and not self.is_captured:
+            record = record or CudaRecorder(policy.device)
+            layers = layers or LayerGraphs(policy.model, CudaRecorder(policy.device))
+        self._layers, self._record = layers, record if whole else None
+        self._whole: PassGraph | None = None
         self._number = 0  # of calls at these addresses
         self._addresses: tuple[int, ...] = ()
         self.checksums: Checksums = {}
@@ -139,7 +159,7 @@ class RepeatedLogprobs:
     def begin(self) -> Read:
         """Start the pass. What it returns waits for the device, and gives what a call gives."""
         if not self.is_captured:
-            logprobs = self._by_layers(self._layers) if self._layers is not None else self._pass()
+            logprobs = self._by_graphs(self._layers) if self._layers is not None else self._pass()
         else:
             if self._addresses != self._addresses_now():  # offloaded weights come back elsewhere
                 self._capture()
@@ -147,20 +167,28 @@ class RepeatedLogprobs:
             logprobs = self._logprobs.clone()  # the next replay overwrites it
         return cache(partial(self._policy.split, logprobs, self._answers))
 
-    def _by_layers(self, layers: LayerGraphs) -> torch.Tensor:
-        """The first pass warms up and looks whether layers can be captured, the second one captures them."""
+    def _by_graphs(self, layers: LayerGraphs) -> torch.Tensor:
+        """The first pass warms up and looks whether layers can be captured. The second one is captured, whole or layer
+        by layer."""
         if self._number and self._addresses != self._addresses_now():  # weights that move are not worth capturing
-            self._layers = None
+            self._layers = self._whole = None
             return self._pass()
         self._number += 1
         if self._number == 1:
             self._addresses = self._addresses_now()
             with layers.watching():
                 return self._pass()
+        if self._number == 2 and self._record is not None:
+            self._whole = PassGraph.of(self._pass, self._weights, self._record)
+        if self._whole is not None:
+            return self._whole()
+        return self._by_layers(layers)
+
+    def _by_layers(self, layers: LayerGraphs) -> torch.Tensor:
         if not layers.can_capture:
             self._layers = None
             return self._pass()
-        if self._number == 2:
+        if not layers.is_captured:
             with layers.capturing():
                 return self._pass()
         captured = self.checksums  # replays write anew what a layer's graph has computed
@@ -196,5 +224,10 @@ class RepeatedLogprobs:
         self.checksums = checksums  # the graph's own memory: a replay writes it anew
         self._addresses = self._addresses_now()
 
+    @cached_property
+    def _weights(self) -> list[torch.Tensor]:
+        """Listed once: to walk through thousands of modules takes longer than a replay."""
+        return list(self._policy.model.parameters())
+
     def _addresses_now(self) -> tuple[int, ...]:
-        return tuple(tensor.data_ptr() for tensor in self._policy.model.parameters())
+        return tuple(tensor.data_ptr() for tensor in self._weights)

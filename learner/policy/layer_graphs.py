@@ -25,9 +25,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 Work = Callable[[], None]
 Forward = Callable[..., Any]
-_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
-_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -49,6 +49,10 @@ class LayerGraphs:
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
         self._calls: list[_Call] = []
         self.can_capture = bool(self._layers)
+
+    @property
+    def is_captured(self) -> bool:
+        return bool(self._calls)
 
     @cached_property
     def inside(self) -> frozenset[torch.nn.Module]:
@@ -173,11 +177,11 @@ class _HostReads(TorchDispatchMode):
 
 
 def _reads(func: Any, args: Any, involved: Any) -> bool:
-    if func in _INDEXING:  # by a mask they count what it selects
+    if func in INDEXING:  # by a mask they count what it selects
         return any(_is_tensor(one) and one.dtype in (torch.bool, torch.uint8) for one in tree_iter(args[1]))
-    if func in _COPIES:
+    if func in COPIES:
         return len({one.device for one in tree_iter(involved) if _is_tensor(one)}) > 1
-    return not _READS.isdisjoint(func.tags)
+    return not READS.isdisjoint(func.tags)
 
 
 @contextmanager

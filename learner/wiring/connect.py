@@ -94,8 +94,13 @@ def connect_sync(
     answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
     canary = Canary(
         items=items,
-        # A colocated engine takes the tensors themselves, so there is nothing to compare.
-        scorer=CanaryScorer(policy, answers, checksums=not isinstance(backend, ColocateBackend)),
+        # A colocated engine takes the tensors themselves, so there is nothing to compare, and no thread that sends.
+        scorer=CanaryScorer(
+            policy,
+            answers,
+            checksums=not isinstance(backend, ColocateBackend),
+            whole=isinstance(backend, ColocateBackend),
+        ),
         tolerance=vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
     )

@@ -1,0 +1,160 @@
+"""A pass that is captured whole gives what an eager pass gives (R09). `Tape` stands for CUDA's graphs."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from learner.policy.canary_scores import Modules, RepeatedLogprobs
+from learner.policy.layer_graphs import LayerGraphs
+from learner.policy.pass_graph import INDEXING, Notes, OtherPassError, PassGraph, is_mask, reads
+from learner.policy.weights import as_sent, checksum, replaced_modules
+from tests.unit.learner.policy.rows import policy_of
+from tests.unit.learner.policy.test_layer_graphs import Tape, answers, change, record
+from tests.unit.learner.policy.test_weights import with_trained_adapter
+
+
+class Strict(Tape):
+    """As CUDA's graphs: refuses what reads on the host."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert not reads(func, args, kwargs or {}), func
+        assert func not in INDEXING or not any(map(is_mask, args[1])), func
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+def strict(work: Callable[[], None]) -> Callable[[], None]:
+    with Strict() as tape:
+        work()
+    return tape.replay
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True, "dtype": "bfloat16"}])
+def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options: dict[str, Any]) -> None:
+    """With an image: its sizes are read on the host. Merging is in the graph."""
+    policy = with_trained_adapter(tiny_vlm, "lora", **options)
+    asked, layers = answers(policy), LayerGraphs(policy.model, record)
+
+    def within(without: Modules) -> Any:
+        replaced = list(replaced_modules(policy.model, torch.bfloat16, merged=True))
+        return as_sent(policy.model, torch.bfloat16, merged=True, replaced=replaced)
+
+    repeated = RepeatedLogprobs(policy, asked, within, layers=layers, whole=True, record=strict)
+    seen = []
+    for i in range(5):
+        if i == 2:  # from now on no module is called
+            policy.model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
+            policy.model.base_model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
+        found = repeated()
+        if i < 2:
+            with as_sent(policy.model, torch.bfloat16, merged=True):
+                assert found == policy.logprobs(asked)
+        sent = dict(policy.named_weights(torch.bfloat16))
+        for name, value in repeated.checksums.items():
+            assert name not in sent or int(value) == int(checksum(sent[name])), name
+        seen.append(found)
+        change(policy)
+    assert all(one != other for one, other in itertools.pairwise(seen))
+
+
+def test_weights_of_later_count(tiny_vlm: Path) -> None:
+    policy = policy_of(tiny_vlm)
+    asked = answers(policy)
+    layers = LayerGraphs(policy.model, record)
+    repeated = RepeatedLogprobs(policy, asked, layers=layers, whole=True, record=strict)
+    for _ in range(4):
+        assert repeated() == policy.logprobs(asked)
+        change(policy)
+    assert not layers.is_captured
+    for parameter in policy.model.parameters():  # as weights do that were offloaded
+        parameter.data = parameter.data.clone()
+    change(policy)
+    assert repeated() == policy.logprobs(asked)
+
+
+def test_what_depends_on_weights_is_not_captured(tiny_vlm: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """As the routes of a mixture of experts. Its layers are not captured either."""
+    policy = policy_of(tiny_vlm)
+    caplog.set_level(logging.INFO, logger="learner.policy")
+
+    def read(_: Any, args: tuple[torch.Tensor]) -> None:
+        args[0].sum().item()
+
+    policy.model.base_model.language_model.layers[1].mlp.register_forward_pre_hook(read)
+
+    def refuse(work: Any) -> Any:
+        raise AssertionError("must not be captured")
+
+    asked, layers = answers(policy), LayerGraphs(policy.model, refuse)
+    repeated = RepeatedLogprobs(policy, asked, layers=layers, whole=True, record=refuse)
+    assert repeated() == repeated() == repeated() == policy.logprobs(asked)
+    assert "depends on weights" in caplog.text
+
+
+WEIGHT = torch.nn.Parameter(torch.arange(6.0), requires_grad=False)
+MASK = torch.tensor([True, False, True, True, False, False])
+SIZES = torch.tensor([1, 2, 3])
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: WEIGHT[MASK] * 2,
+        lambda: WEIGHT * int(SIZES.sum()),
+        lambda: WEIGHT[: len(SIZES.repeat_interleave(SIZES))],
+        lambda: WEIGHT.clone().index_put_((MASK,), WEIGHT[3:]),
+        lambda: WEIGHT.view(2, 3)[MASK.view(2, 3)],
+        lambda: WEIGHT.view(2, 3)[:, MASK[:3]],
+        lambda: WEIGHT + torch.tensor([1.0, 2, 3, 4, 5, 6]),
+        lambda: WEIGHT.new_tensor([2.0]) * WEIGHT,
+    ],
+)
+def test_a_repeated_pass_reads_nothing_and_sees_later_weights(run: Callable[[], torch.Tensor]) -> None:
+    graph = PassGraph.of(run, [WEIGHT], strict)
+    assert graph is not None
+    WEIGHT.data += 1
+    assert torch.equal(graph(), run())
+    WEIGHT.data -= 1
+    assert torch.equal(graph(), run())
+
+
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda: WEIGHT[WEIGHT > 2],
+        lambda: WEIGHT * (WEIGHT.view(2, 3) + 1).sum().item(),
+        lambda: WEIGHT[torch.zeros(6).copy_(WEIGHT).nonzero()],
+        lambda: WEIGHT * torch.zeros(1).add_(WEIGHT[3]).item(),
+        lambda: WEIGHT * torch.as_tensor(WEIGHT[2]),
+    ],
+)
+def test_a_read_that_depends_on_weights_is_found(run: Callable[[], torch.Tensor]) -> None:
+    """Through views, copies and sums."""
+    assert PassGraph.of(run, [WEIGHT], strict) is None
+
+
+def test_a_pass_that_goes_another_way_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    calls = itertools.count()
+    caplog.set_level(logging.INFO, logger="learner.policy")
+
+    def run() -> torch.Tensor:
+        return WEIGHT[MASK] if next(calls) else WEIGHT * int(SIZES.sum())
+
+    assert PassGraph.of(run, [WEIGHT], strict) is None
+    assert "came before" in caplog.text
+    notes = Notes([WEIGHT])
+    with notes.noting():
+        int(SIZES.sum())
+    with pytest.raises(OtherPassError), notes.repeating():
+        pass
+
+
+def test_values_that_differ_are_not_captured() -> None:
+    draws = itertools.count()
+    assert PassGraph.of(lambda: WEIGHT + next(draws), [WEIGHT], strict) is None
