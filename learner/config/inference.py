@@ -66,13 +66,13 @@ def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceS
 
 
 def prompt_messages(prompt: str | None) -> list[dict[str, Any]]:
-    """The user's turn, with the image before the text if the text does not place it."""
+    """Return the user's turn, with the image before the text if the text does not place it."""
     text = prompt if prompt is not None else "Detect every object."
     return [{"role": "user", "content": text if IMAGE in text else IMAGE + text}]
 
 
 def read_settings(folder: Path) -> InferenceSettings | None:
-    """None if the folder has none. Raises ConfigError if they cannot be read."""
+    """Read the settings; None if the folder has none. Raises ConfigError if they cannot be read."""
     file = folder / INFERENCE_NAME
     if not file.is_file():
         return None

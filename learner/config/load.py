@@ -1,5 +1,5 @@
-"""From a YAML file to a `RunConfig` and back. `load_config` runs before anything else is loaded, `write_resolved` when
-the run begins.
+"""The way from a YAML file to a `RunConfig` and back. `load_config` runs before anything else is loaded,
+`write_resolved` when the run begins.
 
 `load_config` raises ConfigErrors with every mistake: of the YAML, retired keys, unknown and ill-typed keys, and between
 keys. If servers are used, the result has them as a list, in whatever form the file has them. Paths in a configuration
@@ -96,8 +96,8 @@ def load_config(
     env: Mapping[str, str] = os.environ,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """The configuration in `path`, with the command line's `path.to.key=VALUE` laid over it. With `world_size`, what
-    depends on the number of ranks is checked and derived too.
+    """Return the configuration in `path`, with the command line's `path.to.key=VALUE` laid over it. With `world_size`,
+    what depends on the number of ranks is checked and derived too.
 
     Raises ConfigErrors.
     """
@@ -105,7 +105,7 @@ def load_config(
 
 
 def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunConfig:
-    """The same for a mapping or a `Document`. Raises ConfigErrors."""
+    """Do the same for a mapping or a `Document`. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
     config = parse(RunConfig, data, retired=RETIRED, rules=rules)
     if uses_servers(config):

@@ -1,4 +1,4 @@
-"""What a run does, as its configuration says: which backend, which channels, which syncs.
+"""A run's modes, as its configuration says: which backend, which channels, which syncs.
 
 The answers hold whatever the number of ranks. `Rule` is the type of the checks between keys, which ask here too.
 """
@@ -18,7 +18,7 @@ Rule = Callable[["RunConfig"], Iterator[Mistake]]
 
 
 def sync_mode(config: RunConfig) -> str:
-    """`full` or `adapter`: `auto` follows `enable_lora` (R08)."""
+    """Return `full` or `adapter`; `auto` follows `enable_lora` (R08)."""
     vllm = config.rollout_matching.vllm
     if vllm.sync.mode == "auto":
         return "adapter" if vllm.enable_lora else "full"
@@ -30,34 +30,34 @@ def uses_servers(config: RunConfig) -> bool:
 
 
 def colocates(config: RunConfig) -> bool:
-    """True if vLLM runs inside the learner's job."""
+    """Return True if vLLM runs inside the learner's job."""
     rollout = config.rollout_matching
     return rollout.rollout_backend == "vllm" and rollout.vllm.mode == "colocate" and needs_rollouts(config)
 
 
 def learns_rollouts(config: RunConfig) -> bool:
-    """True if any step learns rollouts. `sft`, and a schedule without Channel-B, learn ground truth only."""
+    """Return True if any step learns rollouts. `sft`, and a schedule without Channel-B, learn ground truth only."""
     if config.stage2_ab is not None:
         return config.stage2_ab.schedule.b_ratio > 0
     return config.custom.trainer_variant in ("rollout_matching_sft", "grpo")
 
 
 def learns_ground_truth(config: RunConfig) -> bool:
-    """True if some step learns ground truth without a rollout (Channel-A)."""
+    """Return True if some step learns ground truth without a rollout (Channel-A)."""
     if config.stage2_ab is not None:
         return config.stage2_ab.schedule.b_ratio < 1
     return not learns_rollouts(config)
 
 
 def needs_rollouts(config: RunConfig) -> bool:
-    """True if the run makes rollouts at all, to learn, to evaluate or to complete labels."""
+    """Return True if the run makes rollouts at all, to learn, to evaluate or to complete labels."""
     training = config.training
     evaluates = bool(training.eval_on_start or training.eval_on_end or training.eval_steps)
     return evaluates or learns_rollouts(config) or config.labels.complete is not None
 
 
 def overlaps(config: RunConfig) -> bool:
-    """True if Channel-B learns a step's first packs while the other rollouts of the step run (R32). Not with
+    """Return True if Channel-B learns a step's first packs while the other rollouts of the step run (R32). Not with
     `advantage: batch`, which compares each rollout with all of the step."""
     stage2 = config.stage2_ab
     return (

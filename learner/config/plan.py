@@ -1,4 +1,5 @@
-"""What follows from a configuration and the number of ranks: `resolve` gives every derived number by its name.
+"""The numbers that follow from a configuration and the number of ranks: `resolve` gives every derived number by its
+name.
 
 `resolve` is pure and cheap. `--check` prints its result, and the learner logs it at its start (R15). `topology_rules`
 are rules like those of the sections, for what must hold between the configuration and the number of ranks: batch
@@ -33,12 +34,12 @@ def topology_rules(world_size: int) -> tuple[Rule, ...]:
 
 
 def shards(config: RunConfig, world_size: int) -> bool:
-    """True if each rank holds only its part of the model."""
+    """Return True if each rank holds only its part of the model."""
     return config.model.sharding == "fsdp" and world_size > 1
 
 
 def derived_gas(config: RunConfig, world_size: int) -> int:
-    """`gradient_accumulation_steps`; it follows from `effective_batch_size` if that is given (D8)."""
+    """Return `gradient_accumulation_steps`; it follows from `effective_batch_size` if that is given (D8)."""
     training = config.training
     if training.effective_batch_size is not None:
         return training.effective_batch_size // (training.per_device_train_batch_size * world_size)
@@ -46,7 +47,8 @@ def derived_gas(config: RunConfig, world_size: int) -> int:
 
 
 def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Devices per colocated engine (R04). The user's value is kept; the default becomes 1 if there is one rank."""
+    """Return the devices per colocated engine (R04). The user's value is kept; the default becomes 1 if there is one
+    rank."""
     vllm = config.rollout_matching.vllm
     if world_size == 1 and "tensor_parallel_size" not in vllm.model_fields_set:
         return 1
@@ -125,7 +127,7 @@ NUM_CHANNELS_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """What a run does with its configuration. None: does not apply to this run."""
+    """The numbers of a run, derived from its configuration. None: the number does not apply to this run."""
 
     trainer_variant: str
     world_size: int  # learner ranks

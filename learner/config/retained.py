@@ -12,7 +12,8 @@ from learner.config.sections.data import RetainConfig
 
 
 def retained_configs(config: RunConfig) -> dict[str, RunConfig]:
-    """By name, in order. The reader of the run's own format does not apply to them."""
+    """Return the configurations of `data.retain` by name, in order. The reader of the run's own format does not apply
+    to them."""
     return {one.name: _config_of(config, one) for one in config.data.retain}
 
 

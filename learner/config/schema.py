@@ -64,7 +64,7 @@ class RunConfig(Section):
         return self.custom.extra.rollout_matching
 
 
-# In the order of the file's sections.
+# The rules are in the order of the file's sections.
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     *data.RULES,

@@ -8,7 +8,7 @@ from learner.config.sections.data import DataConfig, SplitConfig
 
 
 def as_read_for(data: DataConfig, split: str) -> DataConfig:
-    """`data` with the own keys of `train`, `val` or `test` instead of those of all, and with paths alone."""
+    """Return `data` with the own keys of `train`, `val` or `test` instead of those of all, and with paths alone."""
     paths = {name: data.path_of(name) for name in ("val", "test")}
     own = {"val": data.val, "test": data.test}.get(split)
     return data.model_copy(update={**paths, **(_own_keys(own) if isinstance(own, SplitConfig) else {})})

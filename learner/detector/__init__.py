@@ -1,4 +1,4 @@
-"""From photographs to scored boxes: `predict`, `calibrate`, `evaluate`, and `Detector` for Python.
+"""The way from photographs to scored boxes: `predict`, `calibrate`, `evaluate`, and `Detector` for Python.
 
 (`learner.predict` is something else: it predicts what training would gain.)
 """

@@ -47,7 +47,7 @@ _TEXT_MARGIN = 64  # tokens, beyond the longest prompt that is foreseen
 
 @dataclass(frozen=True, kw_only=True)
 class Asked:
-    """How answers are made. `server`: the URL of a rollout server, which serves the same model; another text raises
+    """The making of answers. `server`: the URL of a rollout server, which serves the same model; another text raises
     ConfigErrors."""
 
     backend: Backend = "vllm"
@@ -216,7 +216,7 @@ class Answers:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def _config(self, changes: dict[str, Any] | None = None) -> RolloutMatchingConfig:
-        """A configuration as a run's, with the run's own vLLM settings if they are known."""
+        """Return a configuration as a run's, with the run's own vLLM settings if they are known."""
         asked, settings = self.asked, self._model.settings
         run: RunConfig | None = self._model.run
         vllm: dict[str, Any] = {"gpu_memory_utilization": GPU_SHARE, "max_model_len": self._longest()}
@@ -237,7 +237,7 @@ class Answers:
         return RolloutMatchingConfig.model_validate({**values, **(changes or {})})
 
     def _longest(self) -> int | None:
-        """Tokens of the longest request; None if the processor does not bound its images."""
+        """Return the tokens of the longest request; None if the processor does not bound its images."""
         images = getattr(self.encoder.processor, "image_processor", None)
         edge = getattr(images, "patch_size", 0) * getattr(images, "merge_size", 0)
         pixels = getattr(getattr(images, "size", None), "longest_edge", None)

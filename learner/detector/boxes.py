@@ -36,7 +36,7 @@ class ScoredBox(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prediction:
-    """What was found in one image, best first. `truncated`: an answer reached the token limit before its end."""
+    """The objects found in one image, best first. `truncated`: an answer reached the token limit before its end."""
 
     id: int | str
     name: str
@@ -57,7 +57,7 @@ class Tile(NamedTuple):
 
 
 def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, float, float], tuple[float, ...]]:
-    """Box and outline (`()` for a box) of an object that was found in the tile, in the whole image's pixels."""
+    """Return box and outline (`()` for a box) of an object that was found in the tile, in the whole image's pixels."""
     sizes = ((tile.right - tile.left) / (NUM_BINS - 1), (tile.bottom - tile.top) / (NUM_BINS - 1))
     offsets = (tile.left, tile.top)
 
@@ -69,7 +69,8 @@ def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, flo
 
 
 def tiles_of(width: int, height: int, side: int | None) -> list[Tile]:
-    """The whole image, and if it is larger than a tile, its tiles row by row: as few as cover it with the overlap."""
+    """Return the whole image, and if it is larger than a tile, its tiles row by row: as few as cover it with the
+    overlap."""
     whole = Tile(0, 0, width, height)
     if side is None or (width <= side and height <= side):
         return [whole]
@@ -91,7 +92,7 @@ def _starts(length: int, side: int) -> list[int]:
 
 
 def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height: int) -> list[ScoredBox]:
-    """The boxes of all tiles, each object once, best first."""
+    """Return the boxes of all tiles, each object once, best first."""
     found = [(box, _is_cut(box, tile, width, height)) for tile, boxes in parts for box in boxes]
     found.sort(key=lambda entry: (entry[1], -entry[0].score))  # whole ones first
     kept: list[ScoredBox] = []
@@ -115,7 +116,7 @@ def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) 
 
 
 def _is_cut(box: ScoredBox, tile: Tile, width: int, height: int) -> bool:
-    """True if it touches an edge of its tile that is inside the image."""
+    """Return True if it touches an edge of its tile that is inside the image."""
     x1, y1, x2, y2 = box.box
     return (
         (tile.left > 0 and x1 <= tile.left + _EDGE)

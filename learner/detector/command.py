@@ -36,7 +36,7 @@ LEAST_SCORE = 0.001  # of the COCO results without --conf
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the command line says. `conf` None: the pictures and the CSV show what the calibration finds best, the COCO
+    """The command line's options. `conf` None: the pictures and the CSV show what the calibration finds best, the COCO
     results have everything."""
 
     model: Path
@@ -77,7 +77,7 @@ def predict(options: Options) -> int:
 
 
 def quiet() -> None:
-    """Only what the command says is printed, not what libraries log."""
+    """Print only what the command says, not what libraries log."""
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
@@ -85,7 +85,7 @@ def quiet() -> None:
 
 @dataclass(kw_only=True)
 class Work:
-    """What a command did itself. `skipped`: one line an image. `seconds`: without the start of the backend."""
+    """The work that a command did itself. `skipped`: one line an image. `seconds`: without the start of the backend."""
 
     num_images: int
     skipped: list[str] = field(default_factory=list)
@@ -93,7 +93,7 @@ class Work:
 
 
 def _work(detector: Detector, todo: Mapping[int, InputImage], store: Store, options: Options, console: Console) -> Work:
-    """Every image that is left."""
+    """Answer every image that is left."""
     work = Work(num_images=len(todo))
     if not todo:
         return work
@@ -120,7 +120,7 @@ def _work(detector: Detector, todo: Mapping[int, InputImage], store: Store, opti
 
 
 def shown_from(detector: Detector, options: Options) -> float:
-    """The least score in pictures and CSV."""
+    """Return the least score in pictures and CSV."""
     if options.conf is not None:
         return options.conf
     return detector.calibration.threshold if detector.calibration is not None else 0.0
@@ -151,12 +151,13 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
 
 
 def _categories(detector: Detector, inputs: Inputs) -> dict[str, int]:
-    """The annotation file's ids, else numbers from 1 in the order of the model's classes."""
+    """Return the annotation file's ids, else numbers from 1 in the order of the model's classes."""
     return dict(inputs.categories) or {name: i for i, name in enumerate(detector.model.settings.classes, 1)}
 
 
 def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Any]:
-    """How annotation files are read: as the run reads them if its configuration is named, or if they are its own."""
+    """Decide how annotation files are read: as the run reads them if its configuration is named, or if they are its
+    own."""
     run = model.run
     if run is None:
         return None, None

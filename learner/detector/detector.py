@@ -47,7 +47,8 @@ class Parts(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """What is asked together: an image, or the images of a record. `places` are theirs in the whole line."""
+    """The images that are asked together: an image, or the images of a record. `places` are theirs in the whole
+    line."""
 
     places: list[int]
     parts: Parts | MediaError
@@ -100,7 +101,7 @@ class Detector:
             self._is_open = False
 
     def predict(self, images: Photograph | Iterable[Photograph]) -> list[Prediction]:
-        """One prediction an image, in order. Raises MediaError if an image cannot be used."""
+        """Return one prediction an image, in order. Raises MediaError if an image cannot be used."""
         given = [images] if isinstance(images, str | Path | Image.Image) else list(images)
         found: list[Prediction] = []
         for _, one in self.predictions({place: _input(place + 1, image) for place, image in enumerate(given)}):
@@ -110,9 +111,9 @@ class Detector:
         return found
 
     def predictions(self, line: Mapping[int, InputImage]) -> Iterator[tuple[int, Prediction | MediaError]]:
-        """One an image, some images at a time; instead of it, what is wrong with an image that cannot be used. `line`
-        has images by their places in the whole line, on which their drawn answers depend; those of a record stand side
-        by side. Raises ConfigError if the model cannot be asked about them."""
+        """Yield one prediction an image, some images at a time. If an image cannot be used, the error comes instead.
+        `line` has images by their places in the whole line, on which their drawn answers depend; those of a record
+        stand side by side. Raises ConfigError if the model cannot be asked about them."""
         self._require_askable(line.values())
         self.__enter__()
         waiting: dict[int, Ask] = {}
@@ -176,7 +177,7 @@ class Detector:
         return Parts(tiles, samples)
 
     def _whole_record(self, record: Sample) -> Parts:
-        """The model's own prompt if it is for so many images, else the record's."""
+        """Ask with the model's own prompt if it is for so many images, else the record's."""
         sizes = [self._images.load(source).size for source in record.images]
         messages: Sequence[Mapping[str, Any]] = self.model.settings.messages
         try:
@@ -230,7 +231,7 @@ class Detector:
         )
 
     def _boxes(self, tile: Tile, answers: Sequence[Rollout], number: int | None = None) -> list[ScoredBox]:
-        """Best first. `number`: of which image, if the answers are to several."""
+        """Return the boxes, best first. `number`: the image that they are of, if the answers are to several."""
         found = scored_objects([self.task.parse(answer) for answer in answers], self._pieces, self.calibration)
         boxes = [
             ScoredBox(one.object.desc, one.score, *in_pixels(one.object, tile), one.votes)
@@ -241,8 +242,8 @@ class Detector:
 
 
 def _asks(line: Mapping[int, InputImage]) -> dict[int, list[int]]:
-    """The places of what is asked together, by the place of the first image of it in the whole line. That one may be
-    missing here, if a command was interrupted within a record."""
+    """Return the places of what is asked together, by the place of the first image of it in the whole line. That one
+    may be missing here, if a command was interrupted within a record."""
     found: dict[int, list[int]] = {}
     for place, image in line.items():
         found.setdefault(place - (image.number - 1), []).append(place)
@@ -256,7 +257,7 @@ def _input(number: int, image: Photograph) -> InputImage:
 
 
 def _png(picture: Image.Image) -> str:
-    """An image as a string, without loss."""
+    """Return an image as a string, without loss."""
     file = io.BytesIO()
     picture.save(file, format="PNG", compress_level=1)
     return _data_url(file.getvalue(), "image/png")

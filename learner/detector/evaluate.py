@@ -99,7 +99,7 @@ def _compared(
     results: list[Result],
     thresholds: Mapping[str, float],
 ) -> Compared:
-    """[] if nothing is retained. Differences are from the first model everywhere."""
+    """Return the comparisons; [] if nothing is retained. Differences are from the first model everywhere."""
     if not options.retain:
         return []
     if options.predictions:  # they are not models: `results` has differences from the first file
@@ -172,7 +172,7 @@ def _threshold(found: Found, samples: Sequence[Sample]) -> float:
 
 
 def _rows(results: Sequence[Result], compared: Compared) -> list[dict[str, Any]]:
-    """One a detector. Those of models have their results on what is retained, as `retained`."""
+    """Return one row a detector. Those of models have their results on what is retained, as `retained`."""
     rows = {one.name: asdict(one) for one in results}
     for data, own in compared[1:]:
         for one in own:
@@ -199,7 +199,7 @@ def _table(results: Sequence[Result]) -> Table:
 
 
 def _gains(compared: Compared) -> Table:
-    """F1@0.5 of each model on each set, and the difference from the first model."""
+    """Return F1@0.5 of each model on each set, and the difference from the first model."""
     _, first = compared[0]
     shown = Table("F1@0.5 on", *(one.name for one in first), box=None, padding=(0, 2, 0, 0))
     for data, results in compared:

@@ -46,7 +46,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """What one detector found: by sample id."""
+    """The boxes that one detector found, by sample id."""
 
     name: str
     boxes: Mapping[str, Sequence[Scored]]
@@ -73,7 +73,7 @@ class Result:
 def evaluate_all(
     found: Sequence[Found], samples: Sequence[Sample], validation: Mapping[str, float] | None = None
 ) -> list[Result]:
-    """One result a detector, in order. `validation`: thresholds by name."""
+    """Return one result a detector, in order. `validation`: thresholds by name."""
     earlier: dict[str, tuple[CountTable, ApDraws]] = {}
     results: list[Result] = []
     for one in found:
@@ -126,13 +126,13 @@ def judged(
 
 
 def threshold_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> float:
-    """The best for F1@0.5."""
+    """Return the best threshold for F1@0.5."""
     right, scores = judged(line, samples)
     return best_threshold(right, scores, sum(len(sample.objects) for sample in samples))
 
 
 def fold_thresholds(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> NDArray[np.float64]:
-    """[images] of each, the best on the other parts."""
+    """Return for each image [images] the threshold that is best on the other parts."""
     parts = np.arange(len(samples)) % FOLDS
     found = np.zeros(len(samples))
     for part in set(parts.tolist()):
@@ -142,7 +142,7 @@ def fold_thresholds(line: Sequence[Sequence[Scored]], samples: Sequence[Sample])
 
 
 def by_class(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """F1, precision and recall at IoU 0.5, and objects, of each class of the truth."""
+    """Return F1, precision and recall at IoU 0.5, and objects, of each class of the truth."""
     shown: dict[str, dict[str, float]] = {}
     for name in sorted({obj.desc for sample in samples for obj in sample.objects}):
         own = [

@@ -1,4 +1,4 @@
-"""What `predict` is given: photographs, folders of them, patterns, annotation files. Out: a line of `InputImage`s.
+"""The inputs of `predict`: photographs, folders of them, patterns, annotation files. Out: a line of `InputImage`s.
 
 Order: as given, and inside a folder or a pattern by name. A photograph that is named twice is one image. Annotations
 keep their ids, so that results can be compared with them; other photographs are numbered from 1.
@@ -57,7 +57,7 @@ class Anything:
 
 
 def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: Reader | None = None) -> Inputs:
-    """All images of `inputs`. `data` says how annotation files are read; None: as the defaults do.
+    """Find all images of `inputs`. `data` says how annotation files are read; None: as the defaults do.
 
     Raises DataError if an input is nothing of the kind, or if there is no image at all.
     """
@@ -100,12 +100,12 @@ def coco_categories(inputs: Sequence[str]) -> dict[str, int]:
 
 
 def _name(file: Path, given: Path) -> str:
-    """The file's path in the folder that was given: files of equal names stay apart."""
+    """Return the file's path in the folder that was given: files of equal names stay apart."""
     return str(file.relative_to(given)) if given.is_dir() else file.name
 
 
 def _numbered(sources: Mapping[str, InputImage | str]) -> Iterator[InputImage]:
-    """Photographs get the numbers that annotations do not use."""
+    """Yield photographs with the numbers that annotations do not use."""
     taken = {image.id for image in sources.values() if isinstance(image, InputImage)}
     number = 0
     for source, image in sources.items():
@@ -118,7 +118,8 @@ def _numbered(sources: Mapping[str, InputImage | str]) -> Iterator[InputImage]:
 
 
 def _files(text: str) -> list[Path] | None:
-    """The photographs that an input names; None if it is an annotation file. Raises DataError if it is nothing."""
+    """Return the photographs that an input names; None if it is an annotation file. Raises DataError if it is
+    nothing."""
     path = Path(text)
     if path.is_file():
         return [path] if path.suffix.lower() in SUFFIXES else None
@@ -154,7 +155,7 @@ def _nothing(text: str, found: str) -> list[Path]:
 
 
 def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list[InputImage], list[str]]:
-    """The images of an annotation file. Its objects do not matter, so bad ones are no mistake."""
+    """Return the images of an annotation file. Its objects do not matter, so bad ones are no mistake."""
     dropped = dict.fromkeys(BadRecordConfig.model_fields, "drop")
     lenient = BadRecordConfig.model_validate({**dropped, "image_missing": "error"})
     changed = {"train": text, "on_bad_record": lenient, "max_samples": None}
@@ -175,7 +176,8 @@ def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list
 
 
 def images_of(sample: Sample) -> list[InputImage]:
-    """One for each image of a sample. Those of several have its id and `#1`, `#2`, as in a run's COCO results."""
+    """Return one for each image of a sample. Those of several have its id and `#1`, `#2`, as in a run's COCO
+    results."""
     several = len(sample.images) > 1
     return [
         InputImage(

@@ -1,4 +1,4 @@
-"""Which model `predict` asks, and how: a folder in, its files and settings out.
+"""The model that `predict` asks: a folder in, its files and settings out.
 
 `MODEL` is a checkpoint, an export, a committed model, or a run's folder, whose newest checkpoint is taken. A checkpoint
 with an adapter is merged into a folder of its own first: engines serve whole models.
@@ -130,7 +130,7 @@ def carry_notes(checkpoint: Path, out: Path) -> None:
 
 
 def read_origin(folder: Path) -> Origin | None:
-    """Where the weights of a run's checkpoint, or of an export of one, come from; None if nothing says it."""
+    """Read where the weights of a run's checkpoint, or of an export of one, come from; None if nothing says it."""
     checkpoint = folder.resolve()
     if (named := _CHECKPOINT.fullmatch(checkpoint.name)) and _config_beside(checkpoint):
         return Origin(checkpoint.parent, int(named[1]))
@@ -143,7 +143,7 @@ def read_origin(folder: Path) -> Origin | None:
 
 @contextmanager
 def merged(model: ModelFiles) -> Iterator[Path]:
-    """A folder with the whole model. That of an adapter is written for the time of the block."""
+    """Yield a folder with the whole model. That of an adapter is written for the time of the block."""
     if not model.has_adapter:
         yield model.folder
         return
@@ -161,7 +161,7 @@ def merged(model: ModelFiles) -> Iterator[Path]:
 
 
 def _folder(path: Path) -> Path:
-    """The model in `path`, or the best or newest checkpoint of a run. Raises ConfigError."""
+    """Return the model in `path`, or the best or newest checkpoint of a run. Raises ConfigError."""
     if (path / "config.json").is_file() or (path / ADAPTER).is_file():
         return path
     if (best := kept(path)) is not None:

@@ -51,7 +51,7 @@ class Drawing:
 
 
 def color_of(name: str, classes: Sequence[str]) -> tuple[int, int, int]:
-    """The color of a class: bright, and far from the others' colors."""
+    """Return the color of a class: bright, and far from the others' colors."""
     place = classes.index(name) if name in classes else len(classes)
     lightness = 0.6 if place // 5 % 2 == 0 else 0.4  # hues that are close have another
     red, green, blue = colorsys.hls_to_rgb((0.58 + place * _GOLDEN) % 1.0, lightness, 0.9)
@@ -59,7 +59,7 @@ def color_of(name: str, classes: Sequence[str]) -> tuple[int, int, int]:
 
 
 def picture_name(place: int, prediction: Prediction) -> str:
-    """Readable, and different for different images."""
+    """Return a name that is readable, and different for different images."""
     stem = "".join(c if c.isalnum() or c in "-_." else "-" for c in Path(prediction.name).stem)[:80]
     return f"{place + 1:05d}-{stem}.jpg"
 

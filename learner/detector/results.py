@@ -1,4 +1,4 @@
-"""What `predict` leaves in its folder, and how a second command goes on.
+"""The files that `predict` leaves in its folder, and how a second command goes on.
 
     predictions.jsonl   one line an image, as it was done, with the request in `request.json`: what a resume reads
     predictions.json    COCO results: image_id, category_id, bbox, score, with the names of class and file
@@ -59,7 +59,7 @@ class Store:
         self.lines.close()
 
     def predictions(self) -> list[Prediction]:
-        """In the order of the images."""
+        """Return the predictions in the order of the images."""
         return [self.done[place] for place in sorted(self.done)]
 
 
@@ -94,7 +94,7 @@ def _another_request(out: Path, found: Mapping[str, Any], wanted: Mapping[str, A
 
 
 def write_results(out: Path, predictions: Sequence[Prediction], categories: Mapping[str, int], conf: float) -> None:
-    """The COCO results of all boxes, and the CSV of those with a score of at least `conf`. Raises OutputError."""
+    """Write the COCO results of all boxes, and the CSV of those with a score of at least `conf`. Raises OutputError."""
     rows = coco_rows((found for one in predictions for found in _found(one)), categories)
     write_atomically(out / COCO_NAME, coco_text(rows))
     write_atomically(out / CSV_NAME, _csv(predictions, conf))

@@ -44,7 +44,7 @@ _RESULTS = TypeAdapter(list[CocoResult])
 
 @dataclass(frozen=True, kw_only=True)
 class Classes:
-    """What annotations say about their classes: COCO's ids by name, or YOLO's names in their order."""
+    """The classes that annotations name: COCO's ids by name, or YOLO's names in their order."""
 
     ids: Mapping[str, int] = field(default_factory=dict)
     names: Sequence[str] = ()
@@ -101,7 +101,7 @@ def read_results(path: Path, name: str, samples: Sequence[Sample], classes: Clas
 
 
 def _samples_by_key(samples: Sequence[Sample]) -> dict[str, tuple[Sample, int | None]]:
-    """The sample that each image is in, and its number if there are several: by the image's id, and where it is
+    """Return the sample that each image is in, and its number if there are several: by the image's id, and where it is
     unambiguous by its name and stem."""
     places = [(one, (sample, one.image)) for sample in samples for one in images_of(sample)]
     found = {str(one.id): place for one, place in places}
@@ -123,8 +123,8 @@ def _names(rows: Sequence[CocoResult], samples: Sequence[Sample], classes: Class
 
 
 def box_in_sample(box: Sequence[float], desc: str, sample: Sample, image: int | None = None) -> DetectionObject:
-    """A box x1, y1, x2, y2 in pixels, in the scale of bins, but not rounded to them. `image`: which of several it is
-    in."""
+    """Return a box x1, y1, x2, y2 in pixels, in the scale of bins, but not rounded to them. `image`: which of several
+    it is in."""
     width, height = sample.size_of(image)
     scale = ((NUM_BINS - 1) / width, (NUM_BINS - 1) / height)
     corners: Any = tuple(value * scale[i % 2] for i, value in enumerate(box))

@@ -1,4 +1,4 @@
-"""What can be known of a run before it starts: `rollout-learner check`, and the first half of `doctor`.
+"""The facts that can be known of a run before it starts: `rollout-learner check`, and the first half of `doctor`.
 
 `preflight` reads the configuration, the files that it names and, where asked to, every annotation. It finds every
 mistake at once, needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. `--probe`
@@ -35,7 +35,7 @@ from shared.tokens import read_token
 
 @dataclass(frozen=True, slots=True)
 class Drawing:
-    """How many training photographs `check --draw` draws, and where."""
+    """The number of training photographs that `check --draw` draws, and their folder."""
 
     number: int
     out: Path
@@ -121,7 +121,7 @@ def preflight(
 
 
 def _check_parts(config: RunConfig) -> None:
-    """What the configuration names besides files and servers. Raises ConfigErrors."""
+    """Check what the configuration names besides files and servers. Raises ConfigErrors."""
     mistakes: list[Mistake] = []
     for check in (check_extensions, check_trackers):
         try:
@@ -178,7 +178,8 @@ def _names_of_model(config: RunConfig) -> list[Mistake]:
 
 
 def _samples(config: RunConfig, plan: Plan, drawing: Drawing | None) -> dict[str, Any]:
-    """How many samples each split has, what is dropped or clipped of it, how long the run is, and what was drawn."""
+    """Return how many samples each split has, what is dropped or clipped of it, how long the run is, and what was
+    drawn."""
     from learner.data.check import check_retained, check_split, splits  # imported here: not needed to check keys
     from learner.doctor.data_report import look_at_data
 
@@ -214,7 +215,7 @@ def _check_warmup(config: RunConfig, steps: int) -> None:
 
 
 def _ask_servers(found: Preflight, env: Mapping[str, str]) -> list[Mistake]:
-    """Each server that does not answer or is not ready (R16), or what `add_servers` finds."""
+    """Return each server that does not answer or is not ready (R16), or what `add_servers` finds."""
     seen: list[SeenServer] = []
     if found.plan.servers:
         from learner.doctor.look import LOOK_TIMEOUT_S, look  # imported here: a plain check needs no HTTP client

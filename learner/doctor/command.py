@@ -104,7 +104,7 @@ def _look(found: Preflight, environment: Mapping[str, str], launch: str | None) 
 
 
 def first_sample(config: RunConfig) -> CanaryItem:
-    """The first training sample as the learner encodes it. Raises ProjectError."""
+    """Return the first training sample as the learner encodes it. Raises ProjectError."""
     only_first = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 1})})
     sample = load_unchecked(only_first, config.data.train)[0]
     encoder = PromptEncoder.load(
@@ -121,7 +121,7 @@ def first_sample(config: RunConfig) -> CanaryItem:
 def run_checks(
     groups: Mapping[str, Mapping[str, Check]], situation: Situation, say: Callable[[str], None]
 ) -> dict[str, dict[str, Finding]]:
-    """The findings of each group by name. Each is said as it ends."""
+    """Return the findings of each group by name. Each is said as it ends."""
     findings: dict[str, dict[str, Finding]] = {}
     for group, checks in groups.items():
         say(f"{group}:")

@@ -1,4 +1,4 @@
-"""What `check` says about a run's data, as values for `--json` and as lines for people.
+"""The report of `check` on a run's data, as values for `--json` and as lines for people.
 
 In: the splits as they were read. Out: for each split what is in it and what looks wrong, photographs that two splits
 share, and what the model sees of them. Raises ConfigErrors if no photograph fits a packed row.
@@ -38,7 +38,7 @@ _LITTLE = 0.5  # of a photograph's pixels
 
 
 def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]:
-    """`data` by split, and `shared_images`. {} for other tasks than detection."""
+    """Return `data` by split, and `shared_images`; {} for other tasks than detection."""
     if config.task.type != "detection":
         return {}
     about = {split: survey(found) for split, found in read.items() if found.samples}
@@ -63,7 +63,7 @@ def _of_split(config: RunConfig, split: str, found: Survey) -> dict[str, list[st
 
 
 def _little_seen(model: ModelConfig, limits: PixelLimits, seen: Seen) -> str | None:
-    """A warning if the model sees less than half of the largest photograph."""
+    """Return a warning if the model sees less than half of the largest photograph."""
     if seen.share >= _LITTLE:
         return None
     whose = "model.max_pixels" if model.max_pixels is not None else "the checkpoint's own limit"
@@ -74,7 +74,8 @@ def _little_seen(model: ModelConfig, limits: PixelLimits, seen: Seen) -> str | N
 
 
 def _kept_upright(config: RunConfig, classes: Iterable[str]) -> list[str]:
-    """A warning if photographs are not mirrored or turned because of their classes, though that was asked for."""
+    """Return a warning if photographs are not mirrored or turned because of their classes, though that was asked
+    for."""
     augment = config.data.augment
     if augment is None or not (augment.horizontal_flip or augment.vertical_flip or augment.quarter_turn):
         return []
@@ -110,7 +111,7 @@ def data_in_words(report: Mapping[str, Any]) -> list[str]:
 
 
 def in_words(report: Mapping[str, Any]) -> list[str]:
-    """The report of `check` and `doctor` for people."""
+    """Return the report of `check` and `doctor` for people."""
     lines = [*data_in_words(report), *(f"! {advice}" for advice in report.get("advice", ()))]
     if pictures := report.get("pictures"):
         lines.append(f"drawn: {len(pictures)} photographs with their labels, in {Path(pictures[0]).parent}")

@@ -1,4 +1,4 @@
-"""What a check gets, and what it returns.
+"""The input and the result of a check.
 
 Invariants: a check does not raise for what it finds, and does not change its `Situation`. `Situation.servers` is filled
 once, so that a dozen checks need one round of calls.
@@ -81,5 +81,5 @@ def skipped(why: str) -> Finding:
 
 
 def failed(error: ProjectError) -> Finding:
-    """An error as a finding."""
+    """Return an error as a finding."""
     return fail(f"{error.what}: {error.found}" if error.found else error.what, error.remedy)

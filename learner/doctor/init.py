@@ -98,7 +98,7 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
 
 
 def _paths(folder: Path) -> dict[str, str]:
-    """`data.train` and its like. Raises DataError."""
+    """Return `data.train` and its like. Raises DataError."""
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise DataError(f"{folder}: no folder", found=found, wanted="a folder", remedy="correct the path")
@@ -136,7 +136,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> Non
 
 
 def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:
-    """Images below the folder that no record names; [] if the records of some were left out."""
+    """Return the images below the folder that no record names; [] if the records of some were left out."""
     if any(split.bad.num_errors or not _LEFT_OUT.isdisjoint(split.bad.summary()) for split in found.values()):
         return []
     named = {Path(image).resolve() for split in found.values() for one in split.samples for image in one.images}
@@ -144,18 +144,18 @@ def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:
 
 
 def pixels_for(found: Survey) -> int:
-    """`model.max_pixels`: the largest photograph, at most what a row can hold well."""
+    """Return `model.max_pixels`: the largest photograph, at most what a row can hold well."""
     width, height = found.sizes[2]
     return min(_MAX_PIXELS, max(_LEAST_PIXELS, width * height))
 
 
 def new_tokens_for(found: Survey) -> int:
-    """`max_new_tokens`: half as many boxes again as the fullest photograph has."""
+    """Return `max_new_tokens`: half as many boxes again as the fullest photograph has."""
     return min(4096, max(256, -(-found.boxes_per_image[2] * _TOKENS_PER_BOX * 3 // 2 // 256) * 256))
 
 
 def machine_at_hand() -> Machine:
-    """The GPUs that `nvidia-smi` lists."""
+    """Return the GPUs that `nvidia-smi` lists."""
     try:
         query = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
         done = subprocess.run(query, capture_output=True, text=True, timeout=20, env=os.environ)
@@ -172,7 +172,7 @@ def _images_folder(found: dict[str, Split]) -> str:
 
 
 def run_yaml(data: DataConfig, found: Survey, machine: Machine) -> str:
-    """Teacher forcing on the labels, evaluated by rollouts: where most runs start."""
+    """Return a configuration: teacher forcing on the labels, evaluated by rollouts: where most runs start."""
     pixels, new_tokens = pixels_for(found), new_tokens_for(found)
     prompt_tokens = pixels // 1024 + 256
     row = max(4096, -(-2 * (prompt_tokens + new_tokens) // 1024) * 1024)
@@ -225,7 +225,7 @@ global_max_length: {row}     # tokens of a packed row: two photographs with thei
 
 
 def server_yaml(images: str, found: Survey, machine: Machine) -> str:
-    """For a second GPU, once rollouts are learned."""
+    """Return a server's configuration, for a second GPU once rollouts are learned."""
     length = pixels_for(found) // 1024 + 256 + new_tokens_for(found)
     dtype = "bfloat16" if machine.num_gpus else "float32"
     return f"""\

@@ -1,4 +1,4 @@
-"""How long a run is: steps and epochs, and the time they take where an earlier run in `output_dir` shows it.
+"""The length of a run: steps and epochs, and the time they take where an earlier run in `output_dir` shows it.
 
 In: the configuration, its plan, and the number of training samples. Out: values for `--json`, and lines for people.
 """
@@ -35,7 +35,7 @@ def length_report(config: RunConfig, plan: Plan, num_samples: int) -> dict[str, 
 
 
 def _earlier_steps(run_dir: Path) -> list[float]:
-    """Seconds of each step of the run that is in the folder, but the first ones."""
+    """Return the seconds of each step of the run that is in the folder, but the first ones."""
     try:
         with (run_dir / "metrics.jsonl").open("rb") as lines:
             events = [_event(line) for line in lines if b'"event": "step"' in line]
@@ -54,7 +54,7 @@ def _event(line: bytes) -> Mapping[str, Any]:
 
 
 def length_in_words(report: Mapping[str, Any]) -> list[str]:
-    """Two lines of the report of `check`: the length, and the time; none if the data was not read."""
+    """Return two lines of the report of `check`: the length, and the time; none if the data was not read."""
     length = report.get("length")
     if length is None:
         return []

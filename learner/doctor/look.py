@@ -31,7 +31,7 @@ def look(
     probe: CanaryItem | None = None,
     timeout_s: float = LOOK_TIMEOUT_S,
 ) -> list[SeenServer]:
-    """Each server's status, whether it is ready, and its reply to the probe."""
+    """Return each server's status, whether it is ready, and its reply to the probe."""
     return asyncio.run(gather(_look(entry, token, probe, Timeouts.of(timeout_s, timeout_s)) for entry in entries))
 
 

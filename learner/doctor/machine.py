@@ -44,7 +44,7 @@ def python_version(situation: Situation) -> Finding:
 
 
 def library_versions(situation: Situation) -> Finding:
-    """Installed distributions against the ranges of pyproject.toml. Extras may be missing."""
+    """Compare installed distributions with the ranges of pyproject.toml. Extras may be missing."""
     return compare_libraries([Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()], _installed())
 
 
@@ -71,7 +71,7 @@ def open_files(situation: Situation) -> Finding:
 
 
 def shared_memory(situation: Situation, folder: Path = Path("/dev/shm")) -> Finding:
-    """DataLoader workers, NCCL and vLLM exchange data there."""
+    """Check the shared memory: DataLoader workers, NCCL and vLLM exchange data there."""
     if not folder.is_dir():
         return skipped(f"no {folder} on this system")
     free = shutil.disk_usage(folder).free
@@ -81,7 +81,7 @@ def shared_memory(situation: Situation, folder: Path = Path("/dev/shm")) -> Find
 
 
 def disk_space(situation: Situation) -> Finding:
-    """Space for the checkpoints that the run keeps, estimated from the size of the model's own files."""
+    """Check the space for the checkpoints that the run keeps, estimated from the size of the model's own files."""
     training = situation.config.training
     model = Path(situation.config.model.path)
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
@@ -98,7 +98,7 @@ def disk_space(situation: Situation) -> Finding:
 
 
 def gpu_memory(situation: Situation) -> Finding:
-    """The estimate of `check` against the GPU at hand."""
+    """Compare the estimate of `check` with the GPU at hand."""
     config = situation.config
     needed = of_run(config, situation.plan.world_size)
     if needed is None:
@@ -163,7 +163,7 @@ def devices(situation: Situation) -> Finding:
 
 
 def group_ports(situation: Situation) -> Finding:
-    """Servers listen on these ports when a learner joins. Only ports of this machine can be tested."""
+    """Check the ports on which servers listen when a learner joins. Only ports of this machine can be tested."""
     if not uses_servers(situation.config):
         return skipped("the run uses no servers")
     mine = [entry for entry in situation.plan.servers if is_loopback(httpx.URL(entry.base_url).host)]

@@ -1,4 +1,4 @@
-"""How much memory learning takes on one GPU, computed from a model's `config.json`. Imports neither torch nor numpy.
+"""The memory that learning takes on one GPU, computed from a model's `config.json`. Imports neither torch nor numpy.
 
 In: a checkpoint's configuration and how it is trained. Out: an `Estimate` in bytes, by what takes it. The page
 docs/performance/guide.md compares it with what was measured.
@@ -51,7 +51,7 @@ class Tower:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """What the estimate needs of a model."""
+    """The part of a model's shape that the estimate needs."""
 
     text: Tower
     vision: Tower | None
@@ -72,7 +72,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """How the model is trained."""
+    """The way in which the model is trained."""
 
     row_tokens: int
     weight_bytes: int = 2  # of a value
@@ -101,7 +101,7 @@ class Estimate:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def to_json(self) -> dict[str, float]:
-        """GiB by name, `total` among them."""
+        """Return GiB by name, `total` among them."""
         named = {field.name: getattr(self, field.name) for field in fields(self)} | {"total": self.total}
         return {name: round(value / GIB, 1) for name, value in named.items()}
 
@@ -166,7 +166,7 @@ def _vision_tower(vision: Mapping[str, Any]) -> Tower:
 
 
 def estimate(shape: Shape, use: Use) -> Estimate:
-    """Bytes of each kind at the moment that takes most."""
+    """Estimate the bytes of each kind at the moment that takes most."""
     adapter = _adapter_parameters(shape, use.lora_rank) if use.lora_rank else 0
     if adapter:
         trained, value_bytes = adapter, 4  # peft keeps an adapter in float32
@@ -196,8 +196,8 @@ def _adapter_parameters(shape: Shape, rank: int) -> int:
 
 
 def _of_a_row(shape: Shape, use: Use) -> tuple[int, int]:
-    """Activations and logits. With checkpointing the head's work is over when a layer is computed again, so the larger
-    of the two counts."""
+    """Return the bytes of activations and logits. With checkpointing the head's work is over when a layer is computed
+    again, so the larger of the two counts."""
     stream = use.weight_bytes  # of a value between layers
     inside = 2 if use.autocast else use.weight_bytes
     eager = 1.0 if use.compiled else EAGER
@@ -220,7 +220,7 @@ def _of_a_row(shape: Shape, use: Use) -> tuple[int, int]:
 
 
 def longest_row(shape: Shape, use: Use, gpu_bytes: float, lengths: tuple[int, ...]) -> int | None:
-    """The longest of `lengths` that fits FILLED of a GPU; None if none does. `use.row_tokens` is not read."""
+    """Return the longest of `lengths` that fits FILLED of a GPU; None if none does. `use.row_tokens` is not read."""
     fitting = [n for n in lengths if estimate(shape, replace(use, row_tokens=n)).total <= FILLED * gpu_bytes]
     return max(fitting, default=None)
 
@@ -229,7 +229,8 @@ def longest_row(shape: Shape, use: Use, gpu_bytes: float, lengths: tuple[int, ..
 
 
 def of_run(config: RunConfig, world_size: int) -> Estimate | None:
-    """What the run's model takes on a GPU. None if `model.path` has no readable `config.json` on this machine."""
+    """Estimate what the run's model takes on a GPU. None if `model.path` has no readable `config.json` on this
+    machine."""
     shape = _shape_at(Path(config.model.path))
     if shape is None:
         return None
@@ -261,18 +262,18 @@ def _shape_at(folder: Path) -> Shape | None:
 
 
 def engine_share(config: RunConfig) -> float:
-    """The share of each GPU that colocated vLLM takes; 0 without it."""
+    """Return the share of each GPU that colocated vLLM takes; 0 without it."""
     return config.rollout_matching.vllm.gpu_memory_utilization if colocates(config) else 0.0
 
 
 def memory_report(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """`memory_gib` for `--json`: {} if the model is not on this machine."""
+    """Return `memory_gib` for `--json`; {} if the model is not on this machine."""
     found = of_run(config, world_size)
     return {} if found is None else {"memory_gib": found.to_json(), "engine_share": engine_share(config)}
 
 
 def memory_in_words(report: Mapping[str, Any], row_tokens: int) -> str:
-    """One line of the report of `memory_report`."""
+    """Return one line of the report of `memory_report`."""
     gib = report.get("memory_gib")
     if gib is None:
         return "memory: not known, because model.path has no config.json on this machine"

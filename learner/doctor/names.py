@@ -21,7 +21,7 @@ from shared.errors import ConfigError
 
 
 def names_that_are_wrong(config: ModelConfig) -> list[Mistake]:
-    """All of them. A checkpoint that cannot be read is one mistake, of `model.path`."""
+    """Return all of them. A checkpoint that cannot be read is one mistake, of `model.path`."""
     mistakes: list[Mistake] = []
 
     def look(step: Callable[[], object], key: str) -> None:

@@ -79,7 +79,7 @@ def same_model(situation: Situation) -> Finding:
 
 
 def adapters(situation: Situation) -> Finding:
-    """R08: if the run syncs only its adapter, every server accepts adapters of its rank."""
+    """Check that every server accepts adapters of the run's rank, if the run syncs only its adapter (R08)."""
     config = situation.config
     if sync_mode(config) != "adapter":
         return skipped("the run syncs full weights")
@@ -95,7 +95,7 @@ def adapters(situation: Situation) -> Finding:
 
 
 def same_libraries(situation: Situation) -> Finding:
-    """CUDA and NCCL on both sides: all NCCL ranks need the same major version."""
+    """Compare CUDA and NCCL on both sides: all NCCL ranks need the same major version."""
     here = {"cuda": torch.version.cuda or "", "nccl": ""}
     if torch.cuda.is_available():
         here["nccl"] = ".".join(map(str, torch.cuda.nccl.version()))
@@ -208,7 +208,7 @@ def _end_client(loop: LoopThread, client: ServerClient) -> None:
 
 
 def reason_not_to_join(status: ServerStatus) -> str:
-    """Why a trial group would disturb this server's user; empty if it would not."""
+    """Say why a trial group would disturb this server's user; empty if it would not."""
     if status.gate != "serving":
         return f"is {status.gate}"
     if status.in_flight or status.waiting:

@@ -32,7 +32,7 @@ METHODS = {
 
 
 def model_card(repo: str, settings: InferenceSettings, run: Run | None, step: int | None, license: str | None) -> str:
-    """The whole text. `step`: after which the run's weights are these."""
+    """Return the whole text. `step`: the step after which the run's weights are these."""
     measured = _measured(run, step) if run else ()
     parts = [
         f"---\n{_metadata(repo, settings, run, measured, license)}\n---\n",
@@ -45,14 +45,14 @@ def model_card(repo: str, settings: InferenceSettings, run: Run | None, step: in
 
 
 def base_of(run: Run | None) -> str | None:
-    """The base model's name on the hub; None if it is a folder, or unknown."""
+    """Return the base model's name on the hub; None if it is a folder, or unknown."""
     path = run.setting("model", "path") if run else None
     on_hub = isinstance(path, str) and HUB_ID.fullmatch(path) and not Path(path).exists()
     return path if on_hub else None
 
 
 def _measured(run: Run, step: int | None) -> tuple[EvalPoint, ...]:
-    """The evaluation before the first step, and that of these weights, as far as there are any with metrics."""
+    """Return the evaluation before the first step, and that of these weights, as far as there are any with metrics."""
     points = [point for point in run.evals if point.metrics]
     return tuple(point for point in points if point.global_step in (0, step))
 
@@ -120,7 +120,7 @@ def _figures(run: Run, measured: Sequence[EvalPoint]) -> str:
 
 
 def _names(points: Sequence[EvalPoint]) -> list[str]:
-    """The metrics that a card shows: those of detection, or the first of another task."""
+    """Return the metrics that a card shows: those of detection, or the first of another task."""
     known = dict.fromkeys(name for point in points for name in point.metrics)
     shown = [name for name in (*SHOWN, "coco/ap", "coco/ap50") if name in known]
     return shown or [name for name in known if "/" not in name][:_MAX_METRICS]
@@ -134,7 +134,7 @@ def _cell(point: EvalPoint, name: str) -> str:
 
 
 def _evaluated_on(run: Run | None) -> str:
-    """The data of the evaluations, and how many samples it has."""
+    """Return the data of the evaluations, and how many samples it has."""
     count = f"{run.data.num_evaluation:,} samples of " if run and run.data else ""
     return f"{count}{_short(_split(run))}"
 
@@ -144,7 +144,7 @@ def _split(run: Run | None) -> object:
 
 
 def _short(split: object) -> str:
-    """The name of annotations: the last two parts of their path."""
+    """Return the name of annotations: the last two parts of their path."""
     path = split.get("path") if isinstance(split, Mapping) else split
     return "/".join(PurePath(path).parts[-2:]).lstrip("/") if isinstance(path, str) else "data of its owner"
 

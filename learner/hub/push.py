@@ -32,7 +32,8 @@ _NOT_ALLOWED = (401, 403)
 
 @dataclass(frozen=True, kw_only=True)
 class PushOptions:
-    """`run`: None for the one that the export came from. `license`: None for the base model's."""
+    """The options of a push. `run`: None for the one that the export came from. `license`: None for the base
+    model's."""
 
     export: Path
     repo: str
@@ -94,7 +95,7 @@ def _whole_model(folder: Path) -> ModelFiles:
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files to upload."""
+    """Return the files to upload."""
     return [
         path
         for path in sorted(folder.rglob("*"))
@@ -130,8 +131,8 @@ def _card(options: PushOptions, model: ModelFiles, api: HfApi) -> str:
 
 
 def _run_of(options: PushOptions, model: ModelFiles) -> tuple[Run | None, int | None]:
-    """The run that trained the weights, and after which step. Without a word about the step, the best one, or the last
-    one that was evaluated. Raises ConfigError if --run is none."""
+    """Return the run that trained the weights, and the step after which they are these. Without a word about the step,
+    the best one, or the last one that was evaluated. Raises ConfigError if --run is none."""
     origin = read_origin(model.folder)
     path = options.run or (origin.run if origin else None)
     if path is None or (options.run is None and not is_run(path)):
@@ -150,7 +151,7 @@ def _run_of(options: PushOptions, model: ModelFiles) -> tuple[Run | None, int | 
 
 
 def _license(run: Run | None, api: HfApi) -> str | None:
-    """The base model's: from its folder's card, or from its page on the hub. None if neither says it."""
+    """Return the base model's license: from its folder's card, or from its page on the hub. None if neither says it."""
     path = run.setting("model", "path") if run else None
     try:
         if isinstance(path, str) and (Path(path) / CARD).is_file():

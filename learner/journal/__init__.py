@@ -1,1 +1,2 @@
-"""What a run writes about itself while it goes on: metrics, timeline, console, trackers, answers and groups."""
+"""The records that a run writes about itself while it goes on: metrics, timeline, console, trackers, answers and
+groups."""

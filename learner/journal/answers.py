@@ -53,11 +53,11 @@ class AnswersLog:
         self._written_at_s = -WRITE_EVERY_S
 
     def add(self, assignment: Assignment, target: Target) -> None:
-        """From any thread; remembers, and does nothing else."""
+        """Remember an answer, and do nothing else. Any thread may call this."""
         self._last.append((assignment, target))
 
     def write(self, global_step: int) -> None:
-        """After a step."""
+        """Write the remembered answers after a step."""
         now = time.monotonic()
         answers = list(self._last)
         if answers and now - self._written_at_s >= WRITE_EVERY_S:
@@ -70,7 +70,7 @@ class AnswersLog:
 
 
 def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Sequence[int] = ()) -> dict[str, Any]:
-    """One answer as JSON. `kept`: its predictions without a label that `loss.keep_unmatched` keeps."""
+    """Return one answer as JSON. `kept`: its predictions without a label that `loss.keep_unmatched` keeps."""
     parsed = assignment.parsed
     rollout, sample = parsed.rollout, parsed.rollout.sample
     return {
@@ -94,7 +94,7 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Se
 
 
 def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> list[Token]:
-    """The answer's tokens, and then the tail's."""
+    """Return the answer's tokens, and then the tail's."""
     parsed = assignment.parsed
     num_kept = min(target.prefix_length, len(parsed.token_ids))  # the stop token is no part of the answer
     texts = _texts(parsed.token_ids, pieces)
@@ -115,7 +115,7 @@ def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> li
 
 
 def _texts(ids: NDArray[np.int64], pieces: TokenPieces) -> list[str]:
-    """Each token's own text. Part of a character reads as U+FFFD."""
+    """Return each token's own text. Part of a character reads as U+FFFD."""
     text = pieces.text(ids.tolist())
     spans = zip([0, *text.ends.tolist()], text.ends.tolist(), strict=False)
     return [text.data[begin:end].decode(errors="replace") for begin, end in spans]

@@ -1,4 +1,4 @@
-"""What a user sees while a run goes on: a progress bar with ETA and one line per optimizer step.
+"""The user's view while a run goes on: a progress bar with ETA and one line per optimizer step.
 
 Only rank 0 prints. Lines go through rich, so the bar stays at the bottom. Without a terminal there are only
 lines. Everything printed here is in `metrics.jsonl` too.
@@ -40,7 +40,7 @@ class Console:
             self._progress.start()
 
     def note(self, text: str) -> None:
-        """One line about something that happened besides the steps."""
+        """Print one line about something that happened besides the steps."""
         if self._enabled:
             self._rich.print(f"[dim]{escape(self._name)}[/] {escape(masked(text))}")
 
@@ -97,8 +97,8 @@ def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) ->
 
 
 def _ahead(m: Mapping[str, float]) -> list[str]:
-    """If rollouts run ahead: waiting packs per rank, how many versions and updates old the learned ones were, and how
-    many were dropped."""
+    """Say, if rollouts run ahead, how many packs wait per rank, how many versions and updates old the learned ones
+    were, and how many were dropped."""
     if f"{_ASYNC}queue_depth" not in m:
         return []
     parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]

@@ -38,7 +38,7 @@ class ScoredAnswer:
 
 
 class GroupsLog:
-    """`every`: how many steps from one group with its answers to the next."""
+    """The log of groups. `every` is the number of steps from one group with its answers to the next."""
 
     def __init__(self, run_dir: Path, task: Task, every: int) -> None:
         """Raises OutputError."""
@@ -55,7 +55,7 @@ class GroupsLog:
             self._first = self._first or group
 
     def write(self, global_step: int) -> None:
-        """After a step. Raises OutputError."""
+        """Write the groups of a step after it. Raises OutputError."""
         with self._lock:
             rewards, self._rewards = self._rewards, []
             group, self._first = self._first, ()
@@ -79,8 +79,8 @@ class GroupsLog:
         }
 
     def _answer(self, one: ScoredAnswer) -> Mapping[str, Any]:
-        """What the task says of it. `advantage` is the mean over tokens; `by_object` is that of each object's last
-        token."""
+        """Return what the task says of an answer. `advantage` is the mean over tokens; `by_object` is that of each
+        object's last token."""
         found = {**self._task.scene(one.assignment), "reward": round(one.reward, DIGITS)}
         found["advantage"] = round(float(one.advantages.mean()), DIGITS) if len(one.advantages) else 0.0
         if one.ends is not None:

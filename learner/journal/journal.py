@@ -45,7 +45,7 @@ class Journal:
     first: dict[str, float] = field(default_factory=dict)  # the metrics of this process's first evaluation
 
     def note(self, text: str) -> None:
-        """One line on the terminal."""
+        """Print one line on the terminal."""
         self.console.note(text)
 
     def begin(self, *, step: int, total_steps: int) -> None:

@@ -1,4 +1,4 @@
-"""What a run writes about itself: metrics, the timeline, log files, and `latest`. `build` makes all of it.
+"""The files that a run writes about itself: metrics, the timeline, log files, and `latest`. `build` makes all of it.
 
 `MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `server`, `rollout_call`, `note`) with numbers and
 strings. Out: one JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0
@@ -88,7 +88,7 @@ class MetricsLog:
             self._trackers.scalars({f"{event}/{name}": value for name, value in numbers(values)}, step)
 
     def pictures(self, draw: Pictures, *, step: int) -> None:
-        """Pictures of an evaluation for the trackers, which call `draw` if there are any."""
+        """Pass the pictures of an evaluation to the trackers, which call `draw` if there are any."""
         if self.enabled:
             self._trackers.pictures(draw, step)
 
@@ -137,7 +137,7 @@ class PhaseClock:
                 self._on_phase(name, began_at, began_at + seconds)
 
     def read(self) -> dict[str, float]:
-        """Seconds per phase since the last read as `name_s`, with `other_s` and `step_s`; starts over."""
+        """Return the seconds per phase since the last read as `name_s`, with `other_s` and `step_s`; starts over."""
         now = time.perf_counter()
         total = now - self._started
         seconds = {f"{name}_s": value for name, value in self._seconds.items()}

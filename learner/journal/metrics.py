@@ -32,7 +32,7 @@ STEP_FIELDS = (
     Metric("ver", "weight version", "version of the weights that the servers had; 0 without rollouts"),
 )
 
-# Where a step's wall time went, on rank 0. In `metrics` of the events `step` and `eval`.
+# The wall time of a step by its parts, on rank 0. It is in `metrics` of the events `step` and `eval`.
 SECONDS = (
     Metric("step_s", "s", "the whole step, with what came before it since the last one"),
     Metric("learn_s", "s", "forward, backward, update, and waits for other ranks"),
@@ -48,7 +48,7 @@ SECONDS = (
     Metric("other_s", "s", "the rest"),
 )
 
-# In `metrics` of every event `step`.
+# These are in `metrics` of every event `step`.
 LEARNING = (
     Metric("tokens_per_s", "tokens/s", "tokens learned, over the whole step"),
     Metric(
@@ -183,7 +183,8 @@ SYNC = (
     ),
 )
 
-# In `metrics` of the event `eval`: the detection task. A true positive has IoU >= t and the same description.
+# These are in `metrics` of the event `eval` for the detection task. A true positive has IoU >= t and the same
+# description.
 DETECTION = (
     Metric("f1@0.5", "share", "F1 at IoU 0.5"),
     Metric("precision@0.5", "share", "precision at IoU 0.5"),
@@ -224,7 +225,7 @@ DETECTION = (
     ),
 )
 
-# In `metrics` of the event `eval`: `task.type: key_value`.
+# These are in `metrics` of the event `eval` for `task.type: key_value`.
 KEY_VALUE = (
     Metric("f1", "share", "F1 over pairs: right ones, valid ones, the document's"),
     Metric("precision", "share", "right pairs of the valid ones"),

@@ -18,7 +18,7 @@ STEPS_WITHOUT_SIGNAL = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunWarning:
-    """What is wrong with a run that goes on, for how many steps with rollouts, and what to do."""
+    """A warning: what is wrong with a run that goes on, for how many steps with rollouts, and what to do."""
 
     what: str
     steps: int
@@ -33,7 +33,7 @@ def _nothing_is_read(step: StepResult) -> bool:
 
 
 def _nothing_matches(step: StepResult) -> bool:
-    """Although something was read, and there was something to find."""
+    """Return True if nothing matched although something was read, and there was something to find."""
     right = step.metrics.get("matched", 0.0) + step.metrics.get("right", 0.0)  # of detection, and of key_value
     return right == 0 and step.metrics.get("missed", 0.0) > 0 and not _nothing_is_read(step)
 
@@ -93,12 +93,12 @@ CONDITIONS: Sequence[tuple[Callable[[StepResult], bool], RunWarning]] = (
 
 @dataclass
 class ProgressWatch:
-    """How long each condition has held."""
+    """A watch on how long each condition has held."""
 
     _rows: dict[str, int] = field(default_factory=dict)
 
     def after(self, step: StepResult) -> list[RunWarning]:
-        """The warnings that this step completes."""
+        """Return the warnings that this step completes."""
         if "rollout_tokens" not in step.metrics:
             return []
         found = []

@@ -1,4 +1,4 @@
-"""What a run gained and what it forgot, side by side (`data.retain`, R44).
+"""A run's gains and losses, side by side (`data.retain`, R44).
 
 In: the metrics of two evaluations. Those of retained annotations are `retain/NAME/METRIC`. Out: one `Change` for the
 run's own data and one for each NAME, each by its main metric. Pure.
@@ -15,7 +15,7 @@ _MAIN = ("f1@0.5", "f1")
 
 
 class Change(NamedTuple):
-    """`data`: a name of `data.retain`, or `OWN`."""
+    """One change of a metric. `data` is a name of `data.retain`, or `OWN`."""
 
     data: str
     metric: str
@@ -27,7 +27,7 @@ class Change(NamedTuple):
 
 
 def changes(before: Mapping[str, float], after: Mapping[str, float]) -> list[Change]:
-    """[] if nothing is retained."""
+    """Return the changes; [] if nothing is retained."""
     names = dict.fromkeys(key.split("/")[1] for key in after if key.startswith(RETAIN))
     found = []
     for data, prefix in [(OWN, ""), *((name, f"{RETAIN}{name}/") for name in names)] if names else []:

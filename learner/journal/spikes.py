@@ -42,7 +42,7 @@ class SpikeWatch:
     _last: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
 
     def after(self, step: StepResult) -> list[Spike]:
-        """The spikes of this step."""
+        """Return the spikes of this step."""
         return [spike for metric in METRICS if (spike := self._spike(metric, step))]
 
     def _spike(self, metric: str, step: StepResult) -> Spike | None:
@@ -58,8 +58,8 @@ class SpikeWatch:
 
 
 def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> list[dict[str, Any]]:
-    """At most MAX_SAMPLES samples of `rows`, those of the row with the highest loss first, as JSON: with images and
-    labels where they are in `samples`."""
+    """Return at most MAX_SAMPLES samples of `rows`, those of the row with the highest loss first, as JSON: with images
+    and labels where they are in `samples`."""
     ordered = sorted(rows, key=lambda row: -row.loss)
     losses = {sample_id: row.loss for row in reversed(ordered) for sample_id in row.sample_ids}
     chosen = dict.fromkeys(sample_id for row in ordered for sample_id in row.sample_ids)
@@ -72,7 +72,7 @@ def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> li
 
 
 def _labels(sample: Sample) -> Mapping[str, Any]:
-    """Labels in the form of an evaluation's line. Objects of another task than detection are left out."""
+    """Return the labels in the form of an evaluation's line. Objects of another task than detection are left out."""
     drawn = [obj for obj in sample.objects if isinstance(obj, DetectionObject)]
     return {
         "images": shown_images(sample),

@@ -46,8 +46,8 @@ Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # names and pictures, dr
 
 
 class Tracker(Protocol):
-    """One program. To be subclassed. All methods are called by one thread of its own, may raise anything, and may take
-    their time."""
+    """One tracking program. Subclasses implement it. All methods are called by one thread of its own, may raise
+    anything, and may take their time."""
 
     def begin(self, config: Mapping[str, Any]) -> None:
         """Connect, and say what the run is: every key of the configuration with its value, nested."""
@@ -58,11 +58,11 @@ class Tracker(Protocol):
         ...
 
     def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
-        """Pictures of one evaluation, by sample."""
+        """Show the pictures of one evaluation, by sample."""
         ...
 
     def artifact(self, path: Path) -> None:
-        """A file of the run, at its end."""
+        """Store a file of the run, at its end."""
         return
 
     def end(self) -> None:
@@ -72,7 +72,8 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerPlace:
-    """Where a tracker puts things. `directory` is for what it keeps on disk, `run_id` is of the run to go on with."""
+    """The places where a tracker puts things. `directory` is for what it keeps on disk, `run_id` is of the run to go on
+    with."""
 
     project: str
     run_name: str
@@ -84,7 +85,8 @@ class TrackerPlace:
 
 
 class TensorBoard(Tracker):
-    """Always on disk, in `run_dir/tensorboard`, where it was before there were others."""
+    """TensorBoard's files, always on disk in `run_dir/tensorboard`, where they were before there were other
+    trackers."""
 
     def __init__(self, place: TrackerPlace) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -157,7 +159,8 @@ class MLflow(Tracker):
 
     def __init__(self, place: TrackerPlace) -> None:
         if place.offline:
-            # The only store of mlflow-skinny without a server; it refuses to be used unless this says that it may.
+            # This is the only store of mlflow-skinny without a server; it refuses to be used unless this says that it
+            # may.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             place.directory.mkdir(parents=True, exist_ok=True)
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
@@ -237,7 +240,7 @@ class Trackio(Tracker):
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """How a tracker is made, the module that it needs, and how to install that."""
+    """A kind of tracker: how to make one, the module that it needs, and how to install that."""
 
     make: Callable[[TrackerPlace], Tracker]
     module: str
@@ -298,7 +301,7 @@ class _Thread:
                 self._tell(f"{self.name} is too slow: what its queue cannot take is left out")
 
     def finish(self) -> None:
-        """The last call: no more work."""
+        """End the queue: this is the last call."""
         self.put(lambda tracker: tracker.end())
         try:
             self._queue.put_nowait(None)
@@ -306,7 +309,7 @@ class _Thread:
             self.dropped += 1
 
     def join(self, timeout_s: float) -> bool:
-        """True if all calls were made in this time."""
+        """Return True if all calls were made in this time."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -340,7 +343,8 @@ class _Thread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerCount:
-    """What did not reach a tracker: calls that failed, were dropped, or were still waiting at the deadline."""
+    """The calls that did not reach a tracker: calls that failed, were dropped, or were still waiting at the
+    deadline."""
 
     failed: int
     dropped: int
@@ -457,7 +461,7 @@ def _stored_ids(run_dir: Path) -> dict[str, str]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """A nested mapping as dotted names and values."""
+    """Yield a nested mapping as dotted names and values."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")

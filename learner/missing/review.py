@@ -116,7 +116,7 @@ def make_app(folder: Path) -> FastAPI:
 
 
 def serve(folder: Path, *, port: int) -> int:
-    """Until Ctrl-C. Returns the exit code."""
+    """Serve until Ctrl-C. Returns the exit code."""
     app = make_app(folder)
     print(f"review at http://127.0.0.1:{port}/ (Ctrl-C ends it; decisions are in {folder / DECISIONS})", flush=True)
     uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
@@ -129,7 +129,8 @@ class _Anything:
 
 
 def to_train_on(folder: Path, out: Path) -> str:
-    """`data.train` for what `write` made: all annotations are in it, so the part that was learned is named again."""
+    """Return `data.train` for what `write` made: all annotations are in it, so the part that was learned is named
+    again."""
     train = read_folder(folder)[0].train
     return f"{out}{train.removeprefix(part_of(train)[0])}"
 

@@ -130,8 +130,8 @@ def of_sample(
 
 
 def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
-    """The score of the same object: the one of its name that overlaps it most, else of another name. 0: there is none.
-    Scores are of clusters that the greedy answer is in, too, so the boxes may differ a little."""
+    """Return the score of the same object: the one of its name that overlaps it most, else of another name. 0: there is
+    none. Scores are of clusters that the greedy answer is in, too, so the boxes may differ a little."""
     overlaps = iou_matrix([obj], [one.object for one in scored])[0] if scored else []
     same = [
         (one.object.desc == obj.desc, float(overlap), one.score)
@@ -154,7 +154,7 @@ def _answers(answers: Answers, samples: Sequence[Sample], tell: Callable[[str], 
 
 
 def read_folder(folder: Path) -> tuple[DataConfig, list[dict[str, Any]]]:
-    """The annotations' settings, and the suggestions, best first. Raises DataError."""
+    """Return the annotations' settings, and the suggestions, best first. Raises DataError."""
     path = folder / SUGGESTIONS
     try:
         content = json.loads(path.read_text())

@@ -64,12 +64,12 @@ class AugmentConfig(Section):
 
 
 def depends_on_orientation(name: str) -> bool:
-    """True if a class may become another one, or none, when it is mirrored or turned; by its name."""
+    """Return True if a class may become another one, or none, when it is mirrored or turned; by its name."""
     return _ORIENTED.fullmatch(name.strip()) is not None
 
 
 def stays_upright(name: str, config: AugmentConfig) -> bool:
-    """True if a photograph with an object of this class is neither mirrored nor turned."""
+    """Return True if a photograph with an object of this class is neither mirrored nor turned."""
     return depends_on_orientation(name) if config.keep_upright is None else name in config.keep_upright
 
 

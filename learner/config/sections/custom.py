@@ -15,7 +15,7 @@ class ExtraConfig(Section):
 
 
 class CustomConfig(Section):
-    """What this project adds to plain supervised training."""
+    """The part that this project adds to plain supervised training."""
 
     trainer_variant: Literal["sft", "rollout_matching_sft", "stage2_ab_training", "grpo"] = key(
         "`sft`: teacher forcing on ground truth; `rollout_matching_sft`: learning from matched rollouts; "

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 
 class BadRecordConfig(Section):
-    """What happens to each kind of bad record. `error`: all of them are listed, and nothing starts. `drop`: the object
+    """The action for each kind of bad record. `error`: all of them are listed, and nothing starts. `drop`: the object
     (or, for images and lengths, the whole sample) is left out. Whatever is dropped or clipped is counted and logged."""
 
     no_area: Literal["error", "drop"] = key("an object without area", "error", req="R41")
@@ -157,7 +157,7 @@ class DataConfig(Section):
     )
 
     def path_of(self, split: str) -> str | None:
-        """The path of `train`, `val` or `test`."""
+        """Return the path of `train`, `val` or `test`."""
         named: str | SplitConfig | None = {"train": self.train, "val": self.val, "test": self.test}[split]
         return named.path if isinstance(named, SplitConfig) else named
 

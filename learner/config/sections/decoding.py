@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 class DecodingConfig(Section):
-    """How rollouts are decoded. Evaluations always decode greedily."""
+    """The decoding of rollouts. Evaluations always decode greedily."""
 
     temperature: float = key("0: greedy decoding; above 0: sampling", 0.0, req="D7 R29", ge=0.0)
     top_p: float = key(

@@ -8,7 +8,7 @@ from shared.config.model import Section, key
 
 
 class LoggingConfig(Section):
-    """Where numbers go, besides metrics.jsonl."""
+    """The places where numbers go, besides metrics.jsonl."""
 
     trackers: list[Literal["tensorboard", "wandb", "mlflow", "trackio"]] = key(
         "programs that also get the numbers, besides metrics.jsonl; `tensorboard` writes to `output_dir/tensorboard`",

@@ -95,8 +95,8 @@ class LossConfig(Section):
 
 
 def preset_advice(config: RunConfig) -> str | None:
-    """When to take the other preset, in one line; None if the run does not learn matched rollouts of detection, or if
-    keys of its own decide."""
+    """Say in one line when to take the other preset; None if the run does not learn matched rollouts of detection, or
+    if keys of its own decide."""
     loss, variant = config.loss, config.custom.trainer_variant
     matches = variant in ("rollout_matching_sft", "stage2_ab_training") or bool(config.grpo.matching_weight)
     if not matches or config.task.type != "detection" or loss.function is not None:

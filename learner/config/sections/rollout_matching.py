@@ -38,7 +38,7 @@ class OffloadConfig(Section):
 
 
 class RolloutMatchingConfig(Section):
-    """How rollouts are made."""
+    """The making of rollouts."""
 
     rollout_backend: Literal["vllm", "hf"] = key(
         "`vllm`: vLLM; `hf`: `generate` of the training model itself", "vllm", req="R02"

@@ -45,7 +45,7 @@ class ServerEntry(Section):
 
 
 class DiscoveryConfig(Section):
-    """Where the list of servers comes from while the run goes on: either `file` or `command`."""
+    """The source of the list of servers while the run goes on: either `file` or `command`."""
 
     file: str | None = key("a file that lists them", None, req="R40", min_length=1)
     command: list[str] | None = key(
@@ -102,8 +102,8 @@ class ServerClientConfig(Section):
 
 
 def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
-    """The servers of either form, for a section without mistakes. A single port rises by one per URL. URLs lose their
-    trailing slashes."""
+    """Return the servers of either form, for a section without mistakes. A single port rises by one per URL. URLs lose
+    their trailing slashes."""
     if server.servers is not None:
         pairs = [(entry.base_url, entry.group_port) for entry in server.servers]
     else:
@@ -124,8 +124,8 @@ def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
 
 
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
-    """What is wrong with a section in use: none, both or half a form, wrong pairing, bad URLs, ports that clash (R05,
-    R16)."""
+    """Yield what is wrong with a section in use: none, both or half a form, wrong pairing, bad URLs, ports that clash
+    (R05, R16)."""
     yield from _discovery_mistakes(server)
     form = list(_form_mistakes(server))
     yield from form

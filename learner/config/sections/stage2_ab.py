@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 class ScheduleConfig(Section):
-    """Which steps run Channel-B, on rollouts. The others run Channel-A, on ground truth."""
+    """The choice of steps that run Channel-B, on rollouts. The others run Channel-A, on ground truth."""
 
     b_ratio: float = key("share of Channel-B steps", unit="share", req="R26", ge=0.0, le=1.0)
 

@@ -174,7 +174,7 @@ def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
 
 
 def kept_metric(config: RunConfig) -> str | None:
-    """The metric that decides which evaluation is the best; None: no checkpoint is kept for it (D17)."""
+    """Return the metric that decides which evaluation is the best; None: no checkpoint is kept for it (D17)."""
     training = config.training
     if training.keep_best != "auto":
         return training.keep_best

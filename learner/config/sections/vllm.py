@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class SyncConfig(Section):
-    """How trained weights reach the rollout engine, in memory."""
+    """The sync of trained weights to the rollout engine, in memory."""
 
     mode: Literal["full", "adapter", "auto"] = key(
         "`full`: merged weights; `adapter`: the adapter only; `auto`: `adapter` if `enable_lora` is true, else `full`",
