@@ -444,7 +444,7 @@ def evaluate(
 
 
 def _named(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
-    """`NAME=PATH`; a path alone is named by its file. Raises BadParameter if two have one name."""
+    """Read `NAME=PATH`; a path alone is named by its file. Raises BadParameter if two have one name."""
     found: dict[str, Path] = {}
     for text in texts or ():
         given, sign, path = text.partition("=")
@@ -456,7 +456,7 @@ def _named(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
 
 
 def _numbers(text: str, option: str) -> list[int]:
-    """Numbers separated by commas. Raises BadParameter."""
+    """Read numbers separated by commas. Raises BadParameter."""
     try:
         found = [int(part) for part in text.split(",")]
     except ValueError:
@@ -735,7 +735,7 @@ def _end(work: Callable[[], int]) -> None:
 
 
 def _nobody_reads() -> bool:
-    """True if stdout is a pipe whose reader has gone. From now on it leads nowhere then: Python flushes it at its
+    """True if stdout is a pipe whose reader has gone. If so, it leads nowhere from then on: Python flushes it at its
     end."""
     poll = select.poll()
     poll.register(_STDOUT, 0)

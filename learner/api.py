@@ -101,7 +101,7 @@ class FolderTokenizer:
 
 
 def load_task(model: str | Path | Tokenizer, **keys: Any) -> DetectionTask:
-    """The task for a model's folder, or for a tokenizer of transformers. `keys` are those of the section `task`:
+    """Return the task for a model's folder, or for a tokenizer of transformers. `keys` are those of the section `task`:
     `container`, `coordinates`, `iou_threshold`.
 
     Raises ConfigError if the tokenizer cannot be loaded, or lacks the tokens that `coordinates: tokens` needs, and
@@ -125,8 +125,8 @@ def load_task(model: str | Path | Tokenizer, **keys: Any) -> DetectionTask:
 def sample_of(
     objects: Iterable[tuple[str, Sequence[float]]], *, width: int, height: int, sample_id: str = "sample"
 ) -> Sample:
-    """A sample with this ground truth, in canonical order. Each object is its description and x1, y1, x2, y2 in pixels
-    of an image of `width` x `height`; six or more numbers are a polygon's x1, y1, x2, y2, ...
+    """Return a sample with this ground truth, in canonical order. Each object is its description and x1, y1, x2, y2 in
+    pixels of an image of `width` x `height`; six or more numbers are a polygon's x1, y1, x2, y2, ...
 
     It has no prompt and no image. `DetectionTask.validate` checks its names.
 
@@ -162,8 +162,8 @@ def _kind(coords: Sequence[float]) -> GeometryKind:
 def rollout_of(
     sample: Sample, answer: str | Sequence[int], task: DetectionTask, *, finish_reason: str = "stop"
 ) -> Rollout:
-    """An answer to the sample, as text or as token ids [T] (better: a text may be split in other tokens than those that
-    the model wrote). `finish_reason`: "stop", or "length" if the answer reached the token limit."""
+    """Return an answer to the sample, as text or as token ids [T] (better: a text may be split in other tokens than
+    those that the model wrote). `finish_reason`: "stop", or "length" if the answer reached the token limit."""
     ids = task.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
     return Rollout(
         sample=sample,
@@ -176,7 +176,8 @@ def rollout_of(
 
 
 def segment_of(prompt_token_ids: Sequence[int], target: Target, *, sample_id: str = "sample") -> Segment:
-    """Prompt [P] and target [Y] as one training sequence [P + Y] without pixels: ids, labels (-100: ignored), weights.
+    """Return prompt [P] and target [Y] as one training sequence [P + Y] without pixels: ids, labels (-100: ignored),
+    weights.
 
     Raises LossError if the prompt is empty, or if a label is outside the target.
     """
@@ -185,7 +186,7 @@ def segment_of(prompt_token_ids: Sequence[int], target: Target, *, sample_id: st
 
 
 def pack(segments: Sequence[Segment], row_tokens: int) -> list[PackedRow]:
-    """All segments in few rows of at most `row_tokens` tokens, without padding. No segment is cut or left out.
+    """Pack all segments in few rows of at most `row_tokens` tokens, without padding. No segment is cut or left out.
 
     Raises DataError if a segment is longer than a row.
     """

@@ -65,7 +65,7 @@ class Reader(Protocol):
     """Reads annotations: `data.reader`."""
 
     def __call__(self, path: str, data: DataConfig) -> Iterable[RawRecord | Sample]:
-        """Every record of the split at `path`, which is `data.train`, `data.val` or `data.test`.
+        """Read every record of the split at `path`, which is `data.train`, `data.val` or `data.test`.
 
         A `RawRecord` has objects in pixels. It is checked and becomes a `Sample` as in the formats that are built in.
         A `Sample` is used as it is. Relative image paths start at `data.image_root`, or else in the folder of `path`.
@@ -77,7 +77,8 @@ class Reader(Protocol):
 
 
 class PrefixRewards(NamedTuple):
-    """What an answer with n objects earns after its first 0, 1, ..., n of them, and where each of them ends."""
+    """The rewards that an answer with n objects earns after its first 0, 1, ..., n of them, and where each of them
+    ends."""
 
     values: NDArray[np.float64]  # [n + 1]
     ends: NDArray[np.int64]  # [n] one past the last response token of each object, ascending
@@ -114,7 +115,7 @@ class Task(Protocol):
         ...
 
     def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
-        """The whole answer, teacher-forced: for `sft`, Channel-A, and to see how long an answer may become."""
+        """Return the whole answer, teacher-forced: for `sft`, Channel-A, and to see how long an answer may become."""
         ...
 
     def stats(self, assignment: Any) -> Mapping[str, float]:
@@ -122,11 +123,11 @@ class Task(Protocol):
         ...
 
     def counts(self, assignments: Sequence[Any]) -> list[Mapping[str, float]]:
-        """Per assignment, the counts that `evaluate` adds up. A bootstrap over samples resamples them."""
+        """Return per assignment the counts that `evaluate` adds up. A bootstrap over samples resamples them."""
         ...
 
     def evaluate(self, assignments: Sequence[Any]) -> Mapping[str, float]:
-        """Metrics over a whole evaluation set, by name; [] gives 0 for each."""
+        """Return metrics over a whole evaluation set, by name; [] gives 0 for each."""
         ...
 
     def calibration(self, assignments: Sequence[Any]) -> str | None:
@@ -146,12 +147,12 @@ class Task(Protocol):
         return {}
 
     def prefix_rewards(self, assignment: Any, weights: Mapping[str, float]) -> PrefixRewards | None:
-        """The part of the weighted sum that objects earn one by one, for `grpo.credit: object`; None: the task cannot
-        tell."""
+        """Return the part of the weighted sum that objects earn one by one, for `grpo.credit: object`; None: the task
+        cannot tell."""
         return None
 
     def scene(self, assignment: Any) -> Mapping[str, Any]:
-        """One line of `eval/step_N.jsonl`: truth and answer as JSON."""
+        """Return one line of `eval/step_N.jsonl`: truth and answer as JSON."""
         ...
 
     def validate(self, sample: Sample) -> None:
@@ -160,7 +161,7 @@ class Task(Protocol):
 
     @staticmethod
     def check(sample: Sample) -> None:
-        """The part of `validate` that needs no tokenizer, for `rollout-learner check`. Raises DataError."""
+        """Do the part of `validate` that needs no tokenizer, for `rollout-learner check`. Raises DataError."""
         return
 
 
@@ -185,11 +186,11 @@ class Reward(Protocol):
 
 
 class LossFunction(Protocol):
-    """What the supervised tokens of a row cost: `loss.function`."""
+    """The cost of a row's supervised tokens: `loss.function`."""
 
     def __call__(self, logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """The *sum* over tokens, a float32 scalar. Not the mean: the learner divides once by the weight of the whole
-        step, so that packing and the number of ranks do not change the gradient.
+        """Return the *sum* over tokens, a float32 scalar. It is not the mean: the learner divides once by the weight of
+        the whole step, so that packing and the number of ranks do not change the gradient.
 
         `logprobs` [N], float32, in nats, with gradient: of the labels after the tokens before them. `weights` [N],
         float32: positive. N is at least 1. Without a function it is `-(logprobs * weights).sum()`.
@@ -207,19 +208,20 @@ class Callback:
     """
 
     def __init__(self, config: RunConfig) -> None:
-        """The whole configuration; `config.training.output_dir` is the run's folder."""
+        """Take the whole configuration; `config.training.output_dir` is the run's folder."""
         self.config = config
 
     def on_step(self, result: StepResult) -> bool | None:
-        """After each optimizer step; `result` is reduced over ranks. True: end the run as after its last step."""
+        """Act after each optimizer step; `result` is reduced over ranks. True: end the run as after its last step."""
         return None
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """After each evaluation, with its metrics by name. True: end the run as after its last step."""
+        """Act after each evaluation, with its metrics by name. True: end the run as after its last step."""
         return None
 
     def on_save(self, step: int, folder: Path) -> None:
-        """After each checkpoint, which is complete. Not after the one that is written when the run fails."""
+        """Act after each checkpoint, which is complete. The one that is written when the run fails does not call
+        this."""
 
 
 # ---- finding them --------------------------------------------------------------------------------------------------
@@ -232,7 +234,7 @@ _WANTED = "the import path of {}, as in my_package.my_module:name"
 
 
 def task_class(config: TaskConfig) -> type[Task]:
-    """The class of `task.type`. Raises ConfigErrors."""
+    """Return the class of `task.type`. Raises ConfigErrors."""
     if ":" not in config.type and config.type not in TASKS:
         near = difflib.get_close_matches(config.type, TASKS, n=1)
         raise ConfigErrors(
@@ -259,12 +261,12 @@ def _check_options(config: TaskConfig) -> None:
 
 
 def make_task(config: TaskConfig, tokenizer: Tokenizer) -> Task:
-    """The task of a run. Raises ConfigError if the configuration or the tokenizer does not fit it."""
+    """Return the task of a run. Raises ConfigError if the configuration or the tokenizer does not fit it."""
     return task_class(config)(config, tokenizer)
 
 
 def reward_functions(config: RunConfig) -> dict[str, Reward]:
-    """`reward.functions` by the part of their path after the colon. Raises ConfigErrors."""
+    """Return `reward.functions` by the part of their path after the colon. Raises ConfigErrors."""
     found: dict[str, Reward] = {}
     for i, path in enumerate(config.reward.functions):
         key, name = f"reward.functions[{i}]", path.rpartition(":")[2]
@@ -277,13 +279,14 @@ def reward_functions(config: RunConfig) -> dict[str, Reward]:
 
 
 def loss_function(config: RunConfig) -> LossFunction | None:
-    """`loss.function`. Raises ConfigErrors."""
+    """Return `loss.function`. Raises ConfigErrors."""
     path = config.loss.function
     return None if path is None else _find("loss.function", path, "a loss function", arguments=("logprobs", "weights"))
 
 
 def reader_of(config: RunConfig, split: str = "train") -> Reader | None:
-    """`data.reader` or the split's own, or the task's; None: `data.format` says how to read. Raises ConfigErrors."""
+    """Return `data.reader` or the split's own, or the task's; None: `data.format` says how to read. Raises
+    ConfigErrors."""
     path = as_read_for(config.data, split).reader
     if path is not None:
         key = "data.reader" if path == config.data.reader else f"data.{split}.reader"
@@ -301,7 +304,7 @@ def _named_reader(config: RunConfig, split: str) -> None:
 
 
 def callback_classes(config: RunConfig) -> dict[str, type[Callback]]:
-    """`training.callbacks` by their path. Raises ConfigErrors."""
+    """Return `training.callbacks` by their path. Raises ConfigErrors."""
     found: dict[str, type[Callback]] = {}
     for i, path in enumerate(config.training.callbacks):
         key = f"training.callbacks[{i}]"
@@ -341,7 +344,8 @@ def check_extensions(config: RunConfig) -> None:
 
 
 def _find(key: str, path: str, what: str, *, arguments: Sequence[str] = ()) -> Any:
-    """The object at `module:name`. Raises ConfigErrors if it is not there, or cannot be called with `arguments`."""
+    """Return the object at `module:name`. Raises ConfigErrors if it is not there, or cannot be called with
+    `arguments`."""
     found = show(path)
     try:
         value = _import(path)
@@ -386,8 +390,8 @@ def _import(path: str) -> Any:
 
 
 def _load_file(path: str) -> ModuleType:
-    """The module in a file, whose name may be that of any other module. Its name here follows from `path` alone, so
-    that ranks can send each other objects of its classes."""
+    """Return the module in a file, whose name may be that of any other module. Its name here follows from `path` alone,
+    so that ranks can send each other objects of its classes."""
     name = "part_" + "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in path)
     if name in sys.modules:
         return sys.modules[name]
@@ -411,7 +415,7 @@ def _import_failed(module_name: str, error: Exception) -> ConfigError:
 
 
 def where_raised(error: Exception) -> str:
-    """An error of the user's code: its type, its text, and the file and line that raised it."""
+    """Describe an error of the user's code: its type, its text, and the file and line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     place = f" (at {frames[-1].filename}:{frames[-1].lineno})" if frames else ""
     return f"{type(error).__name__}: {str(error)[:300]}{place}"

@@ -42,7 +42,8 @@ ServerEvent = Literal["lost", "joined", "added", "removed"]
 
 
 class Votes(NamedTuple):
-    """How many of a sample's answers have an object that nobody labelled. `weight` is its loss weight as a label."""
+    """The number of a sample's answers that have an object which nobody labelled. `weight` is its loss weight as a
+    label."""
 
     found: int
     answers: int
@@ -84,8 +85,8 @@ class Crop(NamedTuple):
 
 
 class View(NamedTuple):
-    """How an augmented picture is made of photographs (`data.augment`). Colors are factors, 1 changes nothing; `hue` is
-    a shift by a share of the circle."""
+    """The recipe of an augmented picture, made of photographs (`data.augment`). Colors are factors, 1 changes nothing;
+    `hue` is a shift by a share of the circle."""
 
     size: Size
     crops: tuple[Crop, ...]
@@ -121,7 +122,7 @@ class Sample:
     sizes: tuple[Size, ...] = ()
 
     def size_of(self, image: int | None) -> Size:
-        """Width and height in pixels of the image that an object names; None: of the only one."""
+        """Return width and height in pixels of the image that an object names; None: of the only one."""
         return (self.width, self.height) if image is None else self.sizes[image - 1]
 
 
@@ -224,7 +225,7 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTokens:
-    """What a policy gradient needs of each token of a segment, besides its label and its weight (`grpo`).
+    """The values that a policy gradient needs of each token of a segment, besides its label and its weight (`grpo`).
 
     `first_logprobs` is NaN until the first pass over the segment writes into it; its copies share it on purpose. So
     later passes know the probabilities before the first update."""
@@ -263,7 +264,7 @@ class Segment:
 
 
 def group_tokens(group: Sequence[Segment]) -> int:
-    """Tokens of segments that hold their common prompt once."""
+    """Return the tokens of segments that hold their common prompt once."""
     return sum(map(len, group)) - (len(group) - 1) * group[0].prompt_length
 
 
@@ -277,7 +278,7 @@ class PackedRow:
     share_prompts: bool = False
 
     def groups(self) -> list[tuple[Segment, ...]]:
-        """Neighbours that share a prompt; without `share_prompts` each segment alone."""
+        """Return the neighbours that share a prompt; without `share_prompts` each segment alone."""
         if not self.share_prompts:
             return [(segment,) for segment in self.segments]
         return [tuple(group) for _, group in groupby(self.segments, key=lambda segment: segment.prompt_key)]
@@ -339,7 +340,7 @@ class SyncReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a record stands, for messages: file, and "line 7" or "image 12"."""
+    """The place of a record, for messages: file, and "line 7" or "image 12"."""
 
     file: Path
     record: str
@@ -397,8 +398,9 @@ class CallRecord:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCallLog:
-    """What one `generate_window` did, for the step's metrics (R15, R30). `micro_step_idx` and `first_req_idx` are those
-    of the first request; `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent again.
+    """The record of one `generate_window`, for the step's metrics (R15, R30). `micro_step_idx` and `first_req_idx` are
+    those of the first request; `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
+    again.
 
     A call that runs ahead of the steps belongs to none of them: its `micro_step_idx` is -1, its `global_step` is the
     number of the rank's call.
@@ -420,7 +422,7 @@ class RolloutCallLog:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerChange:
-    """What happened to one server, for the log, the console and the report."""
+    """A change of one server, for the log, the console and the report."""
 
     base_url: str
     what: ServerEvent

@@ -81,7 +81,8 @@ PATCH_SIZE, MERGE_SIZE = 8, 2  # a 128x128 image: 16x16 patches, 64 image tokens
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What differs between the sizes. The vision tower has one deepstack level at each of its last three layers."""
+    """The parts that differ between the sizes. The vision tower has one deepstack level at each of its last three
+    layers."""
 
     layers: int
     hidden: int
@@ -131,7 +132,7 @@ def write_model(
     trained: str | Path | None = None,
     seed: int = 0,
 ) -> None:
-    """A model of any shape; each of `words` is one token of it besides those of PIECES.
+    """Write a model of any shape; each of `words` is one token of it besides those of PIECES.
 
     `trained`: a folder with a model of the same shape and these tokens, some of `words` aside. Its weights are taken
     over, those of a token by the token's text; new words begin with random weights.
@@ -174,7 +175,7 @@ def build_tokenizer(words: Sequence[str] = ()) -> PreTrainedTokenizerFast:
             merges.append((parts[0], parts[1]))
     vocab = {text: i for i, text in enumerate([*units, *(a + b for a, b in merges)])}
     bpe = Tokenizer(models.BPE(vocab=vocab, merges=merges))
-    # No regex split: skeleton pieces may span what Qwen's regex would cut.
+    # No regex splits the text: skeleton pieces may span what Qwen's regex would cut.
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     bpe.decoder = decoders.ByteLevel()
     bpe.add_tokens([AddedToken(f"<|coord_{k}|>", normalized=False, special=False) for k in range(NUM_COORDS)])
@@ -202,7 +203,7 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, max_pixels: int = 256**2
 
 
 def build_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3VLConfig:
-    """The model's configuration, with the tokenizer's ids."""
+    """Return the model's configuration, with the tokenizer's ids."""
 
     def token(text: str) -> int:
         token_id = tokenizer.convert_tokens_to_ids(text)
@@ -260,7 +261,7 @@ def _vision_config(shape: Shape) -> dict[str, Any]:
 
 
 def _byte_units() -> dict[int, str]:
-    """GPT-2's printable character for each byte: itself where printable, else the next from U+0100 on."""
+    """Return GPT-2's printable character for each byte: itself where printable, else the next from U+0100 on."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte) for byte in printable} | {byte: chr(0x100 + i) for i, byte in enumerate(others)}

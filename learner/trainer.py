@@ -60,7 +60,7 @@ class Boundary:
 
 @contextmanager
 def memory_errors(row: PackedRow) -> Iterator[None]:
-    """Around the learning of `row`. Raises OutOfMemoryError, which names the row, if memory runs out."""
+    """Guard the learning of `row`. Raises OutOfMemoryError, which names the row, if memory runs out."""
     try:
         yield
     except Exception as error:
@@ -160,7 +160,7 @@ class Trainer:
         return f"{self.best.metric} did not improve" if gave_up else ""
 
     def train(self) -> None:
-        """The loop."""
+        """Run the loop."""
         training = self.config.training
         self.restore()
         self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
@@ -227,8 +227,9 @@ class Trainer:
         return result, totals.rows
 
     def training_step(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
-        """One micro-step: its rows learned as they come, and empty ones until every rank has run as many passes (D5);
-        gradients accumulated, no update. Passes of a sharded model wait for each other, and so its rows do too."""
+        """Run one micro-step: learn its rows as they come, and empty ones until every rank has run as many passes (D5).
+        Gradients are accumulated, without an update. Passes of a sharded model wait for each other, and so its rows do
+        too."""
         evened = in_lockstep if self.policy.is_sharded else padded
         with closing(rows):  # an error here must end the rollouts under way too
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
@@ -238,8 +239,8 @@ class Trainer:
     # ---- between steps ---------------------------------------------------------------------------------------------
 
     def generator_ver(self) -> int:
-        """The version of the weights that rollouts are made by: syncs so far. A backend that has the trained weights
-        themselves needs no sync; its version is the number of updates."""
+        """Return the version of the weights that rollouts are made by: syncs so far. A backend that has the trained
+        weights themselves needs no sync; its version is the number of updates."""
         if self.sync is not None:
             return self.sync.ver
         return self.state.global_step if self.backend is not None else 0
@@ -313,7 +314,7 @@ class Trainer:
         self.callbacks.evaluation(step, metrics)
 
     def score_retained(self) -> dict[str, float]:
-        """Metrics of `data.retain` with the present weights, as `retain/NAME/METRIC`."""
+        """Return metrics of `data.retain` with the present weights, as `retain/NAME/METRIC`."""
         found = {}
         for one in self.retained:
             file = f"retain_{one.name}_{self.state.global_step:06d}.jsonl"
@@ -377,7 +378,7 @@ class Trainer:
         self._boundary = Boundary(state=state, generators=self.checkpoints.generators())
 
     def save(self) -> Path:
-        """A checkpoint from which `restore` goes on exactly, on as many ranks; once per step at most."""
+        """Save a checkpoint from which `restore` goes on exactly, on as many ranks; once per step at most."""
         if self._saved_at == self.state.global_step:
             return self.checkpoints.path_of(self.state)
         at = self._boundary
@@ -392,8 +393,8 @@ class Trainer:
         return path
 
     def calibration(self) -> str | None:
-        """What makes scores of the present weights' answers, fitted on `data.val`. None: they were not evaluated there,
-        or there is too little to learn from."""
+        """Return what makes scores of the present weights' answers, fitted on `data.val`. None: they were not evaluated
+        there, or there is too little to learn from."""
         step = self.state.global_step
         if self.config.data.val is None or self._evaluation is None or self._evaluated_at != step:
             return None
@@ -402,8 +403,8 @@ class Trainer:
         return self._calibration[1]
 
     def save_calibration(self) -> None:
-        """Beside the checkpoint of this step, what makes scores of its answers: fitted on `data.val`, where the step
-        was evaluated and saved, whichever came first."""
+        """Save beside the checkpoint of this step what makes scores of its answers: fitted on `data.val`, where the
+        step was evaluated and saved, whichever came first."""
         folder, is_saved = self.checkpoints.path_of(self.state), self._saved_at == self.state.global_step
         file = folder / CALIBRATION_NAME
         if not self.ranks.is_main or not is_saved or file.is_file() or not folder.is_dir():
@@ -413,7 +414,7 @@ class Trainer:
             self.journal.note(f"scores are calibrated on data.val: {file.parent.name}/{file.name}")
 
     def rescue(self) -> None:
-        """After an error: save the last whole step without the other ranks, which may be gone. An unfinished step is
+        """Save the last whole step after an error, without the other ranks, which may be gone. An unfinished step is
         given up; its samples come again after the resume."""
         at = self._boundary
         if at is None or at.state.global_step in (0, self._saved_at):

@@ -1,4 +1,4 @@
-"""What K answers to one image agree on, and the share of objects that probably have no label.
+"""The objects that K answers to one image agree on, and the share of objects that probably have no label.
 
 In: the objects of K answers drawn at temperature 1, and the labels of the image. Pure.
 
@@ -87,7 +87,7 @@ def findings(answers: Sequence[Sequence[DetectionObject]]) -> list[Finding]:
 
 
 def agreed(found: Sequence[Finding], num_answers: int, share: float = AGREEMENT) -> list[DetectionObject]:
-    """The findings that at least this share of the answers has."""
+    """Return the findings that at least this share of the answers has."""
     return [finding.object for finding in found if finding.votes >= math.ceil(share * num_answers - 1e-9)]
 
 

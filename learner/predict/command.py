@@ -83,7 +83,7 @@ def report(
     formulas: Mapping[str, Formula],
     gains: Mapping[str, float | None],
 ) -> None:
-    """The features, the rules, and the gains that a calibration predicts."""
+    """Print the features, the rules, and the gains that a calibration predicts."""
     shown = Table("feature", "value [95% interval]", "meaning", box=None, padding=(0, 2, 0, 0))
     for name, one in found.items():
         shown.add_row(name, f"{one.value:6.3f} [{one.low:.3f}, {one.high:.3f}]", MEANINGS[name])

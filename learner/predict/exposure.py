@@ -1,4 +1,4 @@
-"""What a model loses when it continues its own words, and how well it knows the labels.
+"""The loss of a model that continues its own words, and how well it knows the labels.
 
 In: greedy answers, matched. From the first object that an answer skipped, the ground truth continues
 (`loss.prefix_end: first_miss`). Out: nats per token of that continuation, once after the model's own words and once
@@ -46,7 +46,7 @@ class Compared:
     kinds: NDArray[np.str_]  # [N]
 
     def sums(self, kind: Kind) -> NDArray[np.float64]:
-        """[3]: nats after its own words, nats after the truth's, and tokens, of one kind."""
+        """Return [3]: nats after its own words, nats after the truth's, and tokens, of one kind."""
         mask = np.full(len(self.kinds), True) if kind == "all" else self.kinds == kind
         return np.array([self.own[mask].sum(), self.truth[mask].sum(), mask.sum()])
 
@@ -58,7 +58,8 @@ def teacher_forced(policy: Policy, task: DetectionTask, sample: Sample) -> Teach
 
 
 def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced: TeacherForced) -> Compared | None:
-    """None if nothing of the answer is usable, or if the two number objects with different numbers of tokens."""
+    """Compare the two; None if nothing of the answer is usable, or if the two number objects with different numbers of
+    tokens."""
     own = build_target(assignment, task, policy.tokenizer, loss=LOSS)
     length = len(own.token_ids) - own.prefix_length
     if not own.prefix_length or length > len(forced.target.token_ids):

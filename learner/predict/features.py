@@ -1,4 +1,4 @@
-"""What was measured, as numbers by name: the features that recommend a method and predict its gain.
+"""The measurements as numbers by name: the features that recommend a method and predict its gain.
 
 In: `Measured`. Out: `estimates`, each number with its 95% interval over scenes, and `features`, the numbers alone. F1
 is that of the evaluation: IoU 0.5, the same description, summed over scenes. Intervals are percentile bootstrap
@@ -79,13 +79,13 @@ class Estimate:
 
 
 def features(measured: Measured) -> dict[str, float]:
-    """The numbers by name, as MEANINGS explains them. Without a validation sample the last four but `nats_train` are
-    missing."""
+    """Return the numbers by name, as MEANINGS explains them. Without a validation sample the last four but `nats_train`
+    are missing."""
     return {name: found.value for name, found in estimates(measured).items()}
 
 
 def estimates(measured: Measured) -> dict[str, Estimate]:
-    """The same with intervals, in the order of MEANINGS."""
+    """Return the same with intervals, in the order of MEANINGS."""
     train = _train(measured)
     if measured.validation is not None:
         train |= _validation(measured.validation, train)
@@ -148,19 +148,19 @@ def _sums_of(num_scenes: int, seed: int = 0) -> Callable[[Floats], Floats]:
 
 
 def _scene_f1(counts: Counts, hits: str, ignored: str) -> Floats:
-    """F1 at IoU 0.5 of each answer alone; 1 if there was nothing to find and nothing was predicted."""
+    """Return F1 at IoU 0.5 of each answer alone; 1 if there was nothing to find and nothing was predicted."""
     columns = columns_of(counts)
     total = columns["predictions"] - columns[f"{ignored}@0.50"] + columns["truth"]
     return np.where(total > 0, _ratio(2 * columns[f"{hits}@0.50"], total), 1.0)
 
 
 def _best(sampled: Counts, scene_f1: Floats) -> Counts:
-    """[N, columns]: the answer of each scene with the best F1, the first of equals."""
+    """Return the counts [N, columns] of each scene's answer with the best F1, the first of equals."""
     return sampled[np.arange(len(sampled)), scene_f1.argmax(axis=1)]
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:
-    """0 where there is nothing to divide by."""
+    """Return the ratio, 0 where there is nothing to divide by."""
     return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
 
 

@@ -43,7 +43,7 @@ class Formula:
     num_regimes: int
 
     def gain(self, features: Mapping[str, float]) -> float:
-        """In F1, from -1 to 1. Raises DataError if a feature was not measured."""
+        """Return the gain in F1, from -1 to 1. Raises DataError if a feature was not measured."""
         lacking = sorted(self.coefficients.keys() - features.keys())
         if lacking:
             raise DataError(
@@ -55,7 +55,7 @@ class Formula:
         return self.intercept + sum(weight * features[name] for name, weight in self.coefficients.items())
 
     def outside(self, features: Mapping[str, float]) -> list[str]:
-        """Features that lie outside the regimes that were measured, in words. Empty: the formula holds."""
+        """Return the features that lie outside the regimes that were measured, in words. Empty: the formula holds."""
         found = []
         for name, (low, high) in self.ranges.items():
             margin = MARGIN * (high - low)
@@ -65,12 +65,13 @@ class Formula:
 
 
 def fewest_regimes(names: Sequence[str]) -> int:
-    """Without one of them, there are still more regimes than coefficients."""
+    """Return the fewest regimes for a fit. If one of them is left out, there are still more regimes than
+    coefficients."""
     return len(names) + 3
 
 
 def fit(regimes: Sequence[Mapping[str, float]], gains: Sequence[float], names: Sequence[str] = FEATURES) -> Formula:
-    """The formula of one method over regimes with measured gains. Raises DataError with too few regimes."""
+    """Fit the formula of one method over regimes with measured gains. Raises DataError with too few regimes."""
     if len(regimes) < fewest_regimes(names):
         raise DataError(
             "too few regimes for a formula",

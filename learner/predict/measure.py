@@ -79,7 +79,7 @@ class _Model:
         self._backend = HfBackend(_drawn_at_temperature_1(config), policy, run_seed=config.training.seed)
 
     def samples(self, split: str, most: int) -> list[Sample]:
-        """At most so many, drawn with a fixed seed, in the order of the file."""
+        """Return at most `most` samples, drawn with a fixed seed, in the order of the file."""
         config, path = self._config, self._config.data.path_of(split)
         assert path is not None
         data, reader = as_read_for(config.data, split), reader_of(config, split)
@@ -94,7 +94,7 @@ class _Model:
         return [found[i] for i in sorted(random.Random(0).sample(range(len(found)), min(most, len(found))))]
 
     def answers(self, samples: Sequence[Sample], *, drawn: bool) -> list[Assignment]:
-        """One to each: drawn at temperature 1, or greedy."""
+        """Return one answer to each sample: drawn at temperature 1, or greedy."""
         began = time.monotonic()
         rollouts = self._backend.generate(samples, global_step=0, micro_step_idx=0, first_req_idx=0, greedy=not drawn)
         how = "drawn" if drawn else "greedy"

@@ -1,4 +1,4 @@
-"""Which method, and why: rules over the features of `features.py`.
+"""The choice of a method, with its reason: rules over the features of `features.py`.
 
 In: features with their intervals. Out: a method, and the verdict of every rule with its numbers. Rules are tried in the
 order below, and the first that holds recommends. An interval must clear a threshold, not only the estimate.
@@ -69,7 +69,7 @@ class Recommendation:
 
 
 def recommend(found: Mapping[str, Estimate]) -> Recommendation:
-    """From the estimates of `features.estimates`."""
+    """Recommend a method from the estimates of `features.estimates`."""
     rules = [
         _answers_too_little(found),
         _by_heart(found),
@@ -121,7 +121,7 @@ def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
 
 
 def better_places(found: Mapping[str, Estimate]) -> Rule:
-    """True if rollouts can still teach: the best of K answers is better in places, and K answers differ."""
+    """Return True if rollouts can still teach: the best of K answers is better in places, and K answers differ."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
         f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "

@@ -93,7 +93,7 @@ class Recipe:
         self._had_engine = False
 
     def follow(self) -> int:
-        """The stages, and the report."""
+        """Run the stages, and write the report."""
         while not self.record.ended:
             if code := (self._sft() if self.record.stage(SFT) is None else self._grpo()):
                 return code
@@ -144,11 +144,12 @@ class Recipe:
         self._decide()
 
     def _best_of(self, stage: StageResult) -> Path | None:
-        """Its best weights; None: the start's."""
+        """Return the stage's best weights; None: the start's."""
         return self.root / stage.name / f"checkpoint-{stage.best_step}" if stage.best_step else None
 
     def _run(self, name: str, values: Mapping[str, Any], why: str, earlier_s: float) -> int:
-        """One stage as an ordinary run. Its result goes into the record, and `best` may point to another checkpoint."""
+        """Run one stage as an ordinary run. Its result goes into the record, and `best` may point to another
+        checkpoint."""
         if self._had_engine:
             return AGAIN
         engine = self.config.rollout_matching
@@ -189,7 +190,7 @@ class Recipe:
                 write_yaml(path, values, f"A stage of the recipe in {self.root}, an ordinary run. Written by it.")
 
     def _is_worth_it(self, trainer: Trainer) -> bool:
-        """True if `grpo` has places left to gain. Asked once; a stage that goes on has its answer."""
+        """True if `grpo` has places left to gain. This is asked once; a stage that goes on has its answer."""
         if self.record.grpo:
             return True
         trainer.journal.note("recipe: measuring what rollouts could still gain")
@@ -237,7 +238,7 @@ class Recipe:
 
 
 def told(record: Record) -> list[str]:
-    """The recipe in lines."""
+    """Return the recipe in lines."""
     lines = []
     for stage in record.stages:
         score = f"{record.metric} {stage.score_before:.3f} -> {stage.score:.3f} at step {stage.best_step}"

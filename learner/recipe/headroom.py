@@ -1,4 +1,4 @@
-"""What rollouts could still teach: the best of K answers to training samples, against the greedy one.
+"""The gain that rollouts could still teach: the best of K answers to training samples, against the greedy one.
 
 In: a trainer whose run is about to begin, so the weights and labels are those that it would learn from. Out: numbers of
 `learner.predict.features` with intervals. Rollouts are made by the run's own backend, on all ranks.

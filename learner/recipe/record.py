@@ -57,7 +57,7 @@ class StageResult:
         return [text for text, change in self._changes() if change < 0]
 
     def _changes(self) -> list[tuple[str, float]]:
-        """Metrics that moved; more repeated objects are a loss."""
+        """Return the metrics that moved; more repeated objects are a loss."""
         names = [*SHOWN, *(name for name in self.after if name.startswith(RETAIN) and name.endswith("/f1@0.5"))]
         found = []
         for name in names:
@@ -87,7 +87,7 @@ class Record:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def with_stage(self, stage: StageResult) -> Self:
-        """The record with this stage too. If scores are equal, the earlier weights stay the best."""
+        """Return the record with this stage too. If scores are equal, the earlier weights stay the best."""
         best_of, score = self.best_of, stage.score_before if self.best_score is None else self.best_score
         if stage.score > score:
             best_of, score = stage.name, stage.score
@@ -105,7 +105,7 @@ class Record:
 
 
 def read_record(root: Path) -> Record | None:
-    """None if no recipe was begun there. Raises CheckpointError if its file is damaged."""
+    """Read the record; None if no recipe was begun there. Raises CheckpointError if its file is damaged."""
     path = root / RECIPE
     if not path.is_file():
         return None
@@ -179,7 +179,8 @@ def _labels(run_dir: Path) -> tuple[str, bool]:
 
 
 def spent_s(run_dir: Path) -> float:
-    """Seconds that earlier starts of a stage took, by its metrics; their first moments and their ends are not seen."""
+    """Return the seconds that earlier starts of a stage took, by its metrics; their first moments and their ends are
+    not seen."""
     path = run_dir / METRICS
     if not path.is_file():
         return 0.0

@@ -53,7 +53,7 @@ def metric_of(config: RunConfig) -> str:
 
 
 def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
-    """`sft` on labels that are completed where it is safe."""
+    """Return the configuration of `sft` on labels that are completed where it is safe."""
     values = _stage(config, SFT, minutes)
     values["labels"]["complete"] = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["grpo"] = GrpoConfig().model_dump(mode="json")
@@ -69,7 +69,8 @@ def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str
 def grpo_stage(
     config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool
 ) -> dict[str, Any]:
-    """`grpo` from `model` (None: the start), on labels that its own weights complete, if that was safe before."""
+    """Return the configuration of `grpo` from `model` (None: the start), on labels that its own weights complete, if
+    that was safe before."""
     values = _stage(config, GRPO, minutes)
     complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["labels"]["complete"] = complete | {"write": None} if completes else None

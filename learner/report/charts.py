@@ -71,7 +71,7 @@ class Column:
 
 
 def thin(points: Sequence[Point]) -> list[Column]:
-    """At most MAX_COLUMNS columns, in order; every finite point is in exactly one."""
+    """Return at most MAX_COLUMNS columns, in order; every finite point is in exactly one."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     size = -(-len(finite) // MAX_COLUMNS) or 1
     columns = []
@@ -84,7 +84,7 @@ def thin(points: Sequence[Point]) -> list[Column]:
 
 
 def number(value: float) -> str:
-    """Three significant digits, thousands as k, millions as M; an en dash if there is no number."""
+    """Format a number: three significant digits, thousands as k, millions as M; an en dash if there is no number."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -140,7 +140,8 @@ class Plane:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
     def x_ticks(self) -> list[float]:
-        """Ticks as far as the axis' name leaves room. Steps and versions are counted, so they get whole numbers."""
+        """Return ticks as far as the axis' name leaves room. Steps and versions are counted, so they get whole
+        numbers."""
         end = self.right - 8 * len(self.x_label)
         marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high and self.x(t) < end]
         return [t for t in marks if t == int(t) or not self.counted or self.x_high - self.x_low < 1]
@@ -176,7 +177,7 @@ class Chart:
 
 
 def parted(charts: Iterable[Chart | None]) -> tuple[list[Chart], Table | None]:
-    """The charts that show something, and a table of those that are flat."""
+    """Return the charts that show something, and a table of those that are flat."""
     found = [chart for chart in charts if chart]
     rows = [[chart.title, chart.last or chart.text] for chart in found if chart.is_flat]
     return [chart for chart in found if not chart.is_flat], Table(["", "Value"], rows) if rows else None
@@ -192,7 +193,7 @@ def line_chart(
     dots: bool = False,
     note: str = "",
 ) -> Chart | None:
-    """One line per series, with y from 0 or below. `dots`: each point has one, unless there are too many."""
+    """Draw one line per series, with y from 0 or below. `dots`: each point has one, unless there are too many."""
     drawn = [(s, columns) for s in series if (columns := s.columns())]
     if not drawn:
         return None
@@ -245,7 +246,7 @@ def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "") -> Ch
 
 
 def bar_chart(title: str, bars: Sequence[Bar], *, value: str = "") -> Chart | None:
-    """Horizontal bars, one per name, longest first."""
+    """Draw horizontal bars, one per name, longest first."""
     if not bars:
         return None
     ordered = sorted(bars, key=lambda bar: (-bar.value, bar.name))
@@ -256,7 +257,7 @@ def bar_chart(title: str, bars: Sequence[Bar], *, value: str = "") -> Chart | No
 
 
 def interval_chart(title: str, rows: Sequence[Bar], *, value: str = "") -> Chart | None:
-    """One row per estimate: a dot at its value and a line over its interval, on one axis."""
+    """Draw one row per estimate: a dot at its value and a line over its interval, on one axis."""
     if not rows:
         return None
     ends = [v for r in rows for v in (r.value, r.low, r.high) if v is not None]

@@ -90,7 +90,7 @@ class LiveView:
         self._threads = ThreadPoolExecutor(8)
 
     def now(self) -> str:
-        """The page's main part."""
+        """Return the page's main part."""
         run = self._follower.read()
         global_step, answers = self._answers(run)
         keeps = any(color == "kept" for answer in answers for color, *_ in answer.shapes)
@@ -167,7 +167,8 @@ class LiveView:
 
 
 def members(run_dir: Path, run: Run) -> list[tuple[str, str | tuple[str, str]]]:
-    """URL and place of each server, as the run wrote it last; those of its configuration if it has written nothing."""
+    """Return URL and place of each server, as the run wrote it last; those of its configuration if it has written
+    nothing."""
     try:
         return [
             (str(server["base_url"]), (str(server["state"]), str(server["because"])))
@@ -197,7 +198,7 @@ def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """Where a run stands. `tone` is `good` if it finished, `bad` if it failed or stopped, or nothing. `total` 0:
+    """The state of a run. `tone` is `good` if it finished, `bad` if it failed or stopped, or nothing. `total` 0:
     unknown."""
 
     name: str
@@ -237,7 +238,7 @@ def left(run: Run) -> list[str]:
 
 
 def cards(run: Run) -> list[Card]:
-    """The newest numbers."""
+    """Return the newest numbers."""
     found = []
     if run.steps:
         last = run.steps[-1]
@@ -289,7 +290,7 @@ def busy(run: Run) -> Chart | None:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """The length of the union of intervals."""
+    """Return the length of the union of intervals."""
     total, until = 0.0, -float("inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))
@@ -298,7 +299,7 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
-    """The two pages."""
+    """Make the application of the two pages."""
     app = FastAPI(title="live view", docs_url=None, redoc_url=None, openapi_url=None)
     names = ["localhost", "127.0.0.1", "[::1]", "testserver", host]
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
@@ -306,7 +307,7 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
     made: list[tuple[float, str]] = []
 
     async def now() -> str:
-        """At most one per half a period, however many pages ask; on the only thread."""
+        """Return the newest part, made at most once per half a period however many pages ask, on the only thread."""
         if not made or time.monotonic() - made[0][0] > POLL_S / 2:
             made[:] = [(time.monotonic(), view.now())]
         return made[0][1]

@@ -55,7 +55,7 @@ def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None
 
 
 def render(runs: RunSet) -> str:
-    """The whole page of one run, or of several side by side."""
+    """Render the whole page of one run, or of several side by side."""
     progress = progress_of(runs.runs)
     several = len(runs.runs) > 1
     rewards = [reward_section(r, heading=f"Rewards: {r.name}" if several else "Rewards") for r in runs.runs]

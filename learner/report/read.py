@@ -65,12 +65,12 @@ def read_runs(path: Path) -> RunSet:
 
 
 def is_run(path: Path) -> bool:
-    """True if a learner wrote this directory."""
+    """Return True if a learner wrote this directory."""
     return (path / METRICS).is_file() or (path / RESOLVED_NAME).is_file() or any(_eval_files(path))
 
 
 def read_run(path: Path) -> Run:
-    """One run directory. Anything missing in it becomes a note."""
+    """Read one run directory. Anything missing in it becomes a note."""
     return run_of(path, *_read_jsonl(path / METRICS))
 
 
@@ -83,7 +83,7 @@ class Follower:
         self._num_read = 0  # bytes
 
     def read(self) -> Run:
-        """The run so far."""
+        """Return the run so far."""
         file = self.path / METRICS
         if file.is_file():
             with file.open("rb") as lines:
@@ -99,7 +99,7 @@ class Follower:
 
 
 def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, with_scenes: bool = True) -> Run:
-    """The run of these events."""
+    """Return the run of these events."""
     config, config_note = _read_mapping(path / RESOLVED_NAME)
     named: dict[str, list[Mapping[str, Any]]] = {}
     for event in events:
@@ -151,7 +151,7 @@ def _eval_files(path: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _read_jsonl(path: Path) -> tuple[list[Mapping[str, Any]], int]:
-    """The lines that are JSON objects, and how many others there are."""
+    """Return the lines that are JSON objects, and how many others there are."""
     if not path.is_file():
         return [], 0
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -172,7 +172,7 @@ def _objects(lines: Iterable[str]) -> list[Mapping[str, Any]]:
 
 
 def _read_mapping(path: Path) -> tuple[Mapping[str, Any], str]:
-    """A YAML or JSON mapping, or an empty one with a note that says why."""
+    """Return a YAML or JSON mapping, or an empty one with a note that says why."""
     if not path.is_file():
         return {}, f"There is no {path.name}."
     try:
@@ -190,7 +190,7 @@ def _damage(name: str, lines: int) -> str:
 
 
 def _number(fields: Mapping[str, Any], key: str) -> float:
-    """A number, or NaN if it is null, missing or something else."""
+    """Return a number, or NaN if it is null, missing or something else."""
     value = fields.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
@@ -213,7 +213,8 @@ def _numbers(fields: Any) -> dict[str, float]:
 
 
 def _record(kind: type[R], event: Mapping[str, Any], **others: Any) -> R:
-    """A record whose numbers are the event's fields of the same names. `others` are the fields that are no numbers."""
+    """Return a record whose numbers are the event's fields of the same names. `others` are the fields that are no
+    numbers."""
     read: dict[Any, Any] = {"int": _count, "float": _number}
     numbers = {f.name: read[f.type](event, f.name) for f in fields(kind) if f.type in read}
     return kind(**numbers, **others)
@@ -230,7 +231,7 @@ def _warning(event: Mapping[str, Any]) -> str:
 
 
 def _status(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Status:
-    """Status of what was written since the run began or was resumed. Older runs have no event `begin`."""
+    """Return the status of what was written since the run began or was resumed. Older runs have no event `begin`."""
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
     total, ended, because, times = 0, "", "", []
     for event in events[begun:]:
@@ -303,7 +304,7 @@ def _timeline(event: Mapping[str, Any]) -> StepTimeline:
 def _evals(
     path: Path | None, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> tuple[tuple[EvalPoint, ...], list[str]]:
-    """Evaluations by step, metrics and scenes joined; without scenes if there is no path."""
+    """Return the evaluations by step, metrics and scenes joined; without scenes if there is no path."""
     metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
     scenes: dict[int, tuple[Scene, ...]] = {}
     notes: list[str] = []
@@ -320,7 +321,7 @@ def _evals(
 def _test(
     path: Path | None, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
 ) -> tuple[EvalPoint | None, str]:
-    """The score of `data.test`; without scenes if there is no path."""
+    """Return the score of `data.test`; without scenes if there is no path."""
     if not events:
         return None, ""
     scenes, damage = _scenes(path / "eval" / "test.jsonl", config) if path else ((), "")
@@ -329,7 +330,7 @@ def _test(
 
 
 def _scenes(file: Path, config: Mapping[str, Any]) -> tuple[tuple[Scene, ...], str]:
-    """The scenes of an evaluation file, none if they are not of detection, and what is damaged in it."""
+    """Return the scenes of an evaluation file, none if they are not of detection, and what is damaged in it."""
     task = config.get("task")
     is_detection = not isinstance(task, Mapping) or task.get("type", "detection") == "detection"  # others are not drawn
     lines, damaged = _read_jsonl(file)
@@ -361,7 +362,7 @@ def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
 
 
 def _scored_scene(group: Mapping[str, Any], answer: Mapping[str, Any]) -> ScoredScene | None:
-    """None for a task that is not drawn."""
+    """Return the scene; None for a task that is not drawn."""
     scene = read_scene({**group, **answer})
     if scene is None:
         return None
@@ -375,7 +376,7 @@ def _scored_scene(group: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored
 
 
 def read_scene(line: Mapping[str, Any]) -> Scene | None:
-    """One line of an evaluation file; None if it is not a scene or contradicts itself."""
+    """Read one line of an evaluation file; None if it is not a scene or contradicts itself."""
     try:
         truth, ignored, predictions = (
             tuple(map(read_object, objects))

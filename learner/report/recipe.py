@@ -1,4 +1,4 @@
-"""What a recipe's stages gained and lost, and why each was run (`recipe.json`, R49).
+"""The gains and losses of a recipe's stages, and why each was run (`recipe.json`, R49).
 
 In: the file's mapping. Out: a sentence and a table for `templates/page.html`. A file that says something else shows
 nothing.

@@ -13,8 +13,8 @@ from learner.report.sheet import Sheet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """What the model answered to a test sample. Objects are in bins 0..999 of their image. `width` and `height` are
-    pixels of what is drawn: the image, or the `sheet` of several."""
+    """The model's answer to a test sample. Objects are in bins 0..999 of their image. `width` and `height` are pixels
+    of what is drawn: the image, or the `sheet` of several."""
 
     scene_id: str
     images: tuple[str, ...]
@@ -28,7 +28,7 @@ class Scene:
     sheet: Sheet | None = None
 
     def drawn(self, obj: DetectionObject) -> DetectionObject:
-        """The object in bins of what is drawn."""
+        """Return the object in bins of what is drawn."""
         return obj if self.sheet is None else self.sheet.placed(obj)
 
 
@@ -64,7 +64,7 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimeline:
-    """When a step began and ended, and the activities that ended in it."""
+    """The begin and end of a step, and the activities that ended in it."""
 
     global_step: int
     begin_s: float
@@ -93,7 +93,7 @@ class SyncPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """How many samples a run read, and what was wrong with others: counts by split, kind and action (drop or clip)."""
+    """The samples that a run read, and what was wrong with others: counts by split, kind and action (drop or clip)."""
 
     num_train: int
     num_evaluation: int
@@ -123,8 +123,8 @@ class SpikePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """How far a run is. `total_steps` 0: unknown. `ended` is `finished`, `stopped` or `failed`, and `because` says why;
-    empty while it goes on, or if its process was killed. `seconds_per_step` is of its last steps, with what came
+    """The progress of a run. `total_steps` 0: unknown. `ended` is `finished`, `stopped` or `failed`, and `because` says
+    why; empty while it goes on, or if its process was killed. `seconds_per_step` is of its last steps, with what came
     between them; NaN if unknown."""
 
     total_steps: int
@@ -135,7 +135,7 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Run:
-    """What one run measured. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` as they
+    """The measurements of one run. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` as they
     happened."""
 
     name: str
@@ -155,7 +155,7 @@ class Run:
     notes: tuple[str, ...]
 
     def setting(self, *keys: str) -> Any:
-        """A value of the configuration by its path of keys, or None."""
+        """Return a value of the configuration by its path of keys, or None."""
         value: Any = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None

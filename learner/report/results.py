@@ -1,4 +1,4 @@
-"""What came of the run: the result in a sentence and four cards, notes, F1 as charts, tables, confused names.
+"""The outcome of the run: the result in a sentence and four cards, notes, F1 as charts, tables, confused names.
 
 In: the runs and their `Progress`. Out: text, `Card`, `Chart` and `Table` records for `templates/page.html`.
 """
@@ -66,7 +66,7 @@ def facts(runs: RunSet) -> str:
 
 
 def verdict(runs: Sequence[Progress]) -> str | None:
-    """The main run's result in a sentence, and where the others ended."""
+    """Return the main run's result in a sentence, and where the others ended."""
     main = runs[0]
     before, after, gain = main.f1_before, main.f1_after, main.gain
     if before is None:
@@ -94,7 +94,7 @@ def verdict(runs: Sequence[Progress]) -> str | None:
 
 
 def _tested(run: Run) -> str:
-    """The score of `data.test`, if it is not what the evaluations are of."""
+    """Return the score of `data.test`, if it is not what the evaluations are of."""
     found = f1_of(run.test) if run.test else None
     if found is None or run.test is None:
         return ""
@@ -104,7 +104,7 @@ def _tested(run: Run) -> str:
 
 
 def _against(main: Progress, other: Progress) -> str:
-    """The difference by which `other` ended ahead or behind, where the interval leaves zero out."""
+    """Return the difference by which `other` ended ahead or behind, where the interval leaves zero out."""
     lead = gain_between(main.after, other.after)
     if lead is None or not _tone(lead):
         return ""
@@ -112,7 +112,8 @@ def _against(main: Progress, other: Progress) -> str:
 
 
 def cards(runs: Sequence[Progress]) -> list[Card]:
-    """Four numbers: F1, its gain, the comparison or the parse rate, the syncs or the speed. None for an empty run."""
+    """Return four numbers: F1, its gain, the comparison or the parse rate, the syncs or the speed. None for an empty
+    run."""
     main = runs[0]
     if not (main.run.steps or main.run.evals or main.run.syncs):
         return []
@@ -261,7 +262,7 @@ def _interval_row(name: str, color: str, estimate: Estimate | None) -> list[Bar]
 
 
 def comparison_table(runs: Sequence[Progress]) -> Table | None:
-    """One row per run with intervals; None for a single run."""
+    """Return one row per run with intervals; None for a single run."""
     if len(runs) < 2:
         return None
     main = runs[0]
@@ -275,7 +276,7 @@ def comparison_table(runs: Sequence[Progress]) -> Table | None:
 
 
 def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
-    """The main metric on the run's own data and on `data.retain`, from the first evaluation to the last; None if
+    """Return the main metric on the run's own data and on `data.retain`, from the first evaluation to the last; None if
     nothing was retained. `named`: several runs are shown."""
     points = [point for point in progress.run.evals if point.metrics]
     found = changes(points[0].metrics, points[-1].metrics) if len(points) > 1 else []
@@ -289,7 +290,7 @@ def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
 
 
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
-    """The task's metrics, before and after: all by name, or those of `only` that there are."""
+    """Return the task's metrics, before and after: all by name, or those of `only` that there are."""
     several = len(runs) > 1
     columns = [("Before" if runs[0].after else "One evaluation", runs[0].before)]
     columns += [(p.run.name if several else "After", p.after) for p in runs if p.after]
@@ -301,7 +302,7 @@ def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Tabl
 
 
 def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
-    """Precision, recall and F1 by IoU threshold, one line per evaluation that matters; none without scenes."""
+    """Chart precision, recall and F1 by IoU threshold, one line per evaluation that matters; none without scenes."""
     main = runs[0]
     shown = [("before" if main.after else "one evaluation", "before", main.before)]
     shown += [(p.run.name if len(runs) > 1 else "after", p.color, p.after) for p in runs]
@@ -324,8 +325,8 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
 
 
 def class_table(runs: Sequence[Progress]) -> Table | None:
-    """The main run's last evaluation by description, those with most objects first, beside F1 of the other evaluations.
-    None if there are fewer than two descriptions."""
+    """Return the main run's last evaluation by description, those with most objects first, beside F1 of the other
+    evaluations. None if there are fewer than two descriptions."""
     main = runs[0]
     last = counts_by_class(_scenes(main.after or main.before))
     if len(last) < 2:
@@ -387,7 +388,7 @@ def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:
 
 
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
-    """Among rarer names, right and wrong ones are in the same cell."""
+    """Return the kind of a cell. Among rarer names, right and wrong ones are in the same cell."""
     if truth == said:
         return "" if truth in (None, rare) else "right"
     return "wrong"
@@ -408,7 +409,7 @@ def _estimate_cell(estimate: Estimate | None, *, sign: bool = False) -> tuple[st
 
 
 def interval(estimate: Estimate) -> str:
-    """`[low, high]`, or nothing."""
+    """Return `[low, high]`, or nothing."""
     if estimate.low is None or estimate.high is None:
         return ""
     return f"[{estimate.low:.3f}, {estimate.high:.3f}]".replace("-", "−")
@@ -419,7 +420,7 @@ def signed(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Hours, minutes and seconds in words."""
+    """Return hours, minutes and seconds in words."""
     if not math.isfinite(seconds):
         return "–"
     minutes, rest = divmod(round(seconds), 60)

@@ -108,7 +108,7 @@ def _histogram(groups: Sequence[GroupStep]) -> Chart | None:
 
 
 def _shares(rewards: Sequence[float], low: float, width: float) -> list[float]:
-    """[NUM_BINS]; the last bin holds its upper edge."""
+    """Return the share of rewards in each bin [NUM_BINS]; the last bin holds its upper edge."""
     counts = [0] * NUM_BINS
     for reward in rewards:
         counts[min(NUM_BINS - 1, int((reward - low) / width))] += 1
@@ -121,7 +121,7 @@ def _steps(groups: Sequence[GroupStep]) -> str:
 
 
 def _groups(run: Run) -> list[GroupRow]:
-    """Evenly from the first to the last that was recorded."""
+    """Return groups spaced evenly from the first to the last that was recorded."""
     recorded = [step for step in run.groups if step.answers]
     count = min(MAX_GROUPS, len(recorded))
     places = sorted({round(i * (len(recorded) - 1) / max(1, count - 1)) for i in range(count)})

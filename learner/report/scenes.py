@@ -114,7 +114,7 @@ class Tag:
 
 
 def gallery(runs: Sequence[Progress]) -> Gallery | None:
-    """The chosen scenes of the main run before training, and of every run after it."""
+    """Return the chosen scenes of the main run before training, and of every run after it."""
     main = runs[0]
     before, after = _by_id(main.before), _by_id(main.after)
     chosen = choose_scenes(before, after or None) if before else {}
@@ -133,7 +133,7 @@ def gallery(runs: Sequence[Progress]) -> Gallery | None:
 
 
 def _evaluations(runs: Sequence[Progress]) -> list[tuple[str, Mapping[str, Scene]]]:
-    """By name: that of the main run before training, and the last one of every run."""
+    """Return the evaluations by name: that of the main run before training, and the last one of every run."""
     main = runs[0]
     first = "Before" if main.after else f"Step {main.before.global_step if main.before else 0}"
     found: list[tuple[str, Mapping[str, Scene]]] = [(first, _by_id(main.before))]
@@ -157,8 +157,8 @@ def _lead(runs: Sequence[Progress], before: Mapping[str, Scene], after: Mapping[
 
 
 def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None) -> dict[str, tuple[str, list[str]]]:
-    """Kinds of scenes by filter: its name, and scene ids in the order to show them. Worst and best are by F1 of the
-    last evaluation; `changed` are those whose F1 changed most, either way; `random` are drawn with a fixed seed."""
+    """Return kinds of scenes by filter: its name, and scene ids in the order to show them. Worst and best are by F1 of
+    the last evaluation; `changed` are those whose F1 changed most, either way; `random` are drawn with a fixed seed."""
     shown = before if after is None else {key: after[key] for key in before if key in after}
     f1 = {key: classify(scene).f1 for key, scene in shown.items()}
     size = {key: len(scene.truth) for key, scene in shown.items()}
@@ -176,8 +176,8 @@ def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None
 
 
 def choose_by_class(scenes: Mapping[str, Scene], chosen: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
-    """The same for each of the most frequent classes, in labels or predictions: all `chosen` scenes that have it, and
-    others until there are PER_CLASS, the worst first."""
+    """Return the same for each of the most frequent classes, in labels or predictions: all `chosen` scenes that have
+    it, and others until there are PER_CLASS, the worst first."""
     classes = {key: {item.desc for item in (*scene.truth, *scene.predictions)} for key, scene in scenes.items()}
     frequent = Counter(item.desc for scene in scenes.values() for item in scene.truth).most_common(MAX_CLASSES)
     if len(frequent) < 2:
@@ -215,7 +215,7 @@ def _row(scene_id: str, evaluations: Sequence[tuple[str, Mapping[str, Scene]]], 
 
 
 def _file_name(images: Sequence[str]) -> str:
-    """The file name of the first image. An image inside the annotations has none."""
+    """Return the file name of the first image. An image inside the annotations has none."""
     if not images:
         return "no image named"
     first = images[0]
@@ -231,8 +231,8 @@ def _panel(name: str, scene: Scene) -> Panel:
 def shapes_of_scene(
     scene: Scene, advantages: Sequence[float] = ()
 ) -> tuple[list[str], list[tuple[str, str, DetectionObject]]]:
-    """What was found, in words, and the scene's objects as (color, tooltip, object). `advantages` are those of the
-    predictions, for the tooltips."""
+    """Return what was found, in words, and the scene's objects as (color, tooltip, object). `advantages` are those of
+    the predictions, for the tooltips."""
     result = classify(scene)
     found, wrong, false = (result.outcomes.count(o) for o in ("correct", "wrong_class", "false_positive"))
     ignored = result.outcomes.count("ignored")
@@ -248,7 +248,7 @@ def shapes_of_scene(
 
 
 def shapes_of_labels(scene: Scene) -> list[tuple[str, str, DetectionObject]]:
-    """The labels alone, each with its description."""
+    """Return the labels alone, each with its description."""
     shapes = [_shape("region", region) for region in scene.ignored] + [_shape("label", item) for item in scene.truth]
     return [(color, tip, scene.drawn(item)) for color, tip, item in shapes]
 
@@ -258,9 +258,9 @@ def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, st
 
 
 def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float) -> list[Tag]:
-    """The descriptions of a drawing of DRAWING x `height` units, so that none covers another: each takes the first free
-    place around its object. One without a free place is left out; its tooltip says the same. What is wrong comes
-    first. Ground truth that was found needs none."""
+    """Return the descriptions of a drawing of DRAWING x `height` units, so that none covers another: each takes the
+    first free place around its object. One without a free place is left out; its tooltip says the same. What is wrong
+    comes first. Ground truth that was found needs none."""
     order = ("class", "spurious", "missed", "label", "hit", "kept", "ignored")
     tags: list[Tag] = []
     for color, _, item in sorted((s for s in shapes if s[0] in order), key=lambda shape: order.index(shape[0])):
@@ -287,7 +287,8 @@ def _places(item: DetectionObject, height: float, width: float, *, below_first: 
 
 
 def image_roots(run: Run) -> list[Path]:
-    """Where a relative image path may start: the configured root, the annotations' folder, here, the run's folder."""
+    """Return where a relative image path may start: the configured root, the annotations' folder, here, the run's
+    folder."""
     configured = run.setting("data", "image_root")
     annotations = [run.setting("data", split) for split in ("test", "val", "train")]
     roots = [Path(configured)] if isinstance(configured, str) else []
@@ -295,8 +296,8 @@ def image_roots(run: Run) -> list[Path]:
 
 
 def load_picture(images: Sequence[str], roots: Sequence[Path], sheet: Sheet | None = None) -> Picture | None:
-    """The first of a scene's images, or all of them on its `sheet`; None if it is not available. A relative path is
-    looked for under each root in turn."""
+    """Load the first of a scene's images, or all of them on its `sheet`; None if it is not available. A relative path
+    is looked for under each root in turn."""
     if sheet is None:
         picture = _opened(images[0], roots) if images else None
         return None if picture is None else _embedded(picture)

@@ -1,4 +1,4 @@
-"""What each prediction was, F1@0.5 with its intervals, scores per class and per IoU, and how far each run got.
+"""The outcome of each prediction, F1@0.5 with its intervals, scores per class and per IoU, and how far each run got.
 
 By the evaluation's own definition: a prediction is *correct* if the best one-to-one assignment takes it, among pairs
 with IoU >= 0.5 and the same description. Of the others, one that lies half in an ignore region of its class is
@@ -92,14 +92,15 @@ def classify(scene: Scene) -> SceneOutcome:
 
 
 def _compare(scene: Scene) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """[predictions, truth]: IoU, and whether the descriptions are the same."""
+    """Return [predictions, truth]: IoU, and whether the descriptions are the same."""
     iou = iou_matrix(scene.predictions, scene.truth)
     same = [[p.desc == t.desc for t in scene.truth] for p in scene.predictions]
     return iou, np.array(same, dtype=bool).reshape(iou.shape)
 
 
 def _ignored(scene: Scene, threshold: float, correct: Collection[int]) -> NDArray[np.bool_]:
-    """[predictions]: those that lie in an ignore region of their class, and are not correct; as the metrics count."""
+    """Return [predictions]: those that lie in an ignore region of their class, and are not correct; as the metrics
+    count."""
     inside = ignored_shares(scene.predictions, scene.ignored)[0] >= threshold
     inside[list(correct)] = False
     return inside
@@ -128,8 +129,8 @@ class Counts:
 
 
 def counts_by_class(scenes: Sequence[Scene]) -> dict[str, Counts]:
-    """At IoU 0.5, by description, those with most objects first. A correct prediction has its object's description, so
-    the counts of all classes add up to those of the whole set."""
+    """Count at IoU 0.5 by description, those with most objects first. A correct prediction has its object's
+    description, so the counts of all classes add up to those of the whole set."""
     truth = Counter(item.desc for scene in scenes for item in scene.truth)
     said = Counter(item.desc for scene in scenes for item, _ in _judged(scene))
     correct = Counter(scene.truth[t].desc for scene in scenes for t in classify(scene).found)
@@ -138,7 +139,8 @@ def counts_by_class(scenes: Sequence[Scene]) -> dict[str, Counts]:
 
 
 def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, Counts]:
-    """At each of the evaluation's IoU thresholds, with the same description; every threshold has its own assignment.
+    """Count at each of the evaluation's IoU thresholds, with the same description; every threshold has its own
+    assignment.
 
     This is not a precision-recall curve over confidence: all boxes of an answer count, whatever their scores. Over
     thresholds, precision and recall keep one ratio; they say how well boxes fit.
@@ -155,8 +157,8 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, Counts]:
 
 
 def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]:
-    """How often (what an object is, what the model called it) occurs among pairs at IoU >= 0.5. (name, None) are missed
-    objects, (None, name) are predictions where no object was left."""
+    """Count how often (what an object is, what the model called it) occurs among pairs at IoU >= 0.5. (name, None) are
+    missed objects, (None, name) are predictions where no object was left."""
     found: Counter[tuple[str | None, str | None]] = Counter()
     for scene in scenes:
         for item, t in _judged(scene):
@@ -167,7 +169,7 @@ def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]
 
 
 def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
-    """The predictions that are right or wrong, and what each is paired with."""
+    """Yield the predictions that are right or wrong, and what each is paired with."""
     result = classify(scene)
     for item, outcome, t in zip(scene.predictions, result.outcomes, result.paired, strict=True):
         if outcome != "ignored":
@@ -185,12 +187,13 @@ class Estimate:
 
 
 def f1_estimate(scenes: Sequence[Scene]) -> Estimate:
-    """Micro-averaged F1@0.5 of a set of scenes. Raises DataError if it is empty."""
+    """Return the micro-averaged F1@0.5 of a set of scenes. Raises DataError if it is empty."""
     return _estimate(bootstrap_interval(_counts(scenes), F1), len(scenes))
 
 
 def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> Estimate | None:
-    """F1@0.5 of `after` minus that of `before`, over the scenes in both, drawn together; None if there is none."""
+    """Return F1@0.5 of `after` minus that of `before`, over the scenes in both, drawn together; None if there is
+    none."""
     earlier = {scene.scene_id: scene for scene in before}
     common = [scene for scene in after if scene.scene_id in earlier]
     if not common:
@@ -235,7 +238,7 @@ class Progress:
 
 
 def progress_of(runs: Sequence[Run]) -> tuple[Progress, ...]:
-    """One per run, in order; the first run is the main one."""
+    """Return one per run, in order; the first run is the main one."""
     shared = runs[0].evals[0] if runs[0].evals and runs[0].evals[0].global_step == 0 else None
     return tuple(_progress(run, RUN_COLORS[i % len(RUN_COLORS)], runs[0], shared) for i, run in enumerate(runs))
 
@@ -264,20 +267,20 @@ def _progress(run: Run, color: str, main: Run, shared: EvalPoint | None) -> Prog
 
 
 def _apart(points: Sequence[EvalPoint], others: Sequence[EvalPoint]) -> bool:
-    """True if both have scenes, and none in common."""
+    """Return True if both have scenes, and none in common."""
     mine, theirs = ({scene.scene_id for point in some for scene in point.scenes} for some in (points, others))
     return bool(mine and theirs) and not mine & theirs
 
 
 def f1_of(point: EvalPoint) -> Estimate | None:
-    """F1@0.5 with its interval; without one if only the metric was kept; None if neither was."""
+    """Return F1@0.5 with its interval; without one if only the metric was kept; None if neither was."""
     if point.scenes:
         return f1_estimate(point.scenes)
     return Estimate(value=point.metrics[F1]) if F1 in point.metrics else None
 
 
 def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> Estimate | None:
-    """The paired gain; without an interval, from the metrics, if scenes are missing. None for other scenes."""
+    """Return the paired gain; without an interval, from the metrics, if scenes are missing. None for other scenes."""
     if before is None or after is None or _apart((before,), (after,)):
         return None
     paired = f1_gain(before.scenes, after.scenes)

@@ -22,7 +22,7 @@ class Sheet:
 
     @classmethod
     def of(cls, sizes: Sequence[Size]) -> Sheet:
-        """`sizes`: one at least."""
+        """Lay out a sheet for images of these `sizes`, at least one."""
         columns = math.ceil(math.sqrt(len(sizes)))
         rows = math.ceil(len(sizes) / columns)
         across, down = max(width for width, _ in sizes), max(height for _, height in sizes)
@@ -31,7 +31,7 @@ class Sheet:
         return cls((columns * across, rows * down), tuple(places))
 
     def placed(self, obj: DetectionObject) -> DetectionObject:
-        """The object in bins of the sheet. It names one of the images."""
+        """Return the object in bins of the sheet. It names one of the images."""
         assert obj.image is not None
         left, top, right, bottom = self.places[obj.image - 1]
         pixels = to_pixels(obj.bins, right - left, bottom - top)

@@ -38,7 +38,7 @@ class SpikingStep:
 
 
 def largest(run: Run) -> dict[int, list[SpikePoint]]:
-    """The largest ones by step, in order."""
+    """Return the largest ones by step, in order."""
     by_step: dict[int, list[SpikePoint]] = {}
     for point in sorted(run.spikes, key=lambda point: -point.value / max(point.usual, 1e-12)):
         if len(by_step) < MAX_SPIKES or point.global_step in by_step:
@@ -60,7 +60,7 @@ def spikes(run: Run, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) 
 
 
 def marked(chart: Chart | None, metric: str, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> Chart | None:
-    """The chart with a mark at each spike of `metric`, which leads to its samples."""
+    """Return the chart with a mark at each spike of `metric`, which leads to its samples."""
     if chart is None:
         return None
     points = [point for points in found.values() for point in points if point.metric == metric]

@@ -1,4 +1,4 @@
-"""What one run measured while it trained: small charts, one step as a timeline, and the same numbers as tables.
+"""The measurements of one run while it trained: small charts, one step as a timeline, and the same numbers as tables.
 
 In: a `Run`. Out: `Chart` and `Table` records for `templates/page.html`. Every metric of a step or a sync is shown: one
 that has no chart of its own here gets one under its name. A loss or a gradient norm that rises is explained.
@@ -84,7 +84,8 @@ class Training:
 
 
 def training(run: Run, *, heading: str, prefix: str = "") -> Training | None:
-    """All charts of a run; None if it recorded neither a step nor a sync. Ids on the page begin with `prefix`."""
+    """Return all charts of a run; None if it recorded neither a step nor a sync. Ids on the page begin with
+    `prefix`."""
     if not run.steps and not run.syncs:
         return None
     charts, leapt = named_charts(run), largest(run)
@@ -106,7 +107,7 @@ def training(run: Run, *, heading: str, prefix: str = "") -> Training | None:
 
 
 def named_charts(run: Run) -> dict[str, Chart | None]:
-    """The charts that a run may have, by what they show; None: it did not measure that."""
+    """Return the charts that a run may have, by what they show; None: it did not measure that."""
     keeps = run.setting("loss", "keep_unmatched")  # then most of what matches nothing is taken for right
     missed = ("missed, appended (FN)", "missed", "after")
     spurious = ("without a match" if keeps else "spurious (FP)", "spurious", "other")
@@ -126,7 +127,7 @@ def named_charts(run: Run) -> dict[str, Chart | None]:
 
 
 def _value(step: StepResult, key: str) -> float:
-    """A metric or a number of the step's own; NaN if it has none of that name."""
+    """Return a metric or a number of the step's own; NaN if it has none of that name."""
     return step.metrics.get(key, getattr(step, key, math.nan))
 
 
@@ -139,7 +140,7 @@ def _lines(run: Run, title: str, *lines: NamedLine, unit: str = "", y_max: float
 
 
 def _sync_lines(run: Run, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
-    """Against `ver`; against a running number if a resumed run counted `ver` anew."""
+    """Draw lines against `ver`; against a running number if a resumed run counted `ver` anew."""
     versions = [sync.receipt.ver for sync in run.syncs]
     rising = all(a < b for a, b in itertools.pairwise(versions))
     xs = versions if rising else range(1, len(versions) + 1)
@@ -151,7 +152,8 @@ def _sync_lines(run: Run, title: str, *lines: NamedLine, unit: str = "") -> Char
 
 
 def _others(run: Run) -> tuple[list[Chart], list[Chart]]:
-    """Charts of all metrics without one of their own: those that a later version may have added, and the folded."""
+    """Return charts of all metrics without one of their own: those that a later version may have added, and the
+    folded."""
     found = {key for step in run.steps for key in step.metrics} - {*SHOWN, *STAGE2_SHOWN}
     is_phase = re.compile(r"\w+_s").fullmatch  # one of the stacked seconds
     keys = sorted(key for key in found if not key.startswith("drop/") and not is_phase(key))
@@ -164,7 +166,7 @@ def _others(run: Run) -> tuple[list[Chart], list[Chart]]:
 
 
 def _loss(run: Run) -> Chart | None:
-    """One line per channel: their losses are over different tokens, so they do not continue each other."""
+    """Draw one line per channel: their losses are over different tokens, so they do not continue each other."""
     rollouts, truth = _points(run, "loss", "B"), _points(run, "loss", "A")
     if rollouts and truth:
         series = [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")]
@@ -192,8 +194,8 @@ class Change:
 
 
 def rise(points: Sequence[Point]) -> Change | None:
-    """True if the last quarter is above the lowest one before it: by a tenth at least, and by three standard errors, so
-    that noise is no rise. None with less than five points a quarter."""
+    """Return True if the last quarter is above the lowest one before it: by a tenth at least, and by three standard
+    errors, so that noise is no rise. None with less than five points a quarter."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     size = len(finite) // 4
     if size < 5:
@@ -266,7 +268,7 @@ def _drops(run: Run) -> Chart | None:
 
 
 def _times(run: Run) -> Chart | None:
-    """Phases stacked; those too small to be seen are part of `other`."""
+    """Draw the phases stacked; those too small to be seen are part of `other`."""
     timed = [(float(s.global_step), s.metrics) for s in run.steps if "step_s" in s.metrics]
     whole = sum(m["step_s"] for _, m in timed)
     shown = [p for p in PHASE_COLORS if sum(m.get(f"{p}_s", 0.0) for _, m in timed) >= SMALLEST_SHARE * whole]
@@ -276,8 +278,8 @@ def _times(run: Run) -> Chart | None:
 
 
 def _stage2(run: Run) -> dict[str, Chart | None]:
-    """Charts of `stage2_ab_training`: how many steps ran on rollouts, and what running ahead of them costs (R25 R27).
-    None for a run of another kind. Those of the asynchronous actor-learner come only if it ran."""
+    """Return charts of `stage2_ab_training`: how many steps ran on rollouts, and what running ahead of them costs (R25
+    R27). None for a run of another kind. Those of the asynchronous actor-learner come only if it ran."""
     measured = {key for step in run.steps for key in step.metrics}
     if f"{STAGE2}executed_b_share" not in measured:
         return {}
@@ -306,7 +308,7 @@ def _stage2(run: Run) -> dict[str, Chart | None]:
 
 
 def steps_table(run: Run) -> Table:
-    """The charts' numbers; every n-th step of a long run, and always the last."""
+    """Return the charts' numbers; every n-th step of a long run, and always the last."""
     stride = -(-len(run.steps) // MAX_ROWS) or 1
     kept = [s for i, s in enumerate(reversed(run.steps)) if i % stride == 0][::-1]
     rows = [[str(s.global_step), s.channel, *(number(_value(s, k)) for k in STEP_COLUMNS.values())] for s in kept]
@@ -314,7 +316,7 @@ def steps_table(run: Run) -> Table:
 
 
 def sync_table(run: Run) -> Table:
-    """One row per weight sync."""
+    """Return one row per weight sync."""
     rows = []
     for sync in run.syncs:
         s = sync.receipt
@@ -345,7 +347,7 @@ class Timeline:
 
 
 def timeline(steps: Sequence[StepTimeline]) -> Timeline | None:
-    """The drawing of a typical step; None if nothing was recorded."""
+    """Return the drawing of a typical step; None if nothing was recorded."""
     index = typical(steps)
     if index is None:
         return None
@@ -357,8 +359,8 @@ def timeline(steps: Sequence[StepTimeline]) -> Timeline | None:
 
 
 def typical(steps: Sequence[StepTimeline]) -> int | None:
-    """The index of a step of median length, among those with rollouts if there are any. The first step is left out,
-    because it warms up."""
+    """Return the index of a step of median length, among those with rollouts if there are any. The first step is left
+    out, because it warms up."""
     usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
     usable = usable[1:] or usable
     rolled = [i for i in usable if any(a.name == "rollout" for a in steps[i].activities)]
@@ -367,8 +369,8 @@ def typical(steps: Sequence[StepTimeline]) -> int | None:
 
 
 def activities_of(steps: Sequence[StepTimeline], index: int) -> list[Activity]:
-    """What overlaps with the step, cut at its edges: a call that ran ahead is recorded with a later step. A server
-    serves nothing while weights move, so rank 0's syncs are also shown on every server."""
+    """Return what overlaps with the step, cut at its edges: a call that ran ahead is recorded with a later step. A
+    server serves nothing while weights move, so rank 0's syncs are also shown on every server."""
     begin_s, end_s = steps[index].begin_s, steps[index].end_s
     found = [a for later in steps[index:] for a in later.activities if a.begin_s < end_s and a.end_s > begin_s]
     servers = {a.lane for a in found if not a.lane.startswith("rank ")}

@@ -57,7 +57,7 @@ class Addition(NamedTuple):
 
 
 def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
-    """The object in pixels of its image, which become the same bins again."""
+    """Return the object in pixels of its image, which become the same bins again."""
     sides = sample.size_of(obj.image)
     points = tuple(round(value * sides[i % 2] / _LAST_BIN, _DIGITS) for i, value in enumerate(obj.bins))
     xs, ys = points[0::2], points[1::2]
@@ -180,7 +180,7 @@ def _jsonl(source: Source, added: Added, out: Path) -> str:
 
 
 def _voc(source: Source, added: Added, folder: Path, out: Path) -> None:
-    """Into `folder`, which becomes `out`."""
+    """Write VOC files into `folder`, which becomes `out`."""
     annotations, files = voc.files_of(source)
     old, new = voc.image_folder(annotations, source), voc.image_folder(out, source)
     for file in files:
@@ -251,8 +251,8 @@ def _provenance(one: Addition) -> dict[str, Any]:
 
 
 def _seen_from(new: Path, name: str, old: Path) -> str:
-    """The name, from the folder `new`, of an image whose name from the folder `old` is known. URLs, encoded images and
-    absolute paths are the same from everywhere."""
+    """Return the name, from the folder `new`, of an image whose name from the folder `old` is known. URLs, encoded
+    images and absolute paths are the same from everywhere."""
     here, there = Path(os.path.realpath(old)), Path(os.path.realpath(new))
     if here == there or Path(name).is_absolute() or not is_file(here / name):
         return name
@@ -276,7 +276,7 @@ def _in_new_folder(out: Path, fill: Callable[[Path], None]) -> None:
 
 
 def run_annotations(config: RunConfig) -> RunAnnotations | None:
-    """None: the run writes none."""
+    """Return the writer; None: the run writes none."""
     complete, training = config.labels.complete, config.training
     if complete is None or complete.write is None:
         return None
@@ -287,7 +287,8 @@ def run_annotations(config: RunConfig) -> RunAnnotations | None:
 
 
 class RunAnnotations:
-    """`labels.complete.write`. `run_dirs`: the run's directory, then that of the run that it goes on with."""
+    """The writer for `labels.complete.write`. `run_dirs`: the run's directory, then that of the run that it goes on
+    with."""
 
     def __init__(self, data: DataConfig, out: Path, *run_dirs: Path) -> None:
         self._data, self._out, self._run_dirs = data, out, run_dirs
@@ -300,7 +301,7 @@ class RunAnnotations:
             raise _would_overwrite(self._out)
 
     def write(self, samples: Sequence[Sample]) -> None:
-        """The annotations with the samples' completed labels. Raises OutputError and DataError."""
+        """Write the annotations with the samples' completed labels. Raises OutputError and DataError."""
         self.check()
         added = {
             sample.sample_id: [addition_of(obj, sample) for obj in sample.objects if obj.votes is not None]

@@ -1,4 +1,4 @@
-"""Which evaluation was the best, and when to stop early (D17).
+"""The best evaluation so far, and the decision to stop early (D17).
 
 In: the metrics of each evaluation, by step. Out: whether it is the best so far, so that the trainer saves it, and
 whether `patience` evaluations in a row were not better. Rank 0 decides, and every rank gets the same answer: `add` and
@@ -34,7 +34,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What one evaluation means: `is_best` of all so far (of equal ones the first), `gives_up`: patience is over."""
+    """The meaning of one evaluation: `is_best` of all so far (of equal ones the first), `gives_up`: patience is
+    over."""
 
     is_best: bool = False
     gives_up: bool = False
@@ -68,7 +69,7 @@ class BestEvaluation:
         return sum(step > self.best_step for step in self.values) >= self.patience
 
     def add(self, step: int, metrics: Mapping[str, float]) -> Verdict:
-        """One evaluation. Collective. Raises ConfigError if it has no such metric."""
+        """Take in one evaluation. Collective. Raises ConfigError if it has no such metric."""
         if self.metric is None:
             return Verdict()
         if self.metric not in metrics:
@@ -123,6 +124,6 @@ def point_best(root: Path, target: Path) -> None:
 
 
 def kept(root: Path) -> Path | None:
-    """The checkpoint that `best` points to, if there is one."""
+    """Return the checkpoint that `best` points to, if there is one."""
     link = root / BEST_LINK
     return link.resolve() if link.is_dir() else None

@@ -34,15 +34,15 @@ class Callbacks:
         self._call("__init__", [(path, partial(self._make, path, made)) for path, made in self._parts.items()])
 
     def step(self, result: StepResult) -> None:
-        """Collective. Raises CallbackError on every rank."""
+        """Call the callbacks after a step. Collective. Raises CallbackError on every rank."""
         self._call("on_step", [(path, partial(made.on_step, result)) for path, made in self._made])
 
     def evaluation(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Collective. Raises CallbackError on every rank."""
+        """Call the callbacks after an evaluation. Collective. Raises CallbackError on every rank."""
         self._call("on_eval", [(path, partial(made.on_eval, step, metrics)) for path, made in self._made])
 
     def save(self, step: int, folder: Path) -> None:
-        """Collective. Raises CallbackError on every rank."""
+        """Call the callbacks after a checkpoint. Collective. Raises CallbackError on every rank."""
         self._call("on_save", [(path, partial(made.on_save, step, folder)) for path, made in self._made])
 
     def _make(self, path: str, made: type[Callback]) -> None:
@@ -62,7 +62,7 @@ class Callbacks:
 
 
 def _outcome(hook: str, calls: list[tuple[str, Callable[[], bool | None]]]) -> tuple[str, CallbackError | None]:
-    """The callback that asks for the end of the run, and the error of the first one that failed."""
+    """Return the callback that asks for the end of the run, and the error of the first one that failed."""
     ended_by = ""
     for path, call in calls:
         try:

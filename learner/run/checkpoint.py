@@ -58,7 +58,7 @@ Generators = list[dict[str, torch.Tensor]]  # per rank, the state of torch's gen
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """Where a run stands: what a resume needs besides weights, moments and generators."""
+    """The state of a run: what a resume needs besides weights, moments and generators."""
 
     global_step: int = 0  # optimizer steps done
     ver: int = 0  # weight syncs done
@@ -69,8 +69,8 @@ class TrainerState:
 
 
 class Cadence:
-    """When a checkpoint is due: every `save_steps` steps, and once the last one is `save_minutes` old. Rank 0's clock
-    decides for all."""
+    """The cadence of checkpoints: one is due every `save_steps` steps, and once the last one is `save_minutes` old.
+    Rank 0's clock decides for all."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class Cadence:
         self._saved_at_s = clock()
 
     def is_due(self, global_step: int) -> bool:
-        """After a step. Collective if there is a `save_minutes`."""
+        """Return True if a checkpoint is due after this step. Collective if there is a `save_minutes`."""
         by_steps = self._save_steps is not None and global_step % self._save_steps == 0
         if self._save_minutes is None:
             return by_steps
@@ -98,7 +98,7 @@ class Cadence:
 
 @dataclass(frozen=True, kw_only=True)
 class Content:
-    """What rank 0 writes."""
+    """The content of a checkpoint, which rank 0 writes."""
 
     weights: Mapping[str, torch.Tensor] | None  # see `gathered_weights`
     moments: Mapping[str, torch.Tensor]
@@ -134,8 +134,8 @@ class CheckpointStore:
     def save_alone(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators
     ) -> Path | None:
-        """`save` when other ranks may be gone: rank 0 writes, nobody waits. None on the others. Raises CheckpointError
-        on every rank where rank 0 has not all weights."""
+        """Save as `save` does when other ranks may be gone: rank 0 writes, nobody waits. None on the others. Raises
+        CheckpointError on every rank where rank 0 has not all weights."""
         if policy.is_sharded:
             raise CheckpointError(
                 "a sharded model can't be saved by one rank",
@@ -148,7 +148,7 @@ class CheckpointStore:
         return self._finish(state, failure) if self.ranks.is_main else None
 
     def generators(self) -> Generators:
-        """The state of every rank's random generators now. Collective."""
+        """Yield the state of every rank's random generators now. Collective."""
         return self.ranks.all_gather_object(_generator_state(self.ranks))
 
     def _try(self, policy: Policy, content: Content) -> str:
@@ -202,7 +202,7 @@ class CheckpointStore:
         return state
 
     def _agreed(self, where: str) -> Path:
-        """The checkpoint that all ranks load: rank 0 decides which one is the latest."""
+        """Return the checkpoint that all ranks load: rank 0 decides which one is the latest."""
         latest = self.latest() if where == "latest" and self.ranks.is_main else None
         (name,) = self.ranks.broadcast_object((latest.name if latest else None,))
         if where != "latest":
@@ -229,7 +229,7 @@ class CheckpointStore:
         return (path / MANIFEST).read_text()
 
     def latest(self) -> Path | None:
-        """The complete checkpoint of the highest step."""
+        """Return the complete checkpoint of the highest step."""
         return next(reversed(self._complete()), None)
 
     def _complete(self) -> list[Path]:
@@ -314,7 +314,8 @@ def verify(path: Path) -> None:
 
 
 def _read_state(path: Path) -> tuple[TrainerState, str]:
-    """And the digest of the configuration that it was written under. Raises CheckpointError."""
+    """Read the trainer's state, and the digest of the configuration that it was written under. Raises
+    CheckpointError."""
     try:
         stored = json_in(path / STATE)
         step, ver = operator.index(stored["global_step"]), operator.index(stored["ver"])
@@ -365,7 +366,7 @@ def _sync_to_disk(folder: Path) -> None:
 
 
 def damaged(path: Path, found: str) -> CheckpointError:
-    """The error for a checkpoint that was changed after it was written."""
+    """Return the error for a checkpoint that was changed after it was written."""
     return CheckpointError(
         "the checkpoint is damaged or incomplete",
         found=f"{path}: {found}",

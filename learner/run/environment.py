@@ -54,7 +54,7 @@ _INTERFACE_ADDRESSES_V6 = Path("/proc/net/if_inet6")
 
 
 def gloo_interface(environment: Mapping[str, str]) -> str | None:
-    """The interface's name. None if the user has chosen one, or if all ranks may be on this machine."""
+    """Return the interface's name. None if the user has chosen one, or if all ranks may be on this machine."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if environment.get(GLOO_VARIABLE) or not host or not port:
         return None
@@ -65,8 +65,8 @@ def gloo_interface(environment: Mapping[str, str]) -> str | None:
 
 
 def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """This machine's address on the route to `host`. None if the name or the route is unknown: then torch raises its
-    own error."""
+    """Return this machine's address on the route to `host`. None if the name or the route is unknown: then torch raises
+    its own error."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
@@ -77,7 +77,7 @@ def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Every interface with its first IPv4 address and all of its IPv6 addresses (Linux)."""
+    """Yield every interface with its first IPv4 address and all of its IPv6 addresses (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # it has no IPv4 address

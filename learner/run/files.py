@@ -43,7 +43,7 @@ class AppendedLines:
                 self._file.write(b"\n")
 
     def append(self, line: str) -> None:
-        """`line` without its end. If it cannot be written, no part of it is left. Raises OutputError."""
+        """Append `line`, which has no line end. If it cannot be written, no part of it is left. Raises OutputError."""
         with writing(self._path):
             num_bytes = os.fstat(self._file.fileno()).st_size
             left = memoryview(line.encode() + b"\n")
@@ -67,7 +67,7 @@ class AppendedLines:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what writes `path`. Raises OutputError, which names it, if the disk is full or the folder read-only."""
+    """Guard what writes `path`. Raises OutputError, which names it, if the disk is full or the folder read-only."""
     try:
         yield
     except OSError as error:

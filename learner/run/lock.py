@@ -42,7 +42,7 @@ def locked(run_dir: Path) -> Iterator[None]:
 
 
 def is_running(run_dir: Path) -> bool:
-    """True if a run holds the lock. True too if there is no lock to ask."""
+    """Return True if a run holds the lock. True too if there is no lock to ask."""
     try:
         with (run_dir / LOCK).open("r+") as file:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

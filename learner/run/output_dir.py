@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
 JOB = ".torchrun_job"  # the torchruns whose run has claimed the folder, one on each node
-# What a learner and its report write into a run directory.
+# These are the files that a learner and its report write into a run directory.
 OWN = (
     RESOLVED_NAME,
     JOB,
@@ -67,8 +67,8 @@ def _steps(metrics: Path) -> int:
 
 
 def torchrun_agent(environment: Mapping[str, str]) -> str | None:
-    """The name of the torchrun process that this one is a rank of. No other start of torchrun has it, and the ranks
-    that it starts again have the same. None without torchrun.
+    """Return the name of the torchrun process that this one is a rank of. No other start of torchrun has it, and the
+    ranks that it starts again have the same. None without torchrun.
 
     A scheduler that starts a whole job again names the job in ROLLOUT_JOB: all starts of the job are one run.
 
@@ -134,7 +134,8 @@ def _claimed_by(agents: Set[str], run_dir: Path) -> bool:
 
 
 def _restarted(config: RunConfig) -> RunConfig:
-    """The same run after its ranks failed. What it resumed from at first is older than its own checkpoints."""
+    """Return the configuration of the same run after its ranks failed. What it resumed from at first is older than its
+    own checkpoints."""
     has_checkpoint = any(Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
     change = {"resume_from_checkpoint": "latest"} if has_checkpoint else {"overwrite": True}
     return config.model_copy(update={"training": config.training.model_copy(update=change)})
@@ -205,7 +206,7 @@ def clear_output_dir(config: RunConfig) -> list[str]:
 
 
 def _resumes(config: RunConfig) -> bool:
-    """True if the run goes on with the one in its folder: not with a checkpoint of another run."""
+    """Return True if the run goes on with the one in its folder: not with a checkpoint of another run."""
     where = config.training.resume_from_checkpoint
     if where is None:
         return False

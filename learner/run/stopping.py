@@ -1,4 +1,5 @@
-"""What ends a run early: Ctrl-C and SIGTERM, with a checkpoint and within a deadline, and the run's own time limit.
+"""The causes that end a run early: Ctrl-C and SIGTERM, with a checkpoint and within a deadline, and the run's own time
+limit.
 
 In: signals. Out: `Stopped`, raised in the main thread. The first signal only asks. The next `check` is collective, so
 all ranks find the request at the same place. If no check comes in half the time (a long wait for rollouts), `Stopped`
@@ -63,7 +64,7 @@ def _too_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """A forked process that somebody ends must not write to its parent's thread."""
+    """Forget the parent's thread: a forked process that somebody ends must not write to it."""
     if signal.getsignal(signal.SIGTERM) is _too_early:
         with suppress(ValueError):  # a thread has forked it: it has no handlers
             signal.set_wakeup_fd(-1)
@@ -74,7 +75,7 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class StopRequest:
-    """`timeout_s`: from the first signal to the end of the process, at most."""
+    """A request to stop. `timeout_s`: from the first signal to the end of the process, at most."""
 
     def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
@@ -141,7 +142,7 @@ class TimeLimit:
         self._evaluation_s = seconds
 
     def is_over(self) -> bool:
-        """Collective if there is a limit."""
+        """Return True if the time is over. Collective if there is a limit."""
         if self._minutes is None:
             return False
         spent_s = self._clock() - self._began_s + self._evaluation_s * self._reserves

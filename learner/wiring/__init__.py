@@ -1,1 +1,1 @@
-"""From a configuration to a run: every part is made here, and passed to the trainer."""
+"""The way from a configuration to a run: every part is made here, and passed to the trainer."""

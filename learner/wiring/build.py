@@ -1,4 +1,5 @@
-"""From a configuration to a run: makes every part, passes them to the `Trainer`, and closes them again.
+"""The way from a configuration to a run: this module makes every part, passes them to the `Trainer`, and closes them
+again.
 
 With `connect.py` the only module that knows all parts. It reads only the environment that it is given.
 """
@@ -74,7 +75,7 @@ from shared.tokens import read_token
 
 
 def step_plan(plan: Plan) -> Plan:
-    """The plan that the data follows: a dataloader batch is the rank's share of a whole step (R31)."""
+    """Return the plan that the data follows: a dataloader batch is the rank's share of a whole step (R31)."""
     share = plan.effective_batch_size // plan.world_size
     return replace(plan, per_device_train_batch_size=share, gradient_accumulation_steps=1)
 
@@ -129,7 +130,7 @@ def train_on(
 
 
 def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
-    """Every part of a run, checked against the servers before the first step. Parts to be closed go on `stack`."""
+    """Make every part of a run, checked against the servers before the first step. Parts to be closed go on `stack`."""
     log = _open_run_dir(config, plan, ranks, stack)
     basis = _basis(config, plan, ranks)
     batches, total_steps = _batches(basis, stack)
@@ -228,7 +229,7 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """What the other parts are made from."""
+    """The parts from which the others are made."""
 
     config: RunConfig
     plan: Plan
@@ -250,7 +251,8 @@ class Basis:
 
 
 def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack) -> MetricsLog:
-    """The run's folder with the resolved configuration, a log file per rank, and metrics that begin with the plan."""
+    """Open the run's folder with the resolved configuration, a log file per rank, and metrics that begin with the
+    plan."""
     run_dir = Path(config.training.output_dir)
     with writing(run_dir):
         log_to_file(run_dir, ranks.rank)
@@ -329,7 +331,7 @@ def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
 
 
 def _load(config: RunConfig, split: str, task: Task, *, too_long: RowLimit | None = None) -> Split:
-    """A split that the configuration names. Raises DataError."""
+    """Load a split that the configuration names. Raises DataError."""
     path, geometry = config.data.path_of(split), config.task.geometry
     assert path is not None
     data, reader = as_read_for(config.data, split), reader_of(config, split)
@@ -363,7 +365,7 @@ def _tell_bad_records(data: RunData, log: MetricsLog, console: Console) -> None:
 
 
 def _batches(basis: Basis, stack: ExitStack) -> tuple[Batches, int]:
-    """This rank's micro-batches (in `stage2_ab_training`: whole steps), and the length of the run in steps."""
+    """Return this rank's micro-batches (in `stage2_ab_training`: whole steps), and the length of the run in steps."""
     config = basis.config
     plan = step_plan(basis.plan) if config.stage2_ab else basis.plan
     batches = Batches(
@@ -427,8 +429,8 @@ def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack
 def _rollouts(
     basis: Basis, optimizer: Optimizer, token: str | None, log: MetricsLog, timeline: Timeline, stack: ExitStack
 ) -> tuple[Backend | None, Sync | None]:
-    """The rollout backend, and the sync that brings it weights. Both are None without rollouts. The sync is None if the
-    trained model itself generates."""
+    """Return the rollout backend, and the sync that brings it weights. Both are None without rollouts. The sync is None
+    if the trained model itself generates."""
     config, ranks, policy = basis.config, basis.ranks, basis.policy
     if not needs_rollouts(config):
         return None, None
@@ -490,7 +492,8 @@ def _step_source(
 
 
 def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int) -> StepSource:
-    """`capacity`: how many places of a batch the backend decodes at once for this rank."""
+    """Return the step source of stage 2. `capacity`: how many places of a batch the backend decodes at once for this
+    rank."""
     config, plan, deadline_s = basis.config, basis.plan, basis.config.training.collective_timeout_s
     assert config.stage2_ab is not None
     if not plan.async_actor_learner or parts.b_ratio == 0:
@@ -565,7 +568,8 @@ def _closing(source: StepSource) -> Callable[..., None]:
 
 
 def _answers(basis: Basis) -> AnswersLog | None:
-    """Where rank 0's newest answers go; None for other ranks, other tasks than detection, and if none are kept."""
+    """Return the log of rank 0's newest answers; None for other ranks, other tasks than detection, and if none are
+    kept."""
     size = basis.config.logging.answers
     if (
         not size

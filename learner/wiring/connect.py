@@ -1,4 +1,4 @@
-"""From a configuration to the rollout backend and its weight sync.
+"""The way from a configuration to the rollout backend and its weight sync.
 
 Both have reached the servers, or started the colocated engine, before they are returned. So what is wrong there is
 reported before the first step. Whoever calls closes them.
@@ -51,9 +51,9 @@ def connect_backend(
     token: str | None = None,
     on_call: Callable[[RolloutCallLog], None] | None = None,
 ) -> Backend:
-    """A backend that is ready to generate. `optimizer`: whose moments a colocated engine may move away (`offload`).
-    `on_call` is told of each generation. Raises ServerError if a configured server is not ready, ConfigError if an
-    engine cannot start."""
+    """Return a backend that is ready to generate. `optimizer`: the one whose moments a colocated engine may move away
+    (`offload`). `on_call` is told of each generation. Raises ServerError if a configured server is not ready,
+    ConfigError if an engine cannot start."""
     rollouts, seed = config.rollout_matching, config.training.seed
     if rollouts.rollout_backend == "hf":
         return HfBackend(rollouts, policy, run_seed=seed, on_call=on_call)
@@ -84,9 +84,10 @@ def connect_sync(
     *,
     ranks: Ranks = ALONE,
 ) -> Sync:
-    """Into the colocated engine, or to every server. Servers are joined, and were found to serve the same model and to
-    render the same prompts. A sync is checked with the first of `samples`. Adapters are synced if the configuration
-    says so. Raises ServerError or SyncError. A `HfBackend` has none: the trained model itself generates."""
+    """Make the sync into the colocated engine, or to every server. Servers are joined, and were found to serve the same
+    model and to render the same prompts. A sync is checked with the first of `samples`. Adapters are synced if the
+    configuration says so. Raises ServerError or SyncError. A `HfBackend` has none: the trained model itself
+    generates."""
     assert not isinstance(backend, HfBackend), "the trained model itself generates"
     vllm = config.rollout_matching.vllm
     items = [_canary_item(sample, policy, task) for sample in samples[: vllm.sync.canary_samples]]
@@ -170,7 +171,7 @@ def _colocate(
 
 
 def computes_in(policy: Policy) -> torch.dtype:
-    """The type of training's and scoring's computations."""
+    """Return the type of training's and scoring's computations."""
     return torch.bfloat16 if policy.bf16 else policy.model.dtype
 
 
@@ -188,14 +189,15 @@ def extremes(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _probe(sample: Sample, policy: Policy) -> CanaryItem:
-    """A sample's prompt, with the shortest answer."""
+    """Return a sample's prompt, with the shortest answer."""
     return CanaryItem(
         sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=(policy.tokenizer.eos_token_id,)
     )
 
 
 def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
-    """The ground truth of a training sample: fixed, and with its image, so that the vision tower is checked too."""
+    """Return the ground truth of a training sample: fixed, and with its image, so that the vision tower is checked
+    too."""
     target = task.ground_truth(sample, LossConfig())
     return CanaryItem(
         sample=sample,
