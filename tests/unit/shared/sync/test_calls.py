@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 import weakref
@@ -166,3 +167,42 @@ def test_a_call_that_has_ended_is_not_kept() -> None:
     del bucket
     wait_until(lambda: gone() is None)
     sender.close()
+
+
+def test_an_operation_that_has_ended_is_not_kept() -> None:
+    """Otherwise it would hold its result until its deadline."""
+    operation = Operation(lambda: 3, 1200.0, "adding")
+    operation.result()
+    gone = weakref.ref(operation)
+    del operation
+
+    def is_gone() -> bool:
+        gc.collect()  # it and its future know each other
+        return gone() is None
+
+    wait_until(is_gone)
+
+
+def test_only_the_operation_ends_its_future() -> None:
+    release = threading.Event()
+    operation = Operation(lambda: release.wait(20), 20.0, "sleeping")
+    assert not operation.future.cancel()
+    release.set()
+    assert operation.result()
+
+
+def test_no_thread_keeps_the_process_alive() -> None:
+    """A call that a lost peer blocks may never come back."""
+    release = threading.Event()
+    operation = Operation(lambda: release.wait(20), 20.0, "sleeping on its own thread")
+    calls = Calls()
+    sent = calls.put("a")
+    names = {"sleeping on its own thread", "sending", "watching deadlines"}
+    found = [thread for thread in threading.enumerate() if thread.name in names]
+    assert {thread.name for thread in found} == names
+    assert all(thread.daemon for thread in found)
+    for event in (release, calls.release):
+        event.set()
+    assert operation.result()
+    sent.result()
+    calls.sender.close()

@@ -23,7 +23,7 @@ from shared.errors import CommunicatorError, DeadlineError
 from shared.sync import meeting
 from shared.sync.buckets import is_sealed, pack, seal, seal_key, spec_of
 from shared.sync.calls import Operation
-from shared.sync.group import Communicator, start_join
+from shared.sync.group import Communicator, _Tcp, start_join
 from shared.sync.meeting import HELLO_BYTES, MAX_GUESTS, Seat, num_strangers
 
 HOST, RELAY_HOST, SECRET = "127.0.0.1", "127.0.0.2", b"of this group"
@@ -142,6 +142,70 @@ def test_a_crowd_does_not_keep_the_members_out() -> None:
     assert all(is_closed(one) for one in crowd)
     for one in crowd:
         one.close()
+
+
+def test_as_many_silent_connections_as_are_allowed_stay() -> None:
+    """The next one takes the place of the oldest."""
+    before, port = num_strangers(), free_port()
+    worker = join(port, 0)
+    crowd = [connect(port) for _ in range(MAX_GUESTS)]
+    for one in crowd:
+        assert len(one.recv(32, socket.MSG_WAITALL)) == 32
+    assert num_strangers() == before
+    with connect(port) as last:
+        assert len(last.recv(32, socket.MSG_WAITALL)) == 32
+        assert is_closed(crowd[0])
+        assert num_strangers() == before + 1
+        worker.cancel(CommunicatorError("enough was seen"))
+    for one in crowd:
+        one.close()
+
+
+def introduced(port: int, rank: int) -> socket.socket:
+    """A connection that has proved that it is this rank of three."""
+    link = connect(port)
+    challenge, answer, card = link.recv(32, socket.MSG_WAITALL), os.urandom(32), bytes(meeting.CARD_BYTES)
+    proof = meeting._proof(_seat(HOST, port, world_size=3), b"rank r", rank, challenge, answer, card)
+    link.sendall(meeting._HELLO.pack(rank, answer, card, proof))
+    return link
+
+
+def test_a_rank_that_connects_again_takes_its_own_place() -> None:
+    port = free_port()
+    worker = start_join("tcp", HOST, port, 0, 3, 20.0, secret=SECRET)
+    with introduced(port, 1) as first, introduced(port, 1) as second:
+        assert is_closed(first)
+        second.settimeout(0.3)
+        assert not is_closed(second)
+        worker.cancel(CommunicatorError("enough was seen"))
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_who_knows_the_secret_can_be_no_rank_that_the_group_does_not_have(rank: int) -> None:
+    before, port = num_strangers(), free_port()
+    worker = start_join("tcp", HOST, port, 0, 3, 20.0, secret=SECRET)
+    with introduced(port, rank) as link:
+        assert is_closed(link)
+    assert num_strangers() == before + 1
+    worker.cancel(CommunicatorError("enough was seen"))
+
+
+def test_small_messages_are_sent_at_once() -> None:
+    """With Nagle's algorithm the last bytes of a bucket would wait for an acknowledgement: 40 ms."""
+    port = free_port()
+    with joined(port, join(port, 0)) as pair:
+        for one in pair:
+            assert isinstance(one, _Tcp)
+            (link,) = one._links.values()
+            assert link.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
+
+
+def test_a_rank_that_finds_nobody_pauses_before_it_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(meeting, "_POLL_S", 0.2)
+    wait = meeting._Wait(_seat(HOST, 1), threading.Event())
+    began = time.monotonic()
+    wait.until_next_try()
+    assert time.monotonic() - began >= 0.19
 
 
 def test_a_rank_that_meets_an_impostor_tells_it_nothing_and_goes_on_looking() -> None:
@@ -333,22 +397,32 @@ def test_nothing_is_unpickled_from_join_to_leave() -> None:
         assert not is_sealed(tensor, key=receiver.seal_key, ver=1, index=0)
 
 
-def _seat(host: str, port: int) -> Seat:
-    return Seat(host=host, port=port, rank=0, world_size=2, timeout_s=5.0, device=torch.device("cpu"), secret=b"s" * 32)
+def _seat(host: str, port: int, *, world_size: int = 2, timeout_s: float = 5.0) -> Seat:
+    device = torch.device("cpu")
+    return Seat(host=host, port=port, rank=0, world_size=world_size, timeout_s=timeout_s, device=device, secret=SECRET)
 
 
-def test_a_port_that_is_still_taken_is_waited_for_and_other_errors_are_not() -> None:
+def test_a_port_that_is_still_taken_is_waited_for_and_other_errors_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process may just be leaving it."""
+    monkeypatch.setattr(meeting, "_POLL_S", 0.4)
     taken = socket.create_server((HOST, 0))
     port = taken.getsockname()[1]
     threading.Timer(0.3, taken.close).start()
     began = time.monotonic()
     meeting._listen(_seat(HOST, port)).close()
-    assert time.monotonic() - began >= 0.25
+    assert time.monotonic() - began >= 0.38, "it looks, pauses, and looks again"
     began = time.monotonic()
     with pytest.raises(CommunicatorError, match=r"192\.0\.2\.1"):  # an address that no machine has
         meeting._listen(_seat("192.0.2.1", port))
     assert time.monotonic() - began < 2.0
+
+
+def test_a_port_that_stays_taken_is_given_up() -> None:
+    with socket.create_server((HOST, 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(CommunicatorError, match=f"{HOST}:{port} can't be listened at") as raised:
+            meeting._listen(_seat(HOST, port, timeout_s=0.1))
+    assert "end the process that holds it" in raised.value.remedy
 
 
 def test_a_meeting_that_is_closed_closes_its_connections() -> None:
