@@ -392,6 +392,7 @@ async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             working.cancel()
+            # The call gives its place in the gate back before this one ends.
             await asyncio.wait({working})
         if working.cancelled():
             raise hung_up()

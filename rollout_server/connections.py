@@ -147,6 +147,7 @@ class Connection(HttpToolsProtocol):
 
     def drop(self) -> None:
         self._waiting.remove(self)
+        # `close` would first send what is buffered, to a caller that may read nothing.
         self.transport.abort()
 
     def _await_caller(self, timeout_s: float) -> None:

@@ -117,6 +117,7 @@ class Decoders:
         looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, deadline)) for source, data in encoded]
         self._check_cost(sum(num_pixels * num_scans for num_pixels, num_scans in looks))
         share.take(sum(num_pixels for num_pixels, _ in looks))
+        # The wait for room does not count as decoding.
         deadline = Deadline(self._config.image_decode_timeout_s)
         return [_image(self._ask(_DECODE, data, source, share, deadline)) for source, data in encoded]
 

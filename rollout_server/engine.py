@@ -175,7 +175,9 @@ class StallWatch:
                 self._stalled = True
                 waiting, self._waiting = self._waiting, set()
                 for limit in waiting:
+                    # A limit that has passed ends its wait with TimeoutError. `guard` then raises the reason.
                     limit.reschedule(asyncio.get_running_loop().time())
+                # The ping is never given up (see `_call_workers`): its answer ends the stall.
                 await asyncio.wait({asking})
             asking.exception()  # a dead engine is found by others
             self._stalled = False
@@ -338,6 +340,8 @@ class VllmEngine:
         """Forget what was computed with other weights. Raises SyncError if a request still uses it."""
         with self._vllm_errors():
             async with self._stalls.guard():
+                # vLLM knows an image's embedding by the image's hash alone, so its encoder cache would serve old
+                # weights' embeddings.
                 prefix_reset, *_ = await asyncio.gather(
                     self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache()
                 )

@@ -113,6 +113,7 @@ class Gate:
                 f"incarnation {incarnation!r}, while the group belongs to {self.incarnation or 'nobody'!r}",
                 "the incarnation that opened the group",
             )
+        # The weights below an adapter have used up a version that is never served.
         last = max(self.ver, self._base_ver) if self._awaits_adapter else self.ver
         if ver <= last:
             raise _refused(f"version {ver}", f"a version above {last}, the last that this server has seen")

@@ -145,6 +145,7 @@ class OpenAILayer:
         """Try once. Raises _GivenBackError, or its events do, before the first one."""
         serving = self._started()
         watch = _Watch(ver=ver, n=call.n)
+        # vLLM's layer calls `_Client.generate` in this context, and finds this call's watch there.
         _watch.set(watch)
         if isinstance(call, ChatCall):
             answer = await serving.chat.create_chat_completion(self._chat_request(call, images))

@@ -33,6 +33,7 @@ def sleep_when_idle() -> None:
 
     waiting = getattr(shm_broadcast, "SpinCondition", None)
     if current_platform.is_cpu() and waiting is not None:
+        # vLLM makes its queues without this argument, so its default is changed.
         waiting.__init__.__defaults__ = (SPIN_S,)
 
 
@@ -88,6 +89,7 @@ def _stat(pid: int) -> tuple[str, float]:
 def _watch(server_pid: int) -> None:
     family = {os.getppid(), os.getpid()} - {1, server_pid}
     with contextlib.suppress(ProcessLookupError):  # gone already
+        # A descriptor stays with this process. Its number may be given to another one.
         server = os.pidfd_open(server_pid)
         # Readable once the process has ended. Its children cannot be asked for after that.
         family |= descendants(server_pid)

@@ -166,6 +166,7 @@ class RolloutService:
         """Yield the version that answers these requests. Raises ServerBusyError if there are too many, and what the
         gate raises."""
         most = self.config.max_requests_in_flight
+        # A call that is alone is let in whatever its size: waiting would not make room for it.
         if self._num_requests and self._num_requests + num_requests > most:
             raise ServerBusyError(
                 "too many requests are under way",
@@ -235,6 +236,7 @@ class RolloutService:
     ) -> bytes:
         async def compute() -> bytes:
             generations = await self._checked(self.engine.generate(request, config, seed))
+            # Another call may have found the weights wrong while this one ran.
             self.gate.check_sound()
             self.metrics.prompt_tokens.inc(len(generations[0].prompt_token_ids))
             self.metrics.response_tokens.inc(sum(len(one.response_token_ids) for one in generations))
@@ -351,6 +353,7 @@ class RecentAnswers(Generic[T]):
         self._entries.move_to_end(uuid)
         entry.num_waiting += 1
         try:
+            # A caller that hangs up must not end the computation for others with the same uuid.
             return await asyncio.shield(entry.task)
         finally:
             entry.num_waiting -= 1
@@ -359,6 +362,7 @@ class RecentAnswers(Generic[T]):
     def _tidy(self, uuid: str, entry: _Entry[T]) -> None:
         if entry.num_waiting == 0 and not entry.task.done():
             entry.task.cancel()
+        # A task that is about to be cancelled has failed too: a repeat at this moment must compute anew.
         failed = entry.task.cancelled() or entry.task.cancelling() or not entry.task.done() or entry.task.exception()
         if failed and entry.num_waiting == 0 and self._entries.get(uuid) is entry:
             del self._entries[uuid]

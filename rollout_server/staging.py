@@ -89,6 +89,7 @@ class Staging:
         """Give the memory back. Not to be used again."""
         self.is_whole, self._buffers = False, []
         if self._device.type == "cuda":
+            # `_room` asks the driver, which counts blocks in torch's cache as taken.
             torch.cuda.empty_cache()
             if empty_host_cache := getattr(torch.accelerator, "empty_host_cache", None):  # newer than torch 2.11
                 empty_host_cache()
@@ -117,6 +118,7 @@ def _room(device: torch.device, activation_bytes: int | None) -> tuple[int, str]
     if activation_bytes is None:
         return free, f"on {device}"
     unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # Activations first take the blocks that torch holds and does not use. Only the rest needs free memory.
     room = min(free, free + unused - activation_bytes)
     return room, f"on {device}, beside {activation_bytes / _GB:.2f} GB for activations"
 

@@ -138,6 +138,7 @@ class WeightUpdates:
         call = self._bounded(call)
         self._check_allowed(call)
         async with self._alone():
+            # Another learner may have opened the group while this call waited for its turn.
             self._check_allowed(call)
             self._check_serves()
             start, self._staged = time.monotonic(), None
@@ -289,6 +290,7 @@ class WeightUpdates:
 
     async def _leave(self, because: str) -> None:
         self._staged, self.totals.staged_bytes = None, 0
+        # The call is shielded: if this one is cancelled again, the workers must still leave.
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
             await asyncio.shield(self._engine.on_workers("sync_leave", because))
 

@@ -150,6 +150,7 @@ class Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index,) = ctx.saved_tensors
+        # In 16 bits every addition would round.
         total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)
         return total.index_add(0, index, grad.float()).to(grad.dtype), None
 

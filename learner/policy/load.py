@@ -307,6 +307,7 @@ def load_policy(
     adapter = lora.attach_adapter(model, config)
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
+        # Reentrant checkpointing loses the gradients of a layer whose input needs none, as below adapters.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:

@@ -87,6 +87,7 @@ class Offload:
         places = [self._memory.place(tensor) for tensor in tensors]
         for tensor, place in zip(tensors, places, strict=True):
             place.copy_(tensor.data, non_blocking=True)
+        # The host must not read a place before its copy has ended.
         self._wait()
         for tensor, place in zip(tensors, places, strict=True):
             tensor.data = place

@@ -210,6 +210,7 @@ def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, 
         if ranks.world_size == 1:
             torch._foreach_mul_([p.grad for p in bucket if p.grad is not None], scale)
             continue
+        # Sums in 16 bits would depend on the number of ranks.
         flat = torch.cat([p.grad.flatten().float() for p in bucket if p.grad is not None])
         ranks.all_reduce_tensor(flat)
         flat.mul_(scale)

@@ -75,6 +75,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
                 tensor.data = tensor.data.to(ranks.device)
                 ranks.broadcast_tensor(tensor.data)
         sharded = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
+        # FSDP averages over ranks by default. Gradients here are sums.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
     return forward

@@ -386,6 +386,7 @@ class ServerClient:
 
     async def _patiently(self, path: str, exchange: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
         """Return the first answer of `exchange` that is not "busy"; the last one, `gone_s` after the first."""
+        # Patience begins with the first refusal: a call that was taken may last for minutes.
         deadline = math.inf
         while True:
             response = await exchange()
@@ -483,6 +484,7 @@ class ServerClient:
                     last_seen = self._seen(looking, last_seen, silent_s)
                     looking, next_look = None, awake_s() + poll_s
         finally:
+            # The tasks are awaited, so that no answer is given on after this call has ended.
             ended = {task, looking} if looking else {task}
             for one in ended:
                 one.cancel()

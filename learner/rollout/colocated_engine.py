@@ -251,6 +251,7 @@ class ColocatedEngine:
             "dtype": str(self.dtype).removeprefix("torch."),
             "seed": 0,  # requests bring their seeds
             "tensor_parallel_size": self.tensor_parallel_size,
+            # torchrun has started the ranks, so vLLM must not start processes of its own.
             "distributed_executor_backend": "external_launcher" if self._ranks.world_size > 1 else "uni",
             "max_num_seqs": self._config.decode_batch_size * self.tensor_parallel_size,
             "gpu_memory_utilization": vllm.gpu_memory_utilization,

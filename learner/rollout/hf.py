@@ -115,6 +115,7 @@ class SeededChoice(LogitsProcessor):
                 wanted="finite weights",
                 remedy="lower training.learning_rate, and resume from a checkpoint before the loss went wrong",
             )
+        # Rounded probabilities do not add up to exactly 1, so the draw is scaled with their sum.
         chosen = torch.searchsorted(cumulative, draw * total, right=True)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
 

@@ -70,6 +70,7 @@ class Membership:
     def wanted(self) -> int:
         """Return how many must serve."""
         if self.min_servers == "all":
+            # A server that was added and has never served is not missed.
             return len(self.serving) + sum(not member.is_new for member in self.out)
         return self.min_servers
 

@@ -122,6 +122,7 @@ class _Rollouts(RolloutStream):
         self._record, self._closed = record, False
         self._ended: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()
         self._future = begin(lambda i, rollout: self._ended.put((i, rollout)))
+        # The end of the job ends the iteration, whatever ended the job.
         self._future.add_done_callback(lambda _: self._ended.put(None))
 
     def __iter__(self) -> Iterator[tuple[int, Rollout]]:

@@ -147,6 +147,7 @@ class Stage2Ahead(Stage2Steps):
             if producer is not None:
                 with self._clock.phase("wait"):
                     enter = producer.fence(self._deadline_s, counts=counts)
+                    # If one rank's fence fails, all raise: no rank may wait alone in the sync's collective.
                     self._ranks.all_succeed(lambda: fences.append(stack.enter_context(enter)))
             fence = fences[-1]
             yield fence

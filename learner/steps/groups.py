@@ -146,6 +146,7 @@ class GroupSource(RolloutSource):
         steps = self._steps(groups, standard.mean if standard is not None else 0.0)
         if self.grpo.normalize_std:
             by = [standard.deviation] * len(groups) if standard is not None else map(_deviation, self._compared(groups))
+            # Where all rewards are equal, the deviation is 0.
             steps = [[step / (each + 1e-6) for step in group] for group, each in zip(steps, by, strict=True)]
         return [
             [_of_tokens(step, one) for step, one in zip(own, group, strict=True)]

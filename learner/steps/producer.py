@@ -215,6 +215,7 @@ class Producer:
         """Return a permission, or None: the thread leaves, and will be started again."""
         with self._changed:
             if not self._queue.may_start:
+                # This happens under the lock, so `_wake` sees a thread that will look once more, or none.
                 self._thread = None
                 return None
             self._call_started_s = self._clock()

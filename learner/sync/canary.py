@@ -21,6 +21,7 @@ from shared.canary import CanaryGap, Logprobs, compare, shape_error
 from shared.errors import NotFiniteError, RolloutError
 from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 
+# A model of 5M without an adapter had mean gaps of 0.0000 in float32 and at most 0.061 in bfloat16.
 EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1  # nats per token: both sides compute in float32; any other
 # The answers' scores under the weights as they travel: in this dtype (None: as trained), merged or not.
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]

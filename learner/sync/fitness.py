@@ -143,6 +143,7 @@ async def all_outcomes(calls: Sequence[Coroutine[Any, Any, ServerStatus]]) -> li
 
 def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
     """Run `work()` on rank 0 alone; its result, or its ProjectError, reaches every rank."""
+    # No rank may still ask for rollouts when rank 0 changes the servers' weights.
     ranks.barrier()
     outcome: tuple[T | None, ProjectError | None] = (None, None)
     if ranks.is_main:

@@ -134,6 +134,7 @@ class ServerDelivery:
     # ---- after a failure -------------------------------------------------------------------------------------------
 
     def recover(self, error: ProjectError) -> bool:
+        # Weights that are not finite stay so: another try would send the same ones.
         if self._backend.membership.min_servers == "all" or isinstance(error, NotFiniteError):
             return False
         gone, accused_by = self._gone(), self._accused
@@ -186,7 +187,9 @@ class ServerDelivery:
             for m, status in statuses
         ]
         dtypes = {status.dtype for _, status in statuses}
+        # Servers of several types get the weights as trained, and each rounds them for itself.
         self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
+        # A plan depends on the type that travels, which may be another one now.
         self._plans.clear()
         self._asked = []
         try:
@@ -313,6 +316,7 @@ class ServerDelivery:
         self._staged = None
         groups, self._groups = self._groups, ServerGroups((), "", b"")
         out = {member.base_url for member in self._backend.membership.out}
+        # A server that is gone would only use up the wait below.
         goodbyes = groups.leave(abort=abort, gone=out | self._unreachable().keys())
         wait([goodbye for _, goodbye in goodbyes], timeout=GOODBYE_S if abort else REPLY_GRACE_S)
         for link, goodbye in goodbyes:
@@ -412,6 +416,7 @@ class ServerDelivery:
                 await_all(under_way.popleft(), posts, replies=False)
             under_way.append(self._groups.broadcast(bucket))
             sums.append(checksum(bucket[:-SEAL_BYTES]))
+            # A view would keep the whole bucket in memory.
             seals.append(bucket[-SEAL_BYTES:].clone())
         return [part for sent in under_way for part in sent], sums, seals
 

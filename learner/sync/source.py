@@ -141,6 +141,7 @@ class ShardedRanks:
         before. Raises CollectiveError."""
         while isinstance(found := self._ranks.broadcast_object(value), _Call):
             self._calls[found.index](*found.arguments)
+        # A walk that was broken off must not hold tensors until the next sync.
         self._walk = iter(())
         return found
 

@@ -87,6 +87,7 @@ class AdapterLoad:
             name: LoRALayerWeights(name, lora_a.shape[0], lora_a.shape[0], lora_a, lora_b)
             for name, (lora_a, lora_b) in pairs.items()
         }
+        # vLLM ignores an adapter whose number it knows, so the last one goes first.
         self._manager.remove_adapter(_ADAPTER_ID)
         self._manager.add_adapter(LoRAModel(_ADAPTER_ID, rank, layers))
         self._manager.activate_adapter(_ADAPTER_ID)

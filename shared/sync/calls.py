@@ -32,9 +32,11 @@ class Operation(Generic[T]):
     ) -> None:
         self.what = what
         self.future: Future[T] = Future()
+        # A future that runs cannot be cancelled from outside, so only the operation ends it.
         self.future.set_running_or_notify_cancel()
         self.deadline = Deadline(timeout_s)
         self._timeout_s, self._on_failure = timeout_s, on_failure
+        # The lock is never released: a future that is set twice raises InvalidStateError.
         self._unended = threading.Lock()  # whoever gets it may end the operation
         _end_in_time(self)
         if call is not None:
@@ -124,6 +126,7 @@ class Sender:
                 if last:
                     last()
                 last = begun
+                # These names would keep the call, and its bucket's memory, through the next wait.
                 del job, begun
                 job = self._next(may_wait=False)
 

@@ -159,6 +159,7 @@ class _Tcp(Communicator):
         for link in links.values():
             with contextlib.suppress(OSError):  # the other side has closed it
                 link.shutdown(socket.SHUT_RDWR)  # ends what waits on it, on whichever thread
+        # A closed descriptor's number may at once belong to another connection, so no broadcast may still use it.
         with self._running:
             for link in links.values():
                 link.close()

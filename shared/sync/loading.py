@@ -192,6 +192,7 @@ class WeightLoad:
     def _context(self) -> Any:
         from vllm.config import set_current_vllm_config
 
+        # vLLM's loaders and layers read their configuration from a global.
         return set_current_vllm_config(self._vllm_config)
 
     def _counted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
@@ -243,6 +244,8 @@ def _is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
     correctly."""
     if vllm_config.model_config.quantization is not None:
         return False
+    # After loading, fused MoE layers lie in another order and MLA layers hold derived matrices, so loading again in
+    # place would leave wrong weights, without an error.
     kinds = {type(module).__name__ for module in model.modules()}
     return not any("FusedMoE" in kind or "MLA" in kind or "Mamba" in kind for kind in kinds)
 
@@ -256,6 +259,7 @@ def _missing(model_path: str, received: frozenset[str], model_class: type, tied:
         return set(names) if mapper is None else set(mapper.apply_list(list(names)))
 
     missing = mapped(_checkpoint_names(model_path)) - mapped(received)
+    # A tied head is the embedding. Some checkpoints store both, and the learner sends one.
     return frozenset(name for name in missing if not (tied and name.endswith("lm_head.weight")))
 
 

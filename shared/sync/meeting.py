@@ -192,6 +192,7 @@ class _Door:
             except BlockingIOError:
                 return
             except OSError:  # gone already, or no descriptor is left
+                # The listener stays readable, so without a pause the loop would spin.
                 time.sleep(_POLL_S)
                 return
             self._greet(link)
@@ -205,10 +206,12 @@ class _Door:
             link.send(guest.challenge)
         except OSError:
             self._drop(guest)
+        # The oldest goes: a rank of the group proves itself at once.
         if len(self._guests) > MAX_GUESTS:
             self._drop(next(iter(self._guests.values())))
 
     def _hear(self, guest: _Guest) -> None:
+        # Another connection of the same look may have pushed it out.
         if guest.link not in self._guests:
             return
         try:
@@ -260,6 +263,7 @@ def _listen(member: Seat) -> socket.socket:
     patience = Deadline(min(_PORT_PATIENCE_S, member.timeout_s))
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
+        # Connections of the last group may linger in TIME_WAIT at this port.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         while True:
             try:
