@@ -312,8 +312,8 @@ def summary(events: Events) -> dict[str, Any]:
     syncs = [event for event in events if event["event"] == "sync"]
     wall = sum(step["step_s"] for step in steps)
     late = syncs[WARM_UP_STEPS:] or syncs
-    rolled_out = [step for step in steps if step["channel"] == "B" and step.get("rollout_s", 0.0)]
-    walls = [(s["step_s"] - s.get("sync_s", 0.0)) / (s["rollout_s"] + s.get("learn_s", 0.0)) for s in rolled_out]
+    rolled_out = [step for step in steps if step["channel"] == "B" and _rollout_s(step)]
+    walls = [(s["step_s"] - s.get("sync_s", 0.0)) / (_rollout_s(s) + s.get("learn_s", 0.0)) for s in rolled_out]
     return {
         "steps": len(steps),
         "channels": "".join(step["channel"] for step in steps),
@@ -328,6 +328,11 @@ def summary(events: Events) -> dict[str, Any]:
         "canary_gap_max": max(sync["canary_gap"] for sync in syncs),
         "timeline": [event for event in events if event["event"] == "timeline"],
     }
+
+
+def _rollout_s(step: Mapping[str, Any]) -> float:
+    """Seconds of rollouts: those that the learner waited for, and those beside learning."""
+    return float(step.get("rollout_s", 0.0) + step.get("stage2_ab/rollout_s", 0.0))
 
 
 def watched(seen: Watched) -> dict[str, Any]:

@@ -165,3 +165,14 @@ def test_a_runs_events_come_to_rates_and_phases() -> None:
     )
     assert "| 3+1 | m | 0.50 | 1.00, 0.50, 0.00, 0.00 | 50% | 5 | 0.450 | 5.00 | 2.0 | none |" in text
     assert "| 2+2 | n | e |" in text
+
+
+def test_rollouts_beside_learning_count_in_the_wall_time() -> None:
+    """In step a rollout is no phase of its own: what is hidden behind learning is a metric of the step (D9)."""
+    metrics = {"step_s": 1.0, "learn_s": 0.6, "wait_s": 0.2, "sync_s": 0.1, "stage2_ab/rollout_s": 0.9}
+    steps = [{"event": "step", "channel": "B", "metrics": metrics} for _ in range(WARM_UP_STEPS + 2)]
+    ground_truth = {"event": "step", "channel": "A", "metrics": {"step_s": 0.7, "learn_s": 0.6}}
+    sync = {"event": "sync", "seconds": 0.1, "num_bytes": 1, "canary_gap": 0.0}
+    row = summary([*steps, ground_truth, sync])
+    assert row["wall"] == pytest.approx(0.9 / 1.5, abs=1e-3)
+    assert summary([*[ground_truth] * (WARM_UP_STEPS + 1), sync])["wall"] is None
