@@ -4,9 +4,9 @@
 
 In: a folder of photographs with Pascal VOC annotations (BCCD: `images/`, `voc/`, `splits/train.txt`). The model has the
 shape of Qwen3-VL-4B and random weights. One rollout GPU and one learner GPU. Out: `photographs.json`, with per mode:
-seconds and tokens per second of a step, how busy both GPUs were after the warm-up, peak memory, every sync's seconds,
-its canary gap and its merge gap. If a mode fails, its error is recorded, and the next one runs. Without a GPU:
-`--size tiny`.
+seconds and tokens per second of a step, how busy both GPUs and both sides were after the warm-up, peak memory, every
+sync's seconds, its canary gap and its merge gap. If a mode fails, its error is recorded, and the next one runs. Without
+a GPU: `--size tiny`.
 
 Random weights find every answer improbable, about -12 nats per token. That is the hardest case for the canary.
 """
@@ -53,6 +53,7 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "LoRA, full sync": {"model": LORA, "sync": "full"},
     "whole model": {"model": {}, "sync": "full"},
     "async": {"model": LORA, "sync": "full", "stage2_ab": RUN_AHEAD},
+    "async, staged": {"model": LORA, "sync": "full", "stage2_ab": RUN_AHEAD, "staging": "device"},
 }
 LOSS = {"preset": "recommended"}  # deploy/qwen3vl_4b
 PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
@@ -178,7 +179,9 @@ def run_mode(
             "decode_batch_size": 64,
             "decoding": {"temperature": 1.0, "max_new_tokens": tokens},
             "vllm": served_by(
-                server, enable_lora=mode["sync"] == "adapter", sync={"mode": mode["sync"], "fallback_to_full": False}
+                server,
+                enable_lora=mode["sync"] == "adapter",
+                sync={"mode": mode["sync"], "fallback_to_full": False, "staging": mode.get("staging", "none")},
             ),
         },
         loss=LOSS,
@@ -227,6 +230,7 @@ def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> di
         "median_s": {name: round(median(m.get(name, 0.0) for m in later), 3) for name in phases},
         "rollout_tokens_per_s": round(sum(m.get("rollout_tokens", 0) for m in later) / sum(m["step_s"] for m in later)),
         "learned_tokens_per_s": round(sum(m.get("num_tokens", 0) for m in later) / learn_s) if learn_s else None,
+        "busy": busy_shares(later),
         "losses": [round(m["loss"], 3) for m in steps],
         "sync_s": [round(s["seconds"], 3) for s in syncs],
         "sync_bytes": max(s["num_bytes"] for s in syncs),
@@ -235,6 +239,14 @@ def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> di
         "gpus": {str(index): asdict(use) for index, use in gpus.items()},
         "metrics_of_the_last_step": {k: v for k, v in steps[-1].items() if isinstance(v, int | float)},
     }
+
+
+def busy_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Of the steps' time: the learner learned, and rollouts were under way, beside learning or not."""
+    seconds = sum(m["step_s"] for m in steps)
+    rollout_s = sum(m.get("rollout_s", 0.0) + m.get("stage2_ab/rollout_s", 0.0) for m in steps)
+    learn_s = sum(m.get("learn_s", 0.0) for m in steps)
+    return {"learner": round(learn_s / seconds, 3), "rollouts": round(rollout_s / seconds, 3)}
 
 
 def main(
