@@ -41,7 +41,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from learner.run.environment import GLOO_VARIABLE, gloo_interface, keep_compiled, prepare_for_vllm
+from learner.run.environment import GLOO_VARIABLE, gloo_interface, keep_compiled, prepare_for_vllm, shorten_turns
 from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
 from shared.processes import end_with_parent
@@ -709,6 +709,7 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
         keep_compiled(os.environ)
     if interface := gloo_interface(os.environ):
         os.environ[GLOO_VARIABLE] = interface
+    shorten_turns()
     return config
 
 

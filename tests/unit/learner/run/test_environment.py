@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from learner.run.environment import COMPILED_VARIABLE, GLOO_VARIABLE, gloo_interface, keep_compiled
+from learner.__main__ import _rank_config
+from learner.run.environment import COMPILED_VARIABLE, GLOO_VARIABLE, TURN_S, gloo_interface, keep_compiled
+from shared.config.parse import write_yaml
 from tests.namespaces import Node, network
+from tests.unit.learner.config.examples import minimal
 
 ROOT = Path(__file__).parents[4]
 CODE = "import json, sys; from learner.run.environment import *; print(gloo_interface(json.loads(sys.argv[1])))"
@@ -71,3 +74,16 @@ def test_a_folder_of_the_user_stays_and_one_that_cannot_be_made_is_left_out(tmp_
     impossible = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     keep_compiled(impossible)
     assert COMPILED_VARIABLE not in impossible
+
+
+def test_a_run_shortens_the_turns_of_its_threads(tmp_path: Path) -> None:
+    """Beside rollouts the thread that learns waits for the interpreter's lock by turns (D9)."""
+    path = tmp_path / "run.yaml"
+    write_yaml(path, minimal())
+    before = sys.getswitchinterval()
+    try:
+        _rank_config(str(path), ())
+        assert sys.getswitchinterval() == pytest.approx(TURN_S)
+        assert before / 10 > TURN_S
+    finally:
+        sys.setswitchinterval(before)
