@@ -49,6 +49,7 @@ Part = Literal[
     "learning",
     "offload",
     "changed",
+    "jitter",
 ]
 _TIMEOUT_S = 1800.0
 _WORK = "from bench.run import work; work()"  # the code of a measurement's process
@@ -99,6 +100,10 @@ PARTS: Mapping[Part, Sequence[Job]] = {
     "changed": [
         _cuda(1, "bench.changed:measure", size="0.6B"),
         _try("bench.changed:measure", size="tiny", row_tokens=512),
+    ],
+    "jitter": [
+        _cuda(1, "bench.jitter:measure", size="0.5B", row_tokens=10_000),
+        _try("bench.jitter:measure", size="demo"),
     ],
 }
 

@@ -70,6 +70,7 @@ def test_parts_know_on_which_devices_they_run() -> None:
         ("bench.learning:measure", "4B"),
         ("bench.training:offload", "4B"),
         ("bench.changed:measure", "0.6B"),
+        ("bench.jitter:measure", "0.5B"),
     ]
     assert functions("learning", "cpu") == ["bench.learning:measure"], "a try without a GPU, if it is asked for"
     with pytest.raises(ConfigError, match="does not run on this device") as refused:
