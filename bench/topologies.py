@@ -10,7 +10,8 @@ until the run has ended. No large file appears anywhere they could write. All by
 compared with the bytes that the syncs sent.
 
 In `--out`: `topologies.json`, `topologies.md`, and per mode the run's `metrics.jsonl` and its report with the timeline.
-Each mode has a time limit, and what has ended is always reported. Without a GPU: `--size tiny`, all on the CPU.
+Each mode has a time limit, and what has ended is always reported. Without a GPU: `--size tiny`, all on the CPU. With
+too few GPUs: `--shared`. Such a run shows that the parts work together; its seconds mean nothing.
 """
 
 from __future__ import annotations
@@ -81,12 +82,21 @@ class Topology:
     def name(self) -> str:
         return f"{self.rollout_gpus}+{self.learner_gpus}"
 
-    def devices(self, on_gpu: bool) -> tuple[list[list[int]], list[int]]:
-        """The devices of each server and of the learner; none on the CPU."""
-        if not on_gpu:
+    def devices(self, num_gpus: int) -> tuple[list[list[int]], list[int]]:
+        """The devices of each server and of the learner; none on the CPU. Where there are too few, one rank of the
+        learner has the last one, and the servers share the others, or that one."""
+        if not num_gpus:
             return [[] for _ in range(self.rollout_gpus)], []
         last = self.rollout_gpus + self.learner_gpus
-        return [[i] for i in range(self.rollout_gpus)], list(range(self.rollout_gpus, last))
+        if last <= num_gpus:
+            return [[i] for i in range(self.rollout_gpus)], list(range(self.rollout_gpus, last))
+        others = max(1, num_gpus - 1)
+        return [[i % others] for i in range(self.rollout_gpus)], [num_gpus - 1]
+
+    def fits(self, num_gpus: int, *, shared: bool) -> bool:
+        """True if the machine has a GPU for everyone, is a CPU, or GPUs may be `shared`: by one rank only."""
+        enough = self.rollout_gpus + self.learner_gpus <= num_gpus
+        return not num_gpus or enough or (shared and self.learner_gpus == 1)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,10 +109,15 @@ class Workload:
     steps: int
     samples_per_step: int
     max_new_tokens: int
-    on_gpu: bool
+    num_gpus: int  # of this machine; 0: all on the CPU
     limit_s: float
     modes: tuple[str, ...]
     row_tokens: int | None = None  # longest packed row; None: a micro-batch of full-length samples
+    shared: bool = False  # GPUs
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.num_gpus > 0
 
 
 def main(
@@ -123,6 +138,9 @@ def main(
     ending: Annotated[
         float, typer.Option(min=0.0, max=0.5, help="Share of the vocabulary that ends an answer; 0: none does.")
     ] = 0.0,
+    shared: Annotated[
+        bool, typer.Option(help="Several servers, and a learner of one rank, on a GPU, where there are too few.")
+    ] = False,
     limit_s: Annotated[float, typer.Option(help="Time for a mode.")] = 150.0,
     scratch: Annotated[Path, typer.Option(help="For the model: large and fast.")] = Path("/dev/shm"),
 ) -> None:
@@ -146,7 +164,8 @@ def main(
             samples_per_step=samples,
             max_new_tokens=max_new_tokens,
             row_tokens=row_tokens,
-            on_gpu=num_gpus > 0,
+            num_gpus=num_gpus,
+            shared=shared,
             limit_s=limit_s,
             modes=tuple(mode or MODES),
         )
@@ -154,7 +173,7 @@ def main(
             Build(train=(steps + 4) * samples, val=0, test=0, style="hard"), work.data, workers=os.cpu_count() or 1
         )
         for one in wanted:
-            if work.on_gpu and one.rollout_gpus + one.learner_gpus > num_gpus:
+            if not one.fits(num_gpus, shared=shared):
                 say(f"{one.name} left out: this machine has {num_gpus} GPUs")
                 continue
             for row in _topology(one, work, out):
@@ -190,7 +209,7 @@ def _topology(topology: Topology, work: Workload, out: Path) -> Iterator[dict[st
 
 
 def _serve(processes: Processes, topology: Topology, work: Workload) -> list[Server]:
-    devices, _ = topology.devices(work.on_gpu)
+    devices, _ = topology.devices(work.num_gpus)
     config = server_config(work)
     servers = [
         start_server(processes, work.folder, f"server-{topology.name}-{i}", config, devices=mine)
@@ -219,8 +238,8 @@ def server_config(work: Workload) -> dict[str, Any]:
         on_gpu=work.on_gpu,
         max_num_seqs=64,
         graph_sizes=_GRAPH_SIZES,
-        gpu_memory_utilization=0.5,
-        kv_cache_bytes=16 << 30,
+        gpu_memory_utilization=0.1 if work.shared else 0.5,
+        kv_cache_bytes=(4 if work.shared else 16) << 30,
     )
 
 
@@ -228,10 +247,13 @@ def run_config(
     topology: Topology, mode: str, servers: Sequence[Server], work: Workload, run_dir: Path
 ) -> dict[str, Any]:
     per_device = min(PER_DEVICE, work.samples_per_step // topology.learner_gpus)
+    rollout_devices, devices = topology.devices(work.num_gpus)
+    vllm = served_by(*servers)
+    vllm["server"]["allow_shared_gpu"] = any(set(devices) & set(own) for own in rollout_devices)
     matching = {
         "decode_batch_size": 64,
         "decoding": {"temperature": 1.0, "max_new_tokens": work.max_new_tokens},
-        "vllm": served_by(*servers),
+        "vllm": vllm,
     }
     return learner_config(
         work.model,
@@ -257,7 +279,7 @@ def _mode(
 ) -> dict[str, Any]:
     """One run, watched from its first step on. Raises ServerError, DeadlineError."""
     run_dir = work.folder / kept.name
-    _, devices = topology.devices(work.on_gpu)
+    _, devices = topology.devices(work.num_gpus)
     began = time.monotonic()
     learner = start_learner(
         processes,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -30,10 +31,16 @@ def work(folder: Path, *, on_gpu: bool) -> Workload:
         steps=20,
         samples_per_step=64,
         max_new_tokens=192,
-        on_gpu=on_gpu,
+        num_gpus=4 if on_gpu else 0,
         modes=tuple(MODES),
         limit_s=10.0,
     )
+
+
+def ended_servers(number: int) -> list[Server]:
+    process = Process("server", subprocess.Popen([sys.executable, "-c", ""]))
+    process.popen.wait()
+    return [Server(process=process, url=f"http://127.0.0.1:{9000 + i}") for i in range(number)]
 
 
 @pytest.mark.parametrize("text", ["3+1", "2+2", "1+1"])
@@ -42,11 +49,9 @@ def test_every_mode_is_a_configuration_that_the_programs_take(text: str, mode: s
     (tmp_path / "model").mkdir()  # both programs refuse a path that is not there
     topology = Topology.read(text)
     assert topology.name == text
-    servers, learner = topology.devices(on_gpu=True)
+    servers, learner = topology.devices(4)
     assert sorted([device for mine in servers for device in mine] + learner) == list(range(len(servers) + len(learner)))
-    process = Process("server", subprocess.Popen([sys.executable, "-c", ""]))
-    process.popen.wait()
-    served = [Server(process=process, url=f"http://127.0.0.1:{9000 + i}") for i in range(len(servers))]
+    served = ended_servers(len(servers))
     path = tmp_path / "run.yaml"
     write_yaml(path, run_config(topology, mode, served, work(tmp_path, on_gpu=True), tmp_path / "run"), "test")
     config = load_config(str(path), world_size=len(learner))
@@ -176,3 +181,16 @@ def test_rollouts_beside_learning_count_in_the_wall_time() -> None:
     row = summary([*steps, ground_truth, sync])
     assert row["wall"] == pytest.approx(0.9 / 1.5, abs=1e-3)
     assert summary([*[ground_truth] * (WARM_UP_STEPS + 1), sync])["wall"] is None
+
+
+@pytest.mark.parametrize(("num_gpus", "servers", "learner"), [(1, [[0], [0], [0]], [0]), (2, [[0], [0], [0]], [1])])
+def test_too_few_gpus_are_shared(tmp_path: Path, num_gpus: int, servers: list[list[int]], learner: list[int]) -> None:
+    topology = Topology.read("3+1")
+    assert topology.devices(num_gpus) == (servers, learner)
+    assert topology.fits(num_gpus, shared=True)
+    assert not topology.fits(num_gpus, shared=False)
+    assert not Topology.read("2+2").fits(num_gpus, shared=True), "ranks of a learner need GPUs of their own"
+    few = replace(work(tmp_path, on_gpu=True), num_gpus=num_gpus, shared=True)
+    config = run_config(topology, next(iter(MODES)), ended_servers(3), few, tmp_path / "run")
+    server = config["custom"]["extra"]["rollout_matching"]["vllm"]["server"]
+    assert server["allow_shared_gpu"] == (num_gpus == 1), "servers that share a GPU without the learner need no leave"
