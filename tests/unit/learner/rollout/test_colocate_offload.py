@@ -8,11 +8,15 @@ would take memory it asks where the training state is. Real ones: tests/gpu/test
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -28,8 +32,9 @@ from learner.rollout.requests import Decodings
 from learner.sync.canary import Canary
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
-from shared.errors import RolloutError
+from shared.errors import PromptTooLongError, RolloutError, SyncError
 from shared.generation import Generation, Scores
+from shared.wire import RequestConfig
 from tests.syncs import scorer_of
 from tests.unit.learner.rollout.fakes import sample
 from tests.unit.learner.sync.fakes import PROMPT_IDS, Weights, canary_items, logprobs
@@ -82,8 +87,12 @@ class Llm:
         self.worker.sleep(level=level)
         self.is_sleeping = True
 
-    def generate(self, prompts: list[Any], *_: Any, **__: Any) -> list[Any]:
+    def generate(self, prompts: list[Any], params: list[Any], *, use_tqdm: bool, lora_request: Any) -> list[Any]:
         self._offload.saw("generate")
+        assert not use_tqdm
+        self.adapter = lora_request
+        for draw in (random.random, np.random.random, lambda: torch.rand(1)):
+            draw()  # vLLM may, and training must not notice
         assert self.worker.has_memory
         if self.fails:
             raise self.error
@@ -254,7 +263,7 @@ def test_an_engine_sleeps_otherwise(offload: Recorded, monkeypatch: pytest.Monke
 def test_an_engine_takes_adapters_if_it_is_to_serve_any(offload: Recorded) -> None:
     """R08: with the rank that the run has, or the next that vLLM takes."""
     assert "enable_lora" not in engine_with(offload)._engine_args("m")
-    for lora_rank, taken in ((1, 8), (8, 8), (9, 16), (512, 512)):
+    for lora_rank, taken in ((1, 8), (8, 8), (9, 16), (512, 512), (513, 512)):
         args = engine_with(offload, lora_rank=lora_rank)._engine_args("m")
         assert (args["enable_lora"], args["max_lora_rank"], args["max_loras"]) == (True, taken, 1)
 
@@ -364,3 +373,228 @@ def test_a_window_is_drawn_unless_greedy_answers_are_asked_for(
     assert asked == [0.7, 0.0]
     assert all(0 <= seconds < 60 for call in calls for seconds in call.parts.values())
     assert calls[0].parts.keys() == {"prompts", "engine"}
+
+
+def test_the_settings_follow_from_ranks_and_configuration(offload: Recorded) -> None:
+    engine = engine_with(offload, tensor_parallel_size=2)
+    batch_size = engine._config.decode_batch_size
+    args = engine._engine_args("m")
+    assert (args["tensor_parallel_size"], args["max_num_seqs"]) == (2, 2 * batch_size)
+    assert args["distributed_executor_backend"] == "uni"
+    assert "max_model_len" not in args, "vLLM's own"
+    assert args["kv_cache_memory_bytes"] == engine._config.vllm.cpu_kv_cache_gib * 2**30
+    assert not args["enable_sleep_mode"], "vLLM for CPU has none"
+    assert not engine._llm.is_sleeping
+    engine._config = RolloutMatchingConfig.model_validate({"vllm": {"max_model_len": 99}})
+    engine._ranks = Ranks(world_size=2)
+    args = engine._engine_args("m")
+    assert (args["max_model_len"], args["distributed_executor_backend"]) == (99, "external_launcher")
+
+
+def test_training_draws_the_same_numbers_whatever_the_engine_draws(offload: Recorded) -> None:
+    def drawn() -> list[float]:
+        return [random.random(), np.random.random(), torch.rand(1).item()]
+
+    def seed() -> None:
+        random.seed(3), np.random.seed(3), torch.manual_seed(3)
+
+    engine = engine_with(offload)
+    synced(engine)
+    seed()
+    wanted = drawn()
+    seed()
+    backend_of(engine).generate([sample(0)], global_step=0, micro_step_idx=0, first_req_idx=0)
+    assert drawn() == wanted
+
+
+@pytest.mark.parametrize(("max_tokens", "longest"), [(8, 504), (None, 511), (1, 511)])
+def test_a_prompt_and_its_answer_must_fit_the_context(offload: Recorded, max_tokens: int | None, longest: int) -> None:
+    engine = engine_with(offload)
+    how = RequestConfig(max_tokens=max_tokens)
+
+    def prompt(number: int) -> Any:
+        return SimpleNamespace(token_ids=[1] * number, images=[], for_engine=dict)
+
+    with engine.awake():
+        assert len(engine.generate([prompt(1), prompt(longest)], how, [0, 1])) == 2
+        with pytest.raises(PromptTooLongError, match=f"{longest + 1} prompt tokens"):
+            engine.generate([prompt(1), prompt(longest + 1)], how, [0, 1])
+
+
+def test_only_what_is_learned_looks_at_pixels(offload: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R48: a share of the samples; neither greedy answers nor those at another temperature."""
+    engine = engine_with(offload)
+    synced(engine)
+    backend, asked = backend_of(engine), list[list[bool]]()
+    generation = Generation(prompt_token_ids=[1], response_token_ids=[2], text="", finish_reason="stop")
+
+    def generate(prompts: Any, how: Any, seeds: Any, *, looks: list[bool]) -> list[Generation]:
+        asked.append(looks)
+        return [generation for _ in prompts]
+
+    monkeypatch.setattr(engine, "generate", generate)
+    samples = (sample(0), replace(sample(1), images=()))
+    step = MicroStep(samples=samples, micro_step_idx=0, first_req_idx=0)
+    backend.generate_window([step], global_step=0)
+    backend._pixel_share = 1.0
+    backend.generate_window([step], global_step=0)
+    backend.generate_window([step], global_step=0, greedy=True)
+    backend.generate_window([step], global_step=0, temperature=1.0)
+    assert asked == [[False, False], [True, False], [False, False], [False, False]]
+
+
+def test_a_rank_without_samples_rolls_out_nothing_unless_it_shares_its_engine(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The others of a shared engine wait for it."""
+    empty = MicroStep(samples=(), micro_step_idx=0, first_req_idx=0)
+    alone = engine_with(offload)
+    synced(alone)
+    seen = len(offload.seen)
+    assert backend_of(alone).generate_window([empty], global_step=0) == [[]]
+    assert offload.seen[seen:] == [], "training state stays where it is"
+    shared = engine_with(offload, tensor_parallel_size=2)
+    synced(shared)
+    seen = len(offload.seen)
+    backend = backend_of(shared)
+    monkeypatch.setattr(backend, "_ranks", Shared(0, [0, 3]))
+    assert backend.generate_window([empty], global_step=0) == [[]]
+    assert offload.seen[seen:] == [("generate", True)]
+
+
+# ---- loading, and the end --------------------------------------------------------------------------------------------
+
+
+class Load:
+    """What takes weights, as far as the engine knows it."""
+
+    def __init__(self, told: list[str], error: Exception | None = None) -> None:
+        self._told, self._error = told, error
+
+    def open(self) -> None:
+        self._told.append("open")
+
+    def add(self, piece: list[tuple[str, torch.Tensor]]) -> None:
+        self._told.append("+".join(name for name, _ in piece))
+        if self._error is not None:
+            raise self._error
+
+    def finish(self) -> None:
+        self._told.append("finish")
+
+    def close(self) -> None:
+        self._told.append("close")
+
+
+class Loading(Engine):
+    """With the product's way of loading."""
+
+    load = ColocatedEngine.load
+
+
+@pytest.fixture
+def loading(offload: Recorded, monkeypatch: pytest.MonkeyPatch) -> Loading:
+    """An engine with adapters, and vLLM's caches. `told`: what happened, in order."""
+    monkeypatch.setattr(colocated_engine, "_PIECE_BYTES", 8)
+    config = RolloutMatchingConfig.model_validate({})
+    engine = Loading(
+        config,
+        model="m",
+        dtype=torch.float32,
+        ranks=Ranks(),
+        tensor_parallel_size=1,
+        offload=offload,  # type: ignore[arg-type]
+        lora_rank=8,
+    )
+    engine.told = told = list[str]()  # type: ignore[attr-defined]
+    llm_engine = engine._llm.llm_engine
+    llm_engine.has_blocks = False
+    llm_engine.reset_prefix_cache = lambda: told.append("no prefixes") or not llm_engine.has_blocks
+    llm_engine.reset_encoder_cache = lambda: told.append("no images")
+    runner = SimpleNamespace(model=torch.nn.Identity(), lora_manager="manager")
+    engine._llm.worker.model_runner = runner
+    engine.error = None  # type: ignore[attr-defined]
+    for name in ("WeightLoad", "BaseWeightLoad", "AdapterLoad"):
+
+        def made(*args: Any, name: str = name) -> Load:
+            told.append(name)
+            assert (args[-1] == "manager") == (name != "WeightLoad"), "adapters are the manager's"
+            return Load(told, engine.error)  # type: ignore[attr-defined]
+
+        monkeypatch.setattr(colocated_engine, name, made)
+    monkeypatch.setattr(colocated_engine, "adapter_request", lambda name: name)
+    return engine
+
+
+WEIGHTS = [(name, torch.zeros(1)) for name in "abc"]
+LOADED = ["open", "a+b", "c", "finish", "close", "no prefixes", "no images"]
+
+
+def test_an_adapter_answers_until_all_weights_are_loaded(loading: Any) -> None:
+    loading.ver = 3
+    loading.load_adapter(WEIGHTS)
+    assert loading.told == ["AdapterLoad", *LOADED]
+    assert loading.ver is None, "nobody has checked it yet"
+    assert loading._num_loads == 1
+    loading._run([], [])
+    first = loading._llm.adapter
+    loading.load_adapter(WEIGHTS)
+    loading._run([], [])
+    assert first
+    assert loading._llm.adapter not in (None, first), "vLLM's cached prefixes belong to a name"
+    loading.told.clear()
+    loading.ver = 4
+    loading.load(WEIGHTS)
+    assert loading.told == ["BaseWeightLoad", *LOADED]
+    loading._run([], [])
+    assert (loading._llm.adapter, loading.ver, loading._num_loads) == (None, None, 3)
+
+
+def test_an_engine_without_adapters_loads_the_model_itself(loading: Any) -> None:
+    loading.max_lora_rank = 0
+    loading.load(WEIGHTS)
+    assert loading.told == ["WeightLoad", *LOADED]
+
+
+@pytest.mark.parametrize("error", [SyncError("not this one"), ValueError("no such parameter")])
+def test_a_load_that_fails_leaves_every_layer_whole(loading: Any, error: Exception) -> None:
+    loading.ver, loading.error = 3, error
+    with pytest.raises(SyncError, match=str(error)) as raised:
+        loading.load(WEIGHTS)
+    assert (raised.value is error) == isinstance(error, SyncError)
+    assert loading.told == ["BaseWeightLoad", "open", "a+b", "close"]
+    assert loading.ver is None
+
+
+def test_old_prefixes_that_stay_are_an_error(loading: Any) -> None:
+    """They hold what other weights computed."""
+    loading._llm.llm_engine.has_blocks = True
+    with pytest.raises(SyncError, match="prefix cache cannot be reset"):
+        loading.load(WEIGHTS)
+
+
+@pytest.mark.parametrize("asleep", [False, True])
+def test_a_closed_engine_has_let_go_of_everything(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch, asleep: bool
+) -> None:
+    told = list[str]()
+    names = ("destroy_distributed_environment", "destroy_model_parallel")
+    groups = {name: lambda name=name: told.append(name) for name in names}
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(**groups))
+    engine = engine_with(offload)
+    llm, threads = engine._llm, engine._threads
+    llm.llm_engine.engine_core = SimpleNamespace(shutdown=lambda: told.append(f"shutdown {llm.is_sleeping}"))
+    if asleep:
+        engine._sleeps = True
+        engine._sleep()
+    engine.close()
+    assert told == ["shutdown False", *sorted(names, reverse=True)], "vLLM frees no memory that is not mapped"
+    assert not hasattr(engine, "_llm")
+    with pytest.raises(RuntimeError, match="shutdown"):
+        threads.submit(print)
+    told.clear()
+    of_a_job = engine_with(offload)
+    of_a_job._ranks = Ranks(world_size=2)
+    of_a_job._llm.llm_engine.engine_core = SimpleNamespace(shutdown=lambda: told.append("shutdown"))
+    of_a_job.close()
+    assert told == ["shutdown"], "the job's group is not the engine's"
