@@ -90,6 +90,7 @@ def test_clients_share_the_certificates_that_they_read(monkeypatch: pytest.Monke
     for i in range(3):
         ServerClient(f"https://host-{i}", timeouts=Timeouts.of(1.0, None))
     assert len(made) == 1
+    assert _certificates() is made[0], "what is used, for None would check nothing"
     _certificates.cache_clear()
 
 
@@ -121,6 +122,11 @@ def test_the_server_s_own_error_arrives_with_its_url(respx_mock: respx.MockRoute
         use(infer)
     assert caught.value.what == f"{URL}: image too large"
     assert (caught.value.found, caught.value.wanted, caught.value.remedy) == ("90 MP", "at most 32 MP", "resize it")
+
+
+async def forever(request: httpx.Request) -> httpx.Response:
+    await asyncio.sleep(60)
+    raise AssertionError
 
 
 # ---- answers as they end -------------------------------------------------------------------------------------------
@@ -360,11 +366,6 @@ def test_an_answer_that_is_no_json_is_a_rollout_error(respx_mock: respx.MockRout
         use(infer)
 
 
-async def forever(request: httpx.Request) -> httpx.Response:
-    await asyncio.sleep(60)
-    raise AssertionError
-
-
 @pytest.mark.parametrize("infer_timeout_s", [0.3, None, 0.0])
 def test_a_swallowed_reply_is_given_up_while_health_answers(
     respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, infer_timeout_s: float | None
@@ -499,6 +500,48 @@ def test_a_pause_of_the_learner_itself_is_no_silence_of_the_server(
     respx_mock.post(f"{URL}/infer/").mock(side_effect=slow)
     respx_mock.get(f"{URL}/health/").mock(side_effect=healthy)
     assert use(paused, gone_s=0.4, infer_timeout_s=infer_timeout_s)[0].response_token_ids == [7]
+
+
+@pytest.mark.parametrize(("gone_s", "read_s"), [(240.0, 5.0), (0.2, 0.2)])
+def test_a_look_at_a_server_ends_soon(respx_mock: respx.MockRouter, gone_s: float, read_s: float) -> None:
+    health = respx_mock.get(f"{URL}/health/").respond(200)
+    use(lambda c: c.health(), gone_s=gone_s)
+    assert health.calls.last.request.extensions["timeout"]["read"] == read_s
+
+
+def test_a_quick_answer_costs_no_look_at_health(respx_mock: respx.MockRouter) -> None:
+    """512 servers are not asked twice."""
+
+    async def soon(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.1)
+        return answer(request)
+
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=soon)
+    health = respx_mock.get(f"{URL}/health/").respond(200)
+    assert use(infer, gone_s=0.8)[0].response_token_ids == [7]
+    assert not health.called
+
+
+@pytest.mark.parametrize(
+    ("health", "wanted"),
+    [
+        ([httpx.Response(200)], DeadlineError),
+        (httpx.ConnectError("refused"), ServerUnreachableError),
+        (forever, ServerUnreachableError),
+    ],
+    ids=["slow", "gone", "silent"],
+)
+def test_a_late_server_is_looked_at_once_more_where_others_can_answer(
+    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, health: Any, wanted: type[ProjectError]
+) -> None:
+    """Whether it is slow or gone decides what the run does with it."""
+    monkeypatch.setattr(client_module, "LAST_LOOK_S", 0.2)
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=forever)
+    respx_mock.get(f"{URL}/health/").mock(side_effect=health)
+    patience = Patience(silent_s=30.0, broken_s=1.0, has_others=True)
+    with pytest.raises(wanted) as caught:
+        use(lambda c: c.infer(CALL, lambda *_: None, patience), gone_s=60.0, infer_timeout_s=0.2)
+    assert type(caught.value) is wanted
 
 
 def test_server_gone_within_the_deadline(respx_mock: respx.MockRouter) -> None:

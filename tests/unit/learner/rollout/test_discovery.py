@@ -148,3 +148,23 @@ def test_either_a_file_or_a_command(wrong: DiscoveryConfig) -> None:
     servers = [ServerEntry(base_url=A, group_port=51216)]
     (mistake,) = server_mistakes(ServerClientConfig(servers=servers, discovery=wrong))
     assert mistake.path == f"{SERVER}.discovery"
+
+
+def test_a_list_is_read_again_only_when_it_is_due(tmp_path: Path) -> None:
+    path = tmp_path / "list"
+    path.write_text(A)
+    discovery = Discovery(DiscoveryConfig(file=str(path), every_s=60.0))
+
+    def take() -> list[ServerRequest]:
+        found = discovery.take(members())
+        while discovery._reading is not None and not discovery._reading.done():
+            time.sleep(0.001)
+        return found
+
+    assert take() == [], "nothing was read before"
+    assert take() == [add(A)]
+    path.write_text(f"{A}\n{B}")
+    assert [take() for _ in range(3)] == [[], [], []]
+    discovery._due = time.monotonic()
+    take()
+    assert take() == [add(B)]
