@@ -17,7 +17,7 @@ ENTRY = 'if __name__ == "__main__":'
 
 
 def programs() -> dict[str, str]:
-    """The first words of each program's docstring, by module name."""
+    """Return the first words of each program's docstring, by module name."""
     found: dict[str, str] = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         source = path.read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""What rolling out while learning saves in `stage2_ab_training`: in turn, within the step, ahead of the steps.
+"""Measure what rolling out while learning saves in `stage2_ab_training`: in turn, within the step, ahead of the steps.
 
 Out: figures of two kinds. Simulated: the real step sources, dispatcher and pipeline, with a sleep for every rollout,
 row and sync. All time that is not sleep is the product's own. Real: one server, and a learner run per way, as processes
@@ -73,7 +73,7 @@ class Step:
 
 
 def measure(folder: Path, *, num_steps: int = 20) -> Iterator[Figure]:
-    """Both kinds of figures."""
+    """Yield both kinds of figures."""
     yield from figures("simulated", {way: simulate(way, num_steps=num_steps) for way in get_args(Way)})
     slower = simulate("ahead", num_steps=num_steps, balance=SLOWER)
     share = sum(step.channel == "B" for step in slower) / len(slower)
@@ -215,7 +215,7 @@ class SleepingServer(SegmentSource, StreamingSource):
 
 
 class SleepingStream(SegmentStream):
-    """What the product's dispatcher gets from servers whose answers take 0.5 to 1.5 of their mean time."""
+    """The stream that the product's dispatcher gets from servers whose answers take 0.5 to 1.5 of their mean time."""
 
     def __init__(self, server: SleepingServer, samples: Sequence[Sample]) -> None:
         self._server, self._samples = server, samples
@@ -331,7 +331,7 @@ def _segment(sample: Sample, ver: int | None) -> Segment:
 
 
 def _real(folder: Path, num_steps: int) -> dict[Way, list[Step]]:
-    """The three ways one after the other against one server."""
+    """Run the three ways one after the other against one server."""
     model, data = demo_model(folder), demo_scenes(folder)
     runs: dict[Way, list[Step]] = {}
     with supervised() as processes:
@@ -340,7 +340,7 @@ def _real(folder: Path, num_steps: int) -> dict[Way, list[Step]]:
         for way in get_args(Way):
             name = way.replace(" ", "_")
             config = real_run(way, model, data, folder / name, server, num_steps)
-            # One thread each for learner and server, so that two cores are enough.
+            # Learner and server have one thread each, so that two cores are enough.
             learner = start_learner(processes, folder, name, config, prefix=("env", "OMP_NUM_THREADS=1"))
             runs[way] = _steps(learner.events())
     return runs
@@ -380,7 +380,7 @@ def real_run(way: Way, model: Path, data: Path, run_dir: Path, server: Server, n
         matching=matching,
         model={"dtype": "float32"},
         task=DEMO_TASK,
-        # One sample per row in the two ways that are compared. The third needs packing.
+        # A row has one sample in the two ways that are compared. The third needs packing.
         training={"packing": way == "within the step", "learning_rate": 1.0e-5, "bf16": False},
         logging={"trackers": []},
         stage2_ab={"schedule": {"b_ratio": 1.0}, "async_actor_learner": {"enabled": way == "ahead", **queue}},

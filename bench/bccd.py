@@ -106,7 +106,7 @@ class Run:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Experiment):
-    """What a command asks for."""
+    """The plan that a command asks for."""
 
     data: Path
     size: Size
@@ -204,7 +204,7 @@ def _slots(serve: bool, number: int | None) -> list[Slot[Run]]:
 
 
 def write_init(plan: Plan) -> None:
-    """The model before stage 1: the demo's checkpoint, which finds digits; three new words are tokens of it."""
+    """Write the model before stage 1: the demo's checkpoint, which finds digits; three new words are tokens of it."""
     shape, trained = (SHAPES["tiny"], None) if plan.size == "tiny" else (SHAPES["demo"], TRAINED)
     write_model(plan.init, shape, words=CLASSES, max_pixels=WIDTH * HEIGHT, trained=trained)
 
@@ -359,7 +359,7 @@ def _workers(*, all_cores: bool) -> int:
 
 
 def _keep_result(plan: Plan, run: Run) -> None:
-    """What the report needs of a run that has ended."""
+    """Keep what the report needs of a run that has ended."""
     target, run_dir = run.result(plan.out), plan.run_dir(run)
     if _scores_base(run):
         base = Run(run.labels, "base", FIRST_SEED).result(plan.out)
@@ -371,7 +371,7 @@ def _keep_result(plan: Plan, run: Run) -> None:
 
 
 def _add(result: Path, run_dir: Path, *, which: int) -> None:
-    """The metrics as evaluated (COCO's AP among them), and per class, of the first or the last evaluation."""
+    """Add the metrics as evaluated (COCO's AP among them), and per class, of the first or the last evaluation."""
     evaluations = [e["metrics"] for e in read_events(run_dir) if e["event"] == "eval"]
     lines = sorted((run_dir / "eval").glob("step_*.jsonl"))[which].read_text().splitlines()
     scenes = [scene for line in lines if (scene := read_scene(json.loads(line))) is not None]
@@ -385,7 +385,7 @@ def _add(result: Path, run_dir: Path, *, which: int) -> None:
 
 
 def report(out: Path) -> None:
-    """`bccd.json` and `bccd.md` from the results that there are."""
+    """Write `bccd.json` and `bccd.md` from the results that there are."""
     found: dict[str, Any] = {}
     text = ""
     for labels in ("published", "missing"):

@@ -51,7 +51,7 @@ Regime = tuple[Mapping[str, float], Mapping[str, float]]  # features, and gains 
 
 
 def read_studies(folders: Sequence[Path]) -> list[Regime]:
-    """Every regime whose features were measured. Raises DataError."""
+    """Return every regime whose features were measured. Raises DataError."""
     found: list[Regime] = []
     for folder in folders:
         for name, summary in _json(folder / "study.json", "regimes").items():
@@ -70,13 +70,13 @@ def read_studies(folders: Sequence[Path]) -> list[Regime]:
 
 
 def _gains(arms: Mapping[str, Any]) -> dict[str, float]:
-    """Over the arm `sft`; arms that were not compared with it have none."""
+    """Return the gains over the arm `sft`; arms that were not compared with it have none."""
     compared = {arm: summary["minus"].get(COMPARED_WITH) for arm, summary in arms.items() if arm != BASE}
     return {arm: float(minus[METRIC]["value"]) for arm, minus in compared.items() if minus}
 
 
 def calibrate(regimes: Sequence[Regime], names: Sequence[str]) -> tuple[dict[str, Formula], dict[str, str]]:
-    """A formula per arm, and the arms without one, with the reason. Raises DataError if no arm has one."""
+    """Return a formula per arm, and the arms without one, with the reason. Raises DataError if no arm has one."""
     fitted: dict[str, Formula] = {}
     left_out: dict[str, str] = {}
     for arm in sorted({arm for _, gains in regimes for arm in gains}):

@@ -1,4 +1,4 @@
-"""Whether the canary tells the truth (D14): honest syncs raise no alarm, and planted faults are caught.
+"""Check that the canary tells the truth (D14): honest syncs raise no alarm, and planted faults are caught.
 
     python -m bench.canary run --data DIR --out DIR [--size tiny|demo|4B] [--steps 50] [--whole-model]
 
@@ -62,7 +62,7 @@ def main() -> None:
 
 
 def changes(names: Sequence[str], bucket: Sequence[str], *, lora: bool) -> dict[str, Change]:
-    """The faults that are changes of values. `names`: every tensor; `bucket`: those of the bucket to permute."""
+    """Return the faults that are changes of values. `names`: every tensor; `bucket`: those of the bucket to permute."""
     layers = [name for name in names if name.endswith("mlp.down_proj.weight")]
     stale_one = layers[len(layers) // 2]
 
@@ -168,14 +168,14 @@ class FaultySync:
 
 @app.command("learner", hidden=True)
 def faulty_learner(config: Path, num_syncs: int, out: Path, head_flag: Path, lora: bool) -> None:
-    """The learner itself, with faults in its last sync."""
+    """Run the learner itself, with faults in its last sync."""
     from learner.__main__ import main as learner
 
     FaultySync(num_syncs, out, head_flag, lora=lora).install()
     sys.exit(learner(["--config", str(config)]))
 
 
-# In every process of the server, the engine's too: Python imports a module of this name as it starts.
+# Every process of the server needs this, the engine's too: Python imports a module of this name as it starts.
 _SITE = """
 import importlib, importlib.abc, importlib.util, sys
 from pathlib import Path
@@ -209,7 +209,7 @@ def hooked(folder: Path, flag: Path, hooks: Mapping[str, str]) -> str:
 
 
 def keep_head(flag: Path) -> None:
-    """From now on in this process: while `flag` names this fault, loading keeps the output head's packed copy."""
+    """Make loading in this process keep the output head's packed copy while `flag` names this fault."""
     from shared.sync.loading import WeightLoad  # here: this is called while a process imports that module
 
     close = WeightLoad.close
@@ -263,7 +263,7 @@ def run_config(
 
 
 def measure(folder: Path, model: Path, data: Path, *, steps: int, on_gpu: bool, lora: bool) -> dict[str, Any]:
-    """Figures of one run. Raises ServerError if it failed."""
+    """Measure one run. Raises ServerError if it failed."""
     flag, faults = folder / "head_flag", folder / "faults.json"
     with supervised() as processes:
         config = {**server_config(model, data, on_gpu=on_gpu), "port": free_port(), "enable_lora": False}

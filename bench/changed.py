@@ -49,7 +49,7 @@ def measure(
     row_tokens: int = 4096,
     steps: int = 8,
 ) -> Iterator[Figure]:
-    """A policy of its own for each way and rate; `steps` are those that count."""
+    """Measure a policy of its own for each way and rate; `steps` are those that count."""
     path = text_model(folder, size) if model is None else model
     for way, settings in WAYS.items():
         for rate in rates:
@@ -66,7 +66,7 @@ def load(path: Path, settings: dict[str, Any]) -> Policy:
 
 
 def shares(policy: Policy, rate: float, *, row_tokens: int, steps: int) -> list[float]:
-    """Of all values that travel, those that each step changes."""
+    """Return the share of all values that travel which each step changes."""
     config = TrainingConfig(
         output_dir="unused", max_steps=1, learning_rate=rate, lr_scheduler_type="constant", warmup_steps=0
     )
@@ -87,14 +87,15 @@ def shares(policy: Policy, rate: float, *, row_tokens: int, steps: int) -> list[
 
 
 def changed_share(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> float:
-    """Compared by their bits: 0.0 and -0.0 are two values, because a sync is exact."""
+    """Return the share of changed values, compared by their bits: 0.0 and -0.0 are two values, because a sync is
+    exact."""
     counts = [(before[name].view(torch.int16) != after[name].view(torch.int16)).sum() for name in after]
     return int(torch.stack(counts).sum()) / sum(tensor.numel() for tensor in after.values())
 
 
 def least_delta(share: float) -> float:
-    """Bytes of an exact delta against all bytes, at least: where the changed values are takes their entropy, if places
-    do not depend on each other, and what they are takes their 16 bits, if nothing is known of them."""
+    """Return the bytes of an exact delta against all bytes, at least: where the changed values are takes their entropy,
+    if places do not depend on each other, and what they are takes their 16 bits, if nothing is known of them."""
     if share in {0.0, 1.0}:
         return share
     entropy = -share * math.log2(share) - (1 - share) * math.log2(1 - share)

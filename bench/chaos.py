@@ -105,7 +105,7 @@ RUNNING = get_context("forkserver")
 
 @dataclass(frozen=True, kw_only=True)
 class Scale:
-    """How many servers there are, and how long things take with them."""
+    """The number of servers, and how long things take with them."""
 
     num_servers: int
     infer_timeout_s: float
@@ -170,7 +170,7 @@ class ChaosEngine(TensorEngine):
 
 
 def on_node(node: Node | None, work: Callable[..., None], *args: Any) -> BaseProcess:
-    """A process that does `work(*args)` on `node`, or here."""
+    """Return a process that does `work(*args)` on `node`, or here."""
     process = RUNNING.Process(target=_entered, args=(node, work, args))
     process.start()
     return process
@@ -210,7 +210,7 @@ def second_learner(url: str) -> None:
 
 
 def be_proxy(host: str, port: int, target: int, orders: Connection) -> None:
-    """In a process of its own, until `orders` ends."""
+    """Run the proxy in a process of its own, until `orders` ends."""
     asyncio.run(Proxy(host, target, orders).run(port))
 
 
@@ -398,7 +398,7 @@ class VllmServer(Server):
 
 
 def learn(config: Path, rank: int, port: int, folder: Path) -> None:
-    """One rank, in a process of its own. Notes what it accepts, sends and learns."""
+    """Run one rank, in a process of its own. Notes what it accepts, sends and learns."""
     from learner.__main__ import main
     from learner.policy.load import Policy
     from learner.policy.optim import Optimizer
@@ -449,7 +449,7 @@ def learn(config: Path, rank: int, port: int, folder: Path) -> None:
 
 
 def write_table(model: Path, samples: Path, table: Path, config: Any) -> None:
-    """What the engine answers: each sample's prompt as the learner encodes it, and its first objects."""
+    """Write what the engine answers: each sample's prompt as the learner encodes it, and its first objects."""
     from learner.policy.load import load_policy
     from learner.tasks.detection.task import DetectionTask
     from learner.wiring.build import load_data
@@ -572,7 +572,7 @@ class Campaign:
         write_yaml(self.config, values)
 
     def _make_network(self, loopback: bool) -> None:
-        """Namespaces if the machine makes them; `network` says how it went."""
+        """Make namespaces if the machine allows them; `network` says how it went."""
         self._hub: Node | None = None
         self._nodes: dict[str, Node] = {}
         self._shapes: list[str] = []
@@ -604,7 +604,7 @@ class Campaign:
         self.ranks = [on_node(self._hub, learn, *place) for place in places]
 
     def _resumed(self) -> bool:
-        """After the run has ended: whether that was with a named error and a checkpoint, and it goes on from there."""
+        """Return True if the run has ended with a named error and a checkpoint, and goes on from there."""
         for rank in self.ranks:
             rank.join(40)
         said = (self.folder / "learner0.log").read_text().rpartition("resume_from_checkpoint: latest goes on")[2]
@@ -655,14 +655,15 @@ class Campaign:
         self.ended_s = time.time()
 
     def _pause_s(self, mean_s: float) -> float:
-        """Until the next fault. With real servers they come at equal distances, but only when both serve again."""
+        """Return the pause until the next fault. With real servers they come at equal distances, but only when both
+        serve again."""
         if self.scale is TENSORS:
             return self.rng.expovariate(1.0 / mean_s)
         last_s = self.faults[-1].at_s if self.faults else self.began_s
         return max(0.5, last_s + mean_s - time.time())
 
     def programs(self) -> dict[str, int]:
-        """The running programs that are under test."""
+        """Return the running programs that are under test."""
         ranks = {f"rank {i}": rank.pid for i, rank in enumerate(self.ranks) if rank.is_alive() and rank.pid}
         return {f"server {i}": server.pid for i, server in enumerate(self.servers)} | ranks
 

@@ -44,7 +44,7 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 def fingerprint(tensors: Tensors) -> int:
-    """A number that stands for weights by their content, below 2**31."""
+    """Return a number that stands for weights by their content, below 2**31."""
     found = 0
     for name in sorted(tensors):
         found = zlib.crc32(tensors[name].contiguous().view(torch.uint8).numpy().tobytes(), found)
@@ -55,7 +55,7 @@ NAN_TOKEN = 999  # as if the weights gave it no number
 
 
 def logprobs(tensors: Tensors, token_ids: list[int]) -> list[float]:
-    """The log-probabilities that these weights give to an answer's tokens: some function of all of them."""
+    """Return the log-probabilities that these weights give to an answer's tokens: some function of all of them."""
     total = sum(float(tensor.double().sum()) for tensor in tensors.values())
     return [math.nan if token_id == NAN_TOKEN else -abs(total) - 0.01 * token_id for token_id in token_ids]
 
@@ -64,7 +64,8 @@ Answer = Callable[[RolloutInferRequest, int, int], Generation]  # of a request, 
 
 
 def plain_answer(request: RolloutInferRequest, seed: int, weights: int) -> Generation:
-    """Prompt token 1; the answer is the request's number (the last word of its text), the seed and the weights."""
+    """Answer plainly: prompt token 1; the answer is the request's number (the last word of its text), the seed and the
+    weights."""
     content = request.messages[0].content
     assert isinstance(content, str)
     tokens = [int(content.split()[-1]), seed, weights]

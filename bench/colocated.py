@@ -1,4 +1,4 @@
-"""Where a colocated sync and its rollouts spend their time: `python -m bench.colocated --data BCCD --out FILE`.
+"""Measure where a colocated sync and its rollouts spend their time: `python -m bench.colocated --data BCCD --out FILE`.
 
 The race's run (`bench.race`) is built in this process, without its training steps, so nothing is compiled for learning.
 In turn: a sync, and the rollouts of a step. One of each is profiled. Then come syncs whose canary launches every kernel
@@ -94,7 +94,7 @@ class World:
         self.parts = dict(self.trainer.sync.sync().parts)
 
     def launch_layers(self) -> None:
-        """From now on the canary's layers run from Python."""
+        """Run the canary's layers from Python from now on."""
         assert self.trainer.sync is not None
         scorer: Any = self.trainer.sync._delivery._canary.scorer  # type: ignore[attr-defined]
         for way in scorer._sent.values():
@@ -106,7 +106,7 @@ class World:
         self.parts = read_events(self._run_dir)[-1]["parts"]
 
     def alone(self, without: Collection[str]) -> float:
-        """Seconds of the engine for the same prompts, with empty caches."""
+        """Return the seconds of the engine for the same prompts, with empty caches."""
         from shared.generation import Prompt, sampling_params
 
         how = self.backend._decoding.of().model_copy(update={"logprobs": "logprobs" not in without})
@@ -143,7 +143,7 @@ def profiled(logs: Path, name: str, *, on_gpu: bool) -> Iterator[None]:
 
 
 def bare(race: Race, environment: Mapping[str, str], arguments: Mapping[str, Any]) -> dict[str, Any]:
-    """Seconds of the rollouts by vLLM alone, again and again with empty caches, in this process."""
+    """Return the seconds of the rollouts by vLLM alone, again and again with empty caches, in this process."""
     prepare_for_vllm(os.environ)
     os.environ.update(environment)
     from vllm import LLM

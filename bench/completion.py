@@ -1,4 +1,4 @@
-"""How good completed labels are, with the removed labels at hand: `python -m bench.completion --out DIR`.
+"""Measure how good completed labels are, with the removed labels at hand: `python -m bench.completion --out DIR`.
 
 In: the demo's scenes (256 of seed 3) and with `--bccd` its 205 training photographs; of each K answers of the shipped
 model at temperature 1, with the log-probabilities of their coordinates (vLLM in this process; kept in `--work`). Out:
@@ -121,7 +121,7 @@ def _scored(task: DetectionTask, rollout: Any) -> Answer:
 
 
 def boxes(samples: Sequence[Sample], answers: Sequence[Sequence[Answer]]) -> dict[str, Any]:
-    """By the least number of votes."""
+    """Judge the boxes by the least number of votes."""
     found: list[tuple[int, dict[str, float]]] = []
     for sample, own in zip(samples, answers, strict=True):
         labels = [np.array(obj.bins, dtype=float) for obj in sample.objects]

@@ -39,7 +39,7 @@ def colocated_engine(
     ranks: Ranks = ONE_RANK,
     lora_rank: int = 0,
 ) -> Iterator[ColocatedEngine]:
-    """In float32, on one rank."""
+    """Yield an engine in float32, on one rank."""
     engine = start(config, model, offload, ranks, lora_rank)
     yield engine
     engine.close()

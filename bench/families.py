@@ -1,4 +1,4 @@
-"""Whether learner and vLLM agree on a family of models: prompts, and the weights of a sync.
+"""Check that learner and vLLM agree on a family of models: prompts, and the weights of a sync.
 
     python -m bench.families [--out FILE] [FAMILY ...]
 

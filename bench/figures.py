@@ -64,7 +64,7 @@ def write(path: Path, figures: Sequence[Figure]) -> None:
 
 
 def read(path: Path) -> list[Figure]:
-    """Figures that `write` wrote; none if there is no file."""
+    """Read figures that `write` wrote; none if there is no file."""
     return [Figure(**figure) for figure in json.loads(path.read_text(encoding="utf-8"))] if path.is_file() else []
 
 
@@ -89,7 +89,7 @@ def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS) -> Path:
 
 
 def circumstances() -> dict[str, Any]:
-    """Hardware, versions, commit and date of a run. A figure means nothing without these."""
+    """Return hardware, versions, commit and date of a run. A figure means nothing without these."""
     return {
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "commit": os.environ.get(COMMIT_VARIABLE) or _commit(),
@@ -105,19 +105,19 @@ def circumstances() -> dict[str, Any]:
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """The lines of a table; a row that is too short gets empty cells."""
+    """Return the lines of a table; a row that is too short gets empty cells."""
     filled = [head, ["---"] * len(head), *([*row, *[""] * (len(head) - len(row))] for row in rows)]
     return ["| " + " | ".join(row) + " |" for row in filled]
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Versions of the installed ones."""
+    """Return the versions of the installed packages."""
     installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
     return {name: installed[name] for name in packages if name in installed}
 
 
 def _commit() -> str:
-    """Short hash, with `+` if the working tree has changes; empty outside a clone."""
+    """Return the short hash, with `+` if the working tree has changes; empty outside a clone."""
     if shutil.which("git") is None:
         return ""
     said = subprocess.run(

@@ -1,4 +1,5 @@
-"""What methods forget of an old task while they learn a new one, at equal new-task F1: `python -m bench.forgetting`.
+"""Measure what methods forget of an old task while they learn a new one, at equal new-task F1: `python -m
+bench.forgetting`.
 
 A *regime* is a base that knows two tasks on the same scenes of digits, each by its own prompt, and learns more of the
 new one. The base is the demo's checkpoint after `sft` on both; of the new task it has seen a quarter as much.
@@ -215,7 +216,8 @@ def _work(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
 
 
 def write_data(plan: Plan, regimes: Iterable[str]) -> None:
-    """Per regime: `teaching` (the base's), `train` and `mixed` (with old scenes), `val`, and tests `old` and `new`."""
+    """Write per regime: `teaching` (the base's), `train` and `mixed` (with old scenes), `val`, and tests `old` and
+    `new`."""
     teaching, tenth = 8 * plan.scenes, -(-plan.scenes // 10)
     build(Build(train=teaching, val=0, test=0, seed=4), plan.work / "data" / "teaching")
     build(Build(train=plan.scenes + tenth, val=plan.val, test=plan.test, seed=3), plan.work / "data" / "scenes")
@@ -237,20 +239,20 @@ def write_data(plan: Plan, regimes: Iterable[str]) -> None:
 
 
 def _rows(folder: Path, split: str) -> list[Row]:
-    """With absolute paths of images: the files of a regime are elsewhere."""
+    """Return the rows with absolute paths of images: the files of a regime are elsewhere."""
     rows = study.read_rows(folder / f"{split}.jsonl")
     return [{**row, "images": [str((folder / image).absolute()) for image in row["images"]]} for row in rows]
 
 
 def of_new_task(rows: Iterable[Row], task: NewTask) -> list[Row]:
-    """The same scenes; those without an object of the new task are left out."""
+    """Return the same scenes; those without an object of the new task are left out."""
     turn = {"role": "user", "content": f"<image>{task.prompt}"}
     made = [{**row, "messages": [turn], "objects": task.objects(row["objects"])} for row in rows]
     return [row for row in made if row["objects"]]
 
 
 def make_bases(plan: Plan, processes: Processes, regimes: Iterable[str]) -> None:
-    """Side by side on a GPU. Raises CheckpointError if one fails."""
+    """Make the bases, side by side on a GPU. Raises CheckpointError if one fails."""
     missing = [regime for regime in regimes if not plan.base(regime).is_dir()]
     for together in [missing] if plan.on_gpu else [[regime] for regime in missing]:
         started = {
@@ -315,7 +317,7 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
 
 
 def keep_result(plan: Plan, run: Run) -> None:
-    """Each whole evaluation: step, seconds of training, validation F1, and the counts of both tests' scenes."""
+    """Keep each whole evaluation: step, seconds of training, validation F1, and the counts of both tests' scenes."""
     run_dir = plan.run_dir(run)
     events = read_events(run_dir)
     seconds: dict[int, float] = {0: 0.0}
@@ -348,7 +350,7 @@ def _counts(path: Path) -> dict[str, dict[str, float]]:
 
 
 def level_of(courses: Mapping[str, Sequence[Row]]) -> float | None:
-    """The new-task F1, on validation, that all arms reach which learn it at all; None if none does."""
+    """Return the new-task F1, on validation, that all arms reach which learn it at all; None if none does."""
     best = [max(one["val"] for one in course) for course in courses.values() if _gain(course) >= LEAST_GAIN]
     return min(best, default=None)
 
@@ -358,12 +360,12 @@ def _gain(course: Sequence[Row]) -> float:
 
 
 def at_level(course: Sequence[Row], level: float) -> Row | None:
-    """The first evaluation with at least that validation F1."""
+    """Return the first evaluation with at least that validation F1."""
     return next((one for one in course if one["val"] >= level), None)
 
 
 def report(out: Path) -> None:
-    """`forgetting.json` and `forgetting.md` from the results that there are."""
+    """Write `forgetting.json` and `forgetting.md` from the results that there are."""
     found: dict[str, Any] = {}
     text = ""
     for folder in sorted((out / "results").glob("*")):
@@ -382,7 +384,8 @@ def report(out: Path) -> None:
 
 
 def compared(courses: Mapping[str, Sequence[Row]]) -> dict[str, Any]:
-    """Arms of one regime and seed at equal new-task F1; `curves`: step, seconds, validation, new and old test F1."""
+    """Compare the arms of one regime and seed at equal new-task F1; `curves`: step, seconds, validation, new and old
+    test F1."""
     level = level_of(courses)
     chosen = {arm: at_level(course, level) if level is not None else None for arm, course in courses.items()}
     start, sft = next(iter(courses.values()))[0], chosen.get("sft")
@@ -418,7 +421,7 @@ def _f1(scenes: Mapping[str, Mapping[str, float]]) -> float:
 
 
 def _difference(one: Mapping[str, Mapping[str, float]], other: Mapping[str, Mapping[str, float]]) -> list[float]:
-    """F1 of `one` minus that of `other`, and its 95% interval: the same scenes of both are drawn."""
+    """Return F1 of `one` minus that of `other`, and its 95% interval: the same scenes of both are drawn."""
     ids = [i for i in one if i in other]
     drawn = np.random.default_rng(0).multinomial(len(ids), np.full(len(ids), 1 / len(ids)), size=DRAWS)
     weights = np.concatenate([np.ones((1, len(ids))), drawn])

@@ -40,7 +40,7 @@ from learner.run.environment import prepare_for_vllm
 ROOT = Path(__file__).parents[1]
 _MESSAGE_BYTES = 1 << 20
 
-# What each kind of program needs. Names, so that nothing is imported here.
+# Each kind of program needs these modules. They are names, so that nothing is imported here.
 _LEARNER = (
     "learner.wiring.build",
     "learner.trainer",
@@ -103,7 +103,7 @@ def start(
     cwd: Path = ROOT,
     node: int | None = None,
 ) -> Forked:
-    """`python -m module arguments`, forked from a process that has imported the modules `loaded`.
+    """Start `python -m module arguments`, forked from a process that has imported the modules `loaded`.
 
     `node`: a process whose user and network namespaces the program enters (`bench.namespaces`).
     """

@@ -87,7 +87,7 @@ _TAGS = (
 
 
 def damaged(content: bytes, rng: random.Random) -> bytes:
-    """Bytes with one to four kinds of damage."""
+    """Return the bytes with one to four kinds of damage."""
     for _ in range(rng.choice((1, 1, 2, 4))):
         content = rng.choice((_cut, _flip, _insert, _repeat, _number, _value, _value, _value))(content, rng)
     return content
@@ -186,7 +186,7 @@ class Kind:
     may_be_pipes: tuple[str, ...] = ()  # files that a user may name as `<(command)`: their writer is waited for
 
     def write(self, folder: Path) -> None:
-        """All its files, undamaged."""
+        """Write all its files, undamaged."""
         for path, content in self.files.items():
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             (folder / path).write_bytes(content)
@@ -216,7 +216,7 @@ def _json(value: Any) -> bytes:
 
 
 def kinds() -> dict[str, Kind]:
-    """Every kind of file."""
+    """Return every kind of file."""
     image = {"images/1.png": _png()}
     row = {
         "messages": [{"role": "user", "content": "<image>?"}],
@@ -363,7 +363,7 @@ def _load_config(folder: Path) -> RunConfig:
 
 @dataclass
 class Ends:
-    """How the cases of one kind ended."""
+    """The ends of the cases of one kind."""
 
     counts: Counter[str] = field(default_factory=Counter)
     tracebacks: list[str] = field(default_factory=list)
@@ -423,7 +423,7 @@ def run_case(kind: Kind, folder: Path, rng: random.Random, ends: Ends) -> None:
 
 
 def fuzz(names: list[str], cases: int, seed: int) -> dict[str, Ends]:
-    """`cases` cases in all, the same number of each kind."""
+    """Run `cases` cases in all, the same number of each kind."""
     found = {}
     for name, kind in kinds().items():
         if names and name not in names:

@@ -138,12 +138,12 @@ class Sent:
 
 
 def send_frames(address: tuple[str, int | None], frames: list[bytes]) -> Sent:
-    """Each on a connection of its own, all open at once."""
+    """Send each on a connection of its own, all open at once."""
     links, sent = [], Sent()
     for frame in frames:
         link = socket.socket()
         link.settimeout(HANG_S)
-        # No TIME_WAIT on this side: a million connections would use up the ports.
+        # This side must not keep TIME_WAIT: a million connections would use up the ports.
         link.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         try:
             link.connect(address)
@@ -159,7 +159,7 @@ def send_frames(address: tuple[str, int | None], frames: list[bytes]) -> Sent:
 
 
 def _hear_out(link: socket.socket) -> Sent:
-    """Until the other side hangs up."""
+    """Listen until the other side hangs up."""
     answered = 0
     with link:
         try:
@@ -225,7 +225,7 @@ def _worker(pipe: Connection, port: int, seconds: float) -> None:
 
 
 def _stranger(pipe: Connection, port: int, bomb: Path, num_frames: int) -> None:
-    """Until `num_frames` of its frames were greeted: between two meetings nobody listens."""
+    """Send until `num_frames` of its frames were greeted: between two meetings nobody listens."""
     frames, sent = Frames(1, bomb), Sent()
     while sent.answered < num_frames:
         sent.add(send_frames((HOST, port), [next(frames) for _ in range(min(_BATCH, num_frames - sent.answered))]))
@@ -234,7 +234,7 @@ def _stranger(pipe: Connection, port: int, bomb: Path, num_frames: int) -> None:
 
 @contextlib.contextmanager
 def _group(seconds: float) -> Iterator[tuple[int, Callable[[], Met]]]:
-    """A port with a worker behind it, and what to call at the end."""
+    """Yield a port with a worker behind it, and what to call at the end."""
     context, port = multiprocessing.get_context("fork"), free_port()
     near, far = context.Pipe()
     worker = context.Process(target=_worker, args=(far, port, seconds), daemon=True)
@@ -266,7 +266,7 @@ def meet_once(port: int) -> float:
 
 
 def strangers(num_frames: int, bomb: Path) -> list[Figure]:
-    """While `num_frames` frames come, honest ranks meet."""
+    """Let honest ranks meet while `num_frames` frames come."""
     say(f"strangers: {num_frames} frames to a group's port")
     begin, meetings, hangs = time.monotonic(), [], 0
     with _group(3600.0) as (port, end):
@@ -312,11 +312,11 @@ class Forger:
 
     @staticmethod
     def is_short(i: int) -> bool:
-        """True if frame `i` has another size. It ends the group."""
+        """Return True if frame `i` has another size. It ends the group."""
         return i % 500 == 7
 
     def frame(self, i: int) -> bytes:
-        """The payload with its size before it."""
+        """Return the payload with its size before it."""
         content = bytearray(self._honest)
         if i % 100 == 0:
             self.num_honest += 1
@@ -410,7 +410,7 @@ def engine(num_frames: int, bomb: Path, folder: Path) -> list[Figure]:
 
 
 def _answer_s(url: str) -> float:
-    """Seconds of one small `/infer/`. Infinite if there is no answer."""
+    """Return the seconds of one small `/infer/`. Infinite if there is no answer."""
     body = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}], "request_config": {"max_tokens": 2}}
     begin = time.monotonic()
     try:
@@ -515,7 +515,7 @@ async def _document() -> dict[str, Any]:
 
 
 def _call(job: tuple[str, bool, int]) -> Answers:
-    """So many bodies for one path, that fit its schema or do not."""
+    """Send so many bodies to one path, which fit its schema or do not."""
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis import GenerationMode
     from schemathesis import openapi as from_openapi

@@ -55,7 +55,7 @@ Side = Callable[[int], Awaitable[int]]  # round -> number of tokens
 def measure(
     folder: Path, *, size: models.Size | Literal["demo"], num_requests: int | None = None, rounds: int | None = None
 ) -> list[Figure]:
-    """Medians over `rounds`, each of which sends all requests once per side."""
+    """Return medians over `rounds`, each of which sends all requests once per side."""
     if size == "demo":
         return _images(folder, num_requests or NUM_IMAGES, rounds or 8)
     return _text(size, folder, num_requests or NUM_REQUESTS, rounds or 5)
@@ -72,7 +72,7 @@ def _engine(config: ServerConfig) -> Iterator[VllmEngine]:
 
 
 async def _take_turns(sides: Mapping[str, Side], engine: VllmEngine, rounds: int) -> dict[str, list[float]]:
-    """Tokens per second of each side, once per round."""
+    """Return the tokens per second of each side, once per round."""
     rates: dict[str, list[float]] = {name: [] for name in sides}
     for i in range(1 + rounds):
         for name in list(sides) if i % 2 else reversed(list(sides)):
@@ -88,7 +88,7 @@ def _ratio(name: str, ours: Sequence[float], others: Sequence[float], wanted: fl
 
 
 def _call(requests: Sequence[RolloutInferRequest], i: int, max_tokens: int, *, seed: int | None) -> InferCall:
-    """The requests of round `i`, with new ids, because the server keeps recent answers."""
+    """Return the requests of round `i`, with new ids, because the server keeps recent answers."""
     new = [request.model_copy(update={"uuid": f"{seed}-{i}-{n}"}) for n, request in enumerate(requests)]
     return InferCall(
         infer_requests=new, request_config=RequestConfig(max_tokens=max_tokens, temperature=1.0, seed=seed)
@@ -156,8 +156,8 @@ CANARY_SAMPLES, CANARY_TOKENS = 2, 64
 
 
 def canary_reads(folder: Path, *, rounds: int = 30) -> list[Figure]:
-    """What the server's part of the canary takes with and without its reads through the prefix cache. Every update
-    waits for it, caches empty before."""
+    """Measure what the server's part of the canary takes with and without its reads through the prefix cache. Every
+    update waits for it, caches empty before."""
     model, data = models.demo_model(folder), models.demo_scenes(folder).resolve()
     images = sorted((data / "images" / "train").glob("*.png"))[:CANARY_SAMPLES]
     engine_args = {"block_size": CACHE_BLOCK}
@@ -275,7 +275,8 @@ def _prompt(index: int) -> str:
 
 
 def _trl_sides(server: TrlServer, engine: VllmEngine, requests: Sequence[RolloutInferRequest]) -> dict[str, Side]:
-    """TRL's client as its trainers call it (the sampled tokens' log-probabilities come along), and without those."""
+    """Return TRL's client as its trainers call it (the sampled tokens' log-probabilities come along), and without
+    those."""
     client = server.client()
     share = engine._renderer.decoders.share()
     prompts = [engine._renderer.render(request, share).token_ids for request in requests]

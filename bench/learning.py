@@ -1,4 +1,5 @@
-"""What learning costs on one GPU: model FLOPs per second, memory, where the time goes, packed rows against padded ones.
+"""Measure what learning costs on one GPU: model FLOPs per second, memory, where the time goes, packed rows against
+padded ones.
 
 In: a size of model and of rows. Out: figures, and on the screen the 25 most expensive kernels of a compiled and an
 eager row. Everything runs as in the trainer: `Policy.backward` per row, `reduce_gradients`, `Optimizer.update`, weights
@@ -54,7 +55,7 @@ T = TypeVar("T")
 
 
 def measure(folder: Path, *, size: Size = "4B", row_tokens: int = 16_384) -> Iterator[Figure]:
-    """All cases, one after the other. `row_tokens`: capacity of a row."""
+    """Measure all cases, one after the other. `row_tokens`: capacity of a row."""
     return Learning(folder, size, row_tokens).measure()
 
 
@@ -86,7 +87,7 @@ class Learning:
         yield Figure(name="the whole part", value=time.perf_counter() - begin, unit="s")
 
     def policy(self) -> Policy:
-        """Compiled where that is possible."""
+        """Return the policy, compiled where that is possible."""
         config = ModelConfig(path=str(self.model), dtype="bfloat16", compile=True)
         try:
             return self.load(config)
@@ -100,7 +101,7 @@ class Learning:
     def cases(
         self, policy: Policy, rows: Sequence[PackedRow], name: str, wanted: float | None = None
     ) -> Iterator[Figure]:
-        """All cases, with and without gradient checkpointing."""
+        """Measure all cases, with and without gradient checkpointing."""
         model = policy.model
         yield from self.attempt(f"{name}, first row", partial(self.first_row, policy, rows[0], name))
         yield from self.attempt(f"{name}", partial(self.steps, policy, rows, name, wanted))
@@ -173,7 +174,7 @@ class Learning:
         yield Figure(name=f"{lengths}: packed over padded", value=rates["packed"] / rates["padded"], unit="times")
 
     def profile(self, policy: Policy, row: PackedRow, name: str) -> tuple[Figure, ...]:
-        """The most expensive kernels of one row and one update, on the screen."""
+        """Show the most expensive kernels of one row and one update, on the screen."""
         optimizer = self.optimizer(policy)
         on_cuda = self.device.type == "cuda"
         with profile(activities=[ProfilerActivity.CUDA if on_cuda else ProfilerActivity.CPU]) as profiled:
@@ -190,7 +191,7 @@ class Learning:
     # ---- how -------------------------------------------------------------------------------------------------------
 
     def step(self, policy: Policy, optimizer: Optimizer, rows: Sequence[PackedRow]) -> None:
-        """One step, as the trainer makes it: rows, one reduction, one update."""
+        """Make one step as the trainer does: rows, one reduction, one update."""
         weight_sum = sum(policy.backward(row).weight_sum for row in rows)
         policy.reduce_gradients(Ranks(), weight_sum=weight_sum)
         optimizer.update(0)
@@ -200,7 +201,7 @@ class Learning:
         return Optimizer(policy.trainable, TrainingConfig(output_dir="unused", max_steps=1), total_steps=1)
 
     def timed(self, work: Callable[[], T]) -> tuple[float, T]:
-        """Seconds until `work` is done, on the device too, and its result."""
+        """Return the seconds until `work` is done, on the device too, and its result."""
         self.wait()
         begin = time.perf_counter()
         result = work()
@@ -223,7 +224,7 @@ class Learning:
 
 
 def matmul_rate(device: torch.device) -> float:
-    """FLOPs per second of bfloat16 products of square matrices: the best of two sizes."""
+    """Return the FLOPs per second of bfloat16 products of square matrices: the best of two sizes."""
     return max(_matmul_rate(device, side) for side in ((8192, 16_384) if device.type == "cuda" else (512,)))
 
 
@@ -259,7 +260,7 @@ FULL_CAPACITY = 16_384  # the capacity for the lengths above; a smaller one shri
 
 
 def draw_segments(which: Lengths, count: int, *, capacity: int, vocab_size: int, seed: int) -> list[Segment]:
-    """`count` segments; the same seed gives the same ones."""
+    """Draw `count` segments; the same seed gives the same ones."""
     rng = np.random.default_rng(seed)
     scale = min(1.0, capacity / FULL_CAPACITY)
     prompts = rng.integers(*PROMPT_TOKENS, count, endpoint=True)
@@ -316,7 +317,8 @@ def _pad(segment: Segment, length: int) -> Segment:
 
 
 def model_flops(model: PreTrainedModel, row: PackedRow) -> float:
-    """Multiplications and additions that learning this row needs, forward and backward, recomputation not counted.
+    """Return the multiplications and additions that learning this row needs, forward and backward, recomputation not
+    counted.
 
     `6 N T + 6 V h S + 3 layers x sum over segments of 2 L (L + 1) H D`: N weights of the layers' matrices and T tokens;
     V x h weights of the output head and S supervised tokens; L tokens of a segment, each attending to itself and all

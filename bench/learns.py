@@ -1,4 +1,4 @@
-"""Whether it learns: rollout matching against continued `sft`, from one converged model: `python -m bench.learns`.
+"""Check that it learns: rollout matching against continued `sft`, from one converged model: `python -m bench.learns`.
 
 Hard digit scenes (crowded, overlapping, among shapes that are not digits). Stage 1 trains on them by plain teacher
 forcing from the demo's checkpoint until it has converged. Then the arms of `learns_arms.py` start from its model,
@@ -66,7 +66,7 @@ class Stage1:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan(Experiment):
-    """What the command line asks for. Without runs: stage 1 alone."""
+    """The plan that the command line asks for. Without runs: stage 1 alone."""
 
     settings: Settings
     stage1: Stage1
@@ -148,7 +148,7 @@ def _run(plan: Plan, order: Sequence[str]) -> int:
 
 
 def _carry_out(plan: Plan, processes: Processes) -> None:
-    """All phases. Raises ProjectError if one cannot be carried out."""
+    """Carry out all phases. Raises ProjectError if one cannot be carried out."""
     settings, num_gpus, num_cores = plan.settings, torch.cuda.device_count(), os.cpu_count() or 1
 
     def open_all(*, eager: bool) -> list[Slot[Run]]:
@@ -228,7 +228,7 @@ class Lengths:
     steps: int
 
     def num_steps(self, run: Run) -> int | None:
-        """None if it is not known yet."""
+        """Return the number of steps; None if it is not known yet."""
         if not run.arm.wall:
             return self.steps
         reference = self._step_seconds(REFERENCE)
@@ -256,7 +256,7 @@ _DATA_WORKERS = 8
 
 
 def train_stage1(processes: Processes, first: Stage1, folder: Path, model: Path, num_gpus: int, num_cores: int) -> None:
-    """Plain teacher forcing on all GPUs by torchrun, and the weights as a model in bfloat16."""
+    """Train by plain teacher forcing on all GPUs with torchrun, and write the weights as a model in bfloat16."""
     ranks = max(1, num_gpus)
     config = stage1_config(first, folder / "stage1_data", folder / "stage1", ranks, num_cores // ranks - 2)
     began = time.monotonic()

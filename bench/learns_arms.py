@@ -1,4 +1,4 @@
-"""What `learns.py` compares: the arms, their seeds, and the configuration of a run.
+"""The subject of `learns.py`: the arms, their seeds, and the configuration of a run.
 
 In: `Settings` (model, data, sizes) and the engine that makes a run's rollouts. Out: a learner's configuration as a
 mapping. All arms have the same data, batch, optimizer and schedule. An arm's own keys override them.
@@ -100,7 +100,7 @@ class Run:
 
 
 def read_arm(text: str) -> Arm:
-    """One more arm, as a JSON object of `Arm`'s fields. Raises ConfigError."""
+    """Read one more arm, given as a JSON object of `Arm`'s fields. Raises ConfigError."""
     try:
         return Arm(**json.loads(text))
     except (TypeError, ValueError) as error:
@@ -119,13 +119,14 @@ def choose(known: Mapping[str, Arm], names: Collection[str], *, labels_are_compl
 
 
 def all_runs(of: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:
-    """Most important first: a seed of each main arm, then the next seed; then arms with one seed."""
+    """Return all runs, the most important first: a seed of each main arm, then the next seed; then arms with one
+    seed."""
     runs = [Run(arm=arm, seed=FIRST_SEED + i) for arm in of for i in range(min(arm.seeds, most_seeds))]
     return sorted(runs, key=lambda run: (run.arm.seeds == 1, run.arm.wall, run.seed))
 
 
 def run_config(run: Run, settings: Settings, vllm: Mapping[str, Any], steps: int) -> dict[str, Any]:
-    """The learner's configuration; `vllm` is its section of that name."""
+    """Return the learner's configuration; `vllm` is its section of that name."""
     return arms.run_config(
         run.arm,
         model=settings.model,

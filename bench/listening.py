@@ -1,4 +1,4 @@
-"""Where processes listen (Linux): their TCP sockets with addresses, their named Unix sockets with permissions."""
+"""Find where processes listen (Linux): their TCP sockets with addresses, their named Unix sockets with permissions."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def tcp_listeners(pids: Iterable[int]) -> list[tuple[str, int]]:
 
 
 def unix_listeners(pids: Iterable[int]) -> list[Path]:
-    """Those with a name in the file system."""
+    """Return the Unix sockets with a name in the file system."""
     own = _sockets(pids)
     return [
         Path(fields[7])
@@ -50,6 +50,6 @@ def _lines(name: str) -> list[list[str]]:
 
 
 def _address(digits: str) -> str:
-    """Four-byte words, each in the machine's byte order (little-endian)."""
+    """Read four-byte words, each in the machine's byte order (little-endian)."""
     data = b"".join(bytes.fromhex(digits[i : i + 8])[::-1] for i in range(0, len(digits), 8))
     return str(ipaddress.ip_address(data))

@@ -63,7 +63,7 @@ def figures(looks: Mapping[int, float]) -> list[Figure]:
 
 
 async def _load(url: str, pid: int, num_requests: int, max_s: float) -> dict[int, float]:
-    """MiB by the number of answered requests."""
+    """Return MiB by the number of answered requests."""
     until, looks, num_answered = time.monotonic() + max_s, {0: resident_bytes(pid) / 2**20}, 0
     every = max(1, num_requests // NUM_LOOKS)
     limits = httpx.Limits(max_connections=_AT_ONCE)
@@ -76,7 +76,7 @@ async def _load(url: str, pid: int, num_requests: int, max_s: float) -> dict[int
 
 
 async def _answered(http: httpx.AsyncClient, num_requests: int, until: float) -> AsyncIterator[int]:
-    """The number of requests that have been answered, after every call."""
+    """Yield the number of requests that have been answered, after every call."""
     rng, running, num_answered = np.random.default_rng(0), set[asyncio.Task[None]](), 0
     for begin in range(0, num_requests, _PER_CALL):
         num = min(_PER_CALL, num_requests - begin)

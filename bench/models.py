@@ -35,12 +35,12 @@ SHAPES: dict[Size, tuple[int, int, int, int, int, int, int]] = {
 
 
 def demo_model(folder: Path) -> Path:
-    """The demo's checkpoint, or a random model of its size in `folder`."""
+    """Return the demo's checkpoint, or a random model of its size in `folder`."""
     return CHECKPOINT.resolve() if (CHECKPOINT / "config.json").is_file() else vision_model(folder, "demo")
 
 
 def demo_scenes(folder: Path) -> Path:
-    """A folder with the demo's scenes: 600 to train on, and one each for the other splits."""
+    """Return a folder with the demo's scenes: 600 to train on, and one each for the other splits."""
     build_data(Build(train=600, val=1, test=1), folder / "data")
     return folder / "data"
 
@@ -87,7 +87,7 @@ def build(path: Path, size: Size, *, device: torch.device) -> int:
 
 
 def grown_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
-    """The demo's, with additional tokens up to `vocab_size` that no text encodes to."""
+    """Return the demo's, with additional tokens up to `vocab_size` that no text encodes to."""
     small = build_tokenizer()
     described = json.loads(small.backend_tokenizer.to_str())
     vocab = described["model"]["vocab"]

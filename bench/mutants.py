@@ -1,4 +1,4 @@
-"""Which small changes of the code do its unit tests notice: `python -m bench.mutants --out FILE`.
+"""Find which small changes of the code its unit tests notice: `python -m bench.mutants --out FILE`.
 
 A *mutant* is the code with one change: another operator, a condition that is turned round, a number that is one larger,
 a statement that is left out. It is *killed* when a test fails, or *killed by time* when the tests use up their time.
@@ -161,7 +161,7 @@ class Change:
 
 
 def changes_of(source: str) -> list[Change]:
-    """All mutants of a file."""
+    """Return all mutants of a file."""
     tree = ast.parse(source)
     alike = set(_alike(tree))
     nodes = (node for node in _changeable(tree) if node not in alike)
@@ -169,7 +169,7 @@ def changes_of(source: str) -> list[Change]:
 
 
 def _changeable(tree: ast.AST) -> Iterator[ast.AST]:
-    """Nodes that decide what is computed, outermost first."""
+    """Yield the nodes that decide what is computed, outermost first."""
     for field, value in ast.iter_fields(tree):
         if field in ("annotation", "returns", "decorator_list", "type_params"):
             continue
@@ -196,7 +196,7 @@ def _is_words(node: ast.AST) -> bool:
 
 
 def _alike(tree: ast.Module) -> Iterator[ast.AST]:
-    """Nodes whose change no input can show, by their kind; the module's docstring says why."""
+    """Yield the nodes whose change no input can show, by their kind; the module's docstring says why."""
     for statement in tree.body:
         match statement:
             case ast.Assign(targets=[ast.Name(id=name)], value=ast.Constant(value=int() | float() as number)):
@@ -214,7 +214,7 @@ def _alike(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def _lengths(pause: ast.expr) -> Iterator[ast.expr]:
-    """The numbers of which a pause's length is made."""
+    """Yield the numbers of which a pause's length is made."""
     match pause:
         case ast.Constant():
             yield pause
@@ -230,7 +230,7 @@ def _reads_a_clock(node: ast.AST) -> bool:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[str, ast.AST]]:
-    """What one node can become."""
+    """Yield what one node can become."""
     other: Any
     match node:
         case ast.Compare(ops=[op, *_]) if type(op) in _COMPARE:
@@ -277,7 +277,7 @@ def _is_comparison(test: ast.expr) -> bool:
 
 
 def _with(tree: ast.Module, node: ast.AST, mutated: ast.AST) -> ast.Module:
-    """A copy of the tree with `mutated` for `node`."""
+    """Return a copy of the tree with `mutated` for `node`."""
 
     def rebuilt(one: ast.AST) -> ast.AST:
         if one is node:
@@ -298,8 +298,8 @@ def _with(tree: ast.Module, node: ast.AST, mutated: ast.AST) -> ast.Module:
 
 
 def draw(targets: Sequence[str], number: int, seed: int) -> list[Mutant]:
-    """The first `number` of all mutants, in an order that follows from the seed. A larger draw has those of a smaller
-    one, and two draws from versions of the code have the mutants of the lines that are the same."""
+    """Return the first `number` of all mutants, in an order that follows from the seed. A larger draw has those of a
+    smaller one, and two draws from versions of the code have the mutants of the lines that are the same."""
     found = []
     for target in targets:
         path = ROOT / target
@@ -427,7 +427,7 @@ class Copy:
                 shutil.copy(source / name, folder / name)
 
     def run(self, files: Sequence[str], plugin: Lines | Only, cpu_s: float) -> tuple[bool, bool]:
-        """Whether the tests pass, and whether their time is over."""
+        """Run the tests. Return whether they pass, and whether their time is over."""
         began = time.monotonic()
         pid = os.fork()
         if pid == 0:
@@ -471,7 +471,7 @@ class Copy:
         return _LATE if isinstance(plugin, Only) and plugin.late else code
 
     def lines(self, file: str, paths: Collection[str]) -> dict[str, Any]:
-        """What the tests of a file execute; nothing if they do not end."""
+        """Return what the tests of a file execute; nothing if they do not end."""
         into = self.folder / "lines.json"
         into.unlink(missing_ok=True)
         self.run([file], Lines(self.folder, paths, into), 600)
@@ -479,7 +479,7 @@ class Copy:
         return found
 
     def outcome(self, mutant: Mutant, tests: Mapping[str, float]) -> tuple[Outcome, str]:
-        """What the tests make of it, and the test that failed."""
+        """Return what the tests make of a mutant, and the test that failed."""
         failed = self.folder / "failed"
         failed.unlink(missing_ok=True)
         file = self.folder / mutant.path
@@ -553,7 +553,8 @@ def _begin(master: Path, folder: Path, deadline: float) -> None:
 
 
 def _lines(kept: Path, pool: Any, paths: Collection[str]) -> dict[str, dict[str, Any]]:
-    """What each file of tests executes. What is in `kept` is not run again if the file and `paths` are the same."""
+    """Return what each file of tests executes. What is in `kept` is not run again if the file and `paths` are the
+    same."""
     sources = b"".join((ROOT / path).read_bytes() for path in sorted(paths))
     rows = [json.loads(line) for line in kept.read_text().splitlines()] if kept.is_file() else []
     known = {row["file"]: row for row in rows}
@@ -597,7 +598,7 @@ def _control(mutant: Mutant) -> Mutant:
 
 
 def _judge(job: _Job) -> dict[str, Any] | None:
-    """The row of a mutant; nothing after the deadline."""
+    """Return the row of a mutant; nothing after the deadline."""
     place, deadline = _worker
     if time.monotonic() > deadline:
         return None
@@ -614,7 +615,7 @@ def _judge(job: _Job) -> dict[str, Any] | None:
 
 
 def _quickest(tests: Mapping[str, float], most_s: float) -> dict[str, float]:
-    """As many tests as take `most_s` seconds together, the quickest ones."""
+    """Return as many tests as take `most_s` seconds together, the quickest ones."""
     found, all_s = {}, 0.0
     for test, s in sorted(tests.items(), key=lambda one: one[1]):
         all_s += s
@@ -629,7 +630,7 @@ def _append(out: Path, row: Mapping[str, object]) -> None:
 
 
 def _read(out: Path) -> dict[str, dict[str, Any]]:
-    """Mutants by name, each by its last line."""
+    """Return the mutants by name, each by its last line."""
     rows = [json.loads(line) for line in out.read_text().splitlines()] if out.is_file() else []
     return {_name(row): row for row in rows if "outcome" in row}
 
@@ -639,7 +640,8 @@ def _name(row: Mapping[str, Any]) -> str:
 
 
 def report(done: Mapping[str, Mapping[str, Any]]) -> None:
-    """The share of killed mutants by package, of all, and of those that are executed here; then those that live."""
+    """Report the share of killed mutants by package, of all, and of those that are executed here; then those that
+    live."""
     rows = [row for row in done.values() if row["place"] >= 0]
     packages = {str(Path(row["path"]).parent) for row in rows}
     for package in sorted(packages):

@@ -45,7 +45,8 @@ class Node:
 
     @property
     def enter(self) -> list[str]:
-        """What to put before a command, so that it runs on this node. It becomes that command: no process between."""
+        """The words before a command that make it run on this node. They become that command: there is no process
+        between."""
         return _enter(self.pid)
 
     def traffic(self, interface: str = "eth0") -> tuple[int, int]:
@@ -60,18 +61,18 @@ class Node:
         _for_a_while(self.hub_pid, f"{link} down", seconds, f"{link} up")
 
     def mute(self, seconds: float) -> None:
-        """What the node sends to the hub is lost for a while; what it is sent arrives."""
+        """Lose what the node sends to the hub, for a while; what it is sent arrives."""
         there = f"{HUB_ADDRESS} dev eth0"
         silent = f"ip neigh replace {there} lladdr {_NOBODY} nud permanent"
         _for_a_while(self.pid, silent, seconds, f"ip neigh del {there}")
 
     def shape(self, seconds: float, qdisc: str) -> None:
-        """What the node is sent passes through this queueing discipline (`tc`) for a while."""
+        """Pass what the node is sent through this queueing discipline (`tc`), for a while."""
         link = f"dev {self.port} root"
         _for_a_while(self.hub_pid, f"tc qdisc replace {link} {qdisc}", seconds, f"tc qdisc del {link}")
 
     def can_shape(self, qdisc: str) -> bool:
-        """True if this kernel has the discipline."""
+        """Return True if this kernel has the discipline."""
         try:
             self.shape(0.0, qdisc)
         except NoNamespacesError:
@@ -90,7 +91,7 @@ def enter(pid: int) -> None:
 
 @contextlib.contextmanager
 def network(names: Sequence[str]) -> Iterator[tuple[Node, dict[str, Node]]]:
-    """The hub, and nodes by name, each with an address that all others reach, and a loopback of its own. Raises
+    """Yield the hub, and nodes by name, each with an address that all others reach, and a loopback of its own. Raises
     NoNamespacesError."""
     if missing := [tool for tool in _TOOLS if shutil.which(tool) is None]:
         raise NoNamespacesError(f"{', '.join(missing)} not found (util-linux, iproute2)")
@@ -119,7 +120,7 @@ def _join(stack: contextlib.ExitStack, hub: int, index: int) -> Node:
 
 @contextlib.contextmanager
 def _held(command: Sequence[str]) -> Iterator[int]:
-    """The id of a process that `command` puts into new namespaces, and that stays there."""
+    """Yield the id of a process that `command` puts into new namespaces, and that stays there."""
     pipe = subprocess.PIPE
     with subprocess.Popen([*command, *_HOLD], stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
         assert process.stdin is not None

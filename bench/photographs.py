@@ -63,7 +63,7 @@ _ENDS_S = 60.0  # after the last step
 
 
 def build_model(path: Path) -> int:
-    """Qwen3-VL-4B's shape with random weights, in bfloat16; its number of parameters."""
+    """Build Qwen3-VL-4B's shape with random weights, in bfloat16; its number of parameters."""
     tokenizer: Any = grown_tokenizer(151_936)
     token = tokenizer.convert_tokens_to_ids
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
@@ -125,7 +125,7 @@ def build_model(path: Path) -> int:
 
 
 def photographs(data: Path) -> dict[str, Any]:
-    """The learner's `data` section: the training split as published, without the box that has no area."""
+    """Return the learner's `data` section: the training split as published, without the box that has no area."""
     return {
         "train": str(data / "splits" / "train.txt"),
         "format": "voc",
@@ -164,7 +164,7 @@ def run_mode(
     on_gpu: bool,
     limit_s: float,
 ) -> dict[str, Any]:
-    """Figures of one mode. Raises ServerError or DeadlineError if the run failed."""
+    """Return the figures of one mode. Raises ServerError or DeadlineError if the run failed."""
     mode, run = MODES[name], name.replace(", ", "-").replace(" ", "_")
     batch, per_device, tokens = (32, 8, 512) if on_gpu else (4, 2, 48)
     config = learner_config(

@@ -1,4 +1,4 @@
-"""What the comparison of pixels costs (`data.pixel_check`): ms per image on each side, on one thread.
+"""Measure what the comparison of pixels costs (`data.pixel_check`): ms per image on each side, on one thread.
 
     python -m bench.pixels [--out FILE]
 
@@ -43,7 +43,7 @@ def main(out: Annotated[Path | None, typer.Option(help="JSON file for the result
 
 
 def measure(width: int, height: int) -> dict[str, float]:
-    """Medians, ms."""
+    """Return medians, in ms."""
     pixels = {"shortest_edge": 56 * 56, "longest_edge": 4096 * 1024}
     processor = Qwen2VLImageProcessor(patch_size=16, merge_size=2, size=pixels)
     image = Image.fromarray(np.random.default_rng(0).integers(0, 256, (height, width, 3), np.uint8))

@@ -74,7 +74,7 @@ def fault_of(flag: Path) -> str:
 
 
 def keep_caches(flag: Path) -> None:
-    """While `flag` names it, the engine keeps a cache through an update."""
+    """Make the engine keep a cache through an update while `flag` names this bug."""
     import rollout_server.engine as engine
 
     reset, serve_adapter = engine.VllmEngine.reset_caches, engine.VllmEngine.serve_adapter
@@ -90,7 +90,7 @@ def keep_caches(flag: Path) -> None:
             await reset(self)
 
     def serve(self: Any, name: str | None) -> None:
-        """A bug that keeps the name has had it all along, not only in this update."""
+        """Serve the adapter: a bug that keeps the name has had it all along, not only in this update."""
         serve_adapter(self, name and "policy")
 
     engine.VllmEngine.reset_caches = reset_caches  # type: ignore[method-assign]
@@ -98,7 +98,7 @@ def keep_caches(flag: Path) -> None:
 
 
 def expand_twice(flag: Path) -> None:
-    """While `flag` names it, each image's placeholder is expanded before vLLM expands it."""
+    """Expand each image's placeholder before vLLM does, while `flag` names this bug."""
     import rollout_server.prompts as prompts
 
     render = prompts.Renderer.render
@@ -170,7 +170,7 @@ class PlantedSync:
 
 
 def caught(fault: str, said: str, error: str, where: str) -> dict[str, Any]:
-    """A row of the table."""
+    """Return a row of the table."""
     gap = _OVER.search(said)
     row = {"fault": fault, "caught_by": error, "where": where, "wrong_tokens_served": 0, "error": said}
     return row | {"gap": float(gap[1]) if gap else None, "tokens_compared": int(gap[2]) if gap else 0}
@@ -178,7 +178,7 @@ def caught(fault: str, said: str, error: str, where: str) -> dict[str, Any]:
 
 @app.command("learner", hidden=True)
 def planted_learner(config: Path, faults: str, out: Path, flag: Path) -> None:
-    """The learner itself, with a bug in each sync."""
+    """Run the learner itself, with a bug in each sync."""
     from learner.__main__ import main as learner
 
     PlantedSync(json.loads(faults), out, flag).install()
@@ -232,7 +232,7 @@ class World:
         return rows
 
     def refused(self, name: str, server: Server, fault: str) -> Mapping[str, Any]:
-        """A run that must not begin."""
+        """Start a run that must not begin, and return its row."""
         self.flag.write_text(fault)
         began = time.monotonic()
         code, log = self.learn(name, server, ())
@@ -245,7 +245,7 @@ class World:
 
 
 def measure(folder: Path) -> list[Mapping[str, Any]]:
-    """The rows of the table."""
+    """Measure, and return the rows of the table."""
     with supervised() as processes:
         world = World(processes, folder)
         server = world.serve("server", world.model)

@@ -89,7 +89,7 @@ class Result:
     gpu: Mapping[str, float]
 
     def median_s(self, name: str) -> float:
-        """Of the steps after the warm-up, or of the last one if there are not that many."""
+        """Return the median of the steps after the warm-up, or the last one if there are not that many."""
         return median(step.get(name, 0.0) for step in self.steps[WARM_UP_STEPS:] or self.steps[-1:])
 
 
@@ -161,13 +161,13 @@ class Watched:
 
 
 def _phases(step: Mapping[str, float]) -> str:
-    """A step's seconds in a line, without what takes no time."""
+    """Return a step's seconds in a line, without what takes no time."""
     parts = [f"{name.removesuffix('_s')} {step[name]:.2f}" for name in PHASES if step.get(name, 0.0) >= 0.01]
     return ", ".join([f"{step['step_s']:.2f} s", *parts])
 
 
 def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
-    """This project's side."""
+    """Return this project's side."""
     vllm: dict[str, Any] = {"mode": "colocate", "gpu_memory_utilization": race.share, "max_model_len": 2048}
     if not race.on_gpu:
         vllm |= {"enforce_eager": True, "cpu_kv_cache_gib": 1, "max_model_len": 2048}
@@ -193,7 +193,7 @@ def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
         task={"container": "array", "coordinates": "digits"},
         logging={"trackers": [], "progress_bar": False},
         data={**section_of(race.data), "num_workers": 8 if race.on_gpu else 0},
-        # A step's rollouts in one row: launching a row's kernels takes 0.7 s for this model, whatever its length.
+        # A step's rollouts are in one row: launching a row's kernels takes 0.7 s for this model, whatever its length.
         global_max_length=race.row_tokens,
     )
 
@@ -228,7 +228,7 @@ def steps_with_parts(events: Events) -> list[dict[str, float]]:
 
 
 def run_trl(processes: Processes, folder: Path, race: Race, results: Results) -> None:
-    """TRL in a process of its own, which writes what it has reached, and the seconds of each step."""
+    """Run TRL in a process of its own, which writes what it has reached, and the seconds of each step."""
     said, log = folder / "trl.jsonl", folder / "trl.log"
     paths = {"model": str(race.model), "data": str(race.data), "out": str(said), "prompt": PROMPT}
     settings = json.dumps({**asdict(race), **paths, "group": GROUP, "lora": None if race.whole_model else LORA["lora"]})
@@ -255,7 +255,7 @@ def run_trl(processes: Processes, folder: Path, race: Race, results: Results) ->
 
 
 def enlarged(data: Path, folder: Path, number: int) -> Path:
-    """The first `number` training photographs and their annotations, scaled to LARGE, in `folder`."""
+    """Return the first `number` training photographs and their annotations, scaled to LARGE, in `folder`."""
     if (folder / "splits" / "train.txt").is_file():
         return folder
     for name in ("images", "voc", "splits"):
@@ -278,7 +278,7 @@ def enlarged(data: Path, folder: Path, number: int) -> Path:
 
 
 def floors(race: Race, num_tokens: float) -> dict[str, float]:
-    """Seconds of each phase of this side's step, in which `num_tokens` are learned."""
+    """Return the seconds of each phase of this side's step, in which `num_tokens` are learned."""
     import torch
 
     def seconds(work: Callable[[], object], times: int = 10) -> float:
@@ -310,7 +310,7 @@ def floors(race: Race, num_tokens: float) -> dict[str, float]:
 
 
 def table(results: Sequence[Result]) -> str:
-    """Medians after the warm-up; the factor is over the first side."""
+    """Return medians after the warm-up; the factor is over the first side."""
     phases = [name for name in PHASES if any(one.median_s(name) >= 0.005 for one in results)]
     head = ["side", "step s", *(name.removesuffix("_s") for name in phases), "first step s", "busy", "memory GB", "x"]
     rows = [
@@ -340,7 +340,7 @@ def parts_lines(result: Result) -> list[str]:
 
 
 def apart(work: Callable[..., T], *arguments: Any) -> T:
-    """`work` in a process of its own, so that this one holds no memory of the GPU while the sides run."""
+    """Do `work` in a process of its own, so that this one holds no memory of the GPU while the sides run."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(work, *arguments).result()
 
@@ -356,7 +356,8 @@ def race_of(
     share: float,
     limit_s: float = 0.0,
 ) -> Race:
-    """The race with these options; makes the model and the large photographs in `scratch`, if they are not there."""
+    """Return the race with these options; makes the model and the large photographs in `scratch`, if they are not
+    there."""
     on_gpu, is_large = size == "4B", photographs == "large"
     model = scratch / f"photographs-{size}"
     if not (model / "config.json").is_file():
@@ -378,7 +379,7 @@ def race_of(
 
 
 def run_side(side: Side, race: Race, results: Results, logs: Path) -> bool:
-    """True if it ended well."""
+    """Return True if it ended well."""
     run = {"ours": run_ours, "trl": run_trl}[side]
     folder = Path(tempfile.mkdtemp(prefix="race-"))
     try:

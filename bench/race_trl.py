@@ -65,7 +65,7 @@ class Clock(TrainerCallback):
 
 
 def rewards(completions: list[Any], **_: Any) -> list[float]:
-    """Any that differ: random answers are all worthless."""
+    """Return any rewards that differ: random answers are all worthless."""
     return [float(len(str(completion)) % 7) for completion in completions]
 
 

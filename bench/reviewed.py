@@ -1,4 +1,4 @@
-"""What a person's review of suggestions is worth: `python -m bench.reviewed --out FILE --work DIR`.
+"""Measure what a person's review of suggestions is worth: `python -m bench.reviewed --out FILE --work DIR`.
 
 Digits, and with `--bccd` photographs of blood cells, with 40% of the training labels missing. The shipped checkpoint's
 answers suggest what is missing (`find-missing suggest`). A simulated reviewer looks at the first N suggestions: the
@@ -179,7 +179,7 @@ def main(
 
 
 def runs_of(sets: Sequence[Data], arm: Sequence[str] | None, budget: Sequence[int] | None, seeds: int) -> list[Run]:
-    """A seed after the other. The longest first."""
+    """Return the runs, a seed after the other, the longest first."""
     found = []
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         for name in reversed(list(WITHOUT_REVIEW)):
@@ -192,7 +192,7 @@ def runs_of(sets: Sequence[Data], arm: Sequence[str] | None, budget: Sequence[in
 
 
 def digits(work: Path, scenes: int) -> Data:
-    """Some of the demo's scenes, and 200 test scenes."""
+    """Return some of the demo's scenes, and 200 test scenes."""
     data = Data(
         name="digits", work=work / "digits", model=CHECKPOINT, steps=24, max_new_tokens=160, row_tokens=ROW_TOKENS
     )
@@ -202,7 +202,7 @@ def digits(work: Path, scenes: int) -> Data:
 
 
 def cells(work: Path, bccd: Path) -> Data:
-    """205 photographs, and 72 test photographs."""
+    """Return 205 photographs, and 72 test photographs."""
     data = Data(
         name="blood cells",
         work=work / "cells",
@@ -224,7 +224,7 @@ def cells(work: Path, bccd: Path) -> Data:
 
 
 def make_suggestions(processes: Processes, sets: Sequence[Data], gpus: int, deadline: float) -> None:
-    """What `find-missing suggest` writes: all at once on GPUs, one after the other on a CPU, made once. Raises
+    """Make what `find-missing suggest` writes: all at once on GPUs, one after the other on a CPU, made once. Raises
     ServerError, DeadlineError."""
     missing = [(i, data) for i, data in enumerate(sets) if not (data.suggestions / SUGGESTIONS).is_file()]
     for together in [missing] if gpus else [[one] for one in missing]:
@@ -244,8 +244,8 @@ def _suggest(processes: Processes, data: Data, devices: Sequence[int]) -> Learne
 
 
 def ranks_of(data: Data) -> dict[str, Any]:
-    """By ranking and number of suggestions: the share that are missing objects (precision), with their names too, and
-    the share of the missing objects (recall)."""
+    """Return by ranking and number of suggestions the share that are missing objects (precision), with their names too,
+    and the share of the missing objects (recall)."""
     suggestions, missing = read_folder(data.suggestions)[1], missing_objects(data)
     total = sum(len(objects) for _, objects in missing.values())
     found: dict[str, Any] = {"missing": total, "suggestions": len(suggestions)}
@@ -266,7 +266,7 @@ def ranks_of(data: Data) -> dict[str, Any]:
 
 
 def reviewed(number: int, data: Data) -> tuple[Path, dict[str, Any]]:
-    """The labels after a review of the first `number` suggestions, and what the review was."""
+    """Return the labels after a review of the first `number` suggestions, and what the review was."""
     suggestions = read_folder(data.suggestions)[1]
     train, decisions = data.gaps / f"train-{number}.jsonl", judge(suggestions[:number], missing_objects(data))
     if not train.is_file():  # another seed's run may read it now
@@ -277,7 +277,7 @@ def reviewed(number: int, data: Data) -> tuple[Path, dict[str, Any]]:
 
 
 def missing_objects(data: Data) -> dict[str, tuple[Sample, list[DetectionObject]]]:
-    """By sample id, the objects that lost their labels."""
+    """Return by sample id the objects that lost their labels."""
     found = {}
     for full, kept in zip(*(_samples(folder) for folder in (data.whole, data.gaps)), strict=True):
         found[full.sample_id] = (full, [obj for obj in full.objects if obj not in kept.objects])
@@ -292,7 +292,7 @@ def _samples(folder: Path) -> list[Sample]:
 def judge(
     suggestions: Sequence[Mapping[str, Any]], missing: Mapping[str, tuple[Sample, list[DetectionObject]]]
 ) -> dict[str, dict[str, str]]:
-    """The decisions by place. Every missing object is accepted once."""
+    """Return the decisions by place. Every missing object is accepted once."""
     left = {sample_id: list(objects) for sample_id, (_, objects) in missing.items()}
     decisions = {}
     for place, one in enumerate(suggestions):
@@ -319,7 +319,7 @@ def _slots(gpus: int, number: int) -> list[Slot[Run]]:
 def run_them(
     processes: Processes, runs: list[Run], results: Results, slots: Sequence[Slot[Run]], deadline: float
 ) -> None:
-    """Every run, several side by side, as far as the time goes. A result is kept as soon as its run has ended."""
+    """Run every run, several side by side, as far as the time goes. A result is kept as soon as its run has ended."""
     say(f"{len(runs)} runs, {len(slots)} at a time, {deadline - time.monotonic():.0f} s left")
     told: dict[str, dict[str, Any]] = {}
 
@@ -375,7 +375,7 @@ def config_of(run: Run, train: Path) -> dict[str, Any]:
 
 
 def score_of(run: Run, run_dir: Path) -> dict[str, Any]:
-    """F1@0.5 on the test scenes, after the last step."""
+    """Return F1@0.5 on the test scenes, after the last step."""
     events = read_events(run_dir)
     scored = [event for event in events if event["event"] == "eval"][-1]
     interval = bootstrap_interval(_counts(run_dir / "eval" / f"step_{run.data.steps:06d}.jsonl"), "f1@0.5")
@@ -397,7 +397,7 @@ def _counts(path: Path) -> CountTable:
 
 
 def tables(data: Mapping[str, Any]) -> str:
-    """Per data set, in Markdown: the ranks as `find-missing` orders them, and the runs' means over seeds."""
+    """Write per data set, in Markdown: the ranks as `find-missing` orders them, and the runs' means over seeds."""
     parts = []
     for name, found in data.items():
         if "ranks" in found:

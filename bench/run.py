@@ -150,7 +150,7 @@ def main(
 
 
 def choose(part: Part | None, device: Device | None, settings: Mapping[str, str]) -> list[Job]:
-    """The measurements, in order. `settings` override each part's own. Raises ConfigError."""
+    """Return the measurements, in order. `settings` override each part's own. Raises ConfigError."""
     if settings and part is None:
         raise ConfigError("--set is for one part", found="no --part", wanted="--part NAME", remedy="name the part")
     jobs = [job for name, jobs in PARTS.items() for job in jobs if part == name or not (part or job.only_named)]
@@ -168,14 +168,14 @@ def choose(part: Part | None, device: Device | None, settings: Mapping[str, str]
 
 
 def read_settings(texts: Sequence[str]) -> dict[str, str]:
-    """The values of `--set`. Raises ConfigError."""
+    """Return the values of `--set`. Raises ConfigError."""
     if wrong := [text for text in texts if "=" not in text]:
         raise ConfigError("--set cannot be read", found=wrong[0], wanted="NAME=VALUE", remedy="such as size=0.6B")
     return {name: value for name, _, value in (text.partition("=") for text in texts)}
 
 
 def measure_all(jobs: Sequence[Job], folder: Path) -> tuple[list[Figure], bool]:
-    """The figures of all jobs for which the machine has enough GPUs, and whether a job failed.
+    """Return the figures of all jobs for which the machine has enough GPUs, and whether a job failed.
 
     A failed job does not end the others. The figures that it measured before are included.
     """
@@ -196,7 +196,7 @@ def measure_all(jobs: Sequence[Job], folder: Path) -> tuple[list[Figure], bool]:
 
 
 def _run(job: Job, folder: Path, out: Path) -> str:
-    """Why the measurement's process failed, or empty."""
+    """Run the measurement's process. Return why it failed, or empty."""
     env = dict(os.environ)
     if job.device == "cpu" and torch.cuda.is_available():
         env["CUDA_VISIBLE_DEVICES"] = ""
@@ -212,7 +212,7 @@ def _run(job: Job, folder: Path, out: Path) -> str:
 
 
 def work() -> None:
-    """A measurement's process: run what `sys.argv` says. Each figure is written as soon as it is known."""
+    """Work as a measurement's process: run what `sys.argv` says. Each figure is written as soon as it is known."""
     name, settings, folder, out = sys.argv[1:]
     module, _, attribute = name.partition(":")
     figures: list[Figure] = []

@@ -31,7 +31,7 @@ _STOP_S = 5.0
 
 
 def say(text: str) -> None:
-    """Progress; stdout is for results."""
+    """Print progress; stdout is for results."""
     print(f"[bench] {text}", file=sys.stderr, flush=True)
 
 
@@ -99,7 +99,7 @@ def start_server(
 def serve(
     processes: Processes, folder: Path, name: str, config: Mapping[str, Any], *, devices: Sequence[int] = ()
 ) -> Server:
-    """A server that is ready. Raises ServerError, DeadlineError."""
+    """Start a server, and return it when it is ready. Raises ServerError, DeadlineError."""
     server = start_server(processes, folder, name, config, devices=devices)
     server.wait_ready()
     return server
@@ -115,7 +115,7 @@ def small_server(
     gpu_memory_utilization: float,
     kv_cache_bytes: int,
 ) -> dict[str, Any]:
-    """A server's configuration for a small model and short prompts. Without `graph_sizes` it decodes eagerly.
+    """Return a server's configuration for a small model and short prompts. Without `graph_sizes` it decodes eagerly.
 
     On a GPU: CUDA graphs for decoding, without compilation. A small model decodes as fast, and the server starts
     sooner.
@@ -176,7 +176,8 @@ class TrlServer:
 
 
 def served_by(*servers: Server, **more: Any) -> dict[str, Any]:
-    """The learner's `vllm` section. A run gets new ports for weights, because the last run's may still be in use."""
+    """Return the learner's `vllm` section. A run gets new ports for weights, because the last run's may still be in
+    use."""
     ports = free_ports(len(servers))
     entries = [{"base_url": s.url, "group_port": port} for s, port in zip(servers, ports, strict=True)]
     return {"mode": "server", "server": {"servers": entries}, **more}
@@ -195,7 +196,7 @@ def learner_config(
     matching: Mapping[str, Any] | None = None,
     **sections: Any,
 ) -> dict[str, Any]:
-    """A learner's configuration: what every run needs, overridden by `sections` key by key.
+    """Return a learner's configuration: what every run needs, overridden by `sections` key by key.
 
     `per_device`: samples of a micro-step; all samples of a step by default.
     """
@@ -227,7 +228,7 @@ class LearnerRun:
         return self.process.popen.pid
 
     def events(self, timeout_s: float = _RUN_TIMEOUT_S) -> list[dict[str, Any]]:
-        """All events, when the run has succeeded. Raises ServerError if it failed, DeadlineError."""
+        """Return all events, when the run has succeeded. Raises ServerError if it failed, DeadlineError."""
         self.wait(timeout_s)
         return read_events(self.run_dir)
 
@@ -274,12 +275,12 @@ def start_learner(
 
 
 def read_events(run_dir: Path) -> list[dict[str, Any]]:
-    """A run's events so far, without an unfinished last line."""
+    """Return a run's events so far, without an unfinished last line."""
     path = run_dir / "metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.is_file() else []
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def steps_of(events: Events) -> list[dict[str, Any]]:
-    """The metrics of each optimizer step, with the other fields of its event."""
+    """Return the metrics of each optimizer step, with the other fields of its event."""
     return [{**event["metrics"], **event} for event in events if event["event"] == "step"]

@@ -1,4 +1,4 @@
-"""Whether a change of the code leaves learning as it was, bit for bit: `python -m bench.same_losses --compare FILE`.
+"""Check that a change of the code leaves learning as it was, bit for bit: `python -m bench.same_losses --compare FILE`.
 
 A refactor must give the identical loss. This script runs ten optimizer steps of every variant below on fixed seeds on
 the CPU. It keeps each step's loss and gradient norm (as hexadecimal floats, so nothing is rounded), its counts of
@@ -153,7 +153,8 @@ VARIANTS: Mapping[str, Variant] = {
 
 
 def base_config(data: Path, run_dir: Path) -> Config:
-    """Two micro-steps of two scenes a step. Rows are so short that one segment or two fit, and others are carried."""
+    """Return a configuration: two micro-steps of two scenes a step. Rows are so short that one segment or two fit, and
+    others are carried."""
     return {
         "model": {"path": str(CHECKPOINT), "dtype": "float32"},
         "data": {"train": str(data / "train.jsonl")},
@@ -174,7 +175,7 @@ def base_config(data: Path, run_dir: Path) -> Config:
 
 
 def learner_config(variant: Variant, data: Path, run_dir: Path, server: Server | None) -> Config:
-    """The learner's file."""
+    """Return the learner's file."""
     rollouts = variant.rollouts if server is None else merged(variant.rollouts, {"vllm": served_by(server)})
     custom = {"trainer_variant": variant.trainer_variant, "extra": {"rollout_matching": rollouts}}
     return merged(merged(base_config(data, run_dir), variant.config), {"custom": custom})
@@ -208,8 +209,8 @@ def merged(under: Mapping[str, Any], over: Mapping[str, Any]) -> Config:
 
 
 def run_variants(names: Sequence[str], changes: Config, folder: Path) -> dict[str, Record]:
-    """A record per variant. Two threads, because the machine may have two cores: one for the variants that need the
-    server, one for the others, which can run while it starts."""
+    """Return a record per variant. There are two threads, because the machine may have two cores: one for the variants
+    that need the server, one for the others, which can run while it starts."""
     data = folder / "data"
     build(Build(train=NUM_SCENES, val=0, test=0), data)
     os.environ |= ENVIRONMENT
@@ -255,13 +256,13 @@ def read_run(run_dir: Path) -> Record:
 
 
 def _exact(value: Any) -> Any:
-    """Floats as text that holds every bit."""
+    """Return floats as text that holds every bit."""
     return value.hex() if isinstance(value, float) else value
 
 
 def weights_digest(checkpoint: Path) -> str:
-    """SHA-256 over the tensors of a checkpoint's model or adapter by name: dtype, shape and bytes. The order in the
-    file and its metadata do not count."""
+    """Return a SHA-256 over the tensors of a checkpoint's model or adapter by name: dtype, shape and bytes. The order
+    in the file and its metadata do not count."""
     tensors: dict[str, bytes] = {}
     for pattern in ("model*.safetensors", "adapter*.safetensors"):
         for path in sorted(checkpoint.glob(pattern)):
@@ -273,7 +274,7 @@ def weights_digest(checkpoint: Path) -> str:
 
 
 def _tensor_digests(path: Path) -> dict[str, bytes]:
-    """safetensors: 8 bytes of length, a JSON header with offsets, then the tensors' bytes."""
+    """Read safetensors: 8 bytes of length, a JSON header with offsets, then the tensors' bytes."""
     content = path.read_bytes()
     body = 8 + int.from_bytes(content[:8], "little")
     header = json.loads(content[8:body])
@@ -307,7 +308,7 @@ def circumstances() -> dict[str, Any]:
 
 
 def foreign(reference: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
-    """In what hardware or versions two records differ."""
+    """Return the hardware or versions in which two records differ."""
     return [
         f"{part}.{name}: {reference[part].get(name)} there, {new[part].get(name)} here"
         for part in ("hardware", "versions")
@@ -317,8 +318,8 @@ def foreign(reference: Mapping[str, Any], new: Mapping[str, Any]) -> list[str]:
 
 
 def first_difference(reference: Record, new: Record) -> str | None:
-    """The first difference of one variant: the earliest step, and in it the first field, that is not the same; None
-    where all are."""
+    """Return the first difference of one variant: the earliest step, and in it the first field, that is not the same;
+    None where all are."""
     for i, (old_step, new_step) in enumerate(zip(reference["steps"], new["steps"], strict=True), start=1):
         for name in {**old_step, **new_step}:
             if old_step.get(name) != new_step.get(name):
@@ -371,7 +372,7 @@ def _work_folder(keep: Path | None) -> Iterator[Path]:
 
 
 def changes_of(settings: Sequence[str]) -> Config:
-    """`a.b=1` as a mapping; values are YAML."""
+    """Read `a.b=1` as a mapping; values are YAML."""
     changes: Config = {}
     for setting in settings:
         path, equals, text = setting.partition("=")

@@ -1,4 +1,4 @@
-"""Up to 512 rollout servers and 64 learner ranks, simulated on one machine: `python -m bench.scale --out FILE`.
+"""Simulate up to 512 rollout servers and 64 learner ranks on one machine: `python -m bench.scale --out FILE`.
 
 What is real: rank 0 of the learner as a whole, with its trainer, pipeline, dispatcher, membership, packing, sync and
 HTTP clients; and every server above its engine, with HTTP, gate and weight updates, over TCP. What is not:
@@ -178,7 +178,7 @@ class TimedEngine(TensorEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where a server listens. Servers with one GPU's name never share a group."""
+    """The place where a server listens. Servers with one GPU's name never share a group."""
 
     host: str
     index: int  # at this host
@@ -190,7 +190,7 @@ class Place:
 
 
 def machines_of(point: Point) -> list[list[Place]]:
-    """The servers of each machine. Servers that are to share a group have one address, and GPUs of their own."""
+    """Return the servers of each machine. Servers that are to share a group have one address, and GPUs of their own."""
     per_machine = min(MAX_PER_MACHINE, max(1, point.servers // 8))
     places = []
     for i in range(point.servers):
@@ -201,7 +201,7 @@ def machines_of(point: Point) -> list[list[Place]]:
 
 
 def run_machine(places: Sequence[Place], table: Path, log: Path) -> None:
-    """A process: the servers of one machine, until it is killed."""
+    """Run the servers of one machine as a process, until it is killed."""
     with log.open("ab") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -218,7 +218,7 @@ def run_machine(places: Sequence[Place], table: Path, log: Path) -> None:
 
 
 async def _listen(place: Place, table: Mapping[str, Any]) -> None:
-    """As `serving.serve`, without looking ten times a second whether to end."""
+    """Listen as `serving.serve` does, without looking ten times a second whether to end."""
     config = ServerConfig(model="tensors", host=place.host, port=HTTP_PORT + place.index)
     app = create_app(RolloutService(TimedEngine(table, place.gpu), config, ""), None)
     settings = uvicorn.Config(
@@ -235,7 +235,7 @@ async def _listen(place: Place, table: Mapping[str, Any]) -> None:
 
 @dataclass
 class Told:
-    """What the collectives of this process have carried."""
+    """The amount that the collectives of this process have carried."""
 
     number: int = 0
     num_bytes: int = 0
@@ -273,7 +273,7 @@ class EchoRanks(Ranks):
 
 
 def learn(config: Path, num_ranks: int, notes: Path, log: Path) -> None:
-    """A process: rank 0. Writes what each step has used into `notes`."""
+    """Run rank 0 as a process. Writes what each step has used into `notes`."""
     with log.open("ab") as out:
         os.dup2(out.fileno(), 1)
         os.dup2(out.fileno(), 2)
@@ -326,7 +326,8 @@ def learn(config: Path, num_ranks: int, notes: Path, log: Path) -> None:
 def learner_config(model: Path, folder: Path, point: Point, steps: int) -> dict[str, Any]:
     entries = [place.entry for machine in machines_of(point) for place in machine]
     server = {"servers": entries, "timeout_s": 120.0, "infer_timeout_s": 60.0, "min_servers": 1}
-    # As many buckets as 8 GB have; the tolerance is open because these engines' scores mean nothing to a real policy.
+    # There are as many buckets as 8 GB have; the tolerance is open because these engines' scores mean nothing to a real
+    # policy.
     sync = {"canary_samples": 2, "canary_tolerance": 1e9, "bucket_bytes": 400_000}
     return {
         "model": {"path": str(model)},
@@ -368,7 +369,7 @@ def learner_config(model: Path, folder: Path, point: Point, steps: int) -> dict[
 
 
 def make_model(folder: Path) -> Path:
-    """As many tensors as the 4B model's language part, each of them small."""
+    """Make as many tensors as the 4B model's language part, each of them small."""
     path = folder / "model"
     vocab_size, _, _, heads, kv_heads, _, _ = SHAPES["tiny"]
     layers = SHAPES["4B"][2]
@@ -389,7 +390,7 @@ def write_samples(path: Path, number: int) -> None:
 
 
 def write_table(config: dict[str, Any], table: Path) -> None:
-    """Each sample's prompt, as the learner encodes it, and its first objects, one more in each answer."""
+    """Write each sample's prompt, as the learner encodes it, and its first objects, one more in each answer."""
     from learner.config.load import config_of
     from learner.policy.load import load_policy
     from learner.tasks.detection.task import DetectionTask
@@ -526,7 +527,8 @@ def _num_groups(point: Point) -> int:
 
 
 def _transfer_s(num_groups: int) -> float:
-    """Computed, not measured: rank 0's network card sends the model once to each group."""
+    """Compute the seconds of a transfer, which is not measured: rank 0's network card sends the model once to each
+    group."""
     return num_groups * MODEL_BYTES / NETWORK_BYTES_S
 
 
@@ -571,8 +573,8 @@ def _agree(rank: int, num_ranks: int, num_servers: int, port: int, rounds: int, 
 
 
 def fan_out(num_servers: int) -> dict[str, Any]:
-    """What one sync's calls to so many servers take of rank 0: the real clients, over TCP. The servers are one small
-    process that answers an update as soon as it has heard what the canary must score. Nothing is broadcast."""
+    """Measure what one sync's calls to so many servers take of rank 0: the real clients, over TCP. The servers are one
+    small process that answers an update as soon as it has heard what the canary must score. Nothing is broadcast."""
     ready, told = RUNNING.Pipe(duplex=False)
     with contextlib.ExitStack() as stack:
         _start(stack, _answer_all, num_servers, told)
@@ -609,7 +611,7 @@ def _one_update(backend: LoopThread, clients: Sequence[ServerClient], ver: int) 
 
 
 def _answer_all(num_servers: int, told: Any) -> None:
-    """A process: HTTP for one learner, as little of it as that needs."""
+    """Serve HTTP to one learner as a process, as little of it as that needs."""
     scores = ScoreReply(ver=1, prompt_token_ids=[], logprobs=[])
     reply = UpdateWeightsReply(
         ver=1, num_bytes=1, num_tensors=1, seconds=0.1, drain_s=0.0, transfer_s=0.1, scores=scores

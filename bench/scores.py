@@ -1,4 +1,4 @@
-"""How good the scores of the shipped checkpoints are, and what they cost: `python -m bench.scores --out FILE`.
+"""Measure how good the scores of the shipped checkpoints are, and what they cost: `python -m bench.scores --out FILE`.
 
 In: scenes of the demo with all their labels, and with `--bccd` the 87 validation and 72 test photographs of BCCD as
 published. Each image is answered greedily and by 8 draws at temperature 1, as `predict --samples 8` asks. Scores for
@@ -93,7 +93,7 @@ class Measured:
         }
 
     def seconds(self) -> dict[str, Any]:
-        """Per image, by K."""
+        """Return the seconds per image, by K."""
         samples = dict(enumerate(self.samples["test"][:TIMED]))
         self.answers.of({TIMED: [samples[0]]})  # what is done once, such as compiling, is not counted
         found = {}
@@ -117,7 +117,8 @@ class Measured:
             yield {place: rollouts for place, (rollouts,) in found.items()}
 
     def scores(self) -> dict[str, Any]:
-        """For each K, what was measured on validation images that the fit did not have, and on the test images."""
+        """Return for each K what was measured on validation images that the fit did not have, and on the test
+        images."""
         val, test = self._parsed("val"), self._parsed("test")
         fitted = {number: self._fit(val, number) for number in DRAWN}
         greedy = self._candidates(test, 0)
@@ -175,7 +176,7 @@ class Measured:
 
 
 def _interval(interval: Any) -> list[float]:
-    """The estimate, and its 95% interval."""
+    """Return the estimate, and its 95% interval."""
     return [round(value, 4) for value in (interval.estimate, interval.low, interval.high)]
 
 

@@ -1,4 +1,4 @@
-"""What the processes of a long run hold, and whether it grows.
+"""Measure what the processes of a long run hold, and whether it grows.
 
 In: the programs that live now (name -> process id, asked at every sample, because killed ones are started again) and
 folders. Out: a line of JSON per sample in `out`, written at once, and figures from all lines.
@@ -34,7 +34,7 @@ Sample = Mapping[str, Any]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Held:
-    """What one process holds at one time."""
+    """The resources that one process holds at one time."""
 
     name: str
     began: int  # clock ticks after the machine's start: two processes of one number differ in it
@@ -47,7 +47,7 @@ VALUES = ("resident_mib", "descriptors", "threads")
 
 
 def held(pid: int) -> Held | None:
-    """None if the process has ended."""
+    """Return what a process holds; None if it has ended."""
     try:
         proc = Path(f"/proc/{pid}")
         stat = (proc / "stat").read_text()
@@ -113,7 +113,7 @@ def _look(
 
 
 def read_samples(path: Path) -> list[dict[str, Any]]:
-    """All whole lines."""
+    """Read all whole lines."""
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
 
@@ -157,7 +157,7 @@ def grown(figures: Mapping[str, Any]) -> list[str]:
 
 
 def _summary(values: Sequence[float]) -> dict[str, Any]:
-    """Medians of the second fifth and the last one, their relation, the most, and 30 values for a curve."""
+    """Return medians of the second fifth and the last one, their relation, the most, and 30 values for a curve."""
     fifth = max(1, len(values) // 5)
     before, after = statistics.median(values[fifth : 2 * fifth] or values), statistics.median(values[-fifth:])
     growth = after / before - 1.0 if before else (1.0 if after else 0.0)

@@ -30,7 +30,8 @@ JITTER = 5  # bins
 
 
 def measure(folder: Path, *, num_rollouts: int = 100, num_objects: int = 50, passes: int = 8) -> list[Figure]:
-    """Per container and spelling the median over passes, each pass all rollouts once. Writes nothing into `folder`."""
+    """Return per container and spelling the median over passes, each pass all rollouts once. Writes nothing into
+    `folder`."""
     formats = [(container, spelling) for spelling in ("tokens", "digits") for container in ("index_map", "array")]
     return [_figure(container, spelling, num_rollouts, num_objects, passes) for container, spelling in formats]
 
@@ -49,7 +50,7 @@ def _figure(container: str, spelling: str, num_rollouts: int, num_objects: int, 
 
 
 def _run_pass(rollouts: Sequence[Rollout], task: DetectionTask, tokenizer: Tokenizer) -> float:
-    """CPU seconds of one core for all rollouts once. Other programs on the machine do not count."""
+    """Return the CPU seconds of one core for all rollouts once. Other programs on the machine do not count."""
     begin = time.process_time()
     for rollout in rollouts:
         build_target(task.match(task.parse(rollout)), task, tokenizer)

@@ -1,4 +1,5 @@
-"""Which method pays where: one model per kind of error, finite data, early stopping for all: `python -m bench.study`.
+"""Find which method pays where: one model per kind of error, finite data, early stopping for all: `python -m
+bench.study`.
 
 A *regime* is what the base model lacks, how many training scenes there are, and how complete their labels are:
 
@@ -118,7 +119,7 @@ ARMS: Mapping[str, Arm] = {
 
 @dataclass(frozen=True, slots=True)
 class Habit:
-    """What is done to the labels that teach a base its habit, and for how many steps."""
+    """A habit: what is done to the labels that teach it to a base, and for how many steps."""
 
     of_labels: Callable[[list[Row], np.random.Generator], list[Row]]
     steps: int = 50
@@ -129,13 +130,13 @@ def _first_three(objects: list[Row], rng: np.random.Generator) -> list[Row]:
 
 
 def _uncrowded(objects: list[Row], rng: np.random.Generator) -> list[Row]:
-    """Those that no other is near to; at least one."""
+    """Return the objects that no other is near to; at least one."""
     alone = [a for a in objects if all(a is b or _gap(a["bbox_2d"], b["bbox_2d"]) > 8 for b in objects)]
     return alone or objects[:1]
 
 
 def _gap(a: Sequence[int], b: Sequence[int]) -> int:
-    """Pixels between two boxes along the axis that parts them further; negative where they overlap."""
+    """Return the pixels between two boxes along the axis that parts them further; negative where they overlap."""
     return max(b[0] - a[2], a[0] - b[2], b[1] - a[3], a[1] - b[3])
 
 
@@ -144,7 +145,7 @@ def _repeated(objects: list[Row], rng: np.random.Generator) -> list[Row]:
 
 
 def _wide(objects: list[Row], rng: np.random.Generator) -> list[Row]:
-    """Boxes with a margin of a fifth of the side all around, as other annotators leave."""
+    """Return boxes with a margin of a fifth of the side all around, as other annotators leave."""
     return [{**one, "bbox_2d": _grown(one["bbox_2d"])} for one in objects]
 
 
@@ -184,7 +185,7 @@ def _missing(row: Row, share: float, labels: Labels, rng: np.random.Generator) -
 
 
 def _classes(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
-    """Half of the classes lack twice the share, the others nothing."""
+    """Remove labels so that half of the classes lack twice the share, the others nothing."""
     lacking = labels.names[: (len(labels.names) + 1) // 2]
     return _without(row, [2 * share * (one["desc"] in lacking) for one in row["objects"]], rng)
 
@@ -195,12 +196,12 @@ def _small(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> 
 
 
 def _stops(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
-    """Labels stop after three, whatever the share."""
+    """Stop the labels after three, whatever the share."""
     return _first_three(row["objects"], rng)
 
 
 def _extra(row: Row, share: float, labels: Labels, rng: np.random.Generator) -> list[Row]:
-    """Beside each label there is, with the chance `share`, one of a random name and box, of a size that another has."""
+    """Put beside each label, with the chance `share`, one of a random name and box, of a size that another has."""
     found = list(row["objects"])
     for one in row["objects"]:
         if rng.random() < share:
@@ -253,7 +254,7 @@ class Regime:
 
     @classmethod
     def read(cls, name: str) -> Regime:
-        """Such as `stops-early-200`, `knows-1000-missing`, `demo-256-small20`, `bccd`."""
+        """Read a name such as `stops-early-200`, `knows-1000-missing`, `demo-256-small20`, `bccd`."""
         found = re.fullmatch(rf"(.+?)(?:-(\d+))?(?:-({'|'.join(FAULTS)})(\d\d)?)?", name)
         bases = (DEMO, KNOWS, HALF, BCCD, *HABITS)
         base, scenes, fault, percent = found.groups() if found else ("", None, None, None)
@@ -326,7 +327,7 @@ class Plan(Experiment):
         return self.out / "features" / f"{regime.name}.json"
 
     def stopped(self, run: Run) -> Path:
-        """The weights of a run that others go on from."""
+        """Return the weights of a run that others go on from."""
         return self.out / "stopped" / run.folder
 
 
@@ -412,7 +413,7 @@ def _run(plan: Plan, runs: Sequence[Run], predicted: Sequence[Regime]) -> int:
 
 
 def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
-    """Per regime `REGIME.train.jsonl`, `REGIME.val.jsonl`, `REGIME.test.jsonl`, the last two also as
+    """Write per regime `REGIME.train.jsonl`, `REGIME.val.jsonl`, `REGIME.test.jsonl`, the last two also as
     `REGIME.eval.jsonl`; for the bases `teaching/HABIT.jsonl`."""
     began = time.monotonic()
     if any(not regime.is_bccd for regime in regimes):
@@ -614,7 +615,7 @@ class Evaluated:
 
 
 def keep_result(plan: Plan, run: Run) -> None:
-    """The course of a run, and the test scenes at the step that validation chose. `base`: at step 0."""
+    """Keep the course of a run, and the test scenes at the step that validation chose. `base`: at step 0."""
     run_dir = plan.run_dir(run)
     if ARMS[run.arm].recipe:
         course, steps = _recipe_course(run_dir)
@@ -662,7 +663,8 @@ def _keep_weights(plan: Plan, run: Run, run_dir: Path, step: int) -> None:
 
 
 def _course(run_dir: Path, *, with_weights: bool) -> list[Evaluated]:
-    """The whole evaluations. `with_weights`: those whose weights were saved; a run may have been stopped between."""
+    """Return the whole evaluations. `with_weights`: those whose weights were saved; a run may have been stopped
+    between."""
     paths = sorted((run_dir / "eval").glob("step_*.jsonl"))
     lines = {path: path.read_bytes().count(b"\n") for path in paths}
     found = [_evaluated(path) for path in paths if lines[path] == lines[paths[0]]]
@@ -711,7 +713,7 @@ def _write(path: Path, result: Mapping[str, Any]) -> None:
 
 
 def report(out: Path) -> None:
-    """`study.json` and `study.md` from the results that there are."""
+    """Write `study.json` and `study.md` from the results that there are."""
     found: dict[str, Any] = {}
     text = ""
     for folder in sorted((out / "results").glob("*")):
@@ -740,7 +742,7 @@ class Chosen:
 
 
 def _by_validation(folder: Path) -> dict[str, Chosen]:
-    """The rate with the best mean validation score of each arm, by label."""
+    """Return the rate with the best mean validation score of each arm, by label."""
     found: dict[str, dict[str, Row]] = defaultdict(dict)
     for path in folder.glob("*.json"):
         result = json.loads(path.read_text())
@@ -758,7 +760,7 @@ def _by_validation(folder: Path) -> dict[str, Chosen]:
 
 
 def _curve(result: Row) -> list[list[float]]:
-    """Per evaluation: step, seconds of training (by the median step), validation and test F1@0.5."""
+    """Return per evaluation: step, seconds of training (by the median step), validation and test F1@0.5."""
     step_s = result["medians"]["step_s"]
     return [
         [one["step"], round(one["step"] * step_s, 1), one["val"][SELECTED_BY], one["test"][F1]]

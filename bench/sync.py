@@ -147,7 +147,7 @@ def full_figures(name: str, receipts: Sequence[SyncReceipt], rates: Sequence[flo
 def pause_figures(
     plain: Sequence[SyncReceipt], device: Sequence[SyncReceipt], host: Sequence[SyncReceipt]
 ) -> list[Figure]:
-    """How long the server let no rollout run. Of staged syncs, only those that were staged count."""
+    """Measure how long the server let no rollout run. Of staged syncs, only those that were staged count."""
     device, host = ([receipt for receipt in side if receipt.staged_s] for side in (device, host))
     found = [sampled("pause of the server, weights not staged", [receipt.pause_s for receipt in plain], "s")]
     if device:
@@ -199,7 +199,7 @@ _JOIN_TIMEOUT_S = 120.0
 
 
 def raw_rates(num_bytes: int, bucket_bytes: int, *, passes: int = 6) -> list[float]:
-    """GB/s of each pass after the first, which warms up. The receiver is a process of its own."""
+    """Return GB/s of each pass after the first, which warms up. The receiver is a process of its own."""
     port = free_port()
     context = multiprocessing.get_context("spawn")
     here, there = context.Pipe()

@@ -36,12 +36,12 @@ from learner.tiny import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_tokenizer
 
 
 def build_qwen3_vl(path: Path) -> None:
-    """The demo's family, tied embeddings (bfloat16 on disk)."""
+    """Build the demo's family, tied embeddings (bfloat16 on disk)."""
     build(path, "tiny", seed=0)
 
 
 def build_qwen3(path: Path) -> None:
-    """Text only, with an output head of its own (float32 on disk)."""
+    """Build a model of text only, with an output head of its own (float32 on disk)."""
     tokenizer = build_tokenizer()
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
@@ -62,8 +62,8 @@ def build_qwen3(path: Path) -> None:
 
 
 def build_qwen2_5_vl(path: Path) -> None:
-    """A vision tower that attends within windows of 4 x 4 patches in one of its two layers; biases in q, k and v; mrope
-    sections side by side instead of interleaved (float32 on disk)."""
+    """Build a vision tower that attends within windows of 4 x 4 patches in one of its two layers; biases in q, k and v;
+    mrope sections side by side instead of interleaved (float32 on disk)."""
     tokenizer = build_tokenizer()
     patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
     pixels = {"shortest_edge": 64**2, "longest_edge": 256**2}
@@ -79,7 +79,7 @@ def build_qwen2_5_vl(path: Path) -> None:
 
 
 def build_qwen2_vl(path: Path) -> None:
-    """A vision tower with full attention and no window; otherwise like Qwen2.5-VL (float32 on disk)."""
+    """Build a vision tower with full attention and no window; otherwise like Qwen2.5-VL (float32 on disk)."""
     tokenizer = build_tokenizer()
     config = _qwen2_5_vl_config(tokenizer)
     vision: dict[str, Any] = {"depth": 2, "embed_dim": 64, "hidden_size": 64, "num_heads": 2, "mlp_ratio": 2}
@@ -119,12 +119,12 @@ _TOKEN_KEYS = ("image_token_id", "video_token_id", "vision_start_token_id", "vis
 
 
 def build_qwen2(path: Path) -> None:
-    """Text only, biases in q, k and v, tied embeddings (float32 on disk)."""
+    """Build a model of text only, biases in q, k and v, tied embeddings (float32 on disk)."""
     _build_text(path, Qwen2Config, Qwen2ForCausalLM, tie_word_embeddings=True)
 
 
 def build_llama(path: Path) -> None:
-    """Text only, no biases, no norms of queries and keys (float32 on disk)."""
+    """Build a model of text only, no biases, no norms of queries and keys (float32 on disk)."""
     _build_text(path, LlamaConfig, LlamaForCausalLM, tie_word_embeddings=False)
 
 

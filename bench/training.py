@@ -49,7 +49,7 @@ def measure(folder: Path, *, num_steps: int = 15, batch_size: int = 16) -> Itera
 
 
 def figures(events: Events) -> list[Figure]:
-    """Figures of a run's events, after the warm-up."""
+    """Return the figures of a run's events, after the warm-up."""
     syncs = [event["seconds"] for event in events if event["event"] == "sync"][WARM_UP_STEPS:]
     seconds = [_seconds_of(step) for step in steps_of(events)[WARM_UP_STEPS:]]
     idle = [(s["step_s"] - sum(s.get(name, 0.0) for name in (*_BUSY, "sync_s"))) / s["step_s"] for s in seconds]
@@ -74,7 +74,7 @@ def _seconds_of(step: Mapping[str, Any]) -> dict[str, float]:
 def demo_run(
     model: Path, data: Path, run_dir: Path, vllm: Mapping[str, Any], *, steps: int, batch_size: int, **matching: Any
 ) -> dict[str, Any]:
-    """A run with the demo's settings; `matching` are other keys of `rollout_matching`."""
+    """Return a run with the demo's settings; `matching` are other keys of `rollout_matching`."""
     base = {
         "rollout_backend": "vllm",
         "decode_batch_size": 64,
@@ -101,7 +101,7 @@ Backend = Literal["hf", "colocate", "server"]
 
 
 def first_token(folder: Path, *, num_steps: int = 15) -> Iterator[Figure]:
-    """One run per backend, one after the other."""
+    """Make one run per backend, one after the other."""
     model, data = demo_model(folder), demo_scenes(folder)
     for backend in get_args(Backend):
         with supervised() as processes:
@@ -115,7 +115,7 @@ def first_token(folder: Path, *, num_steps: int = 15) -> Iterator[Figure]:
 
 
 def first_token_figure(backend: Backend, events: Events) -> Figure:
-    """The figure of a run's events, after the warm-up."""
+    """Return the figure of a run's events, after the warm-up."""
     seconds = [sum(step.get(phase, 0.0) for phase in _BEFORE_THE_TOKEN) for step in steps_of(events)[WARM_UP_STEPS:]]
     return sampled(f"from step end to first rollout token, {backend}", seconds, "s")
 
@@ -162,7 +162,7 @@ def offload(folder: Path, *, size: Size = "4B", only: Moved | None = None) -> It
 
 
 def _row(index: int) -> dict[str, Any]:
-    """A sample without an image: the model is a language model."""
+    """Return a sample without an image: the model is a language model."""
     objects = [{"desc": str(n), "bbox_2d": [10 * n, 10 * n, 10 * n + 9, 10 * n + 9]} for n in range(10)]
     messages = [{"role": "user", "content": f"{index}: name every digit, and where it is."}]
     return {"id": index, "messages": messages, "images": [], "objects": objects, "width": 128, "height": 128}

@@ -1,4 +1,4 @@
-"""What happens around a run: how busy each GPU is, what processes hold and write, and new large files.
+"""Watch what happens around a run: how busy each GPU is, what processes hold and write, and new large files.
 
 In: process ids, folders, GPUs. Out: objects that are complete after their `with` block. A
 program's numbers include all its descendants. Bytes written are those given to any write call (`wchar` in
@@ -27,7 +27,7 @@ _SMI_ENDS_S = 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GpuUse:
-    """Over the samples of one GPU."""
+    """The use of one GPU, over its samples."""
 
     busy_mean: float  # share of the time in which a kernel ran, by NVML
     busy_median: float
@@ -43,7 +43,7 @@ class Watched:
 
 @contextmanager
 def watch(programs: Mapping[str, int], folders: Sequence[Path], large_bytes: int) -> Iterator[Watched]:
-    """What `programs` (name -> process id) do meanwhile, and files of at least `large_bytes` in `folders`."""
+    """Watch what `programs` (name -> process id) do meanwhile, and files of at least `large_bytes` in `folders`."""
     seen = Watched()
     before = dict(_large_files(folders, large_bytes))
     at_first = dict(_written_by(programs))
@@ -63,7 +63,7 @@ def watch(programs: Mapping[str, int], folders: Sequence[Path], large_bytes: int
 
 @contextmanager
 def peak_memory(programs: Mapping[str, int]) -> Iterator[dict[str, int]]:
-    """The most bytes that each program (name -> process id) held at once, sampled four times a second."""
+    """Yield the most bytes that each program (name -> process id) held at once, sampled four times a second."""
     peaks = dict.fromkeys(programs, 0)
 
     def look() -> None:
@@ -96,7 +96,7 @@ def gpu_use(every_ms: int, devices: Sequence[str] = ()) -> Iterator[dict[int, Gp
 
 
 def read_smi(said: str) -> dict[int, GpuUse]:
-    """Lines of `index, utilization, memory`, of all GPUs again and again; a last line may be cut off."""
+    """Read lines of `index, utilization, memory`, of all GPUs again and again; a last line may be cut off."""
     busy: dict[int, list[float]] = {}
     memory: dict[int, float] = {}
     for line in said.splitlines():
@@ -132,7 +132,7 @@ def _again_and_again(look: Callable[[], None], every_s: float) -> Iterator[None]
 
 
 def family(pid: int) -> list[int]:
-    """A process and its descendants."""
+    """Return a process and its descendants."""
     try:
         lists = [file.read_text().split() for file in Path(f"/proc/{pid}/task").glob("*/children")]
     except OSError:  # it has ended meanwhile
@@ -141,7 +141,8 @@ def family(pid: int) -> list[int]:
 
 
 def resident_bytes(pid: int) -> int:
-    """Memory of a process and its descendants, a shared page counted in proportion (PSS), as far as they still run."""
+    """Return the memory of a process and its descendants, a shared page counted in proportion (PSS), as far as they
+    still run."""
     return sum(map(_resident_bytes, family(pid)))
 
 

@@ -68,7 +68,7 @@ def main() -> None:
 
 
 def documents() -> dict[str, str]:
-    """The text of every generated file by its name."""
+    """Return the text of every generated file by its name."""
     return {
         "CONFIG.md": config_markdown(),
         "learner/config/config.schema.json": json_schema(RunConfig, "Learner configuration"),
@@ -90,7 +90,7 @@ def config_markdown() -> str:
 
 
 def json_schema(model: type[BaseModel], title: str) -> str:
-    """The JSON Schema of a file: the model's, with `base`, which composition takes out.
+    """Return the JSON Schema of a file: the model's, with `base`, which composition takes out.
 
     A file with bases may leave out their sections, so only a file without bases must have every section. Required keys
     inside a section are left to `--check`. Items of lists do not merge, so they keep their required keys.
@@ -107,7 +107,7 @@ def json_schema(model: type[BaseModel], title: str) -> str:
 
 
 def _section(model: type[BaseModel], path: str, title: str) -> Iterator[str]:
-    """A heading and a table of the section's own keys, then its subsections."""
+    """Yield a heading and a table of the section's own keys, then its subsections."""
     rows = [_row(f"{path}{name}", field) for name, field in model.model_fields.items()]
     yield f"### {title}\n\n{_first_line(model)}\n\n{TABLE_HEAD}{''.join(rows)}\n"
     for name, field in model.model_fields.items():

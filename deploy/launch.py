@@ -86,7 +86,7 @@ class Process:
 
 @dataclass
 class Processes:
-    """What this program started, in order; stopped in reverse."""
+    """The processes that this program started, in order; they are stopped in reverse."""
 
     started: list[Process] = field(default_factory=list)
     _starting: bool = False
@@ -135,7 +135,7 @@ class Processes:
         return self.started[-1]
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """A signal handler. It lets a start finish, otherwise nobody would stop that process."""
+        """Handle a signal. It lets a start finish, otherwise nobody would stop that process."""
         if self._starting:
             self._postponed = signum
         else:
@@ -182,7 +182,8 @@ def start_server(
 
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
-    """Seconds until the server itself answered `/ready/` with 200; the servers `beside` it must stay alive meanwhile.
+    """Wait, and return the seconds until the server itself answered `/ready/` with 200; the servers `beside` it must
+    stay alive meanwhile.
 
     Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
     """
@@ -240,7 +241,7 @@ def ranks_argv(learner: LearnerLaunch) -> list[str]:
     """torchrun for the learner's ranks, on this machine or wherever `via` runs it."""
     if learner.nodes == 1:
         return [*learner.via, *learner_argv(learner.config, learner.nproc, learner.max_restarts)]
-    # A new store for every start: in an old one ranks find the addresses of ranks that are gone.
+    # Every start gets a new store: in an old one ranks find the addresses of ranks that are gone.
     torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
     flags = {
         "nnodes": learner.nodes,
@@ -278,7 +279,7 @@ class Server:
         say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
-        """One look: start it if it is time, say that it is ready again, or notice its end."""
+        """Look once: start it if it is time, say that it is ready again, or notice its end."""
         now = awake_s()
         if self.given_up:
             return
@@ -355,7 +356,7 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
 def main() -> None:
-    """The console script."""
+    """Run the console script."""
     app(prog_name="rollout-launch")
 
 
@@ -381,7 +382,7 @@ def start(
 
 
 def _told(command: Callable[[], int]) -> int:
-    """The command's exit code; its errors are told, without a traceback."""
+    """Return the command's exit code; its errors are printed, without a traceback."""
     try:
         return command()
     except KeyboardInterrupt as stopped:

@@ -54,7 +54,7 @@ class LearnerLaunch(Section):
 
 
 class ClusterLaunch(Section):
-    """What a cluster wants to know, and this machine does not: `rollout-launch --to slurm, kubernetes, skypilot or
+    """The keys that a cluster needs, and this machine does not: `rollout-launch --to slurm, kubernetes, skypilot or
     compose`."""
 
     name: str = key("name of the job, and of what belongs to it", "rollout-matching", pattern=r"^[a-z][a-z0-9-]{0,39}$")
@@ -91,8 +91,8 @@ class LaunchConfig(Section):
 
 
 def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig:
-    """The launcher's file, with KEY=VALUE laid over it, for this machine. Every configuration that it names is checked
-    too. Raises ConfigErrors."""
+    """Load the launcher's file, with KEY=VALUE laid over it, for this machine. Every configuration that it names is
+    checked too. Raises ConfigErrors."""
     config = parse(LaunchConfig, load_yaml(path, overrides=overrides), rules=(rank_devices, one_machine))
     learner = load_config(config.learner.config, world_size=config.learner.nodes * config.learner.nproc)
     has_token = read_token(os.environ) is not None

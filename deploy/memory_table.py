@@ -22,7 +22,8 @@ CARDS = {"24 GB": 23.7, "40 GB": 39.5, "80 GB": 79.6, "141 GB": 139.8}  # name: 
 def _model(
     hidden: int, layers: int, heads: int, kv_heads: int, inner: int, *, tied: bool, large: bool, experts: int = 0
 ) -> dict[str, Any]:
-    """The `config.json` of a Qwen3-VL, as far as memory depends on it. `large`: the larger of the two vision towers."""
+    """Return the `config.json` of a Qwen3-VL, as far as memory depends on it. `large`: the larger of the two vision
+    towers."""
     depth, width, wide = (27, 1152, 4304) if large else (24, 1024, 4096)
     text: dict[str, Any] = {
         "vocab_size": 151_936,
@@ -131,7 +132,7 @@ def _compared() -> list[str]:
 
 
 def with_tables(page: str) -> str:
-    """The page with fresh tables. Raises ValueError if it lacks the markers."""
+    """Return the page with fresh tables. Raises ValueError if it lacks the markers."""
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:

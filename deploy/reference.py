@@ -37,7 +37,7 @@ MADE = "<!-- Made by `make docs`, so do not edit it. A test compares the two. --
 
 
 def pages() -> dict[str, str]:
-    """The text of every page by its file name."""
+    """Return the text of every page by its file name."""
     folder = Path("docs/reference")
     return {
         str(folder / "metrics.md"): MADE + metrics_page(),
@@ -157,7 +157,7 @@ def _endpoint(path: str, method: str, operation: Mapping[str, Any]) -> str:
 
 
 def _answer(success: Mapping[str, Any]) -> str:
-    """The forms of a success, and what it means."""
+    """Return the forms of a success, and what it means."""
     forms = []
     for kind, body in success["content"].items():
         if _is_short(body.get("example")):
@@ -175,7 +175,7 @@ def _is_short(example: Any) -> bool:
 
 
 def _linked(text: str) -> str:
-    """`text`, in which names of messages are links."""
+    """Return `text`, in which names of messages are links."""
     return re.sub(r"`([A-Z]\w+)`", lambda found: _link(found[1]), text)
 
 
@@ -188,7 +188,7 @@ def _type(schema: Mapping[str, Any]) -> str:
 
 
 def _lines(fields: Mapping[str, Any]) -> str:
-    """JSON with one line per field of the outermost object."""
+    """Return JSON with one line per field of the outermost object."""
     lines = ",\n  ".join(f"{json.dumps(name)}: {json.dumps(value)}" for name, value in fields.items())
     return f"{{\n  {lines}\n}}"
 
@@ -276,7 +276,7 @@ def requirements_page() -> str:
 
 
 def keys_by_requirement() -> dict[str, list[str]]:
-    """The keys that a requirement is about, by the last part of their path."""
+    """Return the keys that a requirement is about, by the last part of their path."""
     found: dict[str, list[str]] = {}
     for model in (RunConfig, ServerConfig, LaunchConfig):
         for path, field in walk_keys(model):

@@ -1,4 +1,4 @@
-"""What the ids in code comments, tests and commits mean (R01.., D1..), one sentence each. The page
+"""The meaning of the ids in code comments, tests and commits (R01.., D1..), one sentence each. The page
 docs/reference/requirements.md is made from it."""
 
 from __future__ import annotations

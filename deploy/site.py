@@ -32,14 +32,14 @@ NOTEBOOK, PAGE = "notebooks/library.ipynb", "notebooks/library.md"
 
 
 def on_files(files: Any, *, config: Any) -> Any:
-    """The site's files, and the notebook's page."""
+    """Return the site's files, and the notebook's page."""
     notebook = json.loads((Path(config["docs_dir"]) / NOTEBOOK).read_text(encoding="utf-8"))
     files.append(File.generated(config, PAGE, content=notebook_page(notebook["cells"])))
     return files
 
 
 def notebook_page(cells: Iterable[Mapping[str, Any]]) -> str:
-    """The cells as Markdown: text as it is, code and what it printed as blocks."""
+    """Return the cells as Markdown: text as it is, code and what it printed as blocks."""
     parts = []
     for cell in cells:
         source = "".join(cell["source"])
@@ -54,7 +54,7 @@ def _block(language: str, text: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """The page without the reasons for which tests leave blocks out: with one, the site sees no block there."""
+    """Return the page without the reasons for which tests leave blocks out: with one, the site sees no block there."""
     return _REASON.sub(r"\1", markdown)
 
 

@@ -24,8 +24,8 @@ import typer
 
 from shared.version import Version
 
-# Longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of `deploy.launch`,
-# whose SIGKILL would not reach the ranks. The variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
+# This is longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of
+# `deploy.launch`, whose SIGKILL would not reach the ranks. The variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
 SHUTDOWN_TIMEOUT_S = 28
 
 
@@ -49,7 +49,7 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     """`command` on `nproc` ranks. Installs torchrun's signal handlers, so only the main thread can call it."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     if max_restarts:
-        # A store of its own for every start. In a shared one, ranks find the addresses of those that are gone.
+        # Every start has a store of its own. In a shared one, ranks find the addresses of those that are gone.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if command[:1] == ["-m"]:
         os.environ |= without_working_directory(os.environ)
@@ -72,7 +72,7 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
 
 
 def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
-    """Variables for a Python process that runs one of our modules with `-m`.
+    """Return variables for a Python process that runs one of our modules with `-m`.
 
     Without them Python looks for modules in the working directory first, and a folder `shared`, `deploy` or `learner`
     there hides ours. In a clone, the clone is named instead, because its packages may not be installed.
@@ -86,7 +86,7 @@ def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def exit_code(returncode: int) -> int:
-    """A shell's exit code for a `Popen.returncode`: 128 + n if signal n ended the process."""
+    """Return a shell's exit code for a `Popen.returncode`: 128 + n if signal n ended the process."""
     return 128 - returncode if returncode < 0 else returncode
 
 

@@ -36,7 +36,7 @@ app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False, add_com
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command line; returns the exit code."""
+    """Run the command line; returns the exit code."""
     try:
         app(sys.argv[1:] if argv is None else list(argv), prog_name="deploy.wait_ready")
     except SystemExit as ended:  # how typer ends
@@ -62,7 +62,7 @@ def wait(
 
 
 def server_urls(config_path: str) -> list[str]:
-    """The base URLs that the configuration names. Raises ConfigErrors, and ConfigError if it uses no servers."""
+    """Return the base URLs that the configuration names. Raises ConfigErrors, and ConfigError if it uses no servers."""
     config = load_config(config_path)
     if not uses_servers(config):
         raise ConfigError(
@@ -75,8 +75,8 @@ def server_urls(config_path: str) -> list[str]:
 
 
 def wait_all_ready(urls: Sequence[str], timeout_s: float, server_ids: str = "") -> float:
-    """Seconds until each has answered `/ready/` with 200 (once: a weight update makes a server busy again), with an id
-    that begins with `server_ids`.
+    """Wait, and return the seconds until each has answered `/ready/` with 200 (once: a weight update makes a server
+    busy again), with an id that begins with `server_ids`.
 
     Raises DeadlineError, which names those that did not.
     """
@@ -97,7 +97,8 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float, server_ids: str = "") 
 
 
 def _look(url: str, server_ids: str) -> str | None:
-    """None for a ready server, else its answer. Proxies are used as the learner would use them."""
+    """Look at a server once: None for a ready server, else its answer. Proxies are used as the learner would use
+    them."""
     try:
         with httpx.Client(trust_env=not is_loopback(httpx.URL(url).host)) as client:
             code, content = ask(client, f"{url}/ready/", timeout_s=ANSWER_S)
@@ -112,7 +113,7 @@ def _look(url: str, server_ids: str) -> str | None:
 
 
 def id_of(content: bytes) -> str:
-    """The `server_id` in an answer of `/ready/`."""
+    """Return the `server_id` in an answer of `/ready/`."""
     try:
         return str(json_of(content)["server_id"])
     except (ValueError, KeyError, TypeError):

@@ -71,7 +71,7 @@ def main(out: Path = Path("runs/loop"), steps: int = STEPS) -> dict[str, float]:
 
 
 def taught(rollout: Rollout, policy: Policy, task: Task, config: RunConfig) -> Segment:
-    """What is learned of one answer: its own prefix, corrected, every object it missed, and the end."""
+    """Return what is learned of one answer: its own prefix, corrected, every object it missed, and the end."""
     assignment = task.match(task.parse(rollout))
     target = task.target(assignment, config.loss)
     prompt = policy.encoder.encode(rollout.sample)
@@ -80,7 +80,8 @@ def taught(rollout: Rollout, policy: Policy, task: Task, config: RunConfig) -> S
 
 
 def learn(segments: list[Segment], policy: Policy, optimizer: Optimizer, step: int) -> tuple[float, int]:
-    """One update: the weighted mean loss over all supervised tokens of the step, and how many tokens were learned."""
+    """Make one update: the weighted mean loss over all supervised tokens of the step, and how many tokens were
+    learned."""
     rows = pack_all(segments, ROW_TOKENS)
     losses = [policy.backward(row) for row in rows]
     weight = sum(loss.weight_sum for loss in losses)
@@ -96,7 +97,7 @@ def score(backend: RolloutBackend, samples: list[Sample], task: Task, step: int)
 
 @contextmanager
 def serving(out: Path) -> Iterator[tuple[str, int]]:
-    """A rollout server in a process of its own: its URL, and the port of its weight sync. Stopped at the end."""
+    """Yield a rollout server in a process of its own: its URL, and the port of its weight sync. Stopped at the end."""
     port, group_port = free_ports(2)
     with supervised() as processes:
         settings = {"model": MODEL, "port": port, "max_model_len": 1024, "enforce_eager": True, "cpu_threads": 1}
@@ -107,7 +108,7 @@ def serving(out: Path) -> Iterator[tuple[str, int]]:
 
 
 def configuration(out: Path, url: str, group_port: int, steps: int) -> RunConfig:
-    """The keys of a run's YAML, in Python: checked in the same way. Raises ConfigErrors."""
+    """Return the keys of a run's YAML, in Python: checked in the same way. Raises ConfigErrors."""
     server = {"servers": [{"base_url": url, "group_port": group_port}]}
     rollouts = {
         "decode_batch_size": 16,

@@ -1,4 +1,4 @@
-"""What comparisons of training methods have in common: arms, runs in slots, result files with intervals.
+"""The common parts of comparisons of training methods: arms, runs in slots, result files with intervals.
 
 `arms`: what a method adds to a run's configuration. `runner`: runs as separate processes, side by side, resumed.
 `results`: one file per run, and the table with intervals over scenes and seeds.

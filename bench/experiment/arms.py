@@ -48,7 +48,7 @@ class Arm:
 
 
 def file_name(text: str) -> str:
-    """An arm's name as part of a file's name."""
+    """Return an arm's name as part of a file's name."""
     return "".join(c if c.isalnum() or c in "._" else "-" for c in text)
 
 
@@ -67,7 +67,7 @@ def run_config(
     data_workers: int,
     training: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """The learner's configuration of a run. `test` is evaluated at the end.
+    """Return the learner's configuration of a run. `test` is evaluated at the end.
 
     `engine`: the keys of `rollout_matching` that say what makes rollouts. `global_max_length`: 4096 at least; a whole
     batch should fit one row, so that nothing is carried over. `training`: seed, learning rate and what the driver
@@ -113,7 +113,7 @@ def base_config(
     training: Mapping[str, Any] | None = None,
     **more: Any,
 ) -> dict[str, Any]:
-    """The configuration of the `sft` run that makes a base model, whose weights are saved."""
+    """Return the configuration of the `sft` run that makes a base model, whose weights are saved."""
     return learner_config(
         model,
         train,

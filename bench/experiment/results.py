@@ -96,7 +96,7 @@ class Draws:
 
 
 def summarize(results: Iterable[Result]) -> dict[str, Any]:
-    """Per arm its intervals, and its differences from the arms of COMPARED_WITH; as JSON values."""
+    """Return per arm its intervals, and its differences from the arms of COMPARED_WITH; as JSON values."""
     arms: dict[str, list[Result]] = {}
     for result in results:
         arms.setdefault(result.arm, []).append(result)
@@ -151,7 +151,7 @@ def _rounded(estimate: float, values: NDArray[np.float64]) -> dict[str, float]:
 
 
 def markdown(summary: Mapping[str, Any], order: Sequence[str]) -> str:
-    """One line per arm that has results, in `order`."""
+    """Return one line per arm that has results, in `order`."""
     arms = summary["arms"]
     if not arms:
         return "no run has ended\n"
@@ -174,7 +174,7 @@ def _cells(name: str, arm: Mapping[str, Any]) -> list[str]:
 
 
 def shown(value: Mapping[str, float] | None, *, sign: str = "") -> str:
-    """A value with its interval; nothing where there is none."""
+    """Return a value with its interval; nothing where there is none."""
     if value is None:
         return ""
     return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"

@@ -32,14 +32,14 @@ _LAST_LINES = 60
 
 
 class Run(Protocol):
-    """What the runner asks of a run. A driver has a class of its own."""
+    """A run as the runner sees it. A driver has a class of its own."""
 
     @property
     def folder(self) -> str:
         """The name of its run directory, configuration and log."""
 
     def result(self, out: Path) -> Path:
-        """Its result file."""
+        """Return its result file."""
 
 
 R = TypeVar("R")  # the type of a run; slots use nothing of it
@@ -74,14 +74,14 @@ class Slot(Generic[R]):
             self.server = start_server(processes, folder, name, config, devices=self.server_devices)
 
     def vllm(self) -> dict[str, Any]:
-        """The learner's `vllm` section."""
+        """Return the learner's `vllm` section."""
         if self.server is not None:
             return served_by(self.server)
         return {"mode": "colocate", "tensor_parallel_size": 1, "gpu_memory_utilization": 0.12, "max_model_len": 1024}
 
 
 def make_slots(num_gpus: int, slots_per_gpu: int) -> list[Slot[Any]]:
-    """Slots for a machine; their servers are not started."""
+    """Make slots for a machine; their servers are not started."""
     if num_gpus == 0:
         return [Slot(index=0)]
     if num_gpus == 1:
@@ -105,7 +105,7 @@ def slot_server(model: Path, images: Path, *, on_gpu: bool, eager: bool) -> dict
 
 
 def wait_open(slots: Sequence[Slot[R]], timeout_s: float) -> list[Slot[R]]:
-    """The slots whose servers became ready in time. Says why for the others."""
+    """Return the slots whose servers became ready in time. Says why for the others."""
     deadline = time.monotonic() + timeout_s
     ready = []
     for slot in slots:
@@ -161,7 +161,7 @@ def _look(slot: Slot[R], ended: Callable[[R, int | None], None], run_limit_s: fl
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Experiment:
-    """Where a comparison keeps its files, and when it ends."""
+    """A comparison: where it keeps its files, and when it ends."""
 
     out: Path
     work: Path
@@ -198,7 +198,7 @@ class Experiment:
         run_limit_s: float | None = None,
         keeps_stopped: bool = False,
     ) -> None:
-        """Every run without a result, several side by side, as far as the time goes.
+        """Run every run without a result, several side by side, as far as the time goes.
 
         `keep` writes the result of a run that has ended well; with `keeps_stopped` also of one that `run_limit_s` has
         stopped. `command`: of the learner, with its options; none: `train`. `can_start` False: the run waits for
@@ -264,7 +264,7 @@ def checkpoints_of(learner: LearnerRun, limit_s: float, stop_s: float = 40.0) ->
 
 
 def export(checkpoint: Path, model: Path) -> None:
-    """The weights as a model. Raises CheckpointError."""
+    """Export the weights as a model. Raises CheckpointError."""
     unfinished = model.with_name(f"{model.name}.unfinished")  # so that a folder with the final name is complete
     argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(unfinished)]
     try:

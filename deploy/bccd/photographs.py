@@ -52,7 +52,7 @@ class Photograph:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Folders:
-    """Where a copy of the data set has its parts."""
+    """The folders in which a copy of the data set has its parts."""
 
     images: Path
     annotations: Path
@@ -76,7 +76,7 @@ class Folders:
 
 
 def read_photographs(data: Path, split: str) -> list[Photograph]:
-    """A split as published, by the learner's own reader. A box without area is left out (there are two)."""
+    """Read a split as published, by the learner's own reader. A box without area is left out (there are two)."""
     folders = Folders.of(data)
     config = DataConfig(
         train=str(folders.lists / f"{split}.txt"),

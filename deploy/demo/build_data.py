@@ -35,7 +35,7 @@ CHUNK = 100  # scenes that a worker makes at a time
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Build:
-    """What to build. Dropout and cap are for training annotations only: val and test stay complete."""
+    """A request of what to build. Dropout and cap are for training annotations only: val and test stay complete."""
 
     train: int
     val: int
@@ -50,7 +50,7 @@ class Build:
         return {"train": self.train, "val": self.val, "test": self.test}[split]
 
     def stamp(self) -> dict[str, Any]:
-        """Equal stamps, equal files: the request and the code that draws."""
+        """Return a stamp; equal stamps mean equal files: the request and the code that draws."""
         code = b"".join(Path(file).read_bytes() for file in (__file__, scenes.__file__))
         return {**asdict(self), "code": hashlib.sha256(code).hexdigest()}
 
@@ -72,7 +72,7 @@ def build(request: Build, out: Path, *, workers: int = 1) -> bool:
 
 
 def to_coco(rows: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """The rows as a COCO instances file; boxes become x, y, width, height."""
+    """Return the rows as a COCO instances file; boxes become x, y, width, height."""
     images: list[dict[str, Any]] = []
     annotations: list[dict[str, Any]] = []
     category_ids = {name: i for i, name in enumerate(DIGIT_WORDS, start=1)}
@@ -127,7 +127,7 @@ def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]
 
 
 def _first_in_reading_order(objects: tuple[SceneObject, ...], cap: int | None) -> tuple[SceneObject, ...]:
-    """The objects that an annotator has labelled who goes from top to bottom and stops after `cap`."""
+    """Return the objects that an annotator has labelled who goes from top to bottom and stops after `cap`."""
     return tuple(sorted(objects, key=lambda item: (item.box[1], item.box[0]))[:cap])
 
 

@@ -52,7 +52,7 @@ def build(path: str | Path, size: Size = "tiny", seed: int = 0) -> None:
 
 
 def count_parameters(size: Size) -> int:
-    """Number of parameters, the tied output head not counted twice; allocates no memory."""
+    """Return the number of parameters, the tied output head not counted twice; allocates no memory."""
     with torch.device("meta"):
         model = Qwen3VLForConditionalGeneration(build_config(build_tokenizer(), SHAPES[size]))
     return sum(p.numel() for p in model.parameters())

@@ -124,15 +124,15 @@ def _write_configs() -> dict[str, Path]:
 
 
 def write_data(out: Path) -> None:
-    """`data/`: training scenes, whose labels have gaps, and test scenes with all labels. `val/`: its `train.jsonl` has
-    other scenes with gaps, to validate on."""
+    """Write `data/`: training scenes, whose labels have gaps, and test scenes with all labels. `val/`: its
+    `train.jsonl` has other scenes with gaps, to validate on."""
     build(Build(train=NUM_TRAIN, val=0, test=NUM_TEST, annotation_dropout=MISSING, seed=3), out / "data")
     build(Build(train=NUM_VAL, val=0, test=0, annotation_dropout=MISSING, seed=4), out / "val")
 
 
 def has_fast_bfloat16() -> bool:
-    """True if this CPU computes in bfloat16 about as fast as in float32. Without AVX-512, a row of the demo takes 12
-    times as long in bfloat16. (Processors with AMX have AVX-512 too.)"""
+    """Return True if this CPU computes in bfloat16 about as fast as in float32. Without AVX-512, a row of the demo
+    takes 12 times as long in bfloat16. (Processors with AMX have AVX-512 too.)"""
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 

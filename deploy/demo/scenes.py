@@ -32,7 +32,7 @@ PLACEMENT_TRIES = 60
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Style:
-    """How hard a scene is."""
+    """A style: how hard a scene is."""
 
     canvas: int  # pixels, square
     min_height: int  # of a drawn digit, pixels
@@ -75,7 +75,7 @@ class DigitBank:
 
 @cache
 def load_bank(split: Split) -> DigitBank:
-    """The split's digits, stratified by class. The split is fixed: it does not depend on any seed."""
+    """Load the split's digits, stratified by class. The split is fixed: it does not depend on any seed."""
     from sklearn.datasets import load_digits
 
     data = load_digits()
@@ -92,7 +92,8 @@ def load_bank(split: Split) -> DigitBank:
 
 
 def draw_scene(rng: np.random.Generator, bank: DigitBank, style: Style = DEMO) -> Scene:
-    """1 to `max_digits` digits on a canvas. A digit that finds no place is left out; the first always finds one."""
+    """Draw 1 to `max_digits` digits on a canvas. A digit that finds no place is left out; the first always finds
+    one."""
     canvas = _texture(rng, style.canvas)
     if style.max_distractors:
         _distract(rng, canvas, bank, style)
@@ -109,7 +110,7 @@ def draw_scene(rng: np.random.Generator, bank: DigitBank, style: Style = DEMO) -
 
 
 def iou(a: Box, b: Box) -> float:
-    """Intersection over union of two boxes."""
+    """Return the intersection over union of two boxes."""
     width = min(a[2], b[2]) - max(a[0], b[0])
     height = min(a[3], b[3]) - max(a[1], b[1])
     if width <= 0 or height <= 0:
@@ -132,7 +133,7 @@ def _distract(rng: np.random.Generator, canvas: NDArray[np.float32], bank: Digit
 def _place(
     rng: np.random.Generator, glyph: NDArray[np.float32], taken: list[Box], style: Style
 ) -> tuple[NDArray[np.float32], Box] | None:
-    """A stamp of random size and a place for it; the stamp's limit shrinks as tries fail."""
+    """Return a stamp of random size and a place for it; the stamp's limit shrinks as tries fail."""
     for attempt in range(PLACEMENT_TRIES):
         limit = style.max_height - (style.max_height - style.min_height) * attempt / PLACEMENT_TRIES
         tall, stretch = float(rng.uniform(style.min_height, limit)), float(rng.uniform(0.85, 1.2))
@@ -146,7 +147,7 @@ def _place(
 
 
 def _stamp(glyph: NDArray[np.float32], *, height: float, stretch: float) -> NDArray[np.float32]:
-    """The glyph's opacity, upscaled to about `height` pixels and cropped: border rows and columns have ink."""
+    """Return the glyph's opacity, upscaled to about `height` pixels and cropped: border rows and columns have ink."""
     tight = _crop(glyph, threshold=INK)
     rows, columns = tight.shape
     scale = height / rows
@@ -176,7 +177,7 @@ def _paint(rng: np.random.Generator, canvas: NDArray[np.float32], stamp: NDArray
 
 
 def _texture(rng: np.random.Generator, size: int) -> NDArray[np.float32]:
-    """A canvas [size, size, 3] in grey levels: a gradient, stripes or clouds between two colours, with grain."""
+    """Return a canvas [size, size, 3] in grey levels: a gradient, stripes or clouds between two colours, with grain."""
     axis = np.linspace(0, 1, size, dtype=np.float32)
     angle = rng.uniform(0, 2 * np.pi)
     along = axis[None, :] * np.cos(angle) + axis[:, None] * np.sin(angle)

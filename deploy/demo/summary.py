@@ -1,4 +1,4 @@
-"""What the demo found: `runs/demo/summary.json`, and the table and the sentence that end `make demo`.
+"""The demo's findings: `runs/demo/summary.json`, and the table and the sentence that end `make demo`.
 
 In: the run folders of our method and of `sft`, as `learner` wrote them. Ours evaluates test scenes at its start and its
 end, `sft` validation scenes on its way and test scenes at its end. Out: metrics of the base model and of both runs with
@@ -55,8 +55,8 @@ NUM_PICTURES = 3
 
 
 def summarize(ours: Path, sft: Path, test: Path, phases: Mapping[str, float], *, missing: float) -> dict[str, Any]:
-    """The summary as JSON values. `test`: annotations of the test scenes. `phases`: seconds. `missing`: the share of
-    objects without a label."""
+    """Return the summary as JSON values. `test`: annotations of the test scenes. `phases`: seconds. `missing`: the
+    share of objects without a label."""
     evaluated = _evaluations(ours)
     before, after = _table(evaluated[0]), _table(evaluated[-1])
     validated = {_step_of(path): evaluate_counts(_table(path))[CHOSEN_BY] for path in _evaluations(sft)}
@@ -117,7 +117,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """The result as a table on the console, and in a sentence."""
+    """Show the result as a table on the console, and in a sentence."""
     steps, missing = max(summary["optimizer_steps"].values()), summary["missing_labels"]
     title = f"{steps} steps on labels of which {missing:.0%} are missing; "
     title += f"{summary['scenes']} held-out scenes with all labels, 95% intervals over scenes"
@@ -163,7 +163,7 @@ def sentence(summary: Mapping[str, Any]) -> str:
 
 
 def _evaluations(run: Path) -> list[Path]:
-    """The scenes of a run's evaluations, the first one first."""
+    """Return the scenes of a run's evaluations, the first one first."""
     return sorted((run / "eval").glob("step_*.jsonl"))
 
 

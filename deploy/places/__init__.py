@@ -74,7 +74,7 @@ def write_place(place: Place, config_path: str, overrides: Sequence[str], out: P
 
 
 def examples() -> dict[str, str]:
-    """The shipped files by their path. Their images are placeholders, which no place takes."""
+    """Return the shipped files by their path. Their images are placeholders, which no place takes."""
     found: dict[str, str] = {}
     for place, path in EXAMPLES.items():
         out = Path("deploy") / place

@@ -40,7 +40,7 @@ def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
 
 
 def builds(plan: Plan) -> bool:
-    """True if images are built here: none is named."""
+    """Return True if images are built here: none is named."""
     fields = plan.cluster.model_fields
     return all(getattr(plan.cluster, name) == fields[name].default for name in ("server_image", "learner_image"))
 
@@ -138,7 +138,7 @@ def image(plan: Plan, out: Path, side: str) -> dict[str, Any]:
 
 
 def volumes(plan: Plan, out: Path) -> list[dict[str, Any]]:
-    """Both sides mount them at the same place, because requests name images by path."""
+    """Return the volumes: both sides mount them at the same place, because requests name images by path."""
     folder = os.path.relpath(plan.cluster.storage or ".", out)
     bind = {"type": "bind", "bind": {"create_host_path": False}}
     return [

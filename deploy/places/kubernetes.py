@@ -104,7 +104,7 @@ def labels(plan: Plan, part: str, name: str = "") -> dict[str, str]:
 
 
 def config_map(plan: Plan, groups: list[tuple[str, ServerPlan]]) -> Object:
-    """Both configurations, and the list of servers that the learner reads while it runs."""
+    """Return both configurations, and the list of servers that the learner reads while it runs."""
     urls = [f"http://{name}-{i}.{name}:{HTTP_PORT}" for name, server in groups for i in range(server.count)]
     discovery = {"command": ["bash", f"{FOLDER}/servers.sh", *(name for name, _ in groups)]}
     data = {f"server-{i}.yaml": server.file("${POD_IP}", HTTP_PORT) for i, (_, server) in enumerate(groups)}
@@ -124,8 +124,8 @@ def claim(plan: Plan) -> Object:
 
 
 def network(plan: Plan) -> list[Object]:
-    """Only the learner reaches the servers; only learner and servers reach the learner. Both sides of a weight sync,
-    and ranks among each other, listen on ports that the system chooses."""
+    """Return the network's rules. Only the learner reaches the servers; only learner and servers reach the learner.
+    Both sides of a weight sync, and ranks among each other, listen on ports that the system chooses."""
     first, last = SYSTEM_PORTS
     chosen = {"protocol": "TCP", "port": first, "endPort": last}
     learner, server = ({"podSelector": {"matchLabels": labels(plan, part)}} for part in ("learner", "server"))
@@ -256,7 +256,7 @@ def job(plan: Plan) -> Object:
 
 
 def ranks(plan: Plan, name: str) -> list[str]:
-    """torchrun: with readable messages on one machine, with a meeting at pod 0 on several."""
+    """Return torchrun's arguments: with readable messages on one machine, with a meeting at pod 0 on several."""
     learner = plan.launch.learner
     program = ["-m", "learner", "--config", f"{FOLDER}/learner.yaml"]
     restarts = f"--max-restarts={learner.max_restarts}"
@@ -276,7 +276,7 @@ def ranks(plan: Plan, name: str) -> list[str]:
 
 
 def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int) -> Object:
-    """One container's pod. `runs`: it may write there."""
+    """Return one container's pod. `runs`: it may write there."""
     cluster = plan.cluster
     memory = f"{devices * cluster.memory_per_device_gib}Gi"
     gpus = {"nvidia.com/gpu": str(devices)} if cluster.gpu else {}
@@ -321,21 +321,22 @@ def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int
             {"name": "config", "configMap": {"name": cluster.name}},
             {"name": "storage", "persistentVolumeClaim": {"claimName": cluster.storage or cluster.name}},
             {"name": "tmp", "emptyDir": {"sizeLimit": "32Gi"}},
-            # For vLLM's processes and NCCL: a pod's own /dev/shm has 64 MB.
+            # vLLM's processes and NCCL need this: a pod's own /dev/shm has 64 MB.
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
         ],
     }
 
 
 def environment(plan: Plan, *, of_job: bool) -> list[Object]:
-    """Secrets by name; the pod's address; the Job, so that its starts are one run; caches where the pod may write."""
+    """Return secrets by name; the pod's address; the Job, so that its starts are one run; caches where the pod may
+    write."""
     uid = "metadata.labels['batch.kubernetes.io/controller-uid']"
     return [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *([{"name": JOB_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": uid}}}] if of_job else []),
         {"name": "HOME", "value": "/tmp"},
         {"name": "XDG_CACHE_HOME", "value": "/cache"},
-        # A new store for every start: in an old one ranks find the addresses of ranks that are gone.
+        # Every start gets a new store: in an old one ranks find the addresses of ranks that are gone.
         {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"},
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": plan.cluster.name, "key": name}}}

@@ -24,5 +24,5 @@ _Dumper.add_representer(Hidden, _text)
 
 
 def dump(header: str, documents: Iterable[Mapping[str, Any]]) -> str:
-    """The documents below a comment."""
+    """Return the documents below a comment."""
     return header + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)

@@ -78,7 +78,7 @@ class Plan:
         return self.launch.learner.nodes * self.launch.learner.nproc
 
     def learner_values(self, urls: Sequence[str], discovery: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The learner's configuration with these servers."""
+        """Return the learner's configuration with these servers."""
         servers = [{"base_url": Hidden(url), "group_port": GROUP_PORT} for url in urls]
         over: dict[str, Any] = {"servers": servers, "base_url": None, "group_port": None}
         if discovery is not None:
@@ -96,7 +96,7 @@ class Plan:
 
 
 def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
-    """The run that a launch file describes. Raises ConfigErrors."""
+    """Read the run that a launch file describes. Raises ConfigErrors."""
     launch = parse(LaunchConfig, load_yaml(path, overrides=overrides), rules=(rank_devices, nothing_elsewhere))
     servers, secrets = [], {TOKEN_VARIABLE}
     for entry in launch.servers:
@@ -132,7 +132,7 @@ def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
 
 
 def _check_learner(plan: Plan, document: Document) -> None:
-    """The learner's file alone, and with as many servers as the launch has."""
+    """Check the learner's file alone, and with as many servers as the launch has."""
     config_of(document, world_size=plan.num_ranks)
     urls = [f"http://server-{i}:8000" for i in range(plan.num_servers)]
     learner = config_of(plan.learner_values(urls), world_size=plan.num_ranks)

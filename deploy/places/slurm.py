@@ -108,7 +108,7 @@ def options(plan: Plan) -> list[str]:
 
 
 def launch_values(plan: Plan, out: Path) -> dict[str, Any]:
-    """The launch file inside the job: every part is a step on its machines."""
+    """Return the launch file inside the job: every part is a step on its machines."""
     learner, first = plan.launch.learner, plan.num_servers
     machines = [f"${{NODE_{i}}}" for i in range(first, first + learner.nodes)]
     return {
@@ -134,7 +134,7 @@ def launch_values(plan: Plan, out: Path) -> dict[str, Any]:
 
 
 def step(plan: Plan, machines: list[str], devices: int) -> list[str]:
-    """srun for one task on each machine, with all its cores and so many GPUs."""
+    """Return srun for one task on each machine, with all its cores and so many GPUs."""
     numbers = [f"--nodes={len(machines)}", f"--ntasks={len(machines)}", "--ntasks-per-node=1"]
     gpus = [f"--gpus-per-node={devices}"] if plan.cluster.gpu else []
     return [

@@ -45,8 +45,8 @@ class PassGraph:
 
     @classmethod
     def of(cls, run: Pass, weights: Iterable[torch.Tensor], record: Callable[[Work], Work]) -> PassGraph | None:
-        """The graph of `run`; None, and a line in the log, if it can't be captured. `record` turns work into what
-        repeats it (`CudaRecorder`); it need not run it."""
+        """Capture the graph of `run`; None, and a line in the log, if it can't be captured. `record` turns work into
+        what repeats it (`CudaRecorder`); it need not run it."""
         notes = Notes(weights)
         with notes.noting():
             now = run()
@@ -64,13 +64,13 @@ class PassGraph:
         return cls(replay, outputs[0], notes)
 
     def __call__(self) -> torch.Tensor:
-        """What the pass gives under the weights of now, in memory of its own."""
+        """Return what the pass gives under the weights of now, in memory of its own."""
         self._replay()
         return self._output.clone()
 
 
 def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
-    """Why a pass with the noted values is not that pass, or empty."""
+    """Return why a pass with the noted values is not that pass, or empty."""
     try:
         with notes.repeating(), no_waits(before.device):
             again = run()
@@ -84,7 +84,7 @@ def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
 
 @contextmanager
 def no_waits(device: torch.device) -> Iterator[None]:
-    """On CUDA, torch raises RuntimeError for operations inside that wait for the device."""
+    """Let torch raise RuntimeError on CUDA for operations inside that wait for the device."""
     if device.type != "cuda":
         yield
         return
@@ -101,8 +101,8 @@ class OtherPassError(Exception):
 
 
 class Notes:
-    """What one pass read on the host, and what it brought to the device, in order. `obstacle`: why it can't be repeated
-    with the same values, or empty."""
+    """The notes of one pass: what it read on the host, and what it brought to the device, in order. `obstacle`: why it
+    can't be repeated with the same values, or empty."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self.obstacle = ""
@@ -118,7 +118,7 @@ class Notes:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Around a pass that gets the noted values. Raises OtherPassError if it asks for others."""
+        """Repeat a pass with the noted values. Raises OtherPassError if it asks for others."""
         self._next = 0
         with _RepeatedFactories(self), _RepeatedOperations(self):
             yield
@@ -129,7 +129,7 @@ class Notes:
         self._values.append((func, tree_map_only(torch.Tensor, torch.clone, value)))
 
     def take(self, func: Any) -> Any:
-        """The next value. The caller copies a tensor that may be written."""
+        """Return the next value. The caller copies a tensor that may be written."""
         noted, value = self._values[self._next] if self._next < len(self._values) else (None, None)
         if noted is not func:
             raise OtherPassError(f"{func} comes where {noted} came before")
@@ -141,11 +141,11 @@ class Notes:
             self.obstacle = f"{func} reads on the host what depends on weights"
 
     def depends(self, values: Any) -> bool:
-        """True if a tensor among `values` depends on weights."""
+        """Return True if a tensor among `values` depends on weights."""
         return any(_key(one) in self._of_weights for one in tree_iter(values) if isinstance(one, torch.Tensor))
 
     def follow(self, func: Any, args: Any, kwargs: Any, returned: Any) -> None:
-        """After an operation: what it wrote depends on weights if anything that it was given does."""
+        """Follow an operation: what it wrote depends on weights if anything that it was given does."""
         if self.depends((args, kwargs)):
             self._mark(one for one in tree_iter(returned) if isinstance(one, torch.Tensor))
             self._mark(_written(func, args, kwargs))

@@ -128,7 +128,8 @@ def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedR
 
 
 def _cut(assignment: Assignment, last: int, task: ObjectTask) -> Assignment:
-    """The assignment of the answer up to object `last`. It is unchanged if the object does not end at a token's end."""
+    """Return the assignment of the answer up to object `last`. It is unchanged if the object does not end at a token's
+    end."""
     begun = up_to_object(assignment.parsed, last, task)
     if len(begun.objects) > last + 1:
         return assignment
