@@ -107,7 +107,8 @@ class World:
         self.run: LearnerRun = start_learner(processes, folder, "run", config, ranks=None, devices=place)
 
     def until(self, condition: Callable[[], Any], timeout_s: float) -> None:
-        """Servers that were hit come back meanwhile. Raises ServerError if the run or a server ended, DeadlineError."""
+        """Wait while servers that were hit come back. Raises ServerError if the run or a server ended,
+        DeadlineError."""
 
         def met() -> bool:
             self._see_who_is_back()
@@ -136,8 +137,8 @@ class World:
         return [*self.rows, *(away.row for away in self._away.values())]
 
     def hit(self, kind: str) -> None:
-        """One fault, of the server that was longest without one; until the run has made a whole step without it, and a
-        frozen one serves again. A killed one then starts beside the next faults."""
+        """Make one fault, of the server that was longest without one. Wait until the run has made a whole step without
+        it, and a frozen one serves again. A killed one then starts beside the next faults."""
         index = min((i for i in range(len(self.servers)) if i not in self._away), key=lambda i: self._last_hit[i])
         self._last_hit[index] = max(self._last_hit) + 1
         server, at_s, num_away = self.servers[index], time.time(), len(self._away)
@@ -203,8 +204,8 @@ class World:
                 yield name, (self._folder / name).read_text()[-6000:]
 
     def _start(self, name: str) -> Server:
-        """A server of that name, which is not ready yet; its log goes on. On CPU it is forked, because importing vLLM
-        takes longer than all the rest; CUDA does not outlive a fork."""
+        """Start a server of that name, which is not ready yet; its log goes on. On CPU it is forked, because importing
+        vLLM takes longer than all the rest; CUDA does not outlive a fork."""
         path, log = str(self._folder / f"{name}.yaml"), self._folder / f"{name}.log"
         url = load_server_config(path).base_url
         if self._devices:
@@ -234,15 +235,16 @@ def _learner(on_gpu: bool) -> list[int]:
 
 
 def left(rows: list[Row], kills: int, freezes: int) -> list[str]:
-    """The kinds that are still to be made, alternating; first the one of which more are missing."""
+    """Return the kinds that are still to be made, alternating; first the one of which more are missing."""
     missing = {kind: n - sum(row["kind"] == kind for row in rows) for kind, n in (("kill", kills), ("freeze", freezes))}
     order = sorted(missing, key=lambda kind: -missing[kind]) * max(missing.values())
     return [kind for i, kind in enumerate(order) if order[:i].count(kind) < missing[kind]]
 
 
 def choose(kinds: Sequence[str], *, num_serving: int, num_away: int) -> str | None:
-    """The fault to make now, of those that are left; None: wait until a server is back. One server must be left over.
-    While two serve and others start, freezes come first: a kill would leave one, and no fault until a start has ended.
+    """Return the fault to make now, of those that are left; None: wait until a server is back. One server must be left
+    over. While two serve and others start, freezes come first: a kill would leave one, and no fault until a start has
+    ended.
     """
     if num_serving < 2 or not kinds:
         return None
@@ -251,7 +253,7 @@ def choose(kinds: Sequence[str], *, num_serving: int, num_away: int) -> str | No
 
 
 def spread(rows: list[Row]) -> dict[str, Any]:
-    """Per kind the number, and of each figure median and largest."""
+    """Return per kind the number, and of each figure median and largest."""
     found: dict[str, Any] = {}
     for kind in ("kill", "freeze"):
         own = [row for row in rows if row["kind"] == kind]
@@ -265,7 +267,7 @@ def spread(rows: list[Row]) -> dict[str, Any]:
 
 
 def in_time(rows: list[Row], kind: str, within_s: float) -> str:
-    """How many faults were followed by a whole step within `within_s`."""
+    """Say how many faults were followed by a whole step within `within_s`."""
     own = [row["whole_step_s"] for row in rows if row["kind"] == kind]
     return f"{kind}: next whole step within {within_s:g} s in {sum(s <= within_s for s in own)} of {len(own)}"
 

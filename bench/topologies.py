@@ -83,8 +83,8 @@ class Topology:
         return f"{self.rollout_gpus}+{self.learner_gpus}"
 
     def devices(self, num_gpus: int) -> tuple[list[list[int]], list[int]]:
-        """The devices of each server and of the learner; none on the CPU. Where there are too few, one rank of the
-        learner has the last one, and the servers share the others, or that one."""
+        """Return the devices of each server and of the learner; none on the CPU. Where there are too few, one rank of
+        the learner has the last one, and the servers share the others, or that one."""
         if not num_gpus:
             return [[] for _ in range(self.rollout_gpus)], []
         last = self.rollout_gpus + self.learner_gpus
@@ -101,7 +101,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """What is the same for all topologies and modes."""
+    """The parts that are the same for all topologies and modes."""
 
     model: Path
     data: Path
@@ -192,7 +192,7 @@ def main(
 
 
 def _topology(topology: Topology, work: Workload, out: Path) -> Iterator[dict[str, Any]]:
-    """A row per mode. The servers are started once, and serve one learner after the other."""
+    """Yield a row per mode. The servers are started once, and serve one learner after the other."""
     with supervised() as processes:
         try:
             servers = _serve(processes, topology, work)
@@ -277,7 +277,7 @@ def run_config(
 def _mode(
     processes: Processes, topology: Topology, mode: str, servers: Sequence[Server], work: Workload, kept: Path
 ) -> dict[str, Any]:
-    """One run, watched from its first step on. Raises ServerError, DeadlineError."""
+    """Make one run, watched from its first step on. Raises ServerError, DeadlineError."""
     run_dir = work.folder / kept.name
     _, devices = topology.devices(work.num_gpus)
     began = time.monotonic()
@@ -329,7 +329,7 @@ def taken_away(file: Path) -> Iterator[None]:
 
 
 def summary(events: Events) -> dict[str, Any]:
-    """Figures of a run's events, as JSON values. The first steps warm up."""
+    """Return the figures of a run's events, as JSON values. The first steps warm up."""
     steps = steps_of(events)[WARM_UP_STEPS:]
     syncs = [event for event in events if event["event"] == "sync"]
     wall = sum(step["step_s"] for step in steps)
@@ -353,7 +353,7 @@ def summary(events: Events) -> dict[str, Any]:
 
 
 def _rollout_s(step: Mapping[str, Any]) -> float:
-    """Seconds of rollouts: those that the learner waited for, and those beside learning."""
+    """Return the seconds of rollouts: those that the learner waited for, and those beside learning."""
     return float(step.get("rollout_s", 0.0) + step.get("stage2_ab/rollout_s", 0.0))
 
 
@@ -367,7 +367,7 @@ def watched(seen: Watched) -> dict[str, Any]:
 
 
 def markdown(rows: Sequence[Mapping[str, Any]]) -> str:
-    """One line per mode."""
+    """Return one line per mode."""
     head = ["GPUs", "mode", "steps/s", "rollout, learn, sync, wait s of a step", "busy GPUs", "syncs", "s each"]
     head += ["GB synced", "MB written by all", "large new files"]
     return "\n".join(markdown_table(head, map(_cells, rows))) + "\n"
