@@ -54,7 +54,7 @@ from learner.extensions import make_task
 from learner.policy.load import Policy, load_policy
 from learner.records import PackedRow, Segment
 from learner.rollout.backend import MicroStep
-from learner.rollout.servers import ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.run.environment import shorten_turns
 from learner.steps.packing import pack_all
 from learner.steps.segments import RolloutSource
@@ -329,7 +329,7 @@ def sampling(every_s: float = SAMPLE_EVERY_S) -> Iterator[dict[str, Counter[str]
         thread.join(_STOP_S)
 
 
-# Functions in which a thread waits for work; `__iter__` of servers.py waits for an answer.
+# Functions in which a thread waits for work; `__iter__` of server_backend.py waits for an answer.
 _WAITS = {"wait", "select", "poll", "get", "_recv_bytes", "accept"}
 
 
@@ -338,7 +338,7 @@ def where(frame: FrameType) -> str:
     for work."""
     code = frame.f_code
     name = Path(code.co_filename).name
-    if code.co_name in _WAITS or (name, code.co_name) == ("servers.py", "__iter__"):
+    if code.co_name in _WAITS or (name, code.co_name) == ("server_backend.py", "__iter__"):
         return ""
     inner = f"{name}:{frame.f_lineno} {code.co_name}"
     ours: FrameType | None = frame
