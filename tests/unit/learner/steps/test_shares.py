@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import asdict
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.config.schedule import scheduled_channel
-from learner.steps.shares import Bounds, PipelineStoppedError, Served, ShareQueue, Shares
-from shared.errors import SyncError
+from learner.config.sections.stage2_ab import AsyncActorLearnerConfig
+from learner.steps.shares import Bounds, Counts, PipelineStoppedError, Served, ShareQueue, Shares
+from shared.errors import ConfigError, SyncError
 
 RATIOS = st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.5, 0.75, 1.0])
 RANDOM = st.randoms(use_true_random=False)
@@ -237,3 +239,77 @@ def test_a_call_under_way_for_a_share_that_nobody_wants_is_not_queued() -> None:
     assert queue.finish_call() == ([], [])
     assert queue.counts.samples_returned == 4
     assert queue.complete() == {}
+
+
+def queue_of(*, keep: int, size: int, call_size: int, start_below: int = 4) -> ShareQueue:
+    """Packs hold two samples."""
+    bounds = Bounds(start_below=start_below, keep_at_most=keep, version_window=2)
+    return ShareQueue(
+        bounds, served=Served(ver=5, updates=0), size=lambda _: size, samples_per_pack=2, call_size=call_size
+    )
+
+
+def made(queue: ShareQueue, *wanted: int) -> list[tuple[int, str]]:
+    """One call for these shares; the shares of packs that were dropped for it, and why."""
+    queue.want(wanted)
+    queue.start_call()
+    return [(drop.pack.share, drop.reason) for drop in queue.finish_call()[1]]
+
+
+def test_beside_the_most_urgent_share_no_more_is_made_than_fits() -> None:
+    """A pack that is made only to be dropped costs a rollout."""
+    queue = queue_of(keep=4, size=6, call_size=6)
+    assert made(queue, 0, 1) == []
+    assert len(queue.queue) == 3
+    assert queue.may_start
+    call = queue.start_call()
+    assert (call.share, call.places) == (1, range(2))
+    assert queue.finish_call()[1] == []
+    assert not queue.may_start, "as many wait as may"
+    short = queue_of(keep=9, size=6, call_size=6, start_below=3)
+    made(short, 0, 1)
+    assert not short.may_start, "three wait, and a call starts below three"
+
+
+def test_what_is_needed_last_gives_way_to_the_most_urgent_share() -> None:
+    queue = queue_of(keep=3, size=4, call_size=4)
+    assert made(queue, 2) == []
+    assert made(queue, 1, 2) == [(2, "oldest")]
+    assert made(queue, 0, 1, 2) == [(2, "oldest"), (1, "oldest")]
+    assert sorted((pack.share, pack.places) for pack in queue.queue) == [(0, (0, 1)), (0, (2, 3)), (1, (2, 3))]
+    assert queue.counts.packs_dropped_oldest == 3
+    assert queue.counts.samples_returned == 6
+
+
+def test_of_other_shares_the_oldest_weights_give_way_first() -> None:
+    queue = queue_of(keep=4, size=4, call_size=4)
+    made(queue, 1)
+    queue.request_fence()
+    queue.complete_fence(Served(ver=6, updates=1, syncs=1))
+    assert made(queue, 2, 1) == []
+    assert made(queue, 0, 1, 2) == [(1, "oldest"), (1, "oldest")]
+
+
+def test_counts_add_up_over_shares() -> None:
+    """Ages are summed: what a share's packs were old when they were learned."""
+    queue = queue_of(keep=8, size=4, call_size=4)
+    assert queue.counts == Counts()
+    assert set(asdict(queue.counts).values()) == {0}
+    for share, (syncs, step) in enumerate([(1, 3), (2, 7)]):
+        made(queue, share)
+        queue.request_fence()
+        queue.complete_fence(Served(ver=5 + syncs, updates=step - 1, syncs=syncs))
+        assert not queue.sync_due
+        queue.take(share, step)
+        assert queue.sync_due, "the servers lack what is learned from it"
+    counts = queue.counts
+    assert (counts.packs_made, counts.packs_learned) == (4, 4)
+    assert (counts.age_versions, counts.age_updates) == (2 * 1 + 2 * 1, 2 * 3 + 2 * (7 - 2))
+
+
+def test_as_many_packs_may_be_prefetched_as_the_queue_holds() -> None:
+    config = AsyncActorLearnerConfig(prefetch_target_packs=4, queue_limit=4)
+    assert Bounds.run_ahead(config, packs_per_step=1).start_below == 4
+    assert Bounds.run_ahead(config, packs_per_step=4).keep_at_most == 4
+    with pytest.raises(ConfigError, match="prefetch_target_packs"):
+        Bounds.run_ahead(config.model_copy(update={"queue_limit": 3}), packs_per_step=1)
