@@ -56,6 +56,23 @@ def test_an_update_waits_for_calls_and_calls_for_the_update() -> None:
     run(check())
 
 
+@pytest.mark.parametrize(
+    ("error", "because"), [(ValueError("the bytes differ"), "the bytes differ"), (OSError(), "OSError")]
+)
+def test_an_update_that_fails_says_why_to_later_calls(error: Exception, because: str) -> None:
+    async def check() -> None:
+        t = waiting_gate()
+        with pytest.raises(type(error)):
+            async with t.exclusive("a", 7, "full"):
+                raise error
+        with pytest.raises(ServerPoisonedError) as raised:
+            async with t.call():
+                pass
+        assert raised.value.found == because
+
+    run(check())
+
+
 def test_waits_end_at_their_deadlines() -> None:
     async def check() -> None:
         t = waiting_gate(queue_timeout_s=0.05, drain_timeout_s=0.1)

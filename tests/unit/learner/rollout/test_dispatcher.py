@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 
 import pytest
 from hypothesis import given, settings
@@ -343,6 +344,44 @@ def test_a_request_that_fails_on_two_servers_is_the_request_s_fault() -> None:
     with pytest.raises(RolloutError):
         asyncio.run(dispatcher.run())
     assert len(lost) == 1
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_calls_that_were_given_up_have_ended_when_the_run_ends(lost: bool) -> None:
+    """Whoever closes the clients then cuts no call off."""
+    one_call_each = tuple(ServerSpan(server=0, start=i, stop=i + 1) for i in range(2))
+    ended: list[str] = []
+
+    async def send(server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
+        if server == 0 and batch.start == 0:
+            await asyncio.sleep(0)  # until the other call is under way
+            raise ServerUnreachableError("server 0 is gone") if lost else MediaError("no image")
+        if server == 0:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                await asyncio.sleep(0.05)
+                ended.append("call")
+        for request in range(batch.start, batch.stop):
+            answered(request, server)
+
+    dispatcher: Dispatcher[int] = Dispatcher(
+        Distribution(spans=one_call_each, quotas=(2, 2)),
+        send=send,
+        on_answer=lambda request, server: None,
+        on_split=lambda requests, error: None,
+        lose=lambda server, error: (0, 2),
+    )
+
+    async def run_and_note() -> None:
+        try:
+            await dispatcher.run()
+        finally:
+            ended.append("run")
+
+    with nullcontext() if lost else pytest.raises(MediaError):
+        asyncio.run(run_and_note())
+    assert ended == ["call", "run"]
 
 
 def test_an_answer_that_comes_after_its_server_was_lost_is_dropped() -> None:

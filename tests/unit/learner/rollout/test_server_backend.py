@@ -512,6 +512,7 @@ def test_a_seed_depends_on_the_run_the_step_and_the_request_only(
 def test_a_loop_that_is_closed_ends_what_still_runs() -> None:
     """A call in flight is cancelled, which is no error of the close."""
     loop = LoopThread("test-loop")
+    assert loop._thread.daemon, "an interpreter that exits because of an error must not wait for an answer"
     waiting = loop.submit(asyncio.sleep(600))
     loop.run(asyncio.sleep(0))
     loop.close(10.0)
