@@ -26,7 +26,7 @@ from learner.run.environment import prepare_for_vllm
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
-from learner.wiring.connect import computes_in
+from learner.wiring.connect import computes_in, load_graph
 
 ONE_RANK = Ranks()  # on CPU
 
@@ -77,9 +77,10 @@ def colocate_sync(
 ) -> Sync:
     canary = Canary(
         items=[item],
-        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids)]),
+        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids)], whole=True),
         tolerance=config.vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
     )
-    delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks)
+    graph = load_graph(policy, engine, ranks)
+    delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks, graph=graph)
     return Sync(delivery, policy, adapter=adapter, fallback_to_full=config.vllm.sync.fallback_to_full)

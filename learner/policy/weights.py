@@ -59,6 +59,11 @@ class CheckpointWeights:
                 remedy="set model.sharding: none, or trainer_variant: sft without evaluations",
             )
 
+    @property
+    def is_plain(self) -> bool:
+        """True if the tensors are stored as they are, but for plain LoRAs."""
+        return self._stored_as_is and all(map(merges_plainly, self._adapted.values()))
+
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached.

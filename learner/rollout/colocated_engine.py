@@ -33,6 +33,7 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.loss import is_out_of_memory
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
+from learner.rollout.load_graph import LoadGraph
 from shared.checkpoint import model_folder
 from shared.engine_images import EngineImages
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
@@ -172,9 +173,9 @@ class ColocatedEngine:
             for score, several in zip(scores, reads, strict=True)
         ]
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]], graph: LoadGraph | None = None) -> None:
         """Overwrite the served weights, check that every parameter was written, and reset the caches of the old ones.
-        The adapter is removed.
+        The adapter is removed. `graph`: of loads of the same weights, without adapters in the engine.
 
         Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
         """
@@ -184,7 +185,7 @@ class ColocatedEngine:
         if self.max_lora_rank:
             self._take(weights, BaseWeightLoad(*model, self._runner.lora_manager))
         else:
-            self._take(weights, WeightLoad(*model))
+            self._take(weights, WeightLoad(*model), graph)
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the last adapter; the served weights stay. Raises as `load` does."""
@@ -193,11 +194,22 @@ class ColocatedEngine:
         self._take(weights, AdapterLoad(self._runner.lora_manager))
         self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
 
-    def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:
-        try:
-            load.open()
+    def _take(
+        self,
+        weights: Iterable[tuple[str, torch.Tensor]],
+        load: AdapterLoad | WeightLoad,
+        graph: LoadGraph | None = None,
+    ) -> None:
+        def add_all() -> None:
             for piece in _in_pieces(weights):
                 load.add(piece)
+
+        try:
+            load.open()
+            if graph is not None and isinstance(load, WeightLoad) and load.in_place:
+                graph.load(load, add_all)
+            else:
+                add_all()
             load.finish()
         except ProjectError:
             raise

@@ -24,6 +24,7 @@ from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.records import ServerChange
 from learner.rollout.colocated_engine import ColocatedEngine
+from learner.rollout.load_graph import LoadGraph
 from learner.sync.canary import Canary, worst_gap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode
@@ -46,10 +47,21 @@ class Given:
 
 
 class EngineDelivery:
-    """All ranks have a part in it, and agree after each load and each canary."""
+    """All ranks have a part in it, and agree after each load and each canary. `graph`: for full syncs; only with one
+    rank, because digests are read on the host."""
 
-    def __init__(self, engine: ColocatedEngine, encoder: PromptEncoder, *, canary: Canary, ranks: Ranks) -> None:
-        self._engine, self._canary, self._ranks = engine, canary, ranks
+    def __init__(
+        self,
+        engine: ColocatedEngine,
+        encoder: PromptEncoder,
+        *,
+        canary: Canary,
+        ranks: Ranks,
+        graph: LoadGraph | None = None,
+    ) -> None:
+        assert graph is None or ranks.world_size == 1, "a digest is read on the host"
+        self._engine, self._canary, self._ranks, self._graph = engine, canary, ranks, graph
+        self._given: Given | None = None  # what was last walked through
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         self._same = PromptCheck(image_processing=encoder.image_processing)
         self._learner: Mapping[Mode, CanaryScores] = {}
@@ -102,7 +114,7 @@ class EngineDelivery:
         raise AssertionError("a colocated engine loads weights in place")
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
-        given = self._load(source, self._engine.load if mode == "full" else self._engine.load_adapter)
+        given = self._load(source, self._load_all if mode == "full" else self._engine.load_adapter)
         learner = self._learner[mode]
         with self._part("canary"):
             gaps = self._ranks.all_succeed(lambda: self._gap(learner, ver))
@@ -120,6 +132,12 @@ class EngineDelivery:
     def leave(self, *, abort: bool) -> None:
         """Nothing is held."""
 
+    def _load_all(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        if self._graph is None:
+            self._engine.load(weights)
+        else:
+            self._engine.load(weights, self._graph)
+
     def _load(self, source: WeightSource, load: Callable[[Iterable[tuple[str, torch.Tensor]]], None]) -> Given:
         """Return what every rank's engine was given."""
 
@@ -129,7 +147,10 @@ class EngineDelivery:
                 load(weights)
             self._parts["merge"] = self._parts.get("merge", 0.0) + weights.seconds
             self._parts["load"] -= weights.seconds
-            return weights.given()
+            if weights.walked:
+                self._given = weights.given()
+            assert self._given is not None, "the first load walks through the weights, a graph repeats it"
+            return self._given
 
         given = self._ranks.all_succeed(load_counted)
         odd = [rank for rank, other in enumerate(given) if other != given[0]]
@@ -169,10 +190,12 @@ class _Counted:
     def __init__(self, weights: Iterator[tuple[str, torch.Tensor]], *, with_digest: bool) -> None:
         self._weights, self._with_digest = weights, with_digest
         self._num_tensors = self._num_bytes = 0
+        self.walked = False
         self.seconds = 0.0  # in which they were made
         self._hasher = hashlib.blake2b(digest_size=16)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
+        self.walked = True
         while True:
             began = time.perf_counter()
             name, tensor = next(self._weights, ("", None))

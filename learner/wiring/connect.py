@@ -18,6 +18,7 @@ from learner.config.schema import RunConfig
 from learner.config.sections.loss import LossConfig
 from learner.extensions import Task
 from learner.policy.canary_scores import CanaryScorer
+from learner.policy.layer_graphs import CudaRecorder
 from learner.policy.load import Policy
 from learner.policy.lora import AdapterWeights, base_model_path
 from learner.policy.offload import make_offload
@@ -29,6 +30,7 @@ from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend
+from learner.rollout.load_graph import LoadGraph
 from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
@@ -109,7 +111,8 @@ def connect_sync(
     adapter: AdapterSource | None = _synced_adapter(config, policy)
     delivery: Delivery
     if isinstance(backend, ColocateBackend):
-        delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks)
+        graph = load_graph(policy, backend.engine, ranks)
+        delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks, graph=graph)
     else:
         prompts = [items[0], *(_probe(sample, policy) for sample in extremes(samples))]
         check = server_check(
@@ -168,6 +171,17 @@ def _colocate(
         pixel_share=config.data.pixel_share,
         on_call=on_call,
     )
+
+
+def load_graph(policy: Policy, engine: ColocatedEngine, ranks: Ranks) -> LoadGraph | None:
+    """Return how full syncs into `engine` are repeated; None where weights travel otherwise than by plain merges and
+    copies on one device."""
+    on_gpu = policy.device.type == "cuda" and ranks.world_size == 1
+    if not on_gpu or engine.max_lora_rank or not policy.merges_plainly:
+        return None
+    tensors = [*policy.model.parameters(), *policy.model.buffers()]
+    device = tensors[0].device  # with an index, which `policy.device` may lack
+    return LoadGraph(tensors, device, CudaRecorder(device))
 
 
 def computes_in(policy: Policy) -> torch.dtype:

@@ -65,14 +65,16 @@ class CopyMemory:
     """Lives as long as the worker; `begin` before each update."""
 
     def __init__(self) -> None:
-        self._addresses: tuple[int, ...] = ()
+        self.addresses: tuple[int, ...] = ()  # of the model's parameters
+        self.was_enough = False  # for all that was loaded since `begin`
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget everything if a parameter of the model has moved."""
         addresses = tuple(parameter.data_ptr() for parameter in parameters)
-        if addresses != self._addresses:
-            self._addresses = addresses
+        self.was_enough = True
+        if addresses != self.addresses:
+            self.addresses = addresses
             self._recordings.clear()
 
     def load(self, tensors: Named, loader: Callable[[Named], Iterable[str] | None]) -> frozenset[str]:
@@ -84,6 +86,7 @@ class CopyMemory:
                 [copy.target for copy in recording.copies], [copy.source(tensors) for copy in recording.copies]
             )
             return recording.written
+        self.was_enough = False
         with _Watcher() as watcher:
             written = frozenset(loader(tensors) or ())
         copies = _copies(watcher, tensors)
@@ -129,6 +132,14 @@ def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
     return whole.storage_offset() <= part.storage_offset() < whole.storage_offset() + max(1, whole.numel())
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Account:
+    """What a load has received and written, by name."""
+
+    received: frozenset[str]
+    written: frozenset[str]
+
+
 class WeightLoad:
     """One update: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
 
@@ -166,6 +177,26 @@ class WeightLoad:
                 self._written |= self._memory.load(list(self._counted(tensors)), self._model.load_weights)
             else:
                 self._written |= set(self._model.load_weights(self._counted(tensors)) or ())
+
+    @property
+    def addresses(self) -> tuple[int, ...]:
+        """Where the model's parameters are, once the load is open. In place only."""
+        return self._memory.addresses
+
+    @property
+    def came_from_memory(self) -> bool:
+        """True if everything so far was loaded in place, and nothing by the model's own loader."""
+        return self.in_place and self._memory.was_enough
+
+    @property
+    def account(self) -> Account:
+        """Of what was added so far."""
+        return Account(received=frozenset(self._received), written=frozenset(self._written))
+
+    def repeat(self, account: Account) -> None:
+        """In place of `add`: the copies of a load with this account were repeated."""
+        self._received |= account.received
+        self._written |= account.written
 
     def finish(self) -> int:
         """Return the number of tensors that were loaded. Raises CoverageError."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ from learner.records import Rollout
 from learner.rollout.colocate import ColocateBackend
 from learner.rollout.colocated_engine import ColocatedEngine
 from learner.sync.canary import CanaryItem
+from learner.sync.sync import Sync
 from tests.unit.learner.policy.rows import image, sample
 
 pytest.importorskip("vllm")
@@ -43,12 +45,20 @@ class World:
     policy: Policy
     engine: ColocatedEngine
 
-    def sync(self) -> float:
-        """The canary's gap."""
+    def make_sync(self) -> Sync:
         scene = sample([image(128, 128, seed=0)])
         prompt = self.policy.encoder.encode(scene)
         item = CanaryItem(sample=scene, prompt=prompt, response_token_ids=tuple(range(20, 40)))
-        return colocate_sync(self.engine, self.policy, item, CONFIG, RANKS).sync().canary_gap
+        return colocate_sync(self.engine, self.policy, item, CONFIG, RANKS)
+
+    def sync(self) -> float:
+        """The canary's gap."""
+        return self.make_sync().sync().canary_gap
+
+    def change(self) -> None:
+        with torch.no_grad():
+            for parameter in self.policy.model.parameters():
+                parameter += 0.05 * parameter.abs().mean() * torch.randn_like(parameter)
 
     def generate(self) -> list[Rollout]:
         samples = [sample([image(128, 128, seed=i)]) for i in range(5)]
@@ -92,9 +102,7 @@ def test_syncs_are_checked_and_change_the_answers(world: World) -> None:
     """R09: also past the caches that the old weights had filled; the trained weights are as before."""
     assert world.sync() < 0.01
     first = world.generate()
-    with torch.no_grad():
-        for parameter in world.policy.model.parameters():
-            parameter += 0.05 * parameter.abs().mean() * torch.randn_like(parameter)
+    world.change()
     before = {name: parameter.detach().clone() for name, parameter in world.policy.model.named_parameters()}
     assert [r.response_token_ids for r in world.generate()] == [r.response_token_ids for r in first]
     assert world.sync() < 0.01
@@ -104,6 +112,25 @@ def test_syncs_are_checked_and_change_the_answers(world: World) -> None:
     for name, parameter in world.policy.model.named_parameters():
         assert parameter.device == CUDA
         assert torch.equal(parameter, before[name]), name
+
+
+def test_syncs_that_are_replayed_are_checked_and_change_the_answers(
+    world: World, started: tuple[World, Switched]
+) -> None:
+    """R09: by the loader, from memory, captured, and by the graph alone; the engine sleeps in between. What is
+    offloaded is never captured: it lies on the host while it is loaded."""
+    _, offload = started
+    sync = world.make_sync()
+    answers = []
+    for _ in range(5):
+        receipt = sync.sync()
+        assert receipt.canary_gap < 0.01
+        assert receipt.num_tensors == len(world.policy.weight_specs())
+        answers.append([rollout.response_token_ids for rollout in world.generate()])
+        world.change()
+    assert all(one != other for one, other in itertools.pairwise(answers))
+    graph = sync._delivery._graph  # type: ignore[attr-defined]
+    assert graph.is_captured == (not offload.on)
 
 
 def test_the_engine_sleeps_while_training_has_the_device(world: World) -> None:
