@@ -107,7 +107,7 @@ class World:
         self.run: LearnerRun = start_learner(processes, folder, "run", config, ranks=None, devices=place)
 
     def until(self, condition: Callable[[], Any], timeout_s: float) -> None:
-        """Wait while servers that were hit come back. Raises ServerError if the run or a server ended,
+        """Wait for `condition`, while servers that were hit come back. Raises ServerError if the run or a server ended,
         DeadlineError."""
 
         def met() -> bool:

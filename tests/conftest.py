@@ -48,13 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=True)
 def no_secrets_yet() -> None:
-    """Those that an earlier test's configuration named are not known any more."""
+    """Forget the secrets that an earlier test's configuration named."""
     masking.forget()
 
 
 @pytest.fixture(autouse=True)
 def logging_as_before() -> Iterator[None]:
-    """Commands that a test runs in this process send logs to a file, or switch them off: not for the next test."""
+    """Put logging back: commands that a test runs in this process send logs to a file, or switch them off, which must
+    not reach the next test."""
     loggers = [one for one in logging.root.manager.loggerDict.values() if isinstance(one, logging.Logger)]
     before = {one: (one.propagate, one.level) for one in loggers if one.parent is logging.root}
     yield

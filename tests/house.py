@@ -1,4 +1,4 @@
-"""How tidy the house is, in figures: `python -m tests.house [--wheel FILE]`.
+"""Figures of how tidy the house is: `python -m tests.house [--wheel FILE]`.
 
 Out: a table with the imports up and the circles of modules (`tests/test_imports.py` keeps both at 0), lines of the core
 (`shared`, `rollout_server` and `learner`), its files over 500 lines, and how often it says `Any`. With `--wheel`, lines

@@ -13,7 +13,7 @@ from bench.namespaces import Node, NoNamespacesError
 
 @contextlib.contextmanager
 def network(names: Sequence[str]) -> Iterator[dict[str, Node]]:
-    """The nodes of `bench.namespaces.network`. Skips the test where this machine makes no namespaces."""
+    """Make the nodes of `bench.namespaces.network`. Skips the test where this machine makes no namespaces."""
     with contextlib.ExitStack() as stack:
         try:
             _, nodes = stack.enter_context(namespaces.network(names))

@@ -1,4 +1,5 @@
-"""In which order modules are handed to the workers: the longest first, so that no worker ends long before the others.
+"""The order in which modules are handed to the workers: the longest first, so that no worker ends long before the
+others.
 
 A module's whole time counts, with what it waits for. Modules with vLLM in their own process are last: vLLM leaves
 threads, groups and variables behind that other tests would find.
@@ -57,5 +58,5 @@ _PLACES = {name: place for place, name in enumerate(LONGEST)} | {
 
 
 def place(path: Path) -> int:
-    """The key to sort by. Modules that are not named keep their order."""
+    """Return the key to sort by. Modules that are not named keep their order."""
     return _PLACES.get(path.relative_to(TESTS).as_posix(), len(LONGEST))

@@ -21,7 +21,8 @@ def launch(
     timeout_s: float = 120.0,
     loaded: tuple[str, ...] = forked.LEARNER,
 ) -> list[subprocess.CompletedProcess[str]]:
-    """`python -m module arguments` as every rank of a group on this machine; what each printed, in rank order."""
+    """Run `python -m module arguments` as every rank of a group on this machine; return what each printed, in rank
+    order."""
     return forked.finish(loaded, module, arguments, envs=list(_environments(world_size)), timeout_s=timeout_s)
 
 

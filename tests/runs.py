@@ -1,4 +1,5 @@
-"""What a run left behind, read back: a run directory and the name of an event in, its lines of `metrics.jsonl` out."""
+"""The records that a run left behind, read back: a run directory and the name of an event in, its lines of
+`metrics.jsonl` out."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from bench.runs import read_events
 
 
 def events(run_dir: Path, event: str) -> list[dict[str, Any]]:
-    """In order; none where the run has logged nothing yet, and not a line that is being written."""
+    """Return the run's lines of this event in order; none where the run has logged nothing yet, and not a line that is
+    being written."""
     return [line for line in read_events(run_dir) if line["event"] == event]
 
 

@@ -62,8 +62,8 @@ def running_server(
     start_timeout_s: float = 240.0,
     new_python: bool = False,
 ) -> Iterator[RunningServer]:
-    """A ready server with `config` over DEFAULTS; its files go into `folder`. Raises AssertionError with the end of
-    the log where it does not become ready."""
+    """Run a server with `config` over DEFAULTS, ready when this yields; its files go into `folder`. Raises
+    AssertionError with the end of the log where it does not become ready."""
     port = free_port()
     path = folder / f"server-{port}.yaml"
     path.write_text(yaml.safe_dump({**DEFAULTS, "port": port, **config}))
@@ -90,7 +90,7 @@ def _start(
 
 
 def stop(process: subprocess.Popen[bytes] | forked.Forked, timeout_s: float = _STOP_TIMEOUT_S) -> int:
-    """SIGTERM, then SIGKILL to its session after the deadline; the exit code."""
+    """Send SIGTERM, then SIGKILL to its session after the deadline; return the exit code."""
     family = [process.pid, *descendants(process.pid)]
     if process.poll() is None:
         process.terminate()
@@ -106,7 +106,7 @@ def stop(process: subprocess.Popen[bytes] | forked.Forked, timeout_s: float = _S
 
 
 def is_alive(pid: int) -> bool:
-    """Whether the process runs; one that ended and waits to be reaped does not."""
+    """Return whether the process runs; one that ended and waits to be reaped does not."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -115,7 +115,7 @@ def is_alive(pid: int) -> bool:
 
 
 def wait_gone(pids: Iterable[int], timeout_s: float) -> list[int]:
-    """Those of `pids` that still run when all are gone or the time has passed."""
+    """Wait until all of `pids` are gone or the time has passed; return those that still run."""
     deadline = time.monotonic() + timeout_s
     while (alive := [pid for pid in pids if is_alive(pid)]) and time.monotonic() < deadline:
         time.sleep(0.05)

@@ -51,7 +51,8 @@ def server_sync(
     control: ServerControl | None = None,
     discovery: Discovery | None = None,
 ) -> Sync:
-    """`config`: the backend's, unless told otherwise. `scorer`: instead of `learner_logprobs`."""
+    """Make a sync with servers. `config`: the backend's, unless told otherwise. `scorer`: instead of
+    `learner_logprobs`."""
     config = config or backend.config.vllm
     scorer = scorer or scorer_of(learner_logprobs)
     checked = Canary(items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance)

@@ -83,7 +83,7 @@ class Source:
         return f"*{section.__name__}" if items is not None and (section := section_of(items)) else None
 
     def of_annotation(self, node: ast.expr | None) -> Type:
-        """The one class of this project that an annotation names, or a collection of it."""
+        """Return the one class of this project that an annotation names, or a collection of it."""
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             node = ast.parse(node.value, mode="eval").body
         if isinstance(node, ast.Name):
@@ -102,7 +102,7 @@ def _is_property(function: ast.FunctionDef) -> bool:
 
 
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """All nodes but those of functions and classes within."""
+    """Yield all nodes but those of functions and classes within."""
     for child in ast.iter_child_nodes(node):
         yield child
         if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
@@ -160,7 +160,7 @@ class Scope:
         return whole[1:] if isinstance(whole, str) and whole.startswith("*") else None
 
     def of(self, node: ast.expr) -> Type:
-        """The type of an expression, as far as it is known."""
+        """Return the type of an expression, as far as it is known."""
         match node:
             case ast.Name():
                 return self.names.get(node.id)
@@ -203,7 +203,7 @@ class Scope:
 
 
 def reads_of(tree: ast.AST, source: Source, outer: Mapping[str, Type] | None = None, owner: str = "") -> Iterator[Read]:
-    """What a module, class or function reads of sections. Functions that yield mistakes are left out."""
+    """Yield what a module, class or function reads of sections. Functions that yield mistakes are left out."""
     scope = Scope(source, tree, outer or {}, owner)
     if not isinstance(tree, ast.ClassDef):
         yield from scope.reads()
@@ -223,7 +223,7 @@ def without_classes(tree: ast.Module) -> ast.Module:
 
 
 def with_properties(reads: set[Read], schema: Sequence[ast.Module], source: Source) -> set[Read]:
-    """Also what the properties that are read look at themselves."""
+    """Add what the properties that are read look at themselves."""
     inside: dict[Read, set[Read]] = {}
     classes = [node for tree in schema for node in tree.body if isinstance(node, ast.ClassDef)]
     for section in classes:
@@ -239,7 +239,7 @@ def with_properties(reads: set[Read], schema: Sequence[ast.Module], source: Sour
 
 
 def unread(model: type[BaseModel], reads: set[Read]) -> list[str]:
-    """The keys of `model` that nobody reads."""
+    """Return the keys of `model` that nobody reads."""
     keys = []
     for name, section in sections_of(model).items():
         keys += [(name, key) for key in section.model_fields if (name, key) not in reads]

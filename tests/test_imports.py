@@ -1,4 +1,4 @@
-"""Who may import what, read from the source of every module (AST, nothing is imported).
+"""The rules of who may import what, read from the source of every module (AST, nothing is imported).
 
 `rollout_server` and `learner` never import each other; `shared`, what both agree on, imports neither.
 vLLM's API moves fast and lives in the few files listed here; the pure stages of the loop can be read, tested
@@ -99,7 +99,7 @@ def modules(*packages: str) -> list[str]:
 
 
 def path_of(module: str) -> Path | None:
-    """The file of one of this project's modules."""
+    """Return the file of one of this project's modules."""
     base = ROOT / module.replace(".", "/")
     return next((path for path in (base.with_suffix(".py"), base / "__init__.py") if path.is_file()), None)
 
@@ -129,14 +129,14 @@ def _imports(node: ast.AST, where: Import) -> Iterator[Import]:
 
 
 def room_of(module: str) -> str:
-    """The room of one of this project's modules, the longest of FLOORS that it is in."""
+    """Return the room of one of this project's modules, the longest of FLOORS that it is in."""
     found = [room for room in FLOORS if module == room or module.startswith(f"{room}.")]
     return max(found, key=len, default="")
 
 
 @cache
 def edges(*, typing: bool = True) -> tuple[tuple[str, str], ...]:
-    """Who imports whom among this project's modules, with `typing` also for types only. Empty packages are left
+    """Return who imports whom among this project's modules, with `typing` also for types only. Empty packages are left
     out."""
     found: set[tuple[str, str]] = set()
     for path in modules("shared", "rollout_server", "learner", "deploy", "examples", "bench", "tests"):
@@ -177,12 +177,12 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
 
 
 def importers(name: str, *packages: str) -> set[str]:
-    """Files that import the package `name`, in whatever way."""
+    """Return files that import the package `name`, in whatever way."""
     return {path for path in modules(*packages) if any(found.top == name for found in imports(ROOT / path))}
 
 
 def loaded_with(module: str) -> set[str]:
-    """Everything that importing `module` imports in turn: this project's modules, and the packages of others."""
+    """Return everything that importing `module` imports in turn: this project's modules, and the packages of others."""
     found: set[str] = set()
     todo = [module]
     while todo:

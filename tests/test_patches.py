@@ -9,7 +9,7 @@ TESTS = Path(__file__).parent
 
 
 def blind_patches(source: str) -> list[int]:
-    """Lines of `monkeypatch.setattr(..., raising=False)`, which also sets what nothing reads."""
+    """Return lines of `monkeypatch.setattr(..., raising=False)`, which also sets what nothing reads."""
     return [
         node.lineno
         for node in ast.walk(ast.parse(source))

@@ -21,7 +21,7 @@ def wait_until(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -
 
 
 async def until(condition: Callable[[], object], timeout_s: float = DEADLINE_S) -> None:
-    """The same on an event loop, whose other tasks go on meanwhile."""
+    """Wait for the same on an event loop, whose other tasks go on meanwhile."""
     deadline = time.monotonic() + timeout_s
     while not condition():
         assert time.monotonic() < deadline, f"it did not happen in {timeout_s:g} s"

@@ -45,7 +45,7 @@ class Case(NamedTuple):
 
 
 def lanes() -> list[list[list[str]]]:
-    """Files of each lane, for each part of the time."""
+    """Return files of each lane, for each part of the time."""
     found = sorted(path.name for path in Path(__file__).parent.glob("test_*.py"))
     own = [list(lane) for lane in LANES]
     rest = [name for name in found if name not in ALONE and not any(name in lane for lane in own)]

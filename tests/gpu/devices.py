@@ -1,4 +1,5 @@
-"""How many GPUs a test needs, said where it is skipped for want of them, and which GPU each of its programs gets.
+"""The number of GPUs that a test needs, said where it is skipped for want of them, and the GPU that each of its
+programs gets.
 
 `python -m tests.gpu.devices ARGUMENTS` is the learner as one of torchrun's ranks, which may share its GPU with others.
 """
@@ -27,7 +28,8 @@ def needs_gpus(number: int) -> pytest.MarkDecorator:
 
 
 def rank_environment(rank: int) -> Mapping[str, str]:
-    """Of a rank of a group that NCCL connects: on one GPU each rank passes for a host of its own."""
+    """Return the environment of a rank of a group that NCCL connects: on one GPU each rank passes for a host of its
+    own."""
     return {"LOCAL_RANK": "0", "NCCL_HOSTID": f"rank-{rank}-{os.getpid()}"} if SHARED else {}
 
 

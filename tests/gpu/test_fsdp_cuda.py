@@ -64,7 +64,8 @@ def make(model: Path, ranks: Ranks, *, sharded: bool, bf16: bool, **settings: An
 
 
 def compare(model: Path, ranks: Ranks, name: str) -> dict[str, float]:
-    """Cosine and norms of both gradients of one step: two rows here, an empty one and one without images there."""
+    """Return cosine and norms of both gradients of one step: two rows here, an empty one and one without images
+    there."""
     found = []
     for sharded in (False, True):
         policy, _ = make(model, ranks, sharded=sharded, **SETTINGS[name])
@@ -118,7 +119,7 @@ def rank_main(case: str, model: Path, out: Path) -> None:
 
 
 def on_two(case: str, model: Path, out: Path) -> Callable[[str], list[dict[str, float]]]:
-    """What each rank found, by name."""
+    """Run `case` on two ranks; return what gives, for a name, the values that each rank found."""
     for process in launch("tests.gpu.test_fsdp_cuda", 2, case, str(model), str(out), timeout_s=CASE_S):
         assert process.returncode == 0, process.stderr[-3000:]
     return lambda name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)]

@@ -36,7 +36,7 @@ def learner(path: Path, lora: LoraConfig | None) -> tuple[Policy, Optimizer]:
 
 
 def state(policy: Policy, optimizer: Optimizer) -> dict[str, torch.Tensor]:
-    """Weights, buffers, gradients and moments."""
+    """Return weights, buffers, gradients and moments."""
     named = {**dict(policy.model.named_parameters()), **dict(policy.model.named_buffers())}
     gradients = {f"{name}.grad": p.grad for name, p in policy.trainable if p.grad is not None}
     return {**named, **gradients, **optimizer.state()}

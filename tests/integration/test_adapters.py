@@ -66,7 +66,8 @@ def policy_of(place: Place) -> Callable[..., Policy]:
 
 @pytest.fixture
 def sample() -> Sample:
-    """Text of several cache blocks (128 tokens each on CPU), so that a second request finds its beginning cached."""
+    """Return a prompt of several cache blocks (128 tokens each on CPU), so that a second request finds its beginning
+    cached."""
     messages = ({"role": "user", "content": "Detect every digit. " * 60},)
     return Sample(sample_id="long", messages=messages, images=(), objects=(), width=64, height=64)
 
@@ -111,7 +112,7 @@ def start(sample: Sample) -> Iterator[Callable[..., Sync]]:
 
 
 def train(policy: Policy, seed: int) -> None:
-    """Clearly another adapter, of clearly another effect."""
+    """Make it clearly another adapter, of clearly another effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for _, parameter in policy.trainable:
@@ -294,7 +295,7 @@ def test_layers_that_vllm_fuses_keep_the_names_of_their_parts(family: str, modul
 
 
 def configured(place: Place, name: str, targets: str, *, fallback_to_full: bool = True, **training: Any) -> Path:
-    """A run that syncs its adapter where it can."""
+    """Return a run that syncs its adapter where it can."""
     server = {"servers": [{"base_url": place.base_url, "group_port": place.group_port}], "timeout_s": 60.0}
     sync = {"mode": "auto", "fallback_to_full": fallback_to_full}
     return World(place.folder, place.base_url, place.group_port).config(

@@ -92,7 +92,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def make_samples(folder: Path, *, with_images: bool) -> list[Sample]:
-    """Prompts of different lengths: one, two and no images, of several shapes."""
+    """Return prompts of different lengths: one, two and no images, of several shapes."""
     folder.mkdir()
     rng = np.random.default_rng(0)
     made = []
@@ -252,7 +252,7 @@ def exhaust_memory_of_the_engine(world: World, monkeypatch: pytest.MonkeyPatch) 
 
 
 def exhaust_memory_of_the_server(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As the kernel does it: the process that is too large is killed."""
+    """Kill the server's processes, as the kernel does with one that is too large."""
     for pid in descendants(world.server.process.pid):
         os.kill(pid, signal.SIGKILL)
 

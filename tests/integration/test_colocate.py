@@ -64,7 +64,7 @@ class World:
         return CanaryItem(sample=self.samples[0], prompt=prompt, response_token_ids=tuple(range(20, 40)))
 
     def sync(self, policy: Policy | None = None) -> float:
-        """The canary's gap."""
+        """Sync the engine; return the canary's gap."""
         policy = policy or self.policy
         return colocate_sync(self.engine, policy, self.canary(policy), config()).sync().canary_gap
 
@@ -104,7 +104,7 @@ def sample(folder: Path, number: int) -> Sample:
 
 @pytest.fixture
 def trained(world: World) -> Callable[[], None]:
-    """An update of all weights."""
+    """Return what updates all weights."""
 
     def train() -> None:
         with torch.no_grad():
@@ -227,7 +227,7 @@ def test_lora_is_served_merged(world: World) -> None:
 
 
 def refused_then_mended(world: World) -> None:
-    """R09, R10: no rollout by weights that were not checked, until a complete sync."""
+    """Check R09 and R10: there is no rollout by weights that were not checked, until a complete sync."""
     with pytest.raises(SyncError, match="not known to be right"):
         world.generate()
     world.sync()

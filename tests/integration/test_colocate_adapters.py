@@ -80,7 +80,8 @@ class World:
 
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    """Prompts of several cache blocks (128 tokens each on CPU), so that a second request finds its beginning cached."""
+    """Yield an engine and prompts of several cache blocks (128 tokens each on CPU), so that a second request finds its
+    beginning cached."""
     folder = tmp_path_factory.mktemp("adapters")
     build(folder / "model", "tiny", seed=0)
     text = "Detect every digit. " * 60

@@ -30,8 +30,8 @@ TIMEOUT_S = 10
 
 
 def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool, reinforced: bool) -> None:
-    """A rank's share of a step of five segments: an uneven share, so that one rank runs empty rows. `reinforced`: all
-    but the third are rollouts with advantages, drawn by other weights."""
+    """Run a rank's share of a step of five segments: an uneven share, so that one rank runs empty rows. `reinforced`:
+    all but the third are rollouts with advantages, drawn by other weights."""
     policy = policy_of(model, grpo=GrpoConfig())
     if ranks.rank:  # ranks begin with different weights: the broadcast must mend that
         for _, p in policy.trainable:
@@ -148,7 +148,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """One process and two, each with all kinds of rows."""
+    """Return a run of one process and one of two, each with all kinds of rows."""
     model = tmp_path_factory.mktemp("models") / "tiny"
     build(model, "tiny", seed=0)
     found = {}

@@ -51,7 +51,7 @@ def make(model: Path, ranks: Ranks, *, sharded: bool, **settings: Any) -> tuple[
 
 
 def learn(policy: Policy, optimizer: Optimizer, ranks: Ranks, step: int) -> dict[str, torch.Tensor]:
-    """One step on five segments, unevenly shared: images on one rank only, rows of several, an empty row."""
+    """Learn one step on five segments, unevenly shared: images on one rank only, rows of several, an empty row."""
     images = [[image(64, 64, seed=i)] * (i % 3) for i in range(5)]
     segments = [segment(policy.encoder.encode(sample(i)), 6 + 5 * n, seed=9 * step + n) for n, i in enumerate(images)]
     rows = [row(segments[0]), row(*segments[1:3]), row(segments[3]), row(segments[4])]
@@ -72,7 +72,7 @@ def trained(policy: Policy) -> dict[str, torch.Tensor]:
 
 
 def num_bytes(tensors: list[torch.Tensor]) -> int:
-    """On this rank."""
+    """Return the bytes that these tensors take on this rank."""
     return sum((t.to_local() if isinstance(t, DTensor) else t).nbytes for t in tensors)
 
 
@@ -146,7 +146,7 @@ class Run:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
-    """By number of processes. The one process goes on from what the two have saved."""
+    """Return the runs by number of processes. The one process goes on from what the two have saved."""
     model = tmp_path_factory.mktemp("models") / "tiny"
     build(model, "tiny", seed=0)
     found: dict[int, Run] = {}

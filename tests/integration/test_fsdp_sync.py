@@ -49,7 +49,8 @@ class PolicyServer(FakeServer):
 
 
 def sync_twice(model: Path, ranks: Ranks) -> None:
-    """R09, R24: a sync that fails on the way fails on all ranks; the next one gives the server what each rank has."""
+    """Check R09 and R24: a sync that fails on the way fails on all ranks; the next one gives the server what each rank
+    has."""
     policy, optimizer = make(model, ranks, sharded=True)
     scene = sample([image(64, 64)])
     canary = [CanaryItem(sample=scene, prompt=policy.encoder.encode(scene), response_token_ids=(5, 6, 7))]
@@ -114,7 +115,8 @@ def adapter_alone(model: Path, ranks: Ranks) -> None:
 
 
 def fused_experts(model: Path, ranks: Ranks) -> None:
-    """Checkpoints of such a model store each expert by itself, so no tensor can be sent before all are gathered."""
+    """Send a model of fused experts: its checkpoints store each expert by itself, so no tensor can be sent before all
+    are gathered."""
     config = Qwen3MoeConfig(
         vocab_size=64,
         hidden_size=32,

@@ -55,7 +55,8 @@ def saved(path: Path, image: Image.Image, orientation: int = 1) -> str:
 
 
 def pictures(folder: Path) -> dict[str, str]:
-    """By what is special about them: a large one, a tiny one, one that lies on its side, 16-bit grey, short base64."""
+    """Return pictures by what is special about them: a large one, a tiny one, one that lies on its side, 16-bit grey,
+    short base64."""
     noise = np.random.default_rng(0).integers(0, 256, (96, 160, 3), dtype=np.uint8)
     deep = np.linspace(0, 65535, 96 * 32).astype(np.uint16).reshape(96, 32)
     short = io.BytesIO()
@@ -150,7 +151,7 @@ class Swapped(Images):
 
 
 class CutOff(Images):
-    """As a decoder makes of a file whose end is missing."""
+    """Images as a decoder makes them of a file whose end is missing."""
 
     def load(self, source: str) -> Image.Image:
         image = super().load(source)

@@ -88,7 +88,8 @@ def learner_config(folder: Path, urls: Sequence[str]) -> Path:
 
 
 def torchrun(node: Node, meeting_place: Node) -> list[str]:
-    """As README.md has it. `is_host` for this test alone: here all nodes have one machine's name."""
+    """Return torchrun's arguments as README.md has them. `is_host` is for this test alone: here all nodes have one
+    machine's name."""
     flags = {
         "--nnodes": "2",
         "--nproc-per-node": "1",
@@ -109,7 +110,7 @@ class World:
     stack: contextlib.ExitStack
 
     def serve(self, name: str) -> Forked:
-        """A server, forked (`bench.forked`)."""
+        """Start a server, forked (`bench.forked`)."""
         path, node = self.folder / f"{name}.yaml", self.nodes[name]
         config = {"model": str(self.folder / "model"), "host": node.address, "port": PORT}
         path.write_text(yaml.safe_dump({**DEFAULTS, **config, "allowed_image_roots": [str(self.folder)]}))

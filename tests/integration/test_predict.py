@@ -35,7 +35,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> list[dict[str, Any]]:
-    """What transformers' `generate` finds."""
+    """Return what transformers' `generate` finds."""
     assert main(arguments(folder, "hf", "--backend", "hf")) == 0
     return found_in(folder / "hf")
 

@@ -70,7 +70,7 @@ def ended(folder: Path) -> Record:
 
 
 def _error(text: str) -> str:
-    """What a program said of its error, before libraries report leaks."""
+    """Return what a program said of its error, before libraries report leaks."""
     return "\n".join(line for line in text.splitlines() if not line.startswith(("nanobind", " -")))[-3000:]
 
 

@@ -28,7 +28,7 @@ STEPS = 3
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Rollout matching by the trained model itself, on scenes whose labels have gaps."""
+    """Run rollout matching by the trained model itself, on scenes whose labels have gaps; return the run's folder."""
     folder = tmp_path_factory.mktemp("run")
     build(Build(train=8, val=0, test=6, annotation_dropout=0.4, seed=3), folder / "data")
     rollouts = {"rollout_backend": "hf", "decode_batch_size": 8, "decoding": {"max_new_tokens": 120}}
@@ -58,8 +58,8 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def driven(page: str, script: str, tmp_path: Path, *, width: int) -> dict[str, Any]:
-    """What `script` puts into `found` after it has driven `page`, in a frame of `width` pixels: a window has 500 at
-    least. The page's own policy is in force, the script is the frame's parent's."""
+    """Return what `script` puts into `found` after it has driven `page`, in a frame of `width` pixels: a window has 500
+    at least. The page's own policy is in force, the script is the frame's parent's."""
     quoted = json.dumps(page).replace("</", "<\\/")
     outer = f"""<!doctype html><body><iframe id="frame" style="width:{width}px;height:800px;border:0"></iframe><script>
     const frame = document.getElementById("frame"), found = {{}};

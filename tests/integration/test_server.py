@@ -80,7 +80,7 @@ class Learner:
         return self.processor(text=[prompt], images=given or None, return_tensors="pt")
 
     def generate(self, messages: list[dict[str, Any]], *images: Image.Image) -> list[int]:
-        """Greedy, stop-trimmed."""
+        """Return what the learner's model generates greedily, up to a stop token."""
         inputs = self.encode(messages, *images)
         ids = self.model.generate(**inputs, max_new_tokens=NUM_NEW, do_sample=False)[0, inputs["input_ids"].shape[1] :]
         stops = set(self.model.generation_config.eos_token_id)
@@ -108,7 +108,7 @@ class Learner:
         return {name: tensor for name, tensor in self.model.state_dict().items() if name != "lm_head.weight"}
 
     def join(self, timeout_s: float = 20.0, *, num_others: int = 0) -> httpx.Response:
-        """`num_others`: workers of another server, which have the first ranks."""
+        """Join a group with the server. `num_others`: workers of another server, which have the first ranks."""
         self.leave()
         self.incarnation, port, world_size = uuid.uuid4().hex, free_port(), num_others + 2
         here = (*range(num_others), world_size - 1)
@@ -138,8 +138,8 @@ class Learner:
         expected: dict[str, Any] | None = None,
         **call: Any,
     ) -> httpx.Response:
-        """One `/update_weights/` in several buckets; `stop_after` buckets the learner sends no more. `expected`: of an
-        `ExpectScoresCall`, sent after the last bucket; None: what the learner's model gives."""
+        """Make one `/update_weights/` call in several buckets; `stop_after` buckets the learner sends no more.
+        `expected`: of an `ExpectScoresCall`, sent after the last bucket; None: what the learner's model gives."""
         expected = expected or {"logprobs": [self.logprobs(TEXT, None, ANSWER)], "tolerance": 0.002}
         body = self.update(**call)
         buffers, body["buckets"] = self.buckets(tensors, body["ver"])
@@ -163,13 +163,13 @@ class Learner:
         return replies[0]
 
     def update(self, **call: Any) -> dict[str, Any]:
-        """An `UpdateWeightsCall` for the next version, without buckets."""
+        """Return an `UpdateWeightsCall` for the next version, without buckets."""
         canary = [{"request": {"messages": TEXT}, "response_token_ids": ANSWER}]
         body = {"incarnation": self.incarnation, "ver": self.ver() + 1, "timeout_s": 20.0, "canary": canary}
         return {**body, "buckets": [], **call}
 
     def buckets(self, tensors: dict[str, torch.Tensor], ver: int) -> tuple[list[torch.Tensor], list[dict[str, Any]]]:
-        """Sealed buckets, and what a call says of them."""
+        """Return sealed buckets, and what a call says of them."""
         specs = [weights.spec_of(name, tensor) for name, tensor in tensors.items()]
         buffers, buckets = [], []
         for index, bucket_specs in enumerate(weights.plan_buckets(specs, 1 << 20)):
@@ -181,7 +181,7 @@ class Learner:
 
     @contextmanager
     def staging(self, tensors: dict[str, torch.Tensor], place: str) -> Iterator[Staging]:
-        """A `/stage_weights/` call that is under way, of which nothing was sent yet."""
+        """Begin a `/stage_weights/` call, of which nothing was sent yet."""
         ver = self.ver() + 1
         buffers, buckets = self.buckets(tensors, ver)
         body = {"incarnation": self.incarnation, "ver": ver, "place": place, "buckets": buckets, "timeout_s": 20.0}
@@ -189,7 +189,7 @@ class Learner:
             yield Staging(buffers, pool.submit(self.http.post, "/stage_weights/", json=body))
 
     def switch(self, **call: Any) -> httpx.Response:
-        """The update of what was staged, whose canary is scored by the learner's model."""
+        """Update the server to what was staged; the canary is scored by the learner's model."""
         body = self.update(staged=True, **call)
         said = {"logprobs": [self.logprobs(TEXT, None, ANSWER)], "tolerance": 0.002}
         said |= {"incarnation": self.incarnation, "ver": body["ver"]}

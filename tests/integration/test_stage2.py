@@ -68,8 +68,9 @@ def config_of(folder: Path, base_url: str, group_port: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
-    """`within`: rollouts within the step; `sharded`: so too, with half a model per rank; `ahead`: the asynchronous
-    actor-learner; `grpo`: policy gradients; `grpo_ahead`: with rollouts ahead. One after the other."""
+    """Return the runs by name, made one after the other. `within`: rollouts within the step; `sharded`: so too, with
+    half a model per rank; `ahead`: the asynchronous actor-learner; `grpo`: policy gradients; `grpo_ahead`: with
+    rollouts ahead."""
     folder = tmp_path_factory.mktemp("stage2")
     build(folder / "model", "tiny", seed=0)
     build_data.build(build_data.Build(train=NUM_STEPS * ROLLOUTS_PER_STEP, val=0, test=1), folder)

@@ -44,7 +44,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory: pytest.TempPathFactory) -> list[Sample]:
-    """Noise images of several sizes, so that prompts differ in length."""
+    """Return noise images of several sizes, so that prompts differ in length."""
     folder = tmp_path_factory.mktemp("images")
     rng = np.random.default_rng(0)
     made = []
@@ -138,7 +138,7 @@ def canary_logprobs(policy: Policy, items: Sequence[CanaryItem]) -> RepeatedLogp
 
 
 def perturb(policy: Policy, scale: float = 0.05) -> None:
-    """Clearly another model: every weight moves by a few percent of its own size."""
+    """Make it clearly another model: every weight moves by a few percent of its own size."""
     generator = torch.Generator().manual_seed(round(scale * 1000))
     with torch.no_grad():
         for parameter in policy.model.parameters():

@@ -130,7 +130,7 @@ def matched(world: World) -> Run:
 
 
 def in_order(num_ranks: int, samples_per_rank: int, position: int, rank: int) -> tuple[int, ...]:
-    """Which training samples a rank gets at a micro-step."""
+    """Return the training samples that a rank gets at a micro-step."""
     sampler = DistributedSampler(24, num_ranks=num_ranks, rank=rank, samples_per_rank=samples_per_rank, seed=SEED)
     return sampler.share(position).indices
 
@@ -243,7 +243,7 @@ NUM_TOKENS = 12
 
 
 def served(world: World) -> list[int]:
-    """What the server answers now, greedily."""
+    """Return what the server answers now, greedily."""
     call = {
         "infer_requests": [{"messages": [PROMPT]}],
         "request_config": {"max_tokens": NUM_TOKENS, "temperature": 0.0},
@@ -252,7 +252,7 @@ def served(world: World) -> list[int]:
 
 
 def greedy(model: Any, processor: Any) -> list[int]:
-    """The same by transformers, without the stop token."""
+    """Return what transformers answers to the same, without the stop token."""
     text = processor.apply_chat_template([PROMPT], add_generation_prompt=True, tokenize=False)
     prompt = processor(text=[text], return_tensors="pt")["input_ids"]
     with torch.no_grad():

@@ -1,4 +1,4 @@
-"""What `python -m tests.gpu` makes of its lanes' reports; the lanes themselves need a GPU."""
+"""Tests of what `python -m tests.gpu` makes of its lanes' reports; the lanes themselves need a GPU."""
 
 from __future__ import annotations
 

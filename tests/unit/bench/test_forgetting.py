@@ -1,4 +1,5 @@
-"""What is forgotten at equal new-task F1: regimes and arms as configurations, the evaluation that counts, a report."""
+"""Tests of what is forgotten at equal new-task F1: regimes and arms as configurations, the evaluation that counts, a
+report."""
 
 from __future__ import annotations
 
@@ -70,12 +71,12 @@ def test_the_data_of_a_regime(tmp_path: Path) -> None:
 
 
 def scenes(hits: int) -> dict[str, dict[str, float]]:
-    """Ten scenes of one object, so many found."""
+    """Return ten scenes of one object, so many found."""
     return {str(i): {"tp@0.50": float(i < hits), "predictions": 1.0, "truth": 1.0} for i in range(10)}
 
 
 def course(*points: tuple[float, int]) -> list[dict[str, Any]]:
-    """(new-task F1 on validation, old objects found) of each evaluation."""
+    """Return the evaluations that have these pairs of new-task F1 on validation and old objects found."""
     return [
         {"step": 8 * i, "seconds": float(i), "val": val, "new": scenes(round(10 * val)), "old": scenes(old)}
         for i, (val, old) in enumerate(points)

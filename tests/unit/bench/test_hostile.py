@@ -12,7 +12,7 @@ from bench.figures import Figure
 
 
 def values(figures: Sequence[Figure]) -> dict[str, float]:
-    """By name. Every bound is held."""
+    """Return the figures by name, after a check that every bound is held."""
     assert not [figure for figure in figures if figure.good is False]
     return {figure.name.partition(": ")[2]: figure.value for figure in figures}
 

@@ -1,4 +1,4 @@
-"""What `bench.jitter` measures of threads, and the figures that it makes."""
+"""Tests of what `bench.jitter` measures of threads, and of the figures that it makes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which fault `bench.kills` makes next, and what it says of those that it made."""
+"""Tests of which fault `bench.kills` makes next, and of what it says of those that it made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether it learns: the arms' configurations, which of them run, and equal time."""
+"""Tests of `bench.learns`: the arms' configurations, which of them run, and equal time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `bench.photographs` makes of a run's events."""
+"""Tests of what `bench.photographs` makes of a run's events."""
 
 from __future__ import annotations
 

@@ -103,7 +103,7 @@ def test_photographs_are_enlarged_with_their_boxes(tmp_path: Path) -> None:
 
 
 def photographs(folder: Path, number: int) -> None:
-    """Pictures of 100 x 50 pixels with one box each, as BCCD has them."""
+    """Write pictures of 100 x 50 pixels with one box each, as BCCD has them."""
     for name in ("images", "voc", "splits"):
         (folder / name).mkdir(parents=True)
     for i in range(number):

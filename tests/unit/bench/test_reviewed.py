@@ -1,4 +1,4 @@
-"""What a review is worth: its runs as configurations, the simulated reviewer, what is kept in the file."""
+"""Tests of what a review is worth: its runs as configurations, the simulated reviewer, what is kept in the file."""
 
 from __future__ import annotations
 

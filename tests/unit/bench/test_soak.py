@@ -1,4 +1,4 @@
-"""What a soak notes of its processes, and what it takes for growth (issue 39, 16)."""
+"""Tests of what a soak notes of its processes, and of what it takes for growth (issue 39, 16)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.waits import wait_until
 def samples(
     memory: Callable[[int], float], *, descriptors: Callable[[int], int] = lambda i: 20
 ) -> list[dict[str, Any]]:
-    """Of one process that lives for 100 samples, and one that is started again every ten."""
+    """Return samples of one process that lives for 100 of them, and of one that is started again every ten."""
     found = []
     for i in range(100):
         values = {"resident_mib": memory(i), "descriptors": descriptors(i), "threads": 5}

@@ -1,4 +1,4 @@
-"""Which method pays where: regimes by name, arms as configurations, what a run goes on from."""
+"""Tests of which method pays where: regimes by name, arms as configurations, what a run goes on from."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_a_fault_spoils_the_share_that_it_says(fault: str) -> None:
 
 
 def write_stage(folder: Path, scores: dict[int, int]) -> None:
-    """Evaluations of a stage: at each step so many of 4 objects are found, of validation and of test scenes."""
+    """Write evaluations of a stage: at each step so many of 4 objects are found, of validation and of test scenes."""
     (folder / "eval").mkdir(parents=True)
     events = [{"event": "step", "global_step": step + 1, "step_s": 1.0, "metrics": {}} for step in range(max(scores))]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))

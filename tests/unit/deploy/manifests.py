@@ -1,4 +1,5 @@
-"""What the tests of `deploy/` share: its files, the configurations in them, and the endpoints that probes ask."""
+"""Helpers that the tests of `deploy/` share: its files, the configurations in them, and the endpoints that probes
+ask."""
 
 from __future__ import annotations
 
@@ -27,12 +28,12 @@ def documents(path: Path) -> list[dict[str, Any]]:
 
 
 def server_config(text: str, folder: Path, name: str = "server.yaml") -> ServerConfig:
-    """A server's configuration as the image would read it. The working directory must have the data."""
+    """Return a server's configuration as the image would read it. The working directory must have the data."""
     return load_server_config(_as_in_image(text, folder / name), has_token=True)
 
 
 def learner_config(text: str, folder: Path, *, world_size: int) -> RunConfig:
-    """A learner's configuration as the image would read it."""
+    """Return a learner's configuration as the image would read it."""
     return load_config(_as_in_image(text, folder / "learner.yaml"), world_size=world_size)
 
 
@@ -42,7 +43,7 @@ def _as_in_image(text: str, path: Path) -> Path:
 
 
 def probe(path: str) -> int:
-    """The status of a ready server's answer to a probe, which brings no token."""
+    """Return the status of a ready server's answer to a probe, which brings no token."""
     app = create_app(RolloutService(FakeEngine(), ServerConfig(model="fake")), "token")
 
     async def ask() -> int:
@@ -61,7 +62,7 @@ def group_ports(config: RunConfig) -> set[int]:
 
 
 def at(document: Any, *path: Any) -> Any:
-    """What lies below keys and indices."""
+    """Return what lies below keys and indices."""
     for step in path:
         document = document[step]
     return document

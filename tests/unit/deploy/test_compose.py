@@ -1,4 +1,4 @@
-"""What `--to compose` writes, against Compose's schema and what both programs say of themselves (R17, R46)."""
+"""Tests of what `--to compose` writes, against Compose's schema and what both programs say of themselves (R17, R46)."""
 
 from __future__ import annotations
 

@@ -51,7 +51,8 @@ def test_the_sentence_follows_the_interval() -> None:
 
 
 def write_run(folder: Path, quality: dict[str, float], event: dict[str, Any], images: Path | None = None) -> None:
-    """`quality`: the share of objects that are found, by evaluation. `images`: where scenes are that exist."""
+    """Write a run. `quality`: the share of objects that are found, by evaluation. `images`: where scenes are that
+    exist."""
     (folder / "eval").mkdir(parents=True)
     for name, share in quality.items():
         scenes = []

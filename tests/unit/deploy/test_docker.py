@@ -28,7 +28,7 @@ def instructions(name: str) -> list[str]:
 
 
 def stages() -> dict[str, list[tuple[str, ...]]]:
-    """The instructions of each stage, with those of the stage that it is built on."""
+    """Return the instructions of each stage, with those of the stage that it is built on."""
     found: dict[str, list[tuple[str, ...]]] = {}
     name = ""
     for line in LINES:

@@ -1,4 +1,5 @@
-"""What `--to kubernetes` writes, against Kubernetes' schemas and what both programs say of themselves (R46)."""
+"""Tests of what `--to kubernetes` writes, against Kubernetes' schemas and what both programs say of themselves
+(R46)."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ LAUNCH = {place: ONE if place == Place.COMPOSE else CLUSTER for place in Place}
 
 @pytest.fixture
 def clone(workdir: Path) -> Path:
-    """A working directory with deploy/ and data/, as the repository's root has them."""
+    """Return a working directory with deploy/ and data/, as the repository's root has them."""
     (workdir / "deploy").symlink_to(ROOT / "deploy")
     return workdir
 

@@ -1,4 +1,4 @@
-"""What `--to skypilot` writes: a task that SkyPilot takes, whose machines know their parts (R46)."""
+"""Tests of what `--to skypilot` writes: a task that SkyPilot takes, whose machines know their parts (R46)."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.unit.learner.config.examples import REMOVE, SERVER, changed, minimal
 
 @contextlib.contextmanager
 def server(*statuses: int) -> Iterator[str]:
-    """A server that answers `/ready/` with these, one after the other, the last again and again; its URL."""
+    """Run a server that answers `/ready/` with these, one after the other, the last again and again; yield its URL."""
     left = list(statuses)
 
     class Handler(BaseHTTPRequestHandler):

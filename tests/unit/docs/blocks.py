@@ -56,7 +56,7 @@ def blocks() -> Iterator[Block]:
 
 
 def commands(text: str) -> list[list[str]]:
-    """The words of each command of a shell block, those inside `$(...)` included."""
+    """Return the words of each command of a shell block, those inside `$(...)` included."""
     text = re.sub(r"(^|\s)# .*$", "", text, flags=re.M)
     text = re.sub(r"\\\n", " ", text)
     inner = re.findall(r"\$\(([^()]+)\)", text)
@@ -73,7 +73,7 @@ def commands(text: str) -> list[list[str]]:
 
 
 def _without_variables(command: list[str]) -> list[str]:
-    """Without `NAME=VALUE` in front, and without redirections."""
+    """Drop `NAME=VALUE` in front, and redirections."""
     while command and re.fullmatch(r"[A-Z_]+=.*", command[0]):
         command = command[1:]
     cut = next((i for i, word in enumerate(command) if word in ("<", ">", ">>")), len(command))

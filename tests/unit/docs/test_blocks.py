@@ -56,7 +56,7 @@ def test_every_block_says_what_it_is() -> None:
 
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory from which the repository's files have the names that the documentation uses."""
+    """Enter a working directory from which the repository's files have the names that the documentation uses."""
     for name in ("deploy", "bench"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "data" / "images").mkdir(parents=True)
@@ -97,7 +97,7 @@ def test_shipped_runs_have_the_preset(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def require_a_preset(config: RunConfig) -> None:
-    """Issue 39, 8: what users copy is not what `check` warns of."""
+    """Check issue 39, 8: what users copy is not what `check` warns of."""
     assert "take loss.preset: recommended" not in (preset_advice(config) or "")
 
 
@@ -135,7 +135,7 @@ def check_file(name: str, folder: Path) -> object:
 
 
 def load_launch(path: str) -> object:
-    """Here, or, if it says what a cluster wants to know, for one."""
+    """Load a launch file, which, if it says what a cluster wants to know, is for one."""
     return (read_plan if "cluster" in load_yaml(path) else load_launch_config)(path)
 
 
@@ -181,7 +181,7 @@ def check_command(words: Sequence[str]) -> None:
 
 
 def module_of(arguments: list[str]) -> tuple[str, list[str]]:
-    """What `python` runs: a module, or a script of a clone."""
+    """Return what `python` runs, a module or a script of a clone, and its arguments."""
     if arguments[0] != "-m":
         script = ROOT / arguments[0].removeprefix("CLONE/")
         assert script.is_file(), f"no such script: {script}"
@@ -190,7 +190,7 @@ def module_of(arguments: list[str]) -> tuple[str, list[str]]:
 
 
 def app_of(module: Any) -> typer.Typer:
-    """The command line of a module: its app, or the one that `typer.run(main)` makes."""
+    """Return the command line of a module: its app, or the one that `typer.run(main)` makes."""
     if isinstance(getattr(module, "app", None), typer.Typer):
         return module.app
     app = typer.Typer()
@@ -199,7 +199,7 @@ def app_of(module: Any) -> typer.Typer:
 
 
 def check_options(module: str, arguments: Sequence[str]) -> None:
-    """Of a benchmark: its options, read from its source, because importing it takes many seconds."""
+    """Check a benchmark's options, which are read from its source, because importing it takes many seconds."""
     source = (ROOT / f"{module.replace('.', '/')}.py").read_text()
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     commands = {f.name: f for f in functions if f.name == "main" or f.decorator_list}
@@ -212,7 +212,7 @@ def check_options(module: str, arguments: Sequence[str]) -> None:
 
 
 def parse(app: typer.Typer, name: str, arguments: Sequence[str]) -> None:
-    """With the program's own parser; nothing is invoked."""
+    """Parse a command line with the program's own parser; nothing is invoked."""
     command: Any = typer.main.get_command(app)
     rest = list(arguments)
     if hasattr(command, "commands") and rest and rest[0].startswith("-"):

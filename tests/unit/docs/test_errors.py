@@ -87,7 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """What a provocation gets: an empty folder, a tiny model, and patches that end with it."""
+    """The place that a provocation gets: an empty folder, a tiny model, and patches that end with it."""
 
     folder: Path
     model: Path
@@ -323,7 +323,7 @@ def starving() -> ahead.World:
 
 
 def absent_rank(place: Place) -> None:
-    """Of two forked ranks one leaves."""
+    """Raise what is told where one of two forked ranks leaves."""
     ended = ranks.launch("tests.unit.learner.policy.test_parallel", 2, "one leaves")
     raise ErrorBody.model_validate_json(ended[0].stdout.splitlines()[-1]).to_exception()
 
@@ -436,7 +436,7 @@ CASES: dict[str, tuple[Case, ...]] = {
 
 
 def page() -> dict[str, str]:
-    """The whole of each row, without backticks, by what stands in its first column."""
+    """Return the whole of each row, without backticks, by what stands in its first column."""
     lines = [line.replace("`", "") for line in PAGE.read_text(encoding="utf-8").splitlines()]
     found = [line for line in lines if re.match(r"\| \w+Errors?\b", line)]
     return {line.split("|")[1].strip(): line for line in found}

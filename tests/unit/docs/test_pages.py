@@ -101,7 +101,7 @@ def test_the_first_configuration_runs_as_printed(
 
 
 def write_coco(folder: Path) -> None:
-    """Two images, three boxes, as COCO; the same for both splits."""
+    """Write two images with three boxes, as COCO; the same for both splits."""
     (folder / "images").mkdir(parents=True)
     for number in (1, 2):
         Image.new("RGB", (64, 48)).save(folder / "images" / f"{number}.png")
@@ -130,7 +130,8 @@ def test_the_output_of_check_is_the_one_on_the_page(
 
 
 def write_raccoons(folder: Path) -> None:
-    """24 photographs of raccoons and a dog, as COCO in two files, one photograph in both; and a 2B model's sizes."""
+    """Write 24 photographs of raccoons and a dog, as COCO in two files, one photograph in both; and a 2B model's
+    sizes."""
     for split, numbers in (("train", range(20)), ("val", range(19, 24))):
         images = [{"id": n, "file_name": f"{n}.png", "width": 640, "height": 480} for n in numbers]
         boxes = [

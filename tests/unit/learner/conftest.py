@@ -11,7 +11,7 @@ from bench.tiny_models import build_qwen2_5_vl, build_qwen3, build_qwen3_vl
 
 @pytest.fixture(scope="session")
 def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen3-VL of 0.7M parameters (bfloat16 on disk)."""
+    """Return a random Qwen3-VL of 0.7M parameters (bfloat16 on disk)."""
     path = tmp_path_factory.mktemp("models") / "tiny-vlm"
     build_qwen3_vl(path)
     return path
@@ -19,7 +19,7 @@ def tiny_vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random text-only Qwen3 with the same tokenizer, and an output head of its own (not tied)."""
+    """Return a random text-only Qwen3 with the same tokenizer, and an output head of its own (not tied)."""
     path = tmp_path_factory.mktemp("models") / "tiny-text"
     build_qwen3(path)
     return path
@@ -27,7 +27,7 @@ def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def tiny_qwen2_5_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A random Qwen2.5-VL, the second family of models that see."""
+    """Return a random Qwen2.5-VL, the second family of models that see."""
     path = tmp_path_factory.mktemp("models") / "tiny-qwen2-5-vl"
     build_qwen2_5_vl(path)
     return path

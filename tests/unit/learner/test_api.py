@@ -94,6 +94,6 @@ def test_the_notebook_runs_and_its_outputs_are_real() -> None:
 
 
 def _text(cell: nbformat.NotebookNode) -> str:
-    """What it printed: one text, because a busy kernel sends it in several pieces. Progress bars of libraries go to
-    stderr, and differ from run to run."""
+    """Return what the cell printed, as one text, because a busy kernel sends it in several pieces. Progress bars of
+    libraries go to stderr, and differ from run to run."""
     return "".join(output.text for output in cell.get("outputs", []) if output.get("name") == "stdout")

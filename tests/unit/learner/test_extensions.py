@@ -35,7 +35,7 @@ def blocks(language: str) -> list[str]:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """The working directory of a user who has written `my_parts.py` from the page."""
+    """Enter the working directory of a user who has written `my_parts.py` from the page."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "my_parts.py").write_text("\n".join(blocks("python")))

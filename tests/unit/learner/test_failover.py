@@ -137,7 +137,7 @@ class Learner:
         return self.sync.sync().ver
 
     def roll_out(self, number: int, *, step: int = 0, after_first: Callable[[], None] = lambda: None) -> None:
-        """All rollouts come, each by its own seed and the weights that were synced last."""
+        """Roll out, and check that all rollouts come, each by its own seed and the weights that were synced last."""
         window = [MicroStep(samples=[sample(i) for i in range(number)], micro_step_idx=0, first_req_idx=0)]
         found = {}
         with closing(self.backend.stream(window, global_step=step)) as rollouts:
@@ -176,7 +176,7 @@ def processes() -> Iterator[list[Server]]:
 
 @pytest.fixture
 def servers(processes: list[Server]) -> list[Server]:
-    """All three, running and ready, whatever a test before has done to them."""
+    """Return all three, running and ready, whatever a test before has done to them."""
     for server in processes:
         server.signal(signal.SIGCONT) if server._process.is_alive() else server.start()
     for server in processes:
@@ -186,7 +186,7 @@ def servers(processes: list[Server]) -> list[Server]:
 
 @pytest.fixture(autouse=True)
 def short_patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With servers that are killed or frozen: these do not come back by themselves."""
+    """Wait only briefly for servers that are killed or frozen: these do not come back by themselves."""
     monkeypatch.setattr(client, "BROKEN_S", 0.5)
     monkeypatch.setattr(client, "LAST_LOOK_S", 1.0)
     monkeypatch.setattr(fitness, "LAST_LOOK_S", 1.0)
@@ -473,7 +473,8 @@ class ServedSegments(SegmentSource):
 
 
 def learn_ahead(learner: Learner, during: dict[int, Callable[[], None]]) -> dict[tuple[int, str], Told]:
-    """Two epochs of Channel-B, each share rolled out ahead of its step. All samples are learned once per epoch."""
+    """Learn two epochs of Channel-B, each share rolled out ahead of its step. All samples are learned once per
+    epoch."""
     samples = [sample(i) for i in range(PER_SHARE * NUM_SHARES)]
     settings, plan = make_run(samples_per_rank=PER_SHARE)
     place: dict[str, Any] = {"config": settings, "plan": plan, "rank": 0}

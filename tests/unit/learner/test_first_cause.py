@@ -1,4 +1,5 @@
-"""Which rank torchrun tells as the first that failed (R24): one that only lost another gives it time to be seen."""
+"""Tests of which rank torchrun tells as the first that failed (R24): one that only lost another gives it time to be
+seen."""
 
 from __future__ import annotations
 

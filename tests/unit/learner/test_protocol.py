@@ -63,7 +63,7 @@ class World:
 
     @property
     def key(self) -> object:
-        """What matters of it."""
+        """The part of the state that matters."""
         gates = [(s.gate.state, s.gate.served, s.gate.incarnation, s.gate._unsound, s.holds) for s in self.servers]
         members = [(m.base_url, m.state, m.is_new) for m in self.membership.members]
         return tuple(gates), tuple(members), self.membership.served, self.num_groups
@@ -95,8 +95,8 @@ def successors(world: World) -> Iterator[tuple[str, World]]:
 
 
 def synced(world: World, targets: list[str], failing: str | None) -> World:
-    """As `Sync` and `ServerDelivery` do it: after a failure again, in a new group without whoever failed, above all
-    versions that a server has seen."""
+    """Sync as `Sync` and `ServerDelivery` do it: after a failure again, in a new group without whoever failed, above
+    all versions that a server has seen."""
     if failing is not None:
         world, _ = attempt(world, targets, failing)
         lost = world.membership.leave_out(failing, "it failed the sync", now_s=0.0)
@@ -106,7 +106,7 @@ def synced(world: World, targets: list[str], failing: str | None) -> World:
 
 
 def attempt(world: World, targets: list[str], failing: str | None) -> tuple[World, ServedWeights]:
-    """All join; then each completes the update, up to the one that fails."""
+    """Make one attempt: all join; then each completes the update, up to the one that fails."""
     incarnation = f"group {world.num_groups + 1}"
     world = replace(world, num_groups=world.num_groups + 1)
     for url in targets:
@@ -124,7 +124,8 @@ def attempt(world: World, targets: list[str], failing: str | None) -> tuple[Worl
 
 
 def accepted(world: World) -> Iterator[tuple[Server, ServedWeights]]:
-    """Servers that answer now, and whose answers the learner takes: those that name what the last sync brought."""
+    """Yield the servers that answer now, and whose answers the learner takes: those that name what the last sync
+    brought."""
     for member in world.membership.serving:
         server, wanted = world.servers[URLS.index(member.base_url)], world.membership.served
         if server.gate.state == "poisoned":

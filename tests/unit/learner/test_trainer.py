@@ -451,7 +451,7 @@ def test_a_step_is_saved_once(tiny_text: Path, tmp_path: Path, monkeypatch: pyte
 
 
 def allocate_too_much(row: PackedRow) -> RowLoss:
-    """What the allocator itself raises."""
+    """Raise what the allocator itself raises."""
     torch.empty(2**60)
     raise AssertionError("an exbibyte was allocated")
 

@@ -1,4 +1,4 @@
-"""What runs of `trainer_world` left behind, counted: learned samples over ranks, and the events of `metrics.jsonl`."""
+"""Counts of what runs of `trainer_world` left behind: learned samples over ranks, and the events of `metrics.jsonl`."""
 
 from __future__ import annotations
 

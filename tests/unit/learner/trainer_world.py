@@ -41,7 +41,7 @@ WAIT_S = 60.0
 
 
 class Meeting:
-    """Where threads exchange values: all at once, or all fail. An exchange to which all have come succeeds."""
+    """A place where threads exchange values: all at once, or all fail. An exchange to which all have come succeeds."""
 
     def __init__(self, world_size: int) -> None:
         self._rounds: list[int] = [0] * world_size  # of each rank
@@ -105,7 +105,8 @@ class Generate:
 
 @dataclass
 class Seen:
-    """What one rank did, in order: `Generate` calls, "sync", and each learned row as a tuple of sample ids."""
+    """The record of what one rank did, in order: `Generate` calls, "sync", and each learned row as a tuple of sample
+    ids."""
 
     events: list[Any] = field(default_factory=list)
     versions: list[tuple[int | None, ...]] = field(default_factory=list)  # per learned row, of its segments
@@ -177,7 +178,7 @@ class FakeBackend:
         ]
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
-        """Rollouts as they end: the last ones first."""
+        """Stream rollouts as they end: the last ones first."""
         (rollouts,) = self.generate_window(window, global_step=global_step, greedy=greedy)
         return Backwards(rollouts)
 
@@ -333,7 +334,8 @@ _load_weights = checkpoint.load_weights
 
 
 def _load_alone(path: Path, policy: Policy) -> None:
-    """Two threads that load at once may leave transformers without `tie_weights` for the rest of the process."""
+    """Load weights one thread at a time: two that load at once may leave transformers without `tie_weights` for the
+    rest of the process."""
     with _BUILDING:
         _load_weights(path, policy)
 

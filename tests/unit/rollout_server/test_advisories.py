@@ -78,7 +78,7 @@ def ask(
     headers: dict[str, str] | None = None,
     config: ServerConfig | None = None,
 ) -> httpx.Response:
-    """One call to a server of its own. `body`: bytes, or anything to be sent as JSON."""
+    """Make one call to a server of its own. `body`: bytes, or anything to be sent as JSON."""
     content = body if isinstance(body, bytes) or body is None else json.dumps(body).encode()
 
     async def run() -> httpx.Response:
@@ -93,7 +93,7 @@ def ask(
 
 
 def infer(**fields: Any) -> dict[str, Any]:
-    """An `/infer/` body of one request with these fields."""
+    """Return an `/infer/` body of one request with these fields."""
     return {"infer_requests": [{"messages": TEXT, **fields}]}
 
 
@@ -121,7 +121,7 @@ class Bomb:
 
 @pytest.fixture
 def bomb(tmp_path: Path) -> Iterator[bytes]:
-    """A pickle; the test fails if anything unpickles it."""
+    """Yield a pickle; the test fails if anything unpickles it."""
     path, control = tmp_path / "unpickled", tmp_path / "control"
     pickle.loads(pickle.dumps(Bomb(control)))
     assert control.is_dir(), "the pickle does nothing: the test shows nothing"
@@ -133,7 +133,7 @@ def bomb(tmp_path: Path) -> Iterator[bytes]:
 
 
 def zmtp(message: bytes) -> bytes:
-    """A ZeroMQ peer's greeting, its READY, and a message."""
+    """Return a ZeroMQ peer's greeting, its READY, and a message."""
     greeting = b"\xff" + bytes(8) + b"\x7f\x03\x00" + b"NULL".ljust(20, b"\0") + bytes(32)
     ready = b"\x05READY\x0bSocket-Type\0\0\0\x04PUSH"
     return greeting + b"\x04" + bytes([len(ready)]) + ready + b"\x02" + struct.pack(">Q", len(message)) + message
@@ -484,7 +484,7 @@ def encoded(image: Image.Image, kind: str = "PNG", **options: Any) -> bytes:
 
 
 def bomb_png() -> bytes:
-    """A few KB that say to be 100,000 x 100,000 pixels."""
+    """Return a few KB that say to be 100,000 x 100,000 pixels."""
 
     def chunk(name: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + name + content + struct.pack(">I", zlib.crc32(name + content))
@@ -495,7 +495,7 @@ def bomb_png() -> bytes:
 
 
 def fits() -> bytes:
-    """A picture of 64 x 64 grey pixels."""
+    """Return a picture of 64 x 64 grey pixels as FITS."""
     cards = ["SIMPLE  = T", "BITPIX  = 8", "NAXIS   = 2", "NAXIS1  = 64", "NAXIS2  = 64", "END"]
     return "".join(card.ljust(80) for card in cards).encode().ljust(2880) + bytes(64 * 64).ljust(2 * 2880)
 
@@ -587,7 +587,7 @@ def test_a_picture_is_seen_as_people_see_it(advisories: Any, model: Path) -> Non
 
 
 def poisoned(model: Path, folder: Path, marker: Path) -> Path:
-    """The checkpoint, with code of its own for every class."""
+    """Return the checkpoint, with code of its own for every class."""
     shutil.copytree(model, folder)
     (folder / "evil.py").write_text(f"import os\nos.mkdir({str(marker)!r})\nclass Evil: pass\n")
     for name in ("config.json", "tokenizer_config.json", "preprocessor_config.json", "processor_config.json"):

@@ -88,7 +88,7 @@ def test_r16_what_does_not_fit_is_refused(api: Any, path: str, data: st.DataObje
 
 
 def has_all_of(read: Any, sent: Any) -> bool:
-    """Whether nothing that was sent is gone: every key, every item, every plain value where there was one."""
+    """Return whether nothing that was sent is gone: every key, every item, every plain value where there was one."""
     if sent is None:  # as good as not sent
         return True
     if isinstance(sent, dict):

@@ -523,7 +523,7 @@ def expected(*logprobs: float, ver: int = 1, tolerance: float = 0.1, incarnation
 
 
 async def push(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
-    """An update whose canary scores what the learner expects."""
+    """Send an update whose canary scores what the learner expects."""
     await http.post("/expect_scores/", json=expected(-0.5, -0.5, ver=body["ver"], incarnation=body["incarnation"]))
     return await http.post("/update_weights/", json=body)
 

@@ -96,14 +96,15 @@ def assert_closed(link: socket.socket, send: bytes = b"", every_s: float = 0.1) 
 
 
 def is_left(link: socket.socket) -> bool:
-    """Whether the server has closed its end, by the kernel's table: what it had sent may wait there to be read."""
+    """Return whether the server has closed its end, by the kernel's table: what it had sent may wait there to be
+    read."""
     ours, theirs = (f"0100007F:{port:04X}" for port in (link.getsockname()[1], link.getpeername()[1]))
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
     return not any((row[1], row[2]) == (theirs, ours) and row[9] != "0" for row in rows)  # 0: no process has it
 
 
 def reply_on(link: socket.socket) -> bytes:
-    """The whole reply, if one has begun: head and body may come apart. Raises TimeoutError if none has."""
+    """Read the whole reply, if one has begun: head and body may come apart. Raises TimeoutError if none has."""
     link.settimeout(0.01)
     said = link.recv(1000)
     link.settimeout(30.0)

@@ -39,7 +39,7 @@ def encoded(size: tuple[int, int], form: str = "PNG", **how: Any) -> bytes:
 
 @functools.cache
 def with_scans(size: tuple[int, int], num_scans: int) -> bytes:
-    """A progressive JPEG whose last scan comes again and again."""
+    """Return a progressive JPEG whose last scan comes again and again."""
     data = encoded(size, "JPEG", progressive=True)
     last = data[data.rindex(b"\xff\xda") : -2]
     return data[:-2] + last * (num_scans - data.count(b"\xff\xda")) + data[-2:]

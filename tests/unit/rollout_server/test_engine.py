@@ -1,4 +1,4 @@
-"""How the engine's process is made, and what vLLM's errors become."""
+"""Tests of how the engine's process is made, and of what vLLM's errors become."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_no_reply_of_a_worker_is_given_up() -> None:
     there for whoever reads next. (A worker that was stopped for longer ended the engine: 'str' has no tokens.)"""
 
     class Core:
-        """With one queue of replies, as `MultiprocExecutor`. The first reply takes long."""
+        """A core with one queue of replies, as `MultiprocExecutor` has it. The first reply takes long."""
 
         def __init__(self) -> None:
             self.replies: asyncio.Queue[str] = asyncio.Queue()
@@ -182,7 +182,7 @@ def test_no_reply_of_a_worker_is_given_up() -> None:
 
 
 class NcclId(ctypes.Structure):
-    """As in vLLM's binding."""
+    """NCCL's id as in vLLM's binding."""
 
     _fields_ = [("internal", ctypes.c_byte * 128)]
 

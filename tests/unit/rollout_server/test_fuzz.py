@@ -1,4 +1,5 @@
-"""Whatever a client sends (R16): a documented status, an `ErrorBody` where it is an error, never a traceback.
+"""Tests of whatever a client sends (R16): it gets a documented status, an `ErrorBody` where it is an error, never a
+traceback.
 
 Bodies are right ones with parts replaced, removed or added, any JSON, or any bytes; over a fake engine, no sockets.
 """
@@ -62,7 +63,7 @@ values = st.recursive(
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    """The path of every part of a JSON value, the whole included."""
+    """Return the path of every part of a JSON value, the whole included."""
     parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     return [path, *(place for key, part in parts for place in places(part, (*path, key)))]
 
@@ -88,7 +89,7 @@ def damaged(draw: st.DrawFn, right: Any) -> Any:
 
 
 def send(method: str, path: str, content: bytes | None = None) -> httpx.Response:
-    """One call to a server of its own. Raises whatever the application lets through."""
+    """Make one call to a server of its own. Raises whatever the application lets through."""
 
     async def run() -> httpx.Response:
         app = create_app(RolloutService(FakeEngine(), ServerConfig(model="fake")), None)

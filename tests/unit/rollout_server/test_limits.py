@@ -59,7 +59,7 @@ def with_images(*images: bytes) -> bytes:
 
 
 def png(width: int, height: int, *, rows: int | None = None, chunks: bytes = b"") -> bytes:
-    """A black PNG of grey values, cut off after `rows`."""
+    """Return a black PNG of grey values, cut off after `rows`."""
     packed = zlib.compressobj(1)
     row = bytes(1 + width)
     pixels = b"".join([packed.compress(row) for _ in range(rows or height)]) + packed.flush()
@@ -198,7 +198,7 @@ class Cost:
 
 
 def cost(path: str, body: bytes) -> Cost:
-    """Of one call, in a process of its own."""
+    """Measure the cost of one call, in a process of its own."""
     ours, theirs = multiprocessing.get_context("fork").Pipe()
     process = multiprocessing.get_context("fork").Process(target=_in_child, args=(theirs, path, body))
     process.start()
@@ -214,7 +214,8 @@ def _in_child(pipe: Connection, path: str, body: bytes) -> None:
     run_once = asyncio.BaseEventLoop._run_once  # type: ignore[attr-defined]
 
     def timed(loop: asyncio.BaseEventLoop) -> None:
-        """One turn of the loop: nobody else gets one meanwhile. In CPU time, so that a busy machine changes nothing."""
+        """Time one turn of the loop: nobody else gets one meanwhile. In CPU time, so that a busy machine changes
+        nothing."""
         begin = time.thread_time()
         run_once(loop)
         stalls.append(time.thread_time() - begin)
@@ -247,7 +248,7 @@ def _in_child(pipe: Connection, path: str, body: bytes) -> None:
 
 
 async def _parts(body: bytes) -> Any:
-    """As they come from a socket."""
+    """Yield the body in parts, as they come from a socket."""
     for begin in range(0, len(body), 1 << 16):
         yield body[begin : begin + (1 << 16)]
         await asyncio.sleep(0)

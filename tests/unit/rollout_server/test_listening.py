@@ -56,7 +56,7 @@ listens_at()
 
 
 def own_address() -> str:
-    """This machine's address in its network; empty if it has none."""
+    """Return this machine's address in its network; empty if it has none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe, suppress(OSError):
         probe.connect(("192.0.2.1", 9))  # datagram: nothing is sent
         return str(probe.getsockname()[0])

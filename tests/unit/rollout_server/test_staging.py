@@ -38,7 +38,7 @@ def stage(incarnation: str = "a", ver: int = 1, **fields: Any) -> dict[str, Any]
 
 
 async def answer(http: httpx.AsyncClient, text: str = "a") -> int:
-    """The version that answers a rollout."""
+    """Roll out; return the version that answers."""
     reply = await http.post("/infer/", json={"infer_requests": [request(text)]})
     assert reply.status_code == 200, reply.text
     return int(reply.json()[0]["rollout_infos"]["ver"])

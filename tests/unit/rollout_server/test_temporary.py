@@ -27,7 +27,7 @@ time.sleep(60)
 
 @contextmanager
 def started(temporary: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
-    """A process that has such a folder, as a server has."""
+    """Start a process that has such a folder, as a server has."""
     environment = {name: text for name, text in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
     environment["TMPDIR"] = str(temporary)
     with subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=subprocess.PIPE, text=True) as process:

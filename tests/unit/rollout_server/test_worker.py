@@ -66,7 +66,7 @@ def update(timeout_s: float = 10.0) -> UpdateWeightsCall:
 
 
 def in_turn(learner: Communicator, buffers: Sequence[torch.Tensor]) -> threading.Thread:
-    """Broadcasts `buffers` one after the other."""
+    """Broadcast `buffers` one after the other."""
     thread = threading.Thread(target=lambda: [learner.broadcast(buffer, src=1) for buffer in buffers])
     thread.start()
     return thread

@@ -1,4 +1,4 @@
-"""Whether two models are of one kind, and whether they are the same."""
+"""Tests of whether two models are of one kind, and whether they are the same."""
 
 from __future__ import annotations
 

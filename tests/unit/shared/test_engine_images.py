@@ -1,4 +1,5 @@
-"""How many times a prompt's images are processed for an engine in this process; a renderer stands for vLLM's."""
+"""Tests of how many times a prompt's images are processed for an engine in this process; a renderer stands for
+vLLM's."""
 
 from __future__ import annotations
 
@@ -42,7 +43,7 @@ def prompt(token_ids: list[int], images: list[Image.Image], pixels: dict[str, in
 
 
 def rendered(prompts: list[Prompt]) -> tuple[list[dict[str, Any]], int]:
-    """What the engine gets, and how many prompts were rendered."""
+    """Return what the engine gets, and how many prompts were rendered."""
     renderer = Renderer()
     images = EngineImages(renderer, ThreadPoolExecutor(1))
     with images.looking(prompts, [False] * len(prompts)) as seen:

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[3]
 
 
 def drawn(picture: str) -> dict[str, str]:
-    """Error to its base, as the docstring draws them."""
+    """Map each error to its base, as the docstring draws them."""
     found: dict[str, str] = {}
     above: list[str] = []
     for line in picture.splitlines():

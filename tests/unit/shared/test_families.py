@@ -1,5 +1,5 @@
-"""Which families of models are taken (R16): by `rollout-learner check`, when a learner loads its model, and by a server
-before its engine starts."""
+"""Tests of which families of models are taken (R16): by `rollout-learner check`, when a learner loads its model, and by
+a server before its engine starts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""How a vLLM output is read (R03, R09), on outputs of its shape; real ones: tests/integration/test_backends.py."""
+"""Tests of how a vLLM output is read (R03, R09), on outputs of its shape; real ones:
+tests/integration/test_backends.py."""
 
 from __future__ import annotations
 
@@ -60,7 +61,8 @@ def test_log_probabilities_in_vllm_s_flat_form_are_read_alike() -> None:
 
 
 def scored(*logprobs: float) -> Any:
-    """A prompt of two tokens, a response of tokens 10, 11, ...; at each position vLLM gives more than its token."""
+    """Return a prompt of two tokens, a response of tokens 10, 11, ...; at each position vLLM gives more than its
+    token."""
     response = list(range(10, 10 + len(logprobs)))
     rows = [
         {i: SimpleNamespace(logprob=p), 99: SimpleNamespace(logprob=-0.1)}

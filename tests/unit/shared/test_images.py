@@ -60,7 +60,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def fenced(folder: Path, **rules: object) -> Images:
-    """As a server has it: local images below one folder only."""
+    """Return images as a server has them: local ones below one folder only."""
     return Images(ImageRules(roots=(folder / "in",), **rules))  # type: ignore[arg-type]
 
 
@@ -147,7 +147,7 @@ def test_nothing_outside_the_folders_is_read(folder: Path, name: str, scheme: st
     """And the message is the same as for what does not exist."""
 
     def message(path: str) -> tuple[str, str, str]:
-        """All but the string itself, which the client sent."""
+        """Return all but the string itself, which the client sent."""
         with pytest.raises(MediaError) as raised:
             fenced(folder).load(path)
         return raised.value.found, raised.value.wanted, raised.value.remedy

@@ -1,4 +1,4 @@
-"""What somebody else's files may be: a value, OSError or ValueError."""
+"""Tests of what somebody else's files may be: a value, OSError or ValueError."""
 
 from __future__ import annotations
 

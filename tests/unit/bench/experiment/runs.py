@@ -1,4 +1,4 @@
-"""What a learner's run leaves behind, made up: its steps and two evaluations."""
+"""Made-up files of a learner's run: its steps and two evaluations."""
 
 from __future__ import annotations
 

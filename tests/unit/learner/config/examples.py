@@ -20,7 +20,7 @@ REMOVE: Any = _REMOVE  # as a value in `changed`: take the key out
 
 
 def minimal() -> dict[str, Any]:
-    """Only what is required, rollout matching against one server."""
+    """Return only what is required, for rollout matching against one server."""
     return {
         "model": {"path": "some/model"},
         "data": {"train": "train.jsonl"},
@@ -40,7 +40,7 @@ def minimal() -> dict[str, Any]:
 
 
 def stage2() -> dict[str, Any]:
-    """`stage2_ab_training`, only what is required."""
+    """Return only what `stage2_ab_training` requires."""
     return changed(
         minimal(),
         {
@@ -52,7 +52,7 @@ def stage2() -> dict[str, Any]:
 
 
 def everything() -> dict[str, Any]:
-    """Every section present, with every key written out."""
+    """Return a configuration in which every section is present, with every key written out."""
     data = changed(
         stage2(),
         {
@@ -77,7 +77,7 @@ def everything() -> dict[str, Any]:
 
 
 def changed(data: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of `data` with values set at dotted paths."""
+    """Return a copy of `data` with values set at dotted paths."""
     result = copy.deepcopy(dict(data))
     for path, value in changes.items():
         *sections, name = path.split(".")

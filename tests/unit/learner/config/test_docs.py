@@ -55,7 +55,7 @@ def test_every_key_is_listed_with_its_meaning() -> None:
 
 
 def complaints(program: str, data: dict[str, Any]) -> list[str]:
-    """By the schema that the program prints."""
+    """Return what the schema that the program prints has against `data`."""
     schema = Draft202012Validator(json.loads(json_schema(program)))
     return [f"{error.json_path}: {error.message}" for error in schema.iter_errors(data)]
 

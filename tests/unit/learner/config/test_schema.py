@@ -80,7 +80,7 @@ def test_r01_variants(variant: str) -> None:
 
 
 def requirement(path: str) -> str:
-    """Of a key, as the schema has it: failing tests are named by it."""
+    """Return the requirement of a key, as the schema has it: failing tests are named by it."""
     field = {dotted(keys): field for keys, field in walk_keys(RunConfig)}[path]
     extra = field.json_schema_extra if isinstance(field.json_schema_extra, dict) else {}
     return str(extra.get("requirement", "")).replace(" ", "_").lower()

@@ -72,7 +72,7 @@ def coco(folder: Path, *annotations: dict[str, Any]) -> Path:
 
 
 def jsonl(folder: Path, *objects: dict[str, Any], name: str = "data.jsonl", **fields: Any) -> Path:
-    """One row per object, on one image of 200 x 100."""
+    """Write one row per object, on one image of 200 x 100; return the file."""
     draw(folder, "1.png")
     rows = [
         {"id": i, "messages": [{"role": "user", "content": "<image>?"}], "images": ["1.png"], "objects": [obj]}

@@ -32,7 +32,7 @@ def make_samples(count: int) -> list[Sample]:
 
 
 def make_run(*, samples_per_rank: int = 2, ranks: int = 1, **data: Any) -> tuple[RunConfig, Plan]:
-    """A plain `sft` run; `data` are keys of the section `data`."""
+    """Return a plain `sft` run; `data` are keys of the section `data`."""
     config = RunConfig.model_validate(
         {
             "model": {"path": "model"},
@@ -88,7 +88,8 @@ IMPORTED_BY = os.getpid()
 
 @dataclass(frozen=True)
 class ImportTellingEncoder:
-    """Whether its process is another than the one that imported this module, and a child of that one."""
+    """An encoder that tells whether its process is another than the one that imported this module, and a child of that
+    one."""
 
     def encode(self, sample: Sample) -> EncodedPrompt:
         return EncodedPrompt(token_ids=(os.getpid() != IMPORTED_BY, os.getppid() == IMPORTED_BY), vision=None)
@@ -103,7 +104,7 @@ class AnyTask:
 
 
 def draw(folder: Path, *names: str, size: tuple[int, int] = (200, 100), orientation: int = 1) -> None:
-    """Black images: readers look at their headers."""
+    """Write black images: readers look at their headers."""
     for name in names:
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)

@@ -64,7 +64,7 @@ def config_of(**keys: Any) -> AugmentConfig:
 def draw_scene(
     folder: Path, kind: GeometryKind, corners: Sequence[int], name: str = "cell", sample_id: str = "a"
 ) -> Sample:
-    """A white shape on black, labelled."""
+    """Return a white shape on black, labelled."""
     picture, path = Image.new("RGB", (WIDTH * FINE, HEIGHT * FINE)), folder / f"{sample_id}.png"
     outline = corners_of(corners) if kind == "bbox_2d" else corners
     ImageDraw.Draw(picture).polygon([FINE * value for value in outline], fill="white")
@@ -80,14 +80,14 @@ def draw_scene(
 
 
 def corners_of(box: Sequence[int], cut: int = 0) -> list[int]:
-    """The outline of a box, its corners cut off."""
+    """Return the outline of a box, whose corners are cut off."""
     x1, y1, x2, y2 = box
     left, right, top, bottom = x1 + cut, x2 - cut, y1 + cut, y2 - cut
     return [left, y1, right, y1, x2, top, x2, bottom, right, y2, left, y2, x1, bottom, x1, top]
 
 
 def found_box(picture: Image.Image) -> tuple[int, int, int, int] | None:
-    """Where the picture is bright."""
+    """Return the box where the picture is bright."""
     rows, columns = np.nonzero(np.asarray(picture.convert("L")) > 127)
     return (columns.min(), rows.min(), columns.max() + 1, rows.max() + 1) if len(rows) else None
 
@@ -211,7 +211,7 @@ def batches_of(scenes: list[Sample], rank: int = 0, ranks: int = 1, **data: Any)
 
 
 def pixels_of(batches: Iterator[Any], number: int) -> dict[tuple[int, str], tuple[int, ...]]:
-    """Checksums by epoch and sample."""
+    """Return checksums by epoch and sample."""
     taken = [next(batches) for _ in range(number)]
     return {
         (batch.epoch, sample.sample_id): prompt.token_ids

@@ -1,4 +1,4 @@
-"""How long a sample will be, found out without its pixels (R36)."""
+"""Tests of how long a sample will be, found out without its pixels (R36)."""
 
 from __future__ import annotations
 

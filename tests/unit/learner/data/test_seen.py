@@ -1,4 +1,4 @@
-"""What the model sees of a photograph, from its processor's limits (issue 39, 5)."""
+"""Tests of what the model sees of a photograph, from its processor's limits (issue 39, 5)."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_a_damaged_file_of_a_checkpoint_is_no_limit(tmp_path: Path, text: str) -
 
 @pytest.fixture
 def large(tmp_path: Path) -> Path:
-    """Annotations of one photograph of 2000 x 1333 pixels."""
+    """Return annotations of one photograph of 2000 x 1333 pixels."""
     Image.new("RGB", (2000, 1333)).save(tmp_path / "large.png")
     row = {"id": "a", "images": ["large.png"], "width": 2000, "height": 1333}
     row |= {"messages": [{"role": "user", "content": "<image>Find every cat."}]}

@@ -36,7 +36,8 @@ def read(path, data):
 
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
-    """JSONL to train on, VOC for `val`, a reader of the user's own for `test`; all in places of their own."""
+    """Return a configuration with JSONL to train on, VOC for `val`, a reader of the user's own for `test`; all in
+    places of their own."""
     for name in ("a", "b", "c"):
         (tmp_path / name).mkdir()
     train = jsonl(tmp_path / "a", FINE, FINE)

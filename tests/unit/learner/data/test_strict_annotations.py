@@ -32,7 +32,7 @@ OBJECT = voc_object("RBC", 0, 50, 20, 100)
 
 
 def num_errors(path: Path | str, **data: Any) -> int:
-    """How many records the refusal counts."""
+    """Return how many records the refusal counts."""
     text = refusal(path, **data)
     return int(text.split()[0]) if " records of " in text else 1
 

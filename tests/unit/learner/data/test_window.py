@@ -36,7 +36,7 @@ class Case:
         return WindowRepeater(batches, gradient_accumulation_steps=self.gas, m_steps=self.m_steps)
 
     def epoch_steps(self, epoch: int) -> list[list[Ids]]:
-        """The slow, obvious reference: each optimizer step of an epoch as the samples of its micro-steps."""
+        """Return each optimizer step of an epoch as the samples of its micro-steps: the slow, obvious reference."""
         order = DistributedSampler(self.num_samples, num_ranks=1, rank=0, samples_per_rank=1, seed=7).order(epoch)
         ids = [f"s{i}" for i in order]
         size = self.samples_per_micro_step
@@ -59,7 +59,7 @@ CASES = st.builds(
 
 
 def optimizer_step(batches: WindowRepeater, gas: int) -> list[MicroBatch]:
-    """What the trainer reads for one; it is told before what that will be."""
+    """Read what the trainer reads for one step; it is told before what that will be."""
     upcoming, taken = batches.upcoming(gas), []
     for _ in range(gas):
         taken.append(next(batches))

@@ -30,7 +30,7 @@ CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four scenes of digits with their labels."""
+    """Return four scenes of digits with their labels."""
     folder = tmp_path_factory.mktemp("scenes")
     build_data.build(build_data.Build(train=0, val=0, test=4), folder)
     return folder
@@ -207,7 +207,7 @@ def test_a_large_photograph_in_tiles_finds_what_the_whole_is_too_small_for(data:
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """The checkpoint without what says how to ask it, in a run's folder."""
+    """Return a run's folder with the checkpoint, without what says how to ask it."""
     folder = tmp_path / "run" / "checkpoint-12"
     shutil.copytree(CHECKPOINT, folder)
     for name in (INFERENCE_NAME, CALIBRATION_NAME):
@@ -278,7 +278,7 @@ def test_calibrated_scores_say_how_probably_a_box_is_right(
 
 @pytest.fixture
 def blurred(tmp_path: Path) -> Path:
-    """The checkpoint with a vision tower that sees less."""
+    """Return the checkpoint with a vision tower that sees less."""
     folder = tmp_path / "blurred"
     shutil.copytree(CHECKPOINT, folder)
     file = folder / "model.safetensors"

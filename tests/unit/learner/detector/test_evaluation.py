@@ -14,7 +14,7 @@ from learner.__main__ import main
 
 @pytest.fixture
 def truth(tmp_path: Path) -> Path:
-    """Ten images of two cells each, of two classes whose ids are not their places."""
+    """Write ten images of two cells each, of two classes whose ids are not their places; return the annotations."""
     images, annotations = [], []
     for i in range(10):
         Image.new("RGB", (400, 300)).save(tmp_path / f"photo_{i}.jpg")
@@ -29,7 +29,7 @@ def truth(tmp_path: Path) -> Path:
 
 
 def results_of(truth: Path, **changes: Any) -> list[dict[str, Any]]:
-    """As a detector that finds everything."""
+    """Return the results of a detector that finds everything."""
     rows = json.loads(truth.read_text())["annotations"]
     return [{**{key: row[key] for key in ("image_id", "category_id", "bbox")}, "score": 0.9, **changes} for row in rows]
 

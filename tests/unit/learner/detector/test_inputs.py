@@ -1,4 +1,4 @@
-"""What `predict` can be given (R43)."""
+"""Tests of what `predict` can be given (R43)."""
 
 from __future__ import annotations
 

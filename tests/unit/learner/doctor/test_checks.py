@@ -296,7 +296,7 @@ def doctor(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> tupl
 
 @pytest.fixture
 def two_checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
-    """What the checks of the machine will find."""
+    """Return what the checks of the machine will find."""
     found = {"disk": ok("space")}
     checks = {name: lambda s, name=name: found[name] for name in found}
     for name in ("CHECKS", "WITHOUT_SERVERS"):

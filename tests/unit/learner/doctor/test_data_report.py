@@ -1,4 +1,4 @@
-"""What `check` says to people about the data, and the same as JSON."""
+"""Tests of what `check` says to people about the data, and of the same as JSON."""
 
 from __future__ import annotations
 

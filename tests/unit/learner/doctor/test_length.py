@@ -1,4 +1,4 @@
-"""How long a run is: against the batches that it would draw, and against an earlier run's steps."""
+"""Tests of how long a run is: against the batches that it would draw, and against an earlier run's steps."""
 
 from __future__ import annotations
 

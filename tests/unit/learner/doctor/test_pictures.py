@@ -24,7 +24,7 @@ def write(folder: Path, **values: object) -> str:
 
 
 def green_columns(picture: Image.Image) -> tuple[int, int]:
-    """Least and largest x of what is drawn in the color of labels, within the JPEG's losses."""
+    """Return least and largest x of what is drawn in the color of labels, within the JPEG's losses."""
     found = [
         x
         for x in range(picture.width)

@@ -41,7 +41,7 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Hub]:
 
 @pytest.fixture
 def export(tmp_path: Path) -> Path:
-    """An export of the checkpoint after step 40 of a run, which improved from step 0 to 40."""
+    """Return an export of the checkpoint after step 40 of a run, which improved from step 0 to 40."""
     run = write_run(tmp_path / "runs/cells", num_scenes=6)
     data = {"train": f"{tmp_path}/annotations/train.json", "val": f"{tmp_path}/annotations/val.json"}
     write_yaml(run / "config.yaml", {**minimal(), "model": {"path": BASE}, "data": data})

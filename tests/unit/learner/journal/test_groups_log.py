@@ -24,7 +24,7 @@ from tests.unit.learner.steps.test_segments import TASK, TOKENIZER, sample, segm
 
 
 def logged(folder: Path, steps: int, *, every: int, **grpo: Any) -> list[dict[str, Any]]:
-    """The lines of a run whose steps have the same two groups of two."""
+    """Return the lines of a run whose steps have the same two groups of two."""
     log = GroupsLog(folder, TASK, every)
     texts = [SHORT, WHOLE, "no idea", truth(TWO)]
     source = GroupSource(

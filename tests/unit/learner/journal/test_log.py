@@ -1,4 +1,5 @@
-"""What a run measured is on disk, line by line, in JSON that any reader takes; and a step's seconds add up."""
+"""Tests of what a run has on disk of its measurements, line by line, in JSON that any reader takes; and of a step's
+seconds, which add up."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ JSON = st.recursive(
 
 
 def lines(run_dir: Path) -> list[dict[str, Any]]:
-    """Strictly: Python's reader takes NaN by default, others do not."""
+    """Read the lines strictly: Python's reader takes NaN by default, others do not."""
 
     def refuse(constant: str) -> None:
         raise AssertionError(f"{constant} is not JSON")
@@ -126,7 +127,7 @@ def test_an_events_own_name_and_time_win(tmp_path: Path) -> None:
 
 
 def finite(value: Any) -> Any:
-    """Reference: through Python's own JSON, which spells what is not finite as bare words."""
+    """Return the reference: through Python's own JSON, which spells what is not finite as bare words."""
     return json.loads(json.dumps(value), parse_constant=lambda word: None)
 
 

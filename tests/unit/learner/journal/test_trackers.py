@@ -36,7 +36,7 @@ SETTINGS = {"training": {"seed": 3, "output_dir": "out"}, "data": {"val": None}}
 
 
 def write_all(tmp_path: Path, name: str, *, steps: Sequence[int] = (1, 2)) -> list[str]:
-    """A short run of `name`; what it said."""
+    """Write a short run of `name`; return what it said."""
     config = LoggingConfig(trackers=[name], offline=True, project="tests", tracker_timeout_s=60.0)  # type: ignore[list-item]
     said: list[str] = []
     made = Trackers(config, tmp_path / "run", tell=said.append)

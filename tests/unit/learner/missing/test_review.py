@@ -29,7 +29,7 @@ FIRST, SECOND = (600, 200, 800, 500), (700, 700, 900, 900)
 
 
 def folder_of(tmp_path: Path, name: str = "coco") -> tuple[Path, Path]:
-    """A folder of suggestions, and where new annotations go. The first is found by all three answers."""
+    """Return a folder of suggestions, and where new annotations go. The first is found by all three answers."""
     path, out = FORMATS[name](tmp_path)
     sample = next(one for one in read(path) if Path(one.images[0]).stem == "0")
     found = [DetectionObject("dog", "bbox_2d", FIRST), DetectionObject("cat", "bbox_2d", SECOND)]

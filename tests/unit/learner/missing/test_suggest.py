@@ -1,4 +1,5 @@
-"""What `find-missing suggest` asks the model, and how it reads the annotations (R43). The engine is a fake."""
+"""Tests of what `find-missing suggest` asks the model, and of how it reads the annotations (R43). The engine is a
+fake."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def suggested(model: ModelFiles, data: DataConfig, out: Path) -> int:
 
 
 def model_of_a_run(folder: Path, **data: Any) -> ModelFiles:
-    """The shipped model, as if a run with this `data` had written it."""
+    """Return the shipped model, as if a run with this `data` had written it."""
     from learner.config.load import load_config
 
     config = {"model": {"path": str(CHECKPOINT)}, "data": data, "custom": {"trainer_variant": "sft"}}

@@ -27,14 +27,14 @@ def policy_of(
     grpo: GrpoConfig | None = None,
     **options: object,
 ) -> Policy:
-    """A policy on the CPU in float32."""
+    """Return a policy on the CPU in float32."""
     torch.manual_seed(0)  # adapters start at random
     settings = ModelConfig(path=str(path), lora=lora, **options)  # type: ignore[arg-type]
     return load_policy(settings, device=CPU, bf16=bf16, grpo=grpo)
 
 
 def image(width: int, height: int, seed: int = 0) -> str:
-    """A random image as base64."""
+    """Return a random image as base64."""
     pixels = np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
@@ -47,7 +47,7 @@ def sample(images: Sequence[str] = (), text: str = "Detect every digit.") -> Sam
 
 
 def segment(prompt: EncodedPrompt, answer_length: int, seed: int = 0) -> Segment:
-    """A random answer of ordinary tokens; about half of it supervised, with random weights."""
+    """Return a random answer of ordinary tokens; about half of it supervised, with random weights."""
     rng = np.random.default_rng(seed)
     start = len(prompt.token_ids)
     ids = np.array([*prompt.token_ids, *rng.integers(0, 1200, answer_length)], np.int64)

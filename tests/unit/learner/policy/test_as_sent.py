@@ -30,7 +30,7 @@ def answers(policy: Policy) -> Answers:
 
 
 def reference(policy: Policy, path: Path, dtype: torch.dtype | None, tmp_path: Path) -> list[list[float]]:
-    """What a model says that was loaded from the tensors that were sent, and nothing else."""
+    """Return what a model says that was loaded from the tensors that were sent, and nothing else."""
     sent = policy_of(path)
     state = {name: tensor.to(torch.float32).clone() for name, tensor in policy.named_weights(dtype)}
     save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})

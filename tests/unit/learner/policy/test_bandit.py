@@ -22,7 +22,7 @@ UNCAPPED = GrpoConfig(tis_cap=1e6)
 def loss_of(
     logits: torch.Tensor, drawn_by: torch.Tensor, arms: torch.Tensor, config: GrpoConfig, *, is_corrected: bool
 ) -> torch.Tensor:
-    """Per pull. Rewards themselves are the advantages: no baseline that could hide a bias."""
+    """Return the loss per pull. Rewards themselves are the advantages: no baseline that could hide a bias."""
     logprobs, old = logits.log_softmax(-1)[arms], drawn_by.log_softmax(-1)[arms]
     unknown = torch.full_like(old, math.nan)
     policy = PolicyInputs(
@@ -43,7 +43,7 @@ def estimate(arms: torch.Tensor, config: GrpoConfig = UNCAPPED, *, is_corrected:
 
 
 def exact() -> torch.Tensor:
-    """Of the expected reward by the present policy: p (r - E r)."""
+    """Return the exact gradient of the expected reward by the present policy: p (r - E r)."""
     p = NOW.softmax(-1)
     return p * (REWARDS - (p * REWARDS).sum())
 
@@ -76,7 +76,7 @@ def test_a_truncated_weight_bounds_a_pull_and_costs_little() -> None:
 
 
 def learn(*, lag: int, is_corrected: bool, steps: int = 300, seed: int = 0) -> float:
-    """The best arm's probability after updates whose rollouts were drawn by the weights of `lag` updates ago."""
+    """Return the best arm's probability after updates whose rollouts were drawn by the weights of `lag` updates ago."""
     generator = torch.Generator().manual_seed(seed)
     logits = OLD.clone().requires_grad_()
     history = [OLD.clone()]

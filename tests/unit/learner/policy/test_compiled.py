@@ -45,13 +45,13 @@ def _fast_compiler(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def _faster_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Traces the forward pass alone: for what is broken into many graphs, and where only their number counts."""
+    """Trace the forward pass alone: for what is broken into many graphs, and where only their number counts."""
     monkeypatch.setattr(compiled, "BACKEND", "eager")
 
 
 @pytest.fixture
 def as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The varlen operators, for 16-bit tensors on the CPU too."""
+    """Use the varlen operators for 16-bit tensors on the CPU too."""
     monkeypatch.setattr(attention, "_varlen_can", lambda query: query.dtype == torch.bfloat16)
 
 

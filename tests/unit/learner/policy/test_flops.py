@@ -17,7 +17,7 @@ PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm)
 
 
 def counted(policy: Policy, row: PackedRow) -> float:
-    """Of the decoder's layers: not of attention, the head and the vision tower."""
+    """Count the products of the decoder's layers: not of attention, the head and the vision tower."""
     counter = FlopCounterMode(display=False)
     with counter:
         policy.backward(row)

@@ -1,4 +1,4 @@
-"""What may be supervised, and the weighted sum."""
+"""Tests of what may be supervised, and of the weighted sum."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ COORDINATES = [7, 3, 40, 12, 11, 30, 31, 2, 49, 20]  # tokens of ten bins, in no
 
 
 def slowly_smoothed(logits: torch.Tensor, targets: list[int], sigma: float) -> list[float]:
-    """One target after the other, one bin after the other."""
+    """Compute the weighted log-probabilities one target after the other, one bin after the other."""
     found = []
     for row, target in zip(logits.double().tolist(), targets, strict=True):
         total = math.log(math.fsum(math.exp(value) for value in row))

@@ -33,7 +33,8 @@ def optimizer_of(policy: Policy) -> Optimizer:
 
 @pytest.fixture
 def tensors(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
-    """Types, shapes, strides and a view without content of its own; two of them larger than a block."""
+    """Return tensors of several types, shapes and strides, and a view without content of its own; two of them are
+    larger than a block."""
     monkeypatch.setattr(offload, "_BLOCK_BYTES", 1024)
     large = [torch.arange(1000, dtype=torch.float32) + i for i in range(2)]
     return [

@@ -31,7 +31,7 @@ def vlm(tiny_vlm: Path) -> Policy:
 
 @pytest.fixture(scope="module")
 def reference(tiny_vlm: Path) -> PreTrainedModel:
-    """transformers as it comes: eager attention, one segment at a time."""
+    """Return transformers as it comes: eager attention, one segment at a time."""
     return AutoModelForImageTextToText.from_pretrained(tiny_vlm, dtype=torch.float32, attn_implementation="eager")
 
 
@@ -94,7 +94,7 @@ def test_logits_of_a_packed_text_row_equal_the_segments_own(tiny_text: Path, len
 
 
 def reference_loss(model: PreTrainedModel, one: Segment) -> torch.Tensor:
-    """Token by token, from full logits."""
+    """Compute the loss token by token, from full logits."""
     logprobs = reference_logits(model, one).log_softmax(-1)
     terms = [
         -float(one.loss_weights[i]) * logprobs[i - 1, one.labels[i]] for i in range(len(one)) if one.labels[i] != -100

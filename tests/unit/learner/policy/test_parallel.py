@@ -1,4 +1,4 @@
-"""What a process of the learner is set up with: its device, its threads."""
+"""Tests of what a process of the learner is set up with: its device, its threads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waits import wait_until
 
 @pytest.fixture
 def two_gpus(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """As torch tells of them: nothing runs there."""
+    """Let torch tell of two GPUs: nothing runs there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)

@@ -21,7 +21,7 @@ from tests.unit.learner.policy.test_weights import with_trained_adapter
 
 
 class Strict(Tape):
-    """As CUDA's graphs: refuses what reads on the host."""
+    """A tape that, as CUDA's graphs do, refuses what reads on the host."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         assert not reads(func, args, kwargs or {}), func

@@ -36,7 +36,7 @@ CONFIG = GrpoConfig(clip_low=0.2, clip_high=0.3, tis_cap=1.5, kl_weight=0.1)
 
 
 def token_loss(now: torch.Tensor, weight: float, token: Sequence[float], reference: float | None) -> torch.Tensor:
-    """By the module's formulas. `token`: advantage, rollout, first; NaN advantage: taught."""
+    """Compute one token's loss by the module's formulas. `token`: advantage, rollout, first; NaN advantage: taught."""
     advantage, rollout, first = token
     if math.isnan(advantage):
         return -weight * now
@@ -167,7 +167,8 @@ def plain(tiny_vlm: Path) -> PreTrainedModel:
 
 
 def reinforced(one: Segment, seed: int, *, gap: float | None = None) -> Segment:
-    """Random advantages; `gap`: rollouts were drawn by log-probabilities that are this much lower at most."""
+    """Return the segment with random advantages; `gap`: rollouts were drawn by log-probabilities that are this much
+    lower at most."""
     rng = np.random.default_rng(seed)
     advantages = rng.normal(size=len(one)).astype(np.float32)
     empty = np.full(len(one), np.nan, np.float32)
@@ -176,7 +177,7 @@ def reinforced(one: Segment, seed: int, *, gap: float | None = None) -> Segment:
 
 
 def mixed(policy: Policy, *, gap: float | None = None) -> list[Segment]:
-    """With two images, with none, with one; the second is taught."""
+    """Return segments with two images, with none, with one; the second is taught."""
     sizes = [[(64, 64), (96, 160)], [], [(64, 64)], []]
     made = [
         segment(policy.encoder.encode(sample([image(*s, seed=i) for s in shape])), 9 + 6 * i, i)
@@ -186,7 +187,7 @@ def mixed(policy: Policy, *, gap: float | None = None) -> list[Segment]:
 
 
 def plain_logprobs(model: PreTrainedModel, one: Segment) -> tuple[torch.Tensor, np.ndarray]:
-    """Of the supervised tokens, and where they are."""
+    """Return the log-probabilities of the supervised tokens, and where they are."""
     ids, inputs = torch.from_numpy(one.input_ids)[None], {}
     if one.vision is not None:
         inputs = {
@@ -202,7 +203,8 @@ def plain_logprobs(model: PreTrainedModel, one: Segment) -> tuple[torch.Tensor, 
 def plain_loss(
     model: PreTrainedModel, segments: Sequence[Segment], first: Sequence[np.ndarray] | None = None
 ) -> torch.Tensor:
-    """One segment after the other, token by token. `first`: log-probabilities before the first update."""
+    """Compute the loss one segment after the other, token by token. `first`: log-probabilities before the first
+    update."""
     total = torch.zeros(())
     for number, one in enumerate(segments):
         logprobs, at = plain_logprobs(model, one)

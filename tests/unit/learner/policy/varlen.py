@@ -12,20 +12,20 @@ import torch
 
 
 def _weights(q: torch.Tensor, k: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """Attention weights `[H, L, K]` of one segment, float32. Its last query meets its last key."""
+    """Return attention weights `[H, L, K]` of one segment, float32. Its last query meets its last key."""
     before = k.shape[1] - q.shape[1]
     hidden = torch.ones(q.shape[1], k.shape[1], dtype=torch.bool).triu(before + 1) & causal
     return (q @ k.transpose(1, 2) * scale).masked_fill(hidden, float("-inf")).softmax(-1)
 
 
 def _segments(cu_seq_q: torch.Tensor, cu_seq_k: torch.Tensor) -> list[tuple[slice, slice]]:
-    """Of each segment its queries and its keys."""
+    """Return the queries and the keys of each segment."""
     queries, keys = ([slice(*pair) for pair in pairwise(ends.tolist())] for ends in (cu_seq_q, cu_seq_k))
     return list(zip(queries, keys, strict=True))
 
 
 def _heads(x: torch.Tensor, num_heads: int) -> torch.Tensor:
-    """`[L, H_kv, D]` as float32 `[H, L, D]`."""
+    """Return `[L, H_kv, D]` as float32 `[H, L, D]`."""
     return x.float().transpose(0, 1).repeat_interleave(num_heads // x.shape[1], dim=0)
 
 

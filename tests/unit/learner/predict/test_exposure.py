@@ -1,4 +1,4 @@
-"""What a model loses behind its own words, on answers whose loss is known."""
+"""Tests of what a model loses behind its own words, on answers whose loss is known."""
 
 from __future__ import annotations
 

@@ -67,8 +67,8 @@ def test_a_model_unlike_all_that_were_measured_is_outside() -> None:
 
 
 def write_study(folder: Path, number: int) -> None:
-    """As bench.study writes it: `grpo` was run everywhere, another arm once, and one regime has no features. What
-    `union of 8` gains has nothing to do with the features."""
+    """Write a study as bench.study writes it: `grpo` was run everywhere, another arm once, and one regime has no
+    features. What `union of 8` gains has nothing to do with the features."""
     found = {}
     drawn = random.Random(5)
     (folder / "features").mkdir()

@@ -39,7 +39,7 @@ class Killed(BaseException):
 
 @pytest.fixture
 def scores(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scores], None]:
-    """The servers of `trainer_world`. Says which scores the evaluations of each stage have."""
+    """Put the servers of `trainer_world` in place; return what says which scores the evaluations of each stage have."""
     said: dict[str, Any] = {"stage": "", "scores": {}}
     evaluate, train_on = trainer_module.evaluate, command.train_on
 

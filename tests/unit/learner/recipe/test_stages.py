@@ -18,7 +18,7 @@ FILES = {"train": "train.jsonl", "val": "val.jsonl", "test": "test.jsonl"}
 
 
 def config(world_size: int = 1, **sections: Any) -> RunConfig:
-    """As the command reads it."""
+    """Return the configuration as the command reads it."""
     values: dict[str, Any] = {
         "model": {"path": "model"},
         "data": FILES,
@@ -34,7 +34,7 @@ def config(world_size: int = 1, **sections: Any) -> RunConfig:
 
 
 def written(folder: Path, values: dict[str, Any], world_size: int = 1) -> RunConfig:
-    """As the recipe reads it: through the file. Rules that it breaks would be raised here."""
+    """Return the configuration as the recipe reads it: through the file. Rules that it breaks would be raised here."""
     path = folder / "stage.yaml"
     write_yaml(path, values, "test")
     return load_config(path, world_size=world_size)

@@ -64,7 +64,7 @@ def write_run(
 
 
 def make_scene(index: int, folder: Path) -> dict[str, Any]:
-    """A scene with its PNG; objects in bins."""
+    """Draw a scene's PNG; return the scene, whose objects are in bins."""
     rng = random.Random(index)
     folder.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(index)
@@ -82,7 +82,7 @@ def make_scene(index: int, folder: Path) -> dict[str, Any]:
 
 
 def answer(scene: dict[str, Any], share: float, rng: random.Random) -> dict[str, Any]:
-    """What a policy that finds `share` of the objects says about a scene."""
+    """Return what a policy that finds `share` of the objects says about a scene."""
     predictions, pairs = [], []
     for index, item in enumerate(scene["truth"]):
         if rng.random() > share + 0.12:
@@ -99,7 +99,7 @@ def answer(scene: dict[str, Any], share: float, rng: random.Random) -> dict[str,
 
 
 def f1_at_half(answers: Sequence[dict[str, Any]]) -> float:
-    """What the learner would have recorded for these scenes."""
+    """Return what the learner would have recorded for these scenes."""
     scenes = [scene for scene in map(read_scene, answers) if scene is not None]
     hits = sum(len(classify(scene).found) for scene in scenes)
     return 2 * hits / max(1, sum(len(scene.predictions) + len(scene.truth) for scene in scenes))

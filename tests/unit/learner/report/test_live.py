@@ -288,7 +288,7 @@ def test_busy_time_counts_once() -> None:
 
 @pytest.fixture
 def served(run_dir: Path) -> Iterator[str]:
-    """The command itself, on a free port; its URL."""
+    """Run the command itself, on a free port; yield its URL."""
     argv = [sys.executable, "-m", "learner", "report", str(run_dir), "--live", "--port", "0"]
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     try:

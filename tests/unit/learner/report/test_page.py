@@ -43,7 +43,7 @@ HOSTILE = "\"><script>alert(1)</script><b x='&"
 
 
 def body_of(page: str) -> ET.Element:
-    """The body, which must be well-formed XML too."""
+    """Return the body, which must be well-formed XML too."""
     return ET.fromstring(page[page.index("<body>") : page.index("</body>") + len("</body>")])
 
 

@@ -30,7 +30,7 @@ def sample(i: int) -> Sample:
 
 
 def config(urls: list[str], *, first_port: int = 51216, **changes: Any) -> RolloutMatchingConfig:
-    """A server-mode section, in which no server may fail; `changes`: decode_batch_size, decoding, timeout_s,
+    """Return a server-mode section, in which no server may fail; `changes`: decode_batch_size, decoding, timeout_s,
     infer_timeout_s, min_servers."""
     server = {
         "servers": [{"base_url": url, "group_port": first_port + i} for i, url in enumerate(urls)],
@@ -105,7 +105,7 @@ class FakeServer:
         self.infer = self.router.post(f"{self.base_url}/infer/").mock(side_effect=self._infer)
 
     def numbers(self) -> list[list[int]]:
-        """The requests of every call that came, by the number in their text."""
+        """Return the requests of every call that came, by the number in their text."""
         return [[int(r["messages"][0]["content"].split()[-1]) for r in c["infer_requests"]] for c in self.calls]
 
     def seeds(self) -> list[int]:

@@ -18,7 +18,7 @@ SAMPLE = {"temperature": 0.9, "top_k": 200, "top_p": 0.95, "repetition_penalty":
 
 @torch.no_grad()
 def next_logits(policy: Policy, prompt: EncodedPrompt, response: Sequence[int]) -> np.ndarray:
-    """`[V]` float64, by the forward that learns."""
+    """Return the logits, `[V]` in float64, by the forward that learns."""
     ids = np.array([*prompt.token_ids, *response], np.int64)
     one = Segment(
         sample_id="",
@@ -41,7 +41,8 @@ def penalized(logits: np.ndarray, seen: Sequence[int], penalty: float) -> np.nda
 
 
 def distribution(logits: np.ndarray, temperature: float, top_k: int, top_p: float) -> np.ndarray:
-    """Token by token in order of likelihood: at most `top_k` of them, until their total reaches `top_p`."""
+    """Cut the distribution token by token in order of likelihood: at most `top_k` of them, until their total reaches
+    `top_p`."""
     scaled = logits / temperature
     order = sorted(range(len(scaled)), key=lambda token: -scaled[token])[: top_k if top_k > 0 else None]
     kept = np.zeros_like(scaled)
@@ -80,7 +81,7 @@ def reference_sample(policy: Policy, one: Sample, seed: int) -> tuple[int, ...]:
 
 
 def reference_beam(policy: Policy, one: Sample, num_beams: int) -> tuple[int, ...]:
-    """Without answers that end: the `num_beams` likeliest prefixes of every length."""
+    """Search without answers that end: keep the `num_beams` likeliest prefixes of every length."""
     prompt = policy.encoder.encode(one)
     beams: list[tuple[float, tuple[int, ...]]] = [(0.0, ())]
     for _ in range(NUM_NEW):

@@ -1,4 +1,5 @@
-"""R21, D10: over real HTTP, no server ever holds more than its cap, whatever two ranks ask for, and whenever.
+"""Tests of R21 and D10: over real HTTP, no server ever holds more than its cap, whatever two ranks ask for, and
+whenever.
 
 Six servers with the real app and a fake engine that sleeps and counts; two ranks in threads, out of phase.
 """

@@ -1,4 +1,5 @@
-"""R20: whatever a colocated engine does (start, take weights, roll out), training state is away, and back afterwards.
+"""Tests of R20: whatever a colocated engine does (start, take weights, roll out), training state is away, and back
+afterwards.
 
 Also how the engine is set up, what its errors become, and who gets which answer of an engine that ranks share.
 
@@ -110,7 +111,7 @@ class Worker:
 
 
 class Engine(ColocatedEngine):
-    """Without vLLM's loader and scores: they take memory when they are called."""
+    """An engine without vLLM's loader and scores: they take memory when they are called."""
 
     tensors: dict[str, torch.Tensor]
 
@@ -219,7 +220,7 @@ class Device:
 
 
 def asleep_engine(offload: Recorded, *, sleep: str = "auto") -> tuple[Engine, Llm]:
-    """As on CUDA, after a first sync and a step of training."""
+    """Return an engine as on CUDA, after a first sync and a step of training."""
     engine = engine_with(offload)
     engine._config = RolloutMatchingConfig.model_validate({"vllm": {"sleep": sleep}})
     engine._sleeps, engine._num_loads = True, 1
@@ -466,7 +467,7 @@ def test_a_rank_without_samples_rolls_out_nothing_unless_it_shares_its_engine(
 
 
 class Load:
-    """What takes weights, as far as the engine knows it."""
+    """A `WeightLoad`, as far as the engine knows it."""
 
     def __init__(self, told: list[str], error: Exception | None = None) -> None:
         self._told, self._error = told, error
@@ -487,14 +488,14 @@ class Load:
 
 
 class Loading(Engine):
-    """With the product's way of loading."""
+    """An engine with the product's way of loading."""
 
     load = ColocatedEngine.load
 
 
 @pytest.fixture
 def loading(offload: Recorded, monkeypatch: pytest.MonkeyPatch) -> Loading:
-    """An engine with adapters, and vLLM's caches. `told`: what happened, in order."""
+    """Return an engine with adapters, and vLLM's caches. `told`: what happened, in order."""
     monkeypatch.setattr(colocated_engine, "_PIECE_BYTES", 8)
     config = RolloutMatchingConfig.model_validate({})
     engine = Loading(

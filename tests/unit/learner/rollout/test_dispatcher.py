@@ -73,7 +73,7 @@ class Servers:
 
 
 def run(plan: Distribution, servers: Servers) -> tuple[list[int], list[tuple[int, ...]]]:
-    """The requests in the order in which they were answered, and what was sent again."""
+    """Return the requests in the order in which they were answered, and what was sent again."""
     answered: list[int] = []
     splits: list[tuple[int, ...]] = []
     dispatcher: Dispatcher[int] = Dispatcher(

@@ -45,7 +45,7 @@ CASES = st.builds(
 
 
 def slot_owners(n: int, num_ranks: int, sizes: tuple[int, ...]) -> list[int]:
-    """The line of slots, one by one: server `i` takes ceil(G * s_i / T) of them while there are any."""
+    """Return the line of slots, one by one: server `i` takes ceil(G * s_i / T) of them while there are any."""
     owners: list[int] = []
     for server, size in enumerate(sizes):
         for _ in range(-(-num_ranks * n * size // sum(sizes))):
@@ -55,13 +55,13 @@ def slot_owners(n: int, num_ranks: int, sizes: tuple[int, ...]) -> list[int]:
 
 
 def slow_quotas(case: Case, rank: int) -> list[int]:
-    """D10: the slots that D4 gives the rank on each server for n = chunk."""
+    """Return the slots that D4 gives the rank on each server for n = chunk (D10)."""
     at_chunk = slot_owners(case.chunk, case.num_ranks, case.sizes)[rank * case.chunk : (rank + 1) * case.chunk]
     return [at_chunk.count(server) for server in range(len(case.sizes))]
 
 
 def slow_plan(case: Case, rank: int) -> list[int]:
-    """The server of every request of `rank`, request by request: D4's, or the next one that may hold it."""
+    """Return the server of every request of `rank`, request by request: D4's, or the next one that may hold it."""
     mine = slot_owners(case.n, case.num_ranks, case.sizes)[rank * case.n : (rank + 1) * case.n]
     quotas = slow_quotas(case, rank)
     if case.n > case.chunk:

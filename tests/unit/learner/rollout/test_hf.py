@@ -41,7 +41,7 @@ def text(tiny_text: Path) -> Policy:
 
 @pytest.fixture(scope="module")
 def samples() -> list[Sample]:
-    """Prompts of very different lengths, with no, one and two images."""
+    """Return prompts of very different lengths, with no, one and two images."""
     pictures = [image(128, 128, 1), image(64, 96, 2), image(160, 64, 3)]
     made = [
         sample_of([pictures[0]]),

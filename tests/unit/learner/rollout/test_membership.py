@@ -1,4 +1,4 @@
-"""Which servers serve: what follows from losses, syncs and requests, in any order (D15, R40)."""
+"""Tests of which servers serve: what follows from losses, syncs and requests, in any order (D15, R40)."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ SAMPLED = DecodingConfig(decode_mode="sample", temperature=1.0)
 def read(
     logprobs: list[list[float]], *, stop: tuple[int, float | None] | None = (7, -0.5), asked: bool = True
 ) -> Rollout:
-    """The answer of three tokens and a stop token: its id and its log-probability."""
+    """Read the answer of three tokens and a stop token with this id and log-probability."""
     answer: dict[str, Any] = output({"messages": [{"content": "request 3"}], "uuid": "u"}, seed=11)
     answer |= {"response_token_ids": [3, 4, 5], "rollout_logprobs": logprobs}
     if stop is not None:

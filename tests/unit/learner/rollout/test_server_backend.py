@@ -49,7 +49,8 @@ def router() -> Iterator[respx.MockRouter]:
 
 @pytest.fixture
 def build(router: respx.MockRouter) -> Iterator[Build]:
-    """A connected backend over the servers named; keyword arguments split between config and constructor."""
+    """Yield what makes a connected backend over the servers named; keyword arguments are split between config and
+    constructor."""
     made: list[ServerBackend] = []
 
     def make(urls: list[str], *, connect: bool = True, **changes: Any) -> ServerBackend:

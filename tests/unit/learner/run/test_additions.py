@@ -123,7 +123,7 @@ def test_nothing_is_overwritten(name: str, tmp_path: Path) -> None:
 
 
 def drawn(sample: Sample, rng: random.Random, *, polygons: bool) -> list[DetectionObject]:
-    """Objects of any size, at any place."""
+    """Return objects of any size, at any place."""
     objects = []
     for i in range(rng.randrange(12)):
         (x1, x2), (y1, y2) = (sorted(rng.sample(range(1000), 2)) for _ in range(2))
@@ -137,7 +137,7 @@ def drawn(sample: Sample, rng: random.Random, *, polygons: bool) -> list[Detecti
 
 
 def seen(samples: Sequence[Sample]) -> list[tuple[Any, ...]]:
-    """What a sample is, in an order that no format gives."""
+    """Return what the samples are, in an order that no format gives."""
     found = [(s.sample_id, Path(s.images[0]).resolve(), s.messages, {o[:3] for o in s.objects}) for s in samples]
     return sorted(found, key=lambda one: one[0])
 

@@ -1,4 +1,4 @@
-"""Which split is for what, the best checkpoint, and early stopping (D17), with the real loop."""
+"""Tests of which split is for what, of the best checkpoint, and of early stopping (D17), with the real loop."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.learner.trainer_world import Seen, make_config, run, trainer, wr
 
 
 def config_with(model: Path, folder: Path, **training: Any) -> RunConfig:
-    """Evaluated on `v0`..`v2` after every step."""
+    """Return a configuration that evaluates on `v0`..`v2` after every step."""
     samples = training.pop("num_samples", 8)
     values = make_config(model, folder, num_samples=samples, max_steps=1, per_device_train_batch_size=2).model_dump()
     values["training"] |= {"eval_steps": 1, **training}

@@ -29,7 +29,7 @@ def config(run_dir: Path, **training: object) -> RunConfig:
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    """With a run of one step, and with files that no learner wrote."""
+    """Return a folder with a run of one step, and with files that no learner wrote."""
     folder = tmp_path / "run"
     for name in (*OWN, "notes.txt", "checkpoints-of-mine/a", "eval/mine.jsonl"):
         (folder / name).parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,5 @@
-"""What `--check` says of a start that would fail: a folder that cannot be written, and nothing to resume from."""
+"""Tests of what `--check` says of a start that would fail: a folder that cannot be written, and nothing to resume
+from."""
 
 from __future__ import annotations
 

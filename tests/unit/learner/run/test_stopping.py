@@ -71,7 +71,8 @@ STILL_ALIVE = 7
 
 
 def ending_of(child: Callable[[], None]) -> tuple[int, str]:
-    """`child` in a process of its own: its exit code (STILL_ALIVE where it came to its end), and what it said."""
+    """Run `child` in a process of its own; return its exit code (STILL_ALIVE where it came to its end), and what it
+    said."""
     read, write = os.pipe()
     pid = os.fork()
     if pid == 0:

@@ -1,4 +1,4 @@
-"""What an engine inside the learner finds in its environment (R02)."""
+"""Tests of what an engine inside the learner finds in its environment (R02)."""
 
 from __future__ import annotations
 

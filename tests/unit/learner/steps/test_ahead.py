@@ -39,7 +39,8 @@ DEADLINE_S = 60.0
 
 
 class Servers:
-    """What all ranks' fake backends share: it knows when weights move under a call, and can hold a rank's calls."""
+    """The state that all ranks' fake backends share: it knows when weights move under a call, and can hold a rank's
+    calls."""
 
     def __init__(self, world_size: int) -> None:
         self._lock = threading.Lock()

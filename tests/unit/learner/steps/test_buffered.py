@@ -55,7 +55,7 @@ def _pixels(segment: Segment) -> tuple[Any, Any]:
 
 
 def spoil(rows: Sequence[PackedRow]) -> None:
-    """What a training stack may do to a batch that it was given."""
+    """Overwrite a batch, as a training stack may do with what it was given."""
     for one in (s for r in rows for s in r.segments):
         for array in (one.input_ids, one.labels, one.loss_weights):
             array[:] = 77
@@ -157,7 +157,7 @@ def make(script: Script) -> tuple[BufferedSteps, Answers]:
 
 
 def learn(buffer: BufferedSteps, script: Script, *, first_step: int = 0) -> list[Any]:
-    """Every row of the script's micro-batches; each is spoilt as soon as it was read."""
+    """Learn every row of the script's micro-batches; each is spoilt as soon as it was read."""
     seen, step = [], first_step
     while script:
         buffer.begin(step)
@@ -170,7 +170,7 @@ def learn(buffer: BufferedSteps, script: Script, *, first_step: int = 0) -> list
 
 
 def carried(buffer: BufferedSteps) -> list[str]:
-    """What a resume from here would owe."""
+    """Return what a resume from here would owe."""
     (own,) = buffer.state()["carried"]
     return own
 

@@ -53,7 +53,7 @@ def named(event: Any) -> str:
 
 
 def buffer_metrics(folder: Path) -> list[tuple[int, ...]]:
-    """Window, m-step and age of each step's rollouts."""
+    """Return window, m-step and age of each step's rollouts."""
     steps = events_of(folder, "step")
     return [tuple(int(step["metrics"][f"rollout_buffer/{name}"]) for name in BUFFER) for step in steps]
 

@@ -246,7 +246,7 @@ def test_keys_out_of_range_are_refused(tiny_text: Path, tmp_path: Path, wrong: d
 def completion_of(
     samples: list[Sample], *, answers: list[list[tuple[int, int, int, int]]], folder: Path | None = None, **options: Any
 ) -> Any:
-    """Of samples that all get these answers."""
+    """Complete the labels of samples that all get these answers."""
     too_long = options.pop("too_long", lambda _: None)
     name = samples[0].objects[0].desc
 

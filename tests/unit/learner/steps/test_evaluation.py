@@ -159,7 +159,8 @@ def test_too_few_boxes_are_scored_by_their_tokens() -> None:
 
 
 def slow_ap(evaluation: Evaluation, scores: Sequence[Sequence[float]]) -> float:
-    """COCO's AP of one class, by loops: of thresholds and 101 recalls, the mean of the best precision from there on."""
+    """Compute COCO's AP of one class by loops: of thresholds and 101 recalls, the mean of the best precision from there
+    on."""
     ranked = sorted((-score, image, place) for image, own in enumerate(scores) for place, score in enumerate(own))
     answers = evaluation.assignments
     num_truth = sum(len(one.parsed.rollout.sample.objects) for one in answers)
@@ -192,7 +193,7 @@ def slow_iou(a: Sequence[int], b: Sequence[int]) -> float:
 
 
 def written(k: int) -> dict[str, Any]:
-    """Object k of `scene(2)`: bins, and pixels of 100 x 50."""
+    """Return object k of `scene(2)`: bins, and pixels of 100 x 50."""
     pixels = [round(k * 9900 / 999, 2), 0.1, round((k * 99 + 60) * 100 / 999, 2), 25.03]
     return {"desc": "seven", "bbox_2d": [k * 99, 2, k * 99 + 60, 500], "pixels": pixels}
 

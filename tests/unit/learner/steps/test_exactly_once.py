@@ -68,7 +68,7 @@ class Learned:
 
 @dataclass
 class World:
-    """What all ranks of a run share."""
+    """The state that all ranks of a run share."""
 
     case: Case
     ver: int = 0
@@ -292,7 +292,7 @@ def test_rare_channel_b_steps_get_a_sync_of_their_own(world_size: int) -> None:
 
 
 def patient(world: World, world_size: int, *, total: int) -> None:
-    """As `run_all`, but each step lasts until nothing is left to make."""
+    """Run it as `run_all` does, but each step lasts until nothing is left to make."""
     hasty = Stage2Ahead._ready
 
     def ready(self: Stage2Ahead, step: int) -> Any:

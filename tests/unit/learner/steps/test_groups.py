@@ -1,4 +1,4 @@
-"""From groups of rollouts to segments, with real task, tokenizer and rewards (R37)."""
+"""Tests of the way from groups of rollouts to segments, with real task, tokenizer and rewards (R37)."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ def segment(length: int, place: int) -> Segment:
 
 
 def order_of_ends(seconds: Sequence[float], num_slots: int) -> list[int]:
-    """The order in which requests end on a server that decodes `num_slots` at once and is refilled at once."""
+    """Return the order in which requests end on a server that decodes `num_slots` at once and is refilled at once."""
     running: list[tuple[float, int]] = []
     ended: list[int] = []
     now = 0.0
@@ -53,7 +53,8 @@ def order_of_ends(seconds: Sequence[float], num_slots: int) -> list[int]:
 
 
 def rows_of(lengths: Sequence[int], order: Sequence[int], pulls: Callable[[], bool], **how: Any) -> list[list[int]]:
-    """Places of the segments in each row. `pulls()`: whether the learner asks for rows after this arrival."""
+    """Return the places of the segments in each row. `pulls()`: whether the learner asks for rows after this
+    arrival."""
     rows = ArrivingRows(CAPACITY, number=len(lengths), **how)
     taken: list[PackedRow] = []
     for place in order:

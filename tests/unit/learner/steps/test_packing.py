@@ -24,7 +24,7 @@ def segment(length: int, name: str = "s") -> Segment:
 
 
 def fifo_take(lengths: list[int]) -> list[int]:
-    """What FIFO puts into its first row."""
+    """Return what FIFO puts into its first row."""
     return fifo(lengths, CAPACITY)[0]
 
 

@@ -152,7 +152,7 @@ def run_all(world: World, num_ranks: int, start: int, stop: int, state: Any) -> 
 
 
 def simulated(case: Case) -> tuple[list[list[str]], list[int]]:
-    """Per step the samples that it uses, and its refills: one after the other along the epochs' orders."""
+    """Return per step the samples that it uses, and its refills: one after the other along the epochs' orders."""
     config = config_for(case, 1)
     sampler = sampler_of(case.num_samples, config=config, plan=resolve(config, 1), rank=0)
     used: list[list[str]] = []

@@ -1,4 +1,5 @@
-"""From samples to segments, with real task, tokenizer and target: one per sample, in order, from both sources."""
+"""Tests of the way from samples to segments, with real task, tokenizer and target: one per sample, in order, from both
+sources."""
 
 from __future__ import annotations
 
@@ -68,7 +69,7 @@ def truth(one: Sample, count: int = 3) -> str:
 
 
 def segments_in(source: SegmentSource, samples: Sequence[Sample], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
-    """The segments of a micro-step at PLACE."""
+    """Return the segments of a micro-step at PLACE."""
     step = MicroStep(samples=samples, micro_step_idx=PLACE["micro_step_idx"], first_req_idx=PLACE["first_req_idx"])
     return source.segments(step, prompts, global_step=PLACE["global_step"], clock=PhaseClock())
 

@@ -35,7 +35,7 @@ def segments_of(drawn: list[tuple[int, list[int]]]) -> list[Segment]:
 
 
 def computed(row: PackedRow) -> int:
-    """Counted token by token: each of a prompt once in a run of segments that share it."""
+    """Count token by token: each of a prompt once in a run of segments that share it."""
     tokens, last = 0, None
     for one in row.segments:
         tokens += len(one) - (one.prompt_length if one.sample_id == last else 0)

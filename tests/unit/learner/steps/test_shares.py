@@ -1,4 +1,5 @@
-"""D11, D12, R25: which share a step learns, and one rank's queue, as pure machines under random orders of events."""
+"""Tests of D11, D12 and R25: which share a step learns, and one rank's queue, as pure machines under random orders of
+events."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ SAMPLES_PER_PACK, PACKS_PER_STEP = 2, 3
 
 
 class Epochs:
-    """What is left of epoch after epoch."""
+    """The samples that are left of epoch after epoch."""
 
     def __init__(self, per_epoch: int) -> None:
         self.per_epoch, self.done = per_epoch, set[int]()
@@ -148,7 +149,7 @@ def move(queues: list[ShareQueue], served: Served) -> None:
 
 
 def until_ready(queues: list[ShareQueue]) -> int:
-    """With time, and nobody else's doing, all ranks have one share complete."""
+    """Work until all ranks have one share complete: that takes time, and nobody else's doing."""
     for _ in range(100):
         if common := set(queues[0].complete()).intersection(*(queue.complete() for queue in queues[1:])):
             return min(common)

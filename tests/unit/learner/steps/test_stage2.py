@@ -33,7 +33,7 @@ def stage2_config(
     num_samples: int = NUM_SAMPLES,
     **training: Any,
 ) -> RunConfig:
-    """A run whose step is 8 samples over all ranks."""
+    """Return a run whose step is 8 samples over all ranks."""
     folder.mkdir(exist_ok=True)
     settings = {"effective_batch_size": 8, **training}
     plain = make_config(model, folder, num_samples=num_samples, global_max_length=max_length, **settings)
@@ -49,7 +49,7 @@ def steps_of(folder: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def one_rank_unpacked(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Seen]:
-    """The reference: every segment of the step in a row of its own, on one rank, after all rollouts."""
+    """Run the reference: every segment of the step in a row of its own, on one rank, after all rollouts."""
     config = stage2_config(
         tiny_text, tmp_path_factory.mktemp("reference"), b_ratio=0.5, max_steps=2, packing=False, max_length=512
     )

@@ -100,7 +100,7 @@ def _cast(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
 
 
 def logprobs(tensors: dict[str, torch.Tensor], token_ids: Sequence[int]) -> list[float]:
-    """Some function of all weights and the tokens."""
+    """Return some function of all weights and the tokens."""
     total = sum(float(tensor.double().sum()) for tensor in tensors.values())
     return [-abs(total) - 0.01 * token_id for token_id in token_ids]
 
@@ -249,7 +249,7 @@ class FakeServer:
         return httpx.Response(200, json={})
 
     async def _judge(self, call: UpdateWeightsCall, found: list[list[float]]) -> None:
-        """Only then does it serve the new version."""
+        """Compare the scores; only then does it serve the new version."""
         if call.base_of_adapter:
             return
         async with asyncio.timeout(60.0):
@@ -301,7 +301,7 @@ class FakeServer:
 
 
 def joiner(servers: Sequence[FakeServer]) -> Any:
-    """`shared.sync.group.start_join`, into the fake servers' queues."""
+    """Return a `shared.sync.group.start_join` into the fake servers' queues."""
     by_port = {server.group_port: server for server in servers}
 
     def start_join(

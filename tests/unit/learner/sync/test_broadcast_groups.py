@@ -1,4 +1,4 @@
-"""Which servers meet in one group, and which error is told when they lose each other (R09)."""
+"""Tests of which servers meet in one group, and of which error is told when they lose each other (R09)."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def link(host: str) -> ServerLink:
 
 
 def groups(*servers: tuple[str, str, list[str]]) -> list[list[int]]:
-    """Of (host in the URL, group_host, gpus), as indices."""
+    """Return the groups of servers, each a (host in the URL, group_host, gpus), as indices."""
     links = [link(host) for host, _, _ in servers]
     statuses = [ServerStatus(**fakes.status(group_host=address, gpus=gpus)) for _, address, gpus in servers]
     return [[links.index(member) for member in members] for members in of_one_machine(links, statuses)]

@@ -212,7 +212,7 @@ class AdapterWorld(World):
             adapter.step()
 
     def loads(self, rank: int) -> list[str]:
-        """Since the last time that it was asked."""
+        """Return a rank's loads since the last time that it was asked."""
         loads = [event for event in self.engines[rank].events if event.startswith("load")]
         self.engines[rank].events.clear()
         return loads

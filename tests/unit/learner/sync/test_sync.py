@@ -1,4 +1,5 @@
-"""What a sync is, wherever it goes: versions, the weights below an adapter first, fallback, receipt (R08, R10, R15).
+"""Tests of what a sync is, wherever it goes: versions, the weights below an adapter first, fallback, receipt (R08, R10,
+R15).
 
 Real deliveries: test_server_delivery.py, test_adapter_sync.py, test_colocated.py.
 """
@@ -80,7 +81,7 @@ class Recorder:
             raise self.fails[what]
 
     def told(self) -> list[str]:
-        """Since the last time that it was asked."""
+        """Return what was told since the last time that it was asked."""
         told, self.log = self.log, []
         return told
 

@@ -132,7 +132,7 @@ def test_metrics_count_pairs() -> None:
 
 @st.composite
 def cases(draw: st.DrawFn) -> tuple[KeyValueTask, CuttingTokenizer, list[int], dict[str, str]]:
-    """An answer that has some right pairs, then maybe a wrong one, maybe cut off, in tokens cut anywhere."""
+    """Draw an answer that has some right pairs, then maybe a wrong one, maybe cut off, in tokens cut anywhere."""
     truth = draw(FIELDS)
     said = dict(draw(st.permutations(list(truth.items())))[: draw(st.integers(0, 4))])
     if draw(st.booleans()):

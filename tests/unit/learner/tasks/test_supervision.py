@@ -1,4 +1,4 @@
-"""What may be supervised: tokens of the assistant span that something predicts."""
+"""Tests of what may be supervised: tokens of the assistant span that something predicts."""
 
 from __future__ import annotations
 

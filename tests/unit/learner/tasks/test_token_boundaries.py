@@ -30,7 +30,7 @@ CUTS = {
 
 @functools.cache
 def tokenizer_of(cut: str) -> PreTrainedTokenizerFast:
-    """The demo's, with another pre-tokenizer."""
+    """Return the demo's tokenizer with another pre-tokenizer."""
     tokenizer = build_tokenizer()
     if CUTS[cut]:
         first, spell = (

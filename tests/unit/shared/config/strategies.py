@@ -20,7 +20,7 @@ texts = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=1
 
 
 def sections(model: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
-    """Any mapping that the model takes, with and without its optional keys."""
+    """Return any mapping that the model takes, with and without its optional keys."""
     fields = {name: values_of(field.annotation, tuple(field.metadata)) for name, field in model.model_fields.items()}
     required = {name for name, field in model.model_fields.items() if field.is_required()}
     return st.fixed_dictionaries(
@@ -30,7 +30,7 @@ def sections(model: type[Section]) -> st.SearchStrategy[dict[str, Any]]:
 
 
 def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrategy[Any]:
-    """Any value that the type allows."""
+    """Return any value that the type allows."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = [part for arg in args[1:] for part in (arg.metadata if isinstance(arg, FieldInfo) else [arg])]

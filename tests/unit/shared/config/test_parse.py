@@ -235,7 +235,7 @@ def test_mutated_configurations_are_valid_or_mistakes(tmp_path: Path, seed: int,
 
 
 def _survives(folder: Path, text: bytes) -> None:
-    """Valid, or ConfigErrors with all four parts; any other exception fails the test."""
+    """Check that it is valid, or raises ConfigErrors with all four parts; any other exception fails the test."""
     try:
         parse(Outer, read(folder, text, A="a"), rules=[rule])
     except ConfigErrors as errors:

@@ -1,4 +1,5 @@
-"""What an adapter must be before it replaces the served one (R08, R09); without vLLM, whose layers only have names."""
+"""Tests of what an adapter must be before it replaces the served one (R08, R09); without vLLM, whose layers only have
+names."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ def _small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def changed(old: torch.Tensor, share: float, seed: int) -> torch.Tensor:
-    """A copy in which about this share of the 16-bit words differs."""
+    """Return a copy in which about this share of the 16-bit words differs."""
     random_ = random.Random(seed)
     new = old.clone()
     words = new.view(torch.int16)
@@ -39,7 +39,7 @@ def bucket(num_words: int, seed: int = 0) -> torch.Tensor:
 
 
 def after(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
-    """What a receiver has that gets the changes, or the whole bucket where those are no shorter."""
+    """Return what a receiver has that gets the changes, or the whole bucket where those are no shorter."""
     changes = delta.encode(new, old)
     if changes is None:
         return new.clone()
@@ -50,7 +50,7 @@ def after(old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
 
 
 def reference(new: torch.Tensor, old: torch.Tensor) -> int:
-    """The bytes of the shortest encoding, word by word, as the module's docstring has it."""
+    """Return the bytes of the shortest encoding, word by word, as the module's docstring has it."""
     now, before = new.view(torch.int16).tolist(), old.view(torch.int16).tolist()
     total = 0
     for start in range(0, len(now), SMALL):

@@ -17,7 +17,7 @@ BLOCK_BYTES = 4 * BLOCK_WORDS
 
 
 def reference_digest(data: bytes, key: bytes = b"", nonce: bytes = b"") -> list[int]:
-    """The digest as the docstring describes it, in plain integers."""
+    """Return the digest as the docstring describes it, in plain integers."""
     level, sums = 0, reference_sums(data, key, 0)
     while len(sums) > 1:
         level += 1
@@ -51,7 +51,7 @@ def reference_sums(data: bytes, key: bytes, level: int) -> list[list[int]]:
 
 
 def wrapped(value: int) -> int:
-    """As a signed 32-bit number."""
+    """Return the value as a signed 32-bit number."""
     return (value + (1 << 31)) % (1 << 32) - (1 << 31)
 
 

@@ -32,7 +32,7 @@ print(json.dumps([LANES, sums]))
 
 
 def wrapped(value: int, bits: int) -> int:
-    """As a signed number of so many bits."""
+    """Return the value as a signed number of so many bits."""
     return (value + (1 << bits - 1)) % (1 << bits) - (1 << bits - 1)
 
 

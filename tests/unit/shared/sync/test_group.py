@@ -190,7 +190,7 @@ def test_a_host_without_a_route_is_named() -> None:
 
 
 def assert_names_the_way_out(error: ProjectError, port: int, *also: str) -> None:
-    """R16: the key and its value, and what to use where no port can be opened."""
+    """Check R16: the error names the key and its value, and what to use where no port can be opened."""
     for part in (f"servers[i].group_port ({port})", "vllm.mode: colocate", "rollout_backend: hf", *also):
         assert part in error.remedy, error
 

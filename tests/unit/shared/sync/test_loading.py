@@ -47,7 +47,7 @@ class Fused:
 
 
 def bucket(seed: int) -> list[tuple[str, torch.Tensor]]:
-    """As it comes over the wire: views into one buffer."""
+    """Return a bucket as it comes over the wire: views into one buffer."""
     torch.manual_seed(seed)
     tensors = {"q": torch.randn(4, 4), "k": torch.randn(2, 4), "embed": torch.randn(5, 4), "wide": torch.randn(4, 4)}
     specs = [weights.spec_of(name, tensor) for name, tensor in tensors.items()]
@@ -55,7 +55,7 @@ def bucket(seed: int) -> list[tuple[str, torch.Tensor]]:
 
 
 def update(memory: CopyMemory, model: Fused, seed: int) -> list[torch.Tensor]:
-    """What the model then is, after what its own loader would have made it was compared."""
+    """Return what the model then is, after a comparison with what its own loader would have made it."""
     tensors = bucket(seed)
     memory.begin(model.parameters())
     assert memory.load(tensors, model.load) == {"qk", "embed", "half"}
@@ -130,7 +130,7 @@ class Served(torch.nn.Module):
 
 
 def _load(folder: Path, model: Served, monkeypatch: pytest.MonkeyPatch, **config: object) -> WeightLoad:
-    """As on a GPU, where weights are overwritten in place. The checkpoint is two files."""
+    """Begin a load as on a GPU, where weights are overwritten in place. The checkpoint is two files."""
     names = list(model.state_dict())
     for i, part in enumerate((names[:1], names[1:])):
         tensors = {name: model.get_parameter(name).data.clone() for name in part if name != "lm_head.weight"}

@@ -55,7 +55,7 @@ def joined(port: int, worker: Operation[Communicator]) -> Iterator[tuple[Communi
 
 
 def is_closed(link: socket.socket) -> bool:
-    """Once what is there is read."""
+    """Return whether the other end has closed it, once what is there is read."""
     try:
         while link.recv(1 << 16):
             pass
@@ -162,7 +162,7 @@ def test_as_many_silent_connections_as_are_allowed_stay() -> None:
 
 
 def introduced(port: int, rank: int) -> socket.socket:
-    """A connection that has proved that it is this rank of three."""
+    """Return a connection that has proved that it is this rank of three."""
     link = connect(port)
     challenge, answer, card = link.recv(32, socket.MSG_WAITALL), os.urandom(32), bytes(meeting.CARD_BYTES)
     proof = meeting._proof(_seat(HOST, port, world_size=3), b"rank r", rank, challenge, answer, card)
@@ -371,7 +371,7 @@ def _listen(event: str, args: tuple[object, ...]) -> None:
 
 @contextmanager
 def nothing_is_unpickled() -> Iterator[None]:
-    """By any module in this process."""
+    """Check that no module in this process unpickles anything."""
     global _listening
     sys.addaudithook(_listen)
     _listening = True

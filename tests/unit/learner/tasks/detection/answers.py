@@ -42,8 +42,8 @@ def spell(value: int, coordinates: str) -> str:
 
 @st.composite
 def answers(draw: st.DrawFn, container: str, coordinates: str, num_images: int = 1) -> str:
-    """A container of valid and flawed objects, with JSON whitespace anywhere, maybe with text around it. If the sample
-    has several images, most objects name one of them."""
+    """Draw a container of valid and flawed objects, with JSON whitespace anywhere, maybe with text around it. If the
+    sample has several images, most objects name one of them."""
     entries = []
     for number in range(1, 1 + draw(st.integers(0, 4))):
         name = draw(st.sampled_from([f"object_{number}"] * 8 + ["object_1", "object_01", "thing", "object_40"]))
@@ -101,7 +101,7 @@ def _flaws(coordinates: str) -> list[tuple[str, str]]:
 
 @st.composite
 def corrupted(draw: st.DrawFn, text: str) -> str:
-    """`text`, cut off, or with a few characters gone, doubled or replaced."""
+    """Draw `text`, cut off, or with a few characters gone, doubled or replaced."""
     if draw(st.booleans()):
         text = text[: draw(st.integers(0, len(text)))]
     for _ in range(draw(st.integers(0, 2))):
@@ -112,7 +112,7 @@ def corrupted(draw: st.DrawFn, text: str) -> str:
 
 @st.composite
 def cuts(draw: st.DrawFn, data: bytes) -> list[int]:
-    """Where to tear `data` into tokens: anywhere, from single bytes to few long pieces."""
+    """Draw where to tear `data` into tokens: anywhere, from single bytes to few long pieces."""
     if draw(st.integers(0, 4)) == 0:
         return list(range(len(data)))
     number = draw(st.integers(0, max(1, len(data) // 2)))

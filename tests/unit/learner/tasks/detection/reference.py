@@ -30,7 +30,7 @@ class ReferenceAnswer:
 
 
 def parse(text: str, *, indexed: bool, digits: bool, num_images: int = 1) -> ReferenceAnswer:
-    """Outcomes of several images end with the number of their image."""
+    """Parse an answer. Outcomes of several images end with the number of their image."""
     answer = ReferenceAnswer()
     opener, closer = ("{", "}") if indexed else ("[", "]")
     pos = skip(text, 0)
@@ -75,7 +75,7 @@ def skip(text: str, pos: int) -> int:
 
 
 def entry_start(text: str, pos: int, indexed: bool) -> tuple[str, int] | None:
-    """The entry's name and the offset of its "{"."""
+    """Return the entry's name and the offset of its "{"."""
     name = ""
     if indexed:
         if text[pos : pos + 1] != '"':
@@ -147,7 +147,7 @@ def classify(text: str, indexed: bool, digits: bool, num_images: int) -> Any:
 
 
 def nested(value: Any) -> bool:
-    """A dict, or a list that is not flat: what the parser does not read as a field."""
+    """Return whether it is a dict, or a list that is not flat: what the parser does not read as a field."""
     if isinstance(value, list):
         return any(isinstance(v, list | str) or (isinstance(v, tuple) and not is_coord(v)) for v in value)
     return isinstance(value, tuple) and not is_coord(value)

@@ -16,7 +16,7 @@ NAMES = ("red", "white", "rare")
 
 
 def scene(number: int) -> tuple[Sample, list[Scored]]:
-    """Some objects, boxes near them and elsewhere, each with its own score; now and then a crowd."""
+    """Draw some objects, boxes near them and elsewhere, each with its own score; now and then a crowd."""
     rng = np.random.default_rng(number)
 
     def box(name: str, near: tuple[int, ...] | None = None) -> DetectionObject:

@@ -60,7 +60,7 @@ def overlap_of(a: DetectionObject, b: DetectionObject) -> float:
 
 
 def slowly_completed(sample: Sample, answers: Sequence[Sequence[DetectionObject]], min_votes: int) -> set[tuple]:
-    """The reference: one cluster after the other, compared with one label after the other."""
+    """Return the reference: one cluster after the other, compared with one label after the other."""
     kept: list[DetectionObject] = []
     clusters = sorted(cluster_objects(answers), key=lambda one: (-one.votes, one.object.bins, one.object.desc))
     for cluster in clusters:

@@ -24,7 +24,7 @@ DESCS = ["seven", "six", "sixteen", "s", "sevenfold", 'a"b', "猫", "猫犬"]
 def paired(
     task: DetectionTask, tokenizer: CuttingTokenizer, own: list[str], truth: list[str]
 ) -> tuple[Assignment, list[int]]:
-    """An answer whose boxes are right and whose names are `own`."""
+    """Return an answer whose boxes are right and whose names are `own`."""
     objects = [[box(name, 1, 2 + i, 30, 40 + i) for i, name in enumerate(names)] for names in (own, truth)]
     ids = tokenizer.encode(task.serialize(objects[0], after=None).text)
     pairs = tuple((i, i, 1.0) for i in range(len(own)))

@@ -51,7 +51,7 @@ def answer(
     made: tuple[DetectionTask, CuttingTokenizer] = INDEXED,
     count: int | None = None,
 ) -> Assignment:
-    """`count`: the answer's text ends behind so many objects, without the container's end."""
+    """Match an answer. `count`: the answer's text ends behind so many objects, without the container's end."""
     task, tokenizer = made
     written = task.serialize(predicted, after=None)
     end = len(written.text) if count is None else written.object_spans[count - 1][1] if count else 1

@@ -157,7 +157,7 @@ def test_nothing_to_count_is_zero_everywhere() -> None:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> tuple[list[DetectionObject], list[DetectionObject]]:
-    """Truth far apart; predictions that each lie on one truth at most, shifted."""
+    """Draw truth far apart, and predictions that each lie on one truth at most, shifted."""
     truth, predicted = [], []
     for i in range(draw(st.integers(0, 5))):
         truth.append(box(draw(st.sampled_from(["one", "two"])), 200 * i, 0, 200 * i + 100, 100))

@@ -17,7 +17,7 @@ GRID = 12
 
 @st.composite
 def rectilinear(draw: st.DrawFn) -> DetectionObject:
-    """A box as `bbox_2d` or as a polygon, or an L-shape: all of whole grid cells."""
+    """Draw a box as `bbox_2d` or as a polygon, or an L-shape: all of whole grid cells."""
     x1, y1 = draw(st.integers(0, GRID - 2)), draw(st.integers(0, GRID - 2))
     x2, y2 = draw(st.integers(x1 + 1, GRID)), draw(st.integers(y1 + 1, GRID))
     xm, ym = draw(st.integers(x1, x2 - 1)), draw(st.integers(y1, y2 - 1))
@@ -32,7 +32,7 @@ def rectilinear(draw: st.DrawFn) -> DetectionObject:
 
 
 def cells(obj: DetectionObject) -> np.ndarray:
-    """The grid cells whose centre is inside, by the even-odd rule."""
+    """Return the grid cells whose centre is inside, by the even-odd rule."""
     bins = obj.bins
     if obj.kind == "bbox_2d":
         x1, y1, x2, y2 = bins

@@ -24,7 +24,7 @@ MERGES = [b"]}", b"]}}", b"]}, ", b'"}', b'"}]', b'"}, ', b"}}", b"}, ", b"0]}, 
 def overran(
     task: DetectionTask, tokenizer: CuttingTokenizer, found: list[DetectionObject], extra: list[DetectionObject]
 ) -> Assignment:
-    """An answer with all that is there, and then more."""
+    """Return an answer with all that is there, and then more."""
     ids = tokenizer.encode(task.serialize([*found, *extra], after=None).text)
     return Assignment(
         parsed=task.parse(make_rollout(ids, found)),

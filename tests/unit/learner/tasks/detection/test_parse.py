@@ -33,7 +33,7 @@ GOOD = '{"desc": "one", "bbox_2d": [1, 2, 3, 4]}'
 
 @st.composite
 def tokenized_answers(draw: st.DrawFn, *, corrupt: bool, num_images: int = 1) -> tuple[str, str, str, list[int]]:
-    """Container, coordinates, text and where to cut it."""
+    """Draw container, coordinates, text and where to cut it."""
     container, coordinates = draw(st.sampled_from(CONTAINERS)), draw(st.sampled_from(COORDINATES))
     text = draw(answers(container, coordinates, num_images))
     if corrupt:

@@ -1,4 +1,4 @@
-"""How much of an answer is kept (`loss.prefix_end`)."""
+"""Tests of how much of an answer is kept (`loss.prefix_end`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ MERGES = [b"]}", b"]}}", b"]}, ", b'"}', b'"}]', b'"}, ', b"}}", b"}, ", b"0]}, 
 
 
 def said(task: DetectionTask, tokenizer: CuttingTokenizer, found: list[int | None]) -> tuple[Assignment, list[int]]:
-    """An answer that has the objects of these indices, and others."""
+    """Return an answer that has the objects of these indices, and others."""
     objects = [TRUTH[i] if i is not None else box("x", 500, 600 + n, 700, 900) for n, i in enumerate(found)]
     ids = tokenizer.encode(task.serialize(objects, after=None).text)
     parsed = task.parse(make_rollout(ids, TRUTH))
@@ -43,7 +43,7 @@ def answers(draw: st.DrawFn) -> list[int | None]:
 
 
 def kept_by(prefix_end: str, found: list[int | None]) -> int:
-    """Reference: how many predictions are kept, by trying every place."""
+    """Return how many predictions are kept, by trying every place: the reference."""
     places = [
         n
         for n in range(len(found) + 1)
@@ -134,7 +134,7 @@ class Kept:
         return build_target(assignment, self.task, self.tokenizer, loss=loss)
 
     def read(self, target: Target) -> list[tuple[str, bool]]:
-        """Every object's name, and whether all of its own tokens behind the prefix are learned."""
+        """Return every object's name, and whether all of its own tokens behind the prefix are learned."""
         parsed = self.task.parse(make_rollout(target.token_ids[:-1].tolist()))
         assert parsed.closed
         read = []

@@ -52,7 +52,7 @@ def rollout_of(*objects: DetectionObject) -> Rollout:
 
 
 def simulated(num_images: int, seed: int) -> tuple[list[list[Candidate]], list[Sample]]:
-    """Candidates that are right more often the more answers have them; every image has one object."""
+    """Return candidates that are right more often the more answers have them; every image has one object."""
     rng = np.random.default_rng(seed)
     truth = box("a", 100, 100, 200, 200)
     found, samples = [], []
@@ -195,7 +195,7 @@ def test_cross_fitted_scores_are_those_of_a_slow_reference() -> None:
 
 
 def _by_hand(candidate: Candidate, known: Calibration) -> float:
-    """A piecewise linear function of each feature, column by column."""
+    """Compute a piecewise linear function of each feature, column by column."""
     columns, area = [1.0], 0.0
     for name, value in zip(FEATURES, candidate.features.tolist(), strict=True):
         if name not in known.knots:

@@ -40,7 +40,7 @@ def boxes(draw: st.DrawFn) -> DetectionObject:
 
 @st.composite
 def scenes(draw: st.DrawFn) -> Scene:
-    """Truth and predictions."""
+    """Draw truth and predictions."""
     truth = canonical_order(draw(st.lists(boxes(), max_size=6)))
     return list(truth), draw(st.lists(boxes(), max_size=6))
 
@@ -51,7 +51,7 @@ def matched(task: DetectionTask, truth: Sequence[DetectionObject], said: Sequenc
 
 
 def alone(task: DetectionTask, truth: Sequence[DetectionObject], said: Sequence[DetectionObject]) -> list[Assignment]:
-    """The same, each image as a sample of its own."""
+    """Match the same, each image as a sample of its own."""
     found = []
     for k in IMAGES:
         own_truth, own_said = ([obj._replace(image=None) for obj in those if obj.image == k] for those in (truth, said))

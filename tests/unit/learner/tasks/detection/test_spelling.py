@@ -41,7 +41,7 @@ def task(container: str) -> DetectionTask:
 
 @st.composite
 def tokenized(draw: st.DrawFn, container: str) -> list[int]:
-    """An answer's tokens as the tokenizer makes them, or with some of them spelled in bytes."""
+    """Draw an answer's tokens as the tokenizer makes them, or with some of them spelled in bytes."""
     ids = pieces().encode(draw(answers(container, "digits")))
     torn = draw(st.sets(st.sampled_from(ids)))
     return [byte for token in ids for byte in ((*pieces()[token],) if token in torn else (token,))]

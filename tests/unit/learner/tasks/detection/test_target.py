@@ -32,7 +32,7 @@ PROMPT = EncodedPrompt(token_ids=(5, 6, 7), vision=None)
 
 
 def pair_up(task: DetectionTask, ids: list[int], truth: list[DetectionObject]) -> Assignment:
-    """Every prediction with the ground truth of its place, whatever their IoU: labels are what is tested here."""
+    """Pair every prediction with the ground truth of its place, whatever their IoU: labels are what is tested here."""
     parsed = task.parse(make_rollout(ids, truth))
     count = min(len(parsed.objects), len(truth))
     return Assignment(
@@ -44,7 +44,7 @@ def pair_up(task: DetectionTask, ids: list[int], truth: list[DetectionObject]) -
 
 
 def supervised(target: Target, tokenizer: CuttingTokenizer) -> dict[int, str]:
-    """Position -> the text of its label, over the prefix and the token after it."""
+    """Return the text of the label by position, over the prefix and the token after it."""
     return {
         int(at): tokenizer.piece(int(target.labels[at])).decode()
         for at in np.flatnonzero(target.labels[: target.prefix_length + 1] != IGNORED)
@@ -111,7 +111,8 @@ def test_coordinate_tokens_are_taught_the_matched_truth_slot_by_slot() -> None:
 
 
 def spell_out(own: str, wanted: str) -> list[str]:
-    """Reference, one character a token: own digits as far as they agree, then the truth's first that differs."""
+    """Spell the reference, one character a token: own digits as far as they agree, then the truth's first that
+    differs."""
     labels = []
     for mine, theirs in zip(own + "$", wanted + "$", strict=False):
         if mine != theirs:
