@@ -88,13 +88,14 @@ class RowTimes:
 
     @property
     def waiting_s(self) -> float:
-        """Neither on a core nor waiting for one: for the device, or for the interpreter's lock."""
+        """The time in which the thread was neither on a core nor waiting for one, but for the device or for the
+        interpreter's lock."""
         return max(0.0, self.wall_s - self.cpu_s - self.runnable_s)
 
 
 @dataclass(kw_only=True, slots=True)
 class Measured:
-    """What was seen of one way."""
+    """The measurements of one way."""
 
     rows: list[RowTimes] = field(default_factory=list)
     kernels_s: float | None = None
@@ -113,7 +114,7 @@ def measure(
     server_gpu: int = 0,
     compile: bool | None = None,
 ) -> Iterator[Figure]:
-    """`rows` of `row_tokens` in each of ROUNDS rounds of each way. `compile` None: as a run decides."""
+    """Measure `rows` of `row_tokens` in each of ROUNDS rounds of each way. `compile` None: as a run decides."""
     on_gpu = torch.cuda.is_available()
     shorten_turns()
     model, data = vision_model(folder, size), folder / "jitter-data"
@@ -190,7 +191,7 @@ def run_config(
 
 
 def figures(measured: Mapping[Way, Measured]) -> Iterator[Figure]:
-    """What a row took in each way, and what it took more beside rollouts."""
+    """Yield what a row took in each way, and what it took more beside rollouts."""
     for way, found in measured.items():
         yield sampled(f"{way}: a row", [row.wall_s for row in found.rows], "s")
         yield sampled(f"{way}: the learning thread on a core", [row.cpu_s for row in found.rows], "s")
@@ -217,7 +218,7 @@ def figures(measured: Mapping[Way, Measured]) -> Iterator[Figure]:
 
 
 def shown(way: Way, found: Measured) -> str:
-    """The lines at which each thread stood most often."""
+    """Return the lines at which each thread stood most often."""
     text = [f"{way}: where the threads stand"]
     for name, lines in found.lines.items():
         total = sum(lines.values())
@@ -247,7 +248,7 @@ class Learner:
             found.rows += self.rows(rows)
 
     def look_closely(self, found: Measured, rows: int, beside: Callable[[], Any]) -> None:
-        """The same under profilers. Their times do not count."""
+        """Look at the same under profilers. Their times do not count."""
         with beside():
             with sampling() as found.lines:
                 self.rows(rows)
@@ -285,7 +286,7 @@ class Learner:
 
 
 def schedule(native_id: int) -> tuple[float, float]:
-    """Seconds that a thread of this process was on a core, and that it waited for one (Linux)."""
+    """Return seconds that a thread of this process was on a core, and that it waited for one (Linux)."""
     on_core, runnable, _ = Path(f"/proc/self/task/{native_id}/schedstat").read_text().split()
     return int(on_core) / 1e9, int(runnable) / 1e9
 
@@ -309,7 +310,8 @@ def nothing() -> Iterator[None]:
 
 @contextmanager
 def sampling(every_s: float = SAMPLE_EVERY_S) -> Iterator[dict[str, Counter[str]]]:
-    """Where the threads of this process stand meanwhile, by their names; threads that wait for work are left out."""
+    """Sample where the threads of this process stand meanwhile, by their names; threads that wait for work are left
+    out."""
     lines: dict[str, Counter[str]] = {}
     ended = threading.Event()
 
@@ -334,8 +336,8 @@ _WAITS = {"wait", "select", "poll", "get", "_recv_bytes", "accept"}
 
 
 def where(frame: FrameType) -> str:
-    """The innermost line, and the innermost one of this project below which it was called; empty if the thread waits
-    for work."""
+    """Return the innermost line, and the innermost one of this project below which it was called; empty if the thread
+    waits for work."""
     code = frame.f_code
     name = Path(code.co_filename).name
     if code.co_name in _WAITS or (name, code.co_name) == ("server_backend.py", "__iter__"):
@@ -389,7 +391,7 @@ class Producing:
         self._backend.close()
 
     def call(self) -> list[Segment]:
-        """The segments of one call, in order."""
+        """Return the segments of one call, in order."""
         self._calls += 1
         step = MicroStep(samples=self._samples, micro_step_idx=0, first_req_idx=0)
         stream = self._source.stream(step, self._prompts, global_step=self._calls)
@@ -401,8 +403,8 @@ class Producing:
 
     @contextmanager
     def running(self) -> Iterator[None]:
-        """One call after the other meanwhile, from the moment at which the first one has answered. Raises what ended
-        them, DeadlineError."""
+        """Make one call after the other meanwhile, from the moment at which the first one has answered. Raises what
+        ended them, DeadlineError."""
         ended, first = threading.Event(), threading.Event()
 
         def run() -> None:
@@ -484,7 +486,7 @@ class ProducerProcess:
 
 
 def produce() -> None:
-    """The body of the producer's process."""
+    """Run the producer's process."""
     config = RunConfig.model_validate(json.loads(Path(sys.argv[1]).read_text()))
     with Producing(config) as producing:
         print("ready", flush=True)

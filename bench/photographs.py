@@ -242,7 +242,8 @@ def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> di
 
 
 def busy_shares(steps: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Of the steps' time: the learner learned, and rollouts were under way, beside learning or not."""
+    """Return the shares of the steps' time in which the learner learned, and in which rollouts were under way, beside
+    learning or not."""
     seconds = sum(m["step_s"] for m in steps)
     rollout_s = sum(m.get("rollout_s", 0.0) + m.get("stage2_ab/rollout_s", 0.0) for m in steps)
     learn_s = sum(m.get("learn_s", 0.0) for m in steps)

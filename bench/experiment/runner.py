@@ -242,7 +242,8 @@ class Experiment:
 
 
 def checkpoints_of(learner: LearnerRun, limit_s: float, stop_s: float = 40.0) -> dict[int, Path]:
-    """The checkpoints by step of a run that makes a base model, which is stopped after `limit_s` and saves what it has.
+    """Return the checkpoints by step of a run that makes a base model, which is stopped after `limit_s` and saves what
+    it has.
 
     Raises CheckpointError if it failed, or there is none.
     """

@@ -1,4 +1,4 @@
-"""What changed in a bucket since the last update, and the bucket again (R09).
+"""The changes of a bucket since the last update, and the bucket made from them again (R09).
 
 In: a bucket's bytes and those of the update before, as many. Out: the places and the new values of the 16-bit words
 that differ, as bytes; or nothing, if these bytes would be no fewer than the bucket's. `patch` turns the old bytes into
@@ -78,7 +78,7 @@ def patch(old: torch.Tensor, changes: torch.Tensor) -> None:
 
 
 def _changes(now: torch.Tensor, before: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Form, places (uint8) and values (int16) of a segment, int16 `[n]` each."""
+    """Return form, places (uint8) and values (int16) of a segment, int16 `[n]` each."""
     # Most words are equal, so four are compared at once, and only groups with a change are looked into.
     groups = (now.view(torch.int64) != before.view(torch.int64)).nonzero().view(-1)
     num_bits, nothing = now.numel() // 8, now.new_empty(0, dtype=torch.uint8)
@@ -131,7 +131,7 @@ def _bits(is_changed: torch.Tensor) -> torch.Tensor:
 
 
 def _words_of(bits: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_bits`: bool `[8 x bytes]`. The product has the byte eight times, and one bit of each stays."""
+    """Invert `_bits`; returns bool `[8 x bytes]`. The product has the byte eight times, and one bit of each stays."""
     return (bits.to(torch.int64) * _SPREAD & _ONE_EACH).view(torch.uint8) != 0
 
 
@@ -139,12 +139,12 @@ def _words_of(bits: torch.Tensor) -> torch.Tensor:
 
 
 def _segments(data: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Views of the words, int16 `[up to SEGMENT_WORDS]` each."""
+    """Yield views of the words, int16 `[up to SEGMENT_WORDS]` each."""
     return iter(data.view(torch.int16).split(SEGMENT_WORDS)) if data.numel() else iter(())
 
 
 def _table(changes: torch.Tensor, num_segments: int) -> tuple[list[list[int]], torch.Tensor]:
-    """Form, number of values and bytes of places for each segment; and the bytes after the table."""
+    """Return form, number of values and bytes of places for each segment; and the bytes after the table."""
     size = num_segments * _COLUMNS * 4
     if changes.numel() < size or changes.numel() % _WORD_BYTES:
         raise _malformed(f"{changes.numel()} bytes for a table of {size}")

@@ -134,7 +134,7 @@ def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Account:
-    """What a load has received and written, by name."""
+    """The names of the tensors that a load has received and written."""
 
     received: frozenset[str]
     written: frozenset[str]
@@ -180,7 +180,7 @@ class WeightLoad:
 
     @property
     def addresses(self) -> tuple[int, ...]:
-        """Where the model's parameters are, once the load is open. In place only."""
+        """The addresses of the model's parameters, once the load is open. In place only."""
         return self._memory.addresses
 
     @property
@@ -190,11 +190,11 @@ class WeightLoad:
 
     @property
     def account(self) -> Account:
-        """Of what was added so far."""
+        """The account of what was added so far."""
         return Account(received=frozenset(self._received), written=frozenset(self._written))
 
     def repeat(self, account: Account) -> None:
-        """In place of `add`: the copies of a load with this account were repeated."""
+        """Take note that the copies of a load with this account were repeated, in place of `add`."""
         self._received |= account.received
         self._written |= account.written
 

@@ -52,7 +52,7 @@ class World:
         return colocate_sync(self.engine, self.policy, item, CONFIG, RANKS)
 
     def sync(self) -> float:
-        """The canary's gap."""
+        """Sync the engine; return the canary's gap."""
         return self.make_sync().sync().canary_gap
 
     def change(self) -> None:
