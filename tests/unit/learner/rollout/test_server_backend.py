@@ -38,6 +38,7 @@ from shared.wire import NDJSON, PROTOCOL_VERSION, ErrorBody
 from tests.unit.learner.rollout.fakes import FakeServer, config, error, output, sample, status
 
 URLS = ["http://a.test/x", "http://b.test", "http://c.test"]
+OWN = ("rank", "num_ranks", "token", "vocab_size", "on_call", "pixel_share")
 Build = Callable[..., ServerBackend]
 
 
@@ -54,7 +55,7 @@ def build(router: respx.MockRouter) -> Iterator[Build]:
     made: list[ServerBackend] = []
 
     def make(urls: list[str], *, connect: bool = True, **changes: Any) -> ServerBackend:
-        own = {k: changes.pop(k) for k in ("rank", "num_ranks", "token", "vocab_size", "on_call") if k in changes}
+        own = {k: changes.pop(k) for k in OWN if k in changes}
         backend = ServerBackend(config(urls, **changes), run_seed=42, **own)
         made.append(backend)
         if connect:
@@ -431,6 +432,20 @@ def test_d16_a_swallowed_reply_is_a_failed_call_that_is_sent_again(router: respx
 
 def window_of(n: int) -> list[MicroStep]:
     return [MicroStep(samples=[sample(i) for i in range(n)], micro_step_idx=3, first_req_idx=0)]
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0])
+def test_only_what_is_learned_asks_for_pixels(router: respx.MockRouter, build: Build, share: float) -> None:
+    """R48: neither greedy answers nor those at another temperature, streamed or not."""
+    server = FakeServer(router, URLS[0])
+    backend = build(URLS[:1], pixel_share=share)
+    hows: list[dict[str, Any]] = [{}, {"greedy": True}, {"temperature": 1.0}]
+    for how in hows:
+        backend.generate_window(window_of(1), global_step=7, **how)
+    for how in hows[:2]:
+        list(backend.stream(window_of(1), global_step=7, **how))
+    asked = [call["infer_requests"][0].get("pixels", False) for call in server.calls]
+    assert asked == [share > 0, False, False, share > 0, False]
 
 
 def test_rollouts_are_handed_on_as_they_end(router: respx.MockRouter, build: Build) -> None:

@@ -17,6 +17,7 @@ from PIL import Image
 from learner.config.sections.task import TaskConfig
 from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Rollout, Sample
+from learner.steps import evaluation as evaluation_module
 from learner.steps.evaluation import Evaluation, evaluate, write_evaluation
 from learner.steps.pictures import draw_scenes
 from learner.tasks.detection.scores import CalibrationFile, scored_objects, token_scores
@@ -98,6 +99,20 @@ def evaluate_on(
 
     with ThreadPoolExecutor(world_size) as pool:
         return list(pool.map(rank_main, range(world_size)))
+
+
+@pytest.mark.parametrize("kind", ["bbox_2d", "poly"])
+def test_objects_have_their_place_in_pixels_and_other_values_stay(kind: str) -> None:
+    sample = replace(scene(0), width=500, height=250)
+    item = {"desc": "a", kind: [0, 0, 999, 999]}
+    (found,) = evaluation_module._with_pixels("predictions", [item], sample)
+    x1, y1, x2, y2 = found.pop("pixels")
+    assert found == item
+    assert (x1, y1) == (0, 0)
+    assert (x2, y2) == pytest.approx((500, 250), rel=0.01)
+    for other in ([{"desc": "a"}], [item, 7], "text"):
+        assert evaluation_module._with_pixels("predictions", other, sample) == other, "of another task"
+    assert evaluation_module._with_pixels("scores", [item], sample) == [item]
 
 
 @pytest.mark.parametrize("count", [1, 4, 7])

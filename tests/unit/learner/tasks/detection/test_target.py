@@ -221,6 +221,14 @@ def test_token_that_two_numbers_share_is_the_first_ones() -> None:
     assert found == ["[1", "5, 2", "0", "3", "0", "4", "0"]
 
 
+def test_a_number_within_another_ones_token_is_taught_nothing_of_its_own() -> None:
+    """Nor what follows it, which is no number."""
+    task, tokenizer = make_task("array", "digits", [b"30, 40"])
+    ids = tokenizer.encode('[{"bbox_2d": [10, 20, 30, 40], "label": "a"}]')
+    target = build_target(pair_up(task, ids, [box("a", 10, 20, 30, 40)]), task, tokenizer)
+    assert list(supervised(target, tokenizer).values())[:-1] == ["1", "0", "2", "0", "30, 40"]
+
+
 def test_pairs_without_corresponding_slots_are_not_supervised() -> None:
     task, tokenizer = make_task(coordinates="digits")
     ids = tokenizer.encode(task.serialize([box("a", 1, 2, 3, 4), poly("b", 1, 2, 3, 4, 5, 9)], after=None).text)
