@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -188,6 +188,33 @@ def test_who_knows_the_secret_can_be_no_rank_that_the_group_does_not_have(rank: 
         assert is_closed(link)
     assert num_strangers() == before + 1
     worker.cancel(CommunicatorError("enough was seen"))
+
+
+def test_who_is_gone_before_it_is_greeted_is_dropped() -> None:
+    before = num_strangers()
+    with closing(meeting._Door(_seat(HOST, free_port()))) as door:
+        ours, theirs = socket.socketpair()
+        theirs.close()
+        door._greet(ours)
+        assert not door._guests
+    assert ours.fileno() == -1, "closed"
+    assert num_strangers() == before + 1
+
+
+def test_where_no_connection_can_be_taken_the_next_look_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a free descriptor the waiting connection would keep the loop busy."""
+    monkeypatch.setattr(meeting, "_POLL_S", 0.2)
+
+    class Full:
+        def accept(self) -> None:
+            raise OSError(24, "too many open files")
+
+    with closing(meeting._Door(_seat(HOST, free_port()))) as door:
+        listener, door._listener = door._listener, Full()  # type: ignore[assignment]
+        began = time.monotonic()
+        door._let_in()
+        assert time.monotonic() - began >= 0.19
+        door._listener = listener
 
 
 def test_small_messages_are_sent_at_once() -> None:
