@@ -90,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         arguments.insert(0, "train")
     try:
         app(arguments, prog_name=PROGRAM)
-    except SystemExit as ended:  # how typer ends, also after a wrong option
+    except SystemExit as ended:  # typer ends this way, also after a wrong option
         return int(ended.code or 0)
     return 0
 

@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
     eos_token_id: int
 
-    def __hash__(self) -> int: ...  # by identity: tables are cached per tokenizer
+    def __hash__(self) -> int: ...  # goes by identity: tables are cached per tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -329,7 +329,7 @@ def check_extensions(config: RunConfig) -> None:
         lambda: callback_classes(config),
         *(partial(_named_reader, config, split) for split in ("train", "val", "test")),
     ]
-    if config.task.type != "detection":  # whose class loads more than a check needs
+    if config.task.type != "detection":  # its class loads more than a check needs
         looks.insert(0, lambda: task_class(config.task))
     else:
         looks.insert(0, lambda: _check_options(config.task))

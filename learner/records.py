@@ -76,7 +76,7 @@ class Crop(NamedTuple):
     """A part of a photograph in an augmented picture: `window` is cut out, turned, mirrored, and resized to `place`."""
 
     image: str
-    size: Size  # of the upright photograph
+    size: Size  # the upright photograph's
     window: Rect
     place: Rect
     quarter_turn: bool = False  # counterclockwise, before it is mirrored
@@ -141,7 +141,8 @@ class Rollout:
     server_id: str = ""
     stop_token_id: int | None = None  # that ended the answer, if one did
     logprobs: tuple[float, ...] | None = None
-    pixels: ProcessedImages | None = None  # what the engine's vision tower was fed; None: not asked for, or no images
+    # the pixels that the engine's vision tower was fed; None: not asked for, or no images
+    pixels: ProcessedImages | None = None
 
 
 class CoordSlots(NamedTuple):
@@ -181,7 +182,7 @@ class ParsedRollout:
     truncated: bool  # the answer ended before its container did
     usable: bool  # the container was opened as the task defines it
     closed: bool = True  # the container was closed, and nothing but whitespace follows
-    dropped: tuple[tuple[DropReason, int, int], ...] = ()  # why, and the tokens that hold it: begin, end
+    dropped: tuple[tuple[DropReason, int, int], ...] = ()  # the reason, and the tokens that hold it: begin, end
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -329,9 +330,9 @@ class SyncReceipt:
     canary_gap: float  # mean |learner logprob - served logprob|, nats
     canary_gap_max: float
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
-    pause_s: float = 0.0  # in which a server generated nothing and let no call in, the longest one; 0: not measured
-    staged_s: float = 0.0  # before it, while rollouts went on and the weights arrived; 0: they were not staged
-    fallback: str = ""  # if adapter syncs ended with this sync, why; else empty
+    pause_s: float = 0.0  # the longest time in which a server generated nothing and let no call in; 0: not measured
+    staged_s: float = 0.0  # time before it, while rollouts went on and the weights arrived; 0: they were not staged
+    fallback: str = ""  # the reason if adapter syncs ended with this sync; else empty
     parts: Mapping[str, float] = field(default_factory=dict)  # the host's seconds in each, if they were measured
 
 
@@ -357,10 +358,10 @@ class RawObject:
     kind: GeometryKind
     coords: tuple[float, ...]
     written: str  # its class and place as the file has them
-    name: str  # what messages call it
+    name: str  # messages call it so
     place: Place
     ignored: bool = False  # a region where nothing is known, not an object
-    image: int | None = None  # of the record's images, from 1; None: the annotations do not say
+    image: int | None = None  # number among the record's images, from 1; None: the annotations do not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -371,9 +372,9 @@ class RawRecord:
     place: Place
     sample_id: str
     messages: Sequence[Mapping[str, Any]]  # the prompt, without the assistant's last turn
-    images: tuple[str, ...]  # as the file has them
+    images: tuple[str, ...]  # names as the file has them
     objects: Sequence[RawObject]
-    width: int | None  # of the annotated image in pixels; None: the image's own
+    width: int | None  # the annotated image's, in pixels; None: the image's own
     height: int | None
     relative: bool = False  # coordinates are shares of width and height
     sizes: tuple[Size, ...] = ()  # width and height of each image, of a record of several
@@ -387,8 +388,8 @@ class CallRecord:
     """One call after its end; `error` is empty if it was answered."""
 
     base_url: str
-    seed: int  # of its first request
-    micro_step_idx: int  # of its first request
+    seed: int  # its first request's
+    micro_step_idx: int  # its first request's
     first_req_idx: int  # its first request, counted over all ranks
     num_requests: int
     seconds: float
@@ -414,7 +415,7 @@ class RolloutCallLog:
     chunk: int  # requests that this rank may have in flight
     ver: int | None = None
     seconds: float = 0.0
-    began_at: float = 0.0  # as in `CallRecord`
+    began_at: float = 0.0  # the same as in `CallRecord`
     parts: dict[str, float] = field(default_factory=dict)  # seconds in each, of a call in the learner's own process
     calls: list[CallRecord] = field(default_factory=list)
     splits: list[tuple[int, int, int]] = field(default_factory=list)

@@ -107,7 +107,7 @@ TINY = Shape(
     vision_depth=3,
     vision_hidden=64,
     vision_intermediate=128,
-    initializer_range=0.1,  # with 0.02 an untrained model repeats one token, and comparing tokens shows little
+    initializer_range=0.1,  # an untrained model with 0.02 repeats one token, and comparing tokens shows little
 )
 
 

@@ -112,7 +112,7 @@ class Trainer:
         self.run_dir = Path(config.training.output_dir)
         self.policy, self.optimizer, self.source = policy, optimizer, source
         self.task, self.rewards = task, rewards
-        self.train_samples = train_samples  # with completed labels, where these are completed
+        self.train_samples = train_samples  # completed labels included, where these are completed
         self.eval_samples, self.test_samples, self.backend, self.sync = eval_samples, test_samples, backend, sync
         self.checkpoints, self.stop, self.journal, self.clock = checkpoints, stop, journal, journal.clock
         self.labels, self.retained = labels, retained
@@ -124,7 +124,7 @@ class Trainer:
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
         self._evaluated_at: int | None = None
-        self._evaluation: Evaluation | None = None  # of `_evaluated_at`
+        self._evaluation: Evaluation | None = None  # the one of `_evaluated_at`
         self._calibration: tuple[int, str | None] | None = None  # a step, and what was fitted on its evaluation
         self._saved_at: int | None = None
         self._best_alone: Path | None = None  # a checkpoint that is there only because it is the best
@@ -355,7 +355,8 @@ class Trainer:
         self.stop.check()
         step = self.state.global_step
         self._stage_if_stale()
-        with self.source.fence() as fence:  # also around the rollouts: the servers hold no more of them than one call's
+        # encloses the rollouts, too: the servers hold no more of them than one call's
+        with self.source.fence() as fence:
             if self.sync is not None and self._synced_at != step:
                 self._sync_behind(self.sync, fence)
             with self.clock.phase("eval"):

@@ -37,7 +37,7 @@ from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
 
 _FOLDER, _LOCK = "rs-", "rollout_server.lock"
-_LONGEST_FOLDER = 55  # with two random names behind it, the path of a Unix socket has at most 107 characters
+_LONGEST_FOLDER = 55  # two random names follow, and the path of a Unix socket has at most 107 characters
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -92,7 +92,7 @@ def resolved(config: ServerConfig) -> dict[str, Any]:
 
 def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     folder = _temporary_folder()
-    listener = _bind(config)  # before the engine, which takes long to start
+    listener = _bind(config)  # binds before the engine, which takes long to start
     os.register_at_fork(after_in_child=listener.close)  # the port is free once this process is gone
     console = _console(config)
     _prepare_environment(config)

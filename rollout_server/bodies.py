@@ -23,11 +23,11 @@ from shared.errors import RequestError
 from shared.wire import MAX_PARTS, ContentPart, Message
 
 Body = TypeVar("Body", bound=BaseModel)
-_MAX_FIELDS = 256  # of one JSON object; no right body has so many
+_MAX_FIELDS = 256  # one JSON object's; no right body has so many
 _PARTS = (Message, ContentPart)
 _FEW_OBJECTS = 1000  # are built in one go, in about 10 ms
 _TURN_S = 0.02
-_MAX_OBJECTS = 150_000  # of one body, lists included; an update of 60,000 tensors has 120,000
+_MAX_OBJECTS = 150_000  # one body's, lists included; an update of 60,000 tensors has 120,000
 
 
 CORRECT = (

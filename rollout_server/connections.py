@@ -24,7 +24,7 @@ from rollout_server.config import ServerConfig
 from shared.errors import ConfigError
 
 SPARE = 64  # connections beyond those of calls, for probes
-ACCEPTED_AT_ONCE = 64  # before any of them is counted
+ACCEPTED_AT_ONCE = 64  # asyncio accepts so many at once before any of them is counted
 MAX_HEADER_BYTES = 64 << 10
 RESERVED_FILES = 256  # the engine's sockets, images, logs
 _MAX_PIPELINED = 8  # requests sent before the answer to the first one
@@ -79,10 +79,11 @@ class Connection(HttpToolsProtocol):
     def __init__(self, waiting: Waiting, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._waiting, self._config = waiting, waiting.config
-        self._num_idle_bytes = 0  # since the last part of a body, or the end of the headers
+        self._num_idle_bytes = 0  # bytes since the last part of a body, or the end of the headers
         self._in_message = False  # the end of a request has not come
         self._headers_ended = False
-        self._caller_due: asyncio.TimerHandle | None = None  # for headers, or for what is left of a refused body
+        # deadline of the headers, or of what is left of a refused body
+        self._caller_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -112,7 +113,7 @@ class Connection(HttpToolsProtocol):
         self._await_caller(self._config.header_timeout_s)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._headers_ended:  # what comes later is a trailer, and says nothing about who calls
+        if not self._headers_ended:  # a trailer comes later, and says nothing about who calls
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:

@@ -38,12 +38,12 @@ from shared.waits import SLICE_S, Deadline
 if TYPE_CHECKING:
     from rollout_server.config import ServerConfig
 
-_HEAD = struct.Struct("<cQ")  # what, and the number of bytes that follow
+_HEAD = struct.Struct("<cQ")  # a kind, and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")
-_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")  # without which Python may not start
+_VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")  # Python may not start without them
 _CHUNK_BYTES = 1 << 20
-_BYTES_PER_PIXEL = 24  # of the largest image, with all copies that decoding, turning and converting make
+_BYTES_PER_PIXEL = 24  # the largest image's, with all copies that decoding, turning and converting make
 _OTHER_BYTES = 1 << 30
 
 

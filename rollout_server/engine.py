@@ -125,7 +125,7 @@ def named(field: str) -> Iterator[None]:
 
 
 BUSY_TURNS = 10
-BUSY_SHARE = 0.02  # of a core: more than processes use that only wait
+BUSY_SHARE = 0.02  # share of a core: more than processes use that only wait
 
 
 class StallWatch:
@@ -242,7 +242,7 @@ class VllmEngine:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
             look = self._look(request, prompt)
             with self._vllm_errors():
-                answers = await gather(  # to one request: the first one's images are all's
+                answers = await gather(  # all answer one request: the first one's images are all's
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)
                 )

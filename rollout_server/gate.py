@@ -36,7 +36,7 @@ class Served:
     """The weights that are served, or were last."""
 
     ver: int
-    incarnation: str  # of the learner that sent them; "": nobody has
+    incarnation: str  # the learner's that sent them; "": nobody has
     weights: str  # their digest
 
 
@@ -59,7 +59,8 @@ class Gate:
         self.incarnation = ""
         self.poisoned_because = ""
         self.update: Update | None = None
-        self._awaits_adapter = False  # of this incarnation, on the base weights that it has sent
+        # True: this incarnation's adapter is to follow on the base weights that it has sent
+        self._awaits_adapter = False
         self._base_ver = 0  # their version
         self._unsound = False  # the weights were found to be wrong while they were served
 

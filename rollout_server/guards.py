@@ -123,7 +123,7 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal num_bytes, num_values, complete
-            if complete:  # what comes now is the client's going
+            if complete:  # the next message is the client's going
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):

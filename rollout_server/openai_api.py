@@ -275,7 +275,7 @@ class _Watch:
     ver: int
     n: int  # answers to each prompt
     num_prompts: int = 0
-    num_tokens: Counter[int] = field(default_factory=Counter)  # of each choice
+    num_tokens: Counter[int] = field(default_factory=Counter)  # keys are choices
     faults: list[Exception] = field(default_factory=list)
 
     def versions(self, choice: int) -> list[dict[str, Any]]:
@@ -337,7 +337,7 @@ class _Client:
                 except (NotFiniteError, _GivenBackError) as error:
                     watch.faults.append(error)
                     raise
-                for completion in output.outputs:  # in a stream, each brings its new tokens only
+                for completion in output.outputs:  # a stream's outputs bring their new tokens only
                     watch.num_tokens[first + completion.index] += len(completion.token_ids)
                 yield output
 
@@ -361,7 +361,7 @@ class _Serving:
         template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
         models = OpenAIServingModels(client, [BaseModelPath(name=model, model_path=model)])
         renderer = OnlineRenderer(client.model_config, client.renderer, request_logger=None, **template)
-        renderer.trust_request_mm_kwargs = True  # only this module sets them (before vLLM 0.30 nobody asks)
+        renderer.trust_request_mm_kwargs = True  # this module alone sets them (before vLLM 0.30 nobody asks)
         common: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
         return cls(
             models=models,

@@ -72,7 +72,7 @@ class RolloutService:
         self.server_id = server_id or uuid.uuid4().hex[:12]
         self._answers: RecentAnswers[bytes] = RecentAnswers(config.answer_cache_size)
         self._versions = _versions()
-        self._num_requests = 0  # of all calls, those included that wait for an update
+        self._num_requests = 0  # counts all calls, those included that wait for an update
 
     async def infer(self, call: InferCall) -> list[bytes]:
         """All of `answers`, in request order."""
@@ -262,7 +262,7 @@ class RolloutService:
         choices = (
             self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
         )
-        before, _, after = whole.partition(b'"choices":[]')  # in a string its quotes would be escaped
+        before, _, after = whole.partition(b'"choices":[]')  # quotes in a string would be escaped
         return before + b'"choices":[' + b",".join(choices) + b"]" + after
 
     def _without_choices(self, generations: Sequence[Generation], infos: RolloutInfos) -> RolloutOutput:

@@ -22,7 +22,7 @@ from shared.errors import StagingError
 from shared.sync.buckets import SEAL_BYTES, unpack
 from shared.wire import Bucket, Place
 
-SPARE_BYTES = 256 << 20  # for what else allocates: NCCL, digests, the copies of a load
+SPARE_BYTES = 256 << 20  # left for what else allocates: NCCL, digests, the copies of a load
 _GB = 1e9
 
 
@@ -72,7 +72,8 @@ class Staging:
         if not self._on_device and arrived:
             bucket = self._buckets[self._num_kept]
             places = [place for _, place in unpack(self._buffers[self._num_kept], bucket.tensors)]
-            torch._foreach_copy_(places, arrived, non_blocking=True)  # in this stream's order, as all that reads them
+            # runs in this stream's order, as all that reads them does
+            torch._foreach_copy_(places, arrived, non_blocking=True)
         self._num_kept += 1
         self._num_tensors += len(arrived)
 

@@ -71,7 +71,7 @@ class SyncTotals:
     num_bytes: int = 0
     seconds: float = 0.0
     last_seconds: float = 0.0
-    pause_seconds: float = 0.0  # in which no call was let in though none was in flight
+    pause_seconds: float = 0.0  # time in which no call was let in though none was in flight
     last_pause_seconds: float = 0.0
     staged_bytes: int = 0  # that each worker keeps beside the model now
     num_strangers: int = 0  # connections to the group's port that did not know its secret

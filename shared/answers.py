@@ -11,7 +11,7 @@ import httpx
 
 from shared.waits import awake_s
 
-MAX_STATUS_BYTES = 1 << 20  # of `/ready/` and `/status/`
+MAX_STATUS_BYTES = 1 << 20  # the largest answer of `/ready/` and `/status/`
 PLAIN = {"Accept-Encoding": "identity"}  # nothing is unpacked: a packed answer could grow without bound
 
 

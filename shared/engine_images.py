@@ -25,7 +25,8 @@ from shared.wire import ProcessedImage, ProcessedImages
 
 _KEPT = 1024  # images, 2 KB each
 
-Seen = Sequence[Future[ProcessedImage] | None]  # of each image of a prompt; None: vLLM sent it before anybody asked
+# one for each image of a prompt; None: vLLM sent it before anybody asked
+Seen = Sequence[Future[ProcessedImage] | None]
 
 
 class EngineImages:
@@ -33,7 +34,7 @@ class EngineImages:
 
     def __init__(self, renderer: Any, threads: Executor) -> None:
         self.renderer, self._threads = renderer, threads
-        self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # by vLLM's hash of the image
+        self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # keys are vLLM's hashes of images
         self._lock = threading.Lock()
         # The settings are the same for all prompts: what a prompt overrides comes from this program.
         self._settings: dict[str, str] = {}
@@ -54,7 +55,8 @@ class EngineImages:
             yield [[] for _ in prompts]
             return
         render, found = self.renderer.process_for_engine, list[Seen]()
-        known: dict[int, tuple[Prompt, Mapping[str, Any]]] = {}  # by their images, which `prompts` keep alive
+        # keys are the ids of their images, which `prompts` keep alive
+        known: dict[int, tuple[Prompt, Mapping[str, Any]]] = {}
 
         def process(asked: Any, arrival_time: float, **kwargs: Any) -> Any:
             prompt, looks = prompts[len(found)], wanted[len(found)]

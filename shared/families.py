@@ -96,6 +96,6 @@ def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
 def _read(path: Path) -> dict[str, Any] | None:
     try:
         found = json_in(path)
-    except (OSError, ValueError):  # who loads the model says more about it
+    except (OSError, ValueError):  # whoever loads the model says more about it
         return None
     return found if isinstance(found, dict) else None

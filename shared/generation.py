@@ -130,13 +130,13 @@ def limit_pixels(
 @dataclass(frozen=True, kw_only=True)
 class Generation:
     prompt_token_ids: list[int]
-    response_token_ids: list[int]  # without the stop token
+    response_token_ids: list[int]  # the stop token is left out
     text: str
     finish_reason: str  # "stop", "length"
     logprobs: list[float] | None = None  # one per response token; None: not asked for
     stop_token_id: int | None = None  # the stop token
     stop_logprob: float | None = None
-    pixels: ProcessedImages | None = None  # only if asked for
+    pixels: ProcessedImages | None = None  # None unless asked for
 
     @property
     def sampled_logprobs(self) -> tuple[float, ...] | None:
@@ -150,8 +150,8 @@ class Generation:
 class Scores:
     prompt_token_ids: list[int]
     logprobs: list[float]  # one per response token
-    cached_logprobs: list[float] = field(default_factory=list)  # of `cached_positions`, through the prefix cache
-    pixels: ProcessedImages | None = None  # only if asked for
+    cached_logprobs: list[float] = field(default_factory=list)  # those of `cached_positions`, through the prefix cache
+    pixels: ProcessedImages | None = None  # None unless asked for
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> Any:
@@ -206,7 +206,7 @@ def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[
     return [one(position) for position in cached_positions(len(response_token_ids))]
 
 
-TRIES = 5  # of a request that the engine gives back
+TRIES = 5  # tries of a request that the engine gives back
 
 
 def was_given_back(output: Any) -> bool:

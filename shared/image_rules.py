@@ -17,9 +17,9 @@ class ImageRules:
 
     roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
     hosts: tuple[str, ...] = ()  # URLs of these hosts are fetched
-    timeout_s: float = 10.0  # for fetching one image
-    max_bytes: int = 32 << 20  # of one encoded image
-    max_pixels: int = 64_000_000  # of one image
+    timeout_s: float = 10.0  # deadline for fetching one image
+    max_bytes: int = 32 << 20  # limit of one encoded image
+    max_pixels: int = 64_000_000  # limit of one image
     cache_bytes: int = 0  # memory for fetched images
     keys: str = "data."
 

@@ -47,7 +47,7 @@ Way = Literal["data", "http", "file", "path", "base64"]
 _SIGNATURE = re.compile(
     rb"\xff\xd8\xff|\x89PNG\r\n\x1a\n|RIFF....WEBP|GIF8[79]a|BM|II[\x2a\x2b]\x00|MM\x00[\x2a\x2b]", re.DOTALL
 )
-_SIGNATURE_CHARS = 16  # of base64: 12 bytes, as long as the longest signature
+_SIGNATURE_CHARS = 16  # base64 of 12 bytes, as long as the longest signature
 _SPACES = b" \t\n\r\f\v"
 _MOST_PERCENTS = 1 << 20  # each takes 100 times its three bytes to undo
 _LONGEST_PATH = 4096  # Linux's PATH_MAX
@@ -152,7 +152,7 @@ class Images:
         for text in _paths_in(source):
             try:
                 handle = os.open(folder / text, os.O_PATH | os.O_CLOEXEC)  # touches no device, and waits for no pipe
-            except (OSError, ValueError):  # also a name that is too long or holds a zero byte
+            except (OSError, ValueError):  # raised also for a name that is too long or holds a zero byte
                 continue
             try:
                 if self._may_read(handle):

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 LEVELS = "uint8"  # the type of pixels that are not normalized yet
 NUM_VALUES = 256
-TOLERANCE = 0.02  # of normalized values: two or three of 256 levels
+TOLERANCE = 0.02  # distance of normalized values: two or three of 256 levels
 LEVELS_TOLERANCE = 2.0
 _STRIDE = 7919  # a prime, so that the values that travel are of all channels and of all places within a patch
 _ROWS = 512  # patches at a time: the temporaries stay in the cache
@@ -143,7 +143,7 @@ def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: s
     """Returns how far equal values are apart: 0.0, or what another library's rounding explains. `name` is the
     other side's. Raises ServerMismatchError if its vision tower sees another picture than the learner's."""
     others = _other_settings(mine.settings, theirs.settings)
-    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # else values show it
+    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # otherwise values show it
     if mine.images == theirs.images and normalized_alike:
         return 0.0
     gap = max(_gaps(mine, theirs), default=0.0)

@@ -16,7 +16,7 @@ from concurrent import futures
 from typing import Any, TypeVar
 
 T = TypeVar("T")
-SLICE_S = 0.05  # how often to look at what cannot be waited for
+SLICE_S = 0.05  # time between looks at what cannot be waited for
 _TICK_S = 0.05
 _MOST_PER_TICK_S = 4 * _TICK_S  # a longer tick is a pause of the process, not a thread that runs late
 

@@ -38,8 +38,8 @@ T = TypeVar("T")
 # A list that ends at its first wrong item: an error per item of a long wrong list would cost gigabytes.
 Items = Annotated[list[T], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
-MAX_RANKS = 4096  # of a group
-MAX_ANSWERS = 1024  # to one request
+MAX_RANKS = 4096  # one group's
+MAX_ANSWERS = 1024  # answers to one request
 MAX_PARTS = 4096  # turns of one request, and parts of one turn
 MAX_TIMEOUT_S = 86_400.0
 
@@ -101,7 +101,7 @@ class ClientModel(WireModel):
         return schema
 
 
-NoItems = Annotated[list[Any], Field(max_length=0)]  # what this server does not have
+NoItems = Annotated[list[Any], Field(max_length=0)]  # empty, because this server does not have them
 NoFields = Annotated[dict[str, Any], Field(max_length=0)]
 TemplateValue = bool | int | FiniteFloat | Annotated[str, Field(max_length=4096)] | None
 

@@ -20,7 +20,7 @@ from learner.records import Sample
 from shared.errors import ConfigError
 
 INFERENCE_NAME = "inference.json"
-CALIBRATION_NAME = "calibration.json"  # beside it: what makes scores (`learner.tasks.detection.scores`)
+CALIBRATION_NAME = "calibration.json"  # it lies beside it and makes scores (`learner.tasks.detection.scores`)
 IMAGE = "<image>"
 
 

@@ -120,7 +120,7 @@ def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunC
 def write_resolved(config: RunConfig, run_dir: Path) -> Path:
     """Write every key with its value to `run_dir/config.yaml`, from which the run can be repeated. Raises OSError."""
     values = shown(config)
-    if config.custom.trainer_variant == "stage2_ab_training":  # which refuses the key, even as null (D2)
+    if config.custom.trainer_variant == "stage2_ab_training":  # this variant refuses the key, even as null (D2)
         del values["custom"]["extra"]["rollout_matching"]["rollout_buffer"]
     path, partial = run_dir / RESOLVED_NAME, run_dir / f".{RESOLVED_NAME}.partial"
     header = "Resolved configuration of this run: bases merged, variables filled in, defaults written out."

@@ -137,7 +137,7 @@ class Plan:
     effective_batch_size: int  # samples per optimizer step, all ranks
     packed_rows_per_step: int | None  # effective batch counted in packed rows, for information (R19)
     rollouts_per_step: int  # all ranks; 0 under sft
-    local_rollouts_per_step: tuple[int, ...]  # per rank
+    local_rollouts_per_step: tuple[int, ...]  # one number per rank
     rollout_backend: str
     vllm_mode: str | None
     decode_batch_size: int  # sequences per rollout GPU and generation call
@@ -151,7 +151,7 @@ class Plan:
     overlap: bool  # Channel-B learns while the step's other rollouts run (R32)
     async_actor_learner: bool
     b_ratio: float | None
-    channels: tuple[str, ...]  # of the first steps, by the schedule
+    channels: tuple[str, ...]  # the first steps' channels, by the schedule
 
     def to_json(self) -> dict[str, Any]:
         """JSON values by the names above, without secrets; `channels` only with `stage2_ab`, where they differ."""

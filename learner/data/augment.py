@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 
 Augmented = Callable[[int, int, int], Sample]  # sample `index` as it is seen in `epoch`, at `position`
 _TRIES = 8  # draws until a picture shows an object, if the photograph has some
-_MIDDLE = (1 / 3, 2 / 3)  # where the four parts of a mosaic meet, as shares of its sides
+_MIDDLE = (1 / 3, 2 / 3)  # the point where the four parts of a mosaic meet, as shares of its sides
 
 
 class Augmenter:
@@ -50,7 +50,7 @@ class Augmenter:
         too_long: Callable[[Sample], str | None] = lambda _: None,
     ) -> None:
         self._samples, self._config, self._seed, self._too_long = samples, config, seed, too_long
-        self._partners: dict[str, list[int]] = {}  # by prompt: samples that may share a mosaic
+        self._partners: dict[str, list[int]] = {}  # samples that may share a mosaic, by prompt
         for i, sample in enumerate(samples):
             require_augmentable(sample)
             self._partners.setdefault(repr(sample.messages), []).append(i)
@@ -177,7 +177,7 @@ def draw_crop(sample: Sample, rng: np.random.Generator, config: AugmentConfig, p
         width, height = _scaled((max(1, round(size[0] * share)), max(1, round(size[1] * share))), rng, config)
         place = (0, 0, width, height)
     across, down = place[2] - place[0], place[3] - place[1]
-    shape = (down, across) if turn else (across, down)  # of the window, which is as large as the photograph allows
+    shape = (down, across) if turn else (across, down)  # the window is as large as the photograph allows
     most = min(size[0] / shape[0], size[1] / shape[1])
     window = _window(size, (shape[0] * most * shares[0], shape[1] * most * shares[1]), rng)
     return Crop(sample.images[0], size, window, place, turn, horizontal, vertical)

@@ -49,7 +49,7 @@ class MicroBatch:
     samples: tuple[Sample, ...]
     prompts: tuple[EncodedPrompt, ...]
     epoch: int
-    micro_batch: int  # within the epoch
+    micro_batch: int  # counted within the epoch
     first_req_idx: int  # place of the first sample among all ranks' of this micro-step
     ends_epoch: bool
     window_step: WindowStep | None = None  # None: accumulation windows are not repeated in this run
@@ -64,7 +64,7 @@ class Shortfall(NamedTuple):
     """An epoch's last step, if fewer samples were left for it than other steps learn. Counted over all ranks."""
 
     size: int
-    whole: int  # of the other steps
+    whole: int  # the other steps' number
 
 
 class Upcoming(NamedTuple):
@@ -76,7 +76,7 @@ class Upcoming(NamedTuple):
 
 class _SeenShare(NamedTuple):
     share: Share
-    given: tuple[Sample, ...]  # as annotated
+    given: tuple[Sample, ...]  # the samples as annotated
     samples: tuple[Sample, ...]  # the same, as they are seen
 
 
@@ -108,8 +108,8 @@ class Batches(Iterator[MicroBatch]):
         self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
         self._first = 0  # all micro-batches before this one were handed out
-        self._taken: set[int] = set()  # and of those behind it, these
-        self._seen: dict[int, _SeenShare] = {}  # by position: not handed out yet
+        self._taken: set[int] = set()  # the positions behind it that were handed out too
+        self._seen: dict[int, _SeenShare] = {}  # shares that were not handed out yet, by position
         self._ahead: dict[int, list[EncodingJob]] = {}
 
     @property
@@ -368,7 +368,7 @@ class WindowRepeater(Iterator[MicroBatch]):
 
     def __next__(self) -> MicroBatch:
         """Return the next micro-batch, new or again. Raises DataError where a sample can't be encoded."""
-        if self._taken == len(self._kept):  # only in a window's first pass
+        if self._taken == len(self._kept):  # true only in a window's first pass
             self._kept.append(next(self._batches))
         batch = replace(self._kept[self._taken], window_step=self._next)
         self._taken += 1
@@ -409,7 +409,7 @@ class WindowRepeater(Iterator[MicroBatch]):
     def _begin_window(self) -> None:
         self._start = self._batches.state()
         self._kept: list[MicroBatch] = []
-        self._taken = 0  # of the present pass
+        self._taken = 0  # counts those of the present pass
 
     def _end_pass(self, *, is_whole: bool) -> None:
         window, m_step = self._next

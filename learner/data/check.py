@@ -36,7 +36,7 @@ class WithoutTokenizer:
 
 def checks_of(config: RunConfig) -> Validates:
     """Return what can be checked of a run's samples without a tokenizer. Raises ConfigErrors."""
-    if config.task.type == "detection":  # whose class loads more than a check needs
+    if config.task.type == "detection":  # its class loads more than a check needs
         from learner.tasks.detection.write import validate_sample
 
         return WithoutTokenizer(partial(validate_sample, pieces=None))
@@ -51,7 +51,7 @@ class CheckedSplit:
     num_samples: int = 0
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    split: Split | None = None  # what was read, if it could be
+    split: Split | None = None  # the part that could be read
 
 
 def splits(config: RunConfig) -> dict[str, str]:
@@ -90,7 +90,7 @@ def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> C
 
 def _not_augmentable(samples: Sequence[Sample]) -> list[Mistake]:
     """Return the first object that cannot be augmented, if there is one."""
-    from learner.data.augment import require_augmentable  # here, because it loads numpy
+    from learner.data.augment import require_augmentable  # imported here because it loads numpy
 
     try:
         for sample in samples:

@@ -34,5 +34,5 @@ def draw_object(
         (x1, y1), (x2, y2) = points
         points = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
     canvas.line([*points, points[0]], fill=color, width=2)
-    printable = name.encode("latin-1", "replace").decode("latin-1")  # what Pillow's own font has
+    printable = name.encode("latin-1", "replace").decode("latin-1")  # Pillow's own font has these characters only
     canvas.text((min(x) + 2, min(y)), printable, fill=color)

@@ -174,7 +174,7 @@ def _modules_of(encoder: PromptEncoder) -> set[str]:
     return modules
 
 
-_worker_encoder: PromptEncoder | None = None  # in a worker process: set once, when it starts
+_worker_encoder: PromptEncoder | None = None  # set once in a worker process, when it starts
 
 
 def _start_worker(encoder: PromptEncoder) -> None:

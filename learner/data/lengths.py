@@ -22,9 +22,9 @@ from learner.records import DetectionObject, Sample
 
 _FEWEST_COORDINATES = 4  # tokens: a box has four numbers, a polygon more
 _CONTAINER_BYTES = 16
-_OBJECT_BYTES = 64  # of the longest key, its quotes and brackets
+_OBJECT_BYTES = 64  # the longest key takes so many, with its quotes and brackets
 _NUMBER_BYTES = 16  # "<|coord_999|>, "
-_ESCAPED_BYTES = 6  # of one byte of a description, as `\u0001`
+_ESCAPED_BYTES = 6  # one byte of a description takes so many, as `\u0001`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ def _are_detected(objects: Iterable[object]) -> bool:
 class Overflow:
     """More segments must wait than a rank may carry."""
 
-    micro_steps: int  # after so many at the latest
+    micro_steps: int  # it happens after so many at the latest
     carried: int  # segments on some rank, at least
 
 

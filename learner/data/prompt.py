@@ -41,7 +41,7 @@ class PromptEncoder:
     tokenizer: Any
     processor: Any | None
     images: Images = field(default_factory=lambda: Images(ImageRules()))
-    pixels: Mapping[str, int] | None = None  # as in `Prompt`
+    pixels: Mapping[str, int] | None = None  # the same as in `Prompt`
 
     @classmethod
     def load(
@@ -92,7 +92,7 @@ class PromptEncoder:
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
         if sample.images and count is None:  # this processor cannot count them
             return len(self.encode(sample).token_ids)
-        text = len(self._token_ids(self._text(sample)))  # with one placeholder per image
+        text = len(self._token_ids(self._text(sample)))  # each image is one placeholder
         if count is None or not sample.images:
             return text
         one = len(sample.images) == 1  # its size is checked by the reader

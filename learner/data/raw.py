@@ -58,7 +58,7 @@ class BadRecords:
     errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN
     num_errors: int = 0
     counts: Counter[tuple[Kind | Kept, Action | Literal["keep"]]] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # of what was dropped, clipped or kept: the first
+    examples: dict[str, str] = field(default_factory=dict)  # the first of what was dropped, clipped or kept
 
     def meet(self, kind: Kind, error: DataError) -> Action:
         """Take note of one, and say what happens to it. After `error` the caller goes on as after `drop`."""
@@ -287,7 +287,8 @@ class SampleMaker:
 
     def _sound(self, obj: RawObject) -> RawObject | None:
         """Return the object with its class's name as it is taught; None where it is no object at all."""
-        if not all(isinstance(value, int | float) and abs(value) <= LARGEST for value in obj.coords):  # not NaN either
+        # NaN is refused too
+        if not all(isinstance(value, int | float) and abs(value) <= LARGEST for value in obj.coords):
             error = obj.place.error(f"{obj.name} has no coordinates", found=obj.written, wanted="numbers of pixels")
             self.bad.meet("malformed", error)
             return None
@@ -385,7 +386,7 @@ def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
         return False
     if kind == "bbox_2d":
         return True
-    from learner.tasks.detection.geometry import area  # here, so that boxes are checked without loading shapely
+    from learner.tasks.detection.geometry import area  # imported here so that boxes are checked without loading shapely
 
     return area(DetectionObject(desc="", kind=kind, bins=tuple(coords))) > 0  # type: ignore[arg-type]
 

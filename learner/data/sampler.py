@@ -25,8 +25,8 @@ class Share:
     """One rank's part of one micro-batch."""
 
     epoch: int
-    micro_batch: int  # within the epoch
-    indices: tuple[int, ...]  # into the samples
+    micro_batch: int  # counted within the epoch
+    indices: tuple[int, ...]  # indices into the samples
     first_req_idx: int  # place of the first one within the micro-batch, over all ranks
     ends_epoch: bool
 

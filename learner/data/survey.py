@@ -22,7 +22,7 @@ from shared.reading import json_in
 
 _HEAD_BYTES = 1 << 16
 _MAX_NAMED = 12
-_SMALL_SIDE_PX = 12.0  # below it, a box is a few patches of the model's encoder at most
+_SMALL_SIDE_PX = 12.0  # a box below it is a few patches of the model's encoder at most
 _RARE = 5  # boxes of a class
 _FEW = 5  # photographs to evaluate on
 _DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
@@ -34,14 +34,14 @@ class Survey:
 
     num_samples: int
     num_images: int
-    num_empty: int  # without objects
+    num_empty: int  # samples without objects
     num_ignored: int  # ignore regions
     classes: Mapping[str, int]
     boxes_per_image: tuple[int, float, int]  # fewest, median, most
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     smallest_side_px: float  # the median box's shorter side
     bad: Mapping[str, Mapping[str, int]]
-    examples: Mapping[str, str]  # of each kind in `bad`
+    examples: Mapping[str, str]  # one of each kind in `bad`
     num_errors: int
 
     @property
@@ -139,7 +139,7 @@ class Seen:
     """A photograph's size as the model sees it."""
 
     size: tuple[int, int]
-    share: float  # of the photograph's pixels
+    share: float  # a share of the photograph's pixels
     num_tokens: int
 
 
@@ -149,7 +149,8 @@ def pixel_limits(model: ModelConfig) -> PixelLimits | None:
     own = _own_limits(Path(model.path))
     if own is None:
         return None if model.max_pixels is None else PixelLimits(least=model.min_pixels or 1, most=model.max_pixels)
-    least = model.min_pixels or min(own.least, model.max_pixels or own.least)  # as `shared.generation.limit_pixels`
+    # `shared.generation.limit_pixels` does the same
+    least = model.min_pixels or min(own.least, model.max_pixels or own.least)
     return PixelLimits(least=least, most=model.max_pixels or max(own.most, least), factor=own.factor)
 
 
@@ -167,7 +168,8 @@ def _own_limits(folder: Path) -> PixelLimits | None:
             most=int(found.get("max_pixels") or size["longest_edge"]),
             factor=int(found["patch_size"]) * int(found["merge_size"]),
         )
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # who loads the model says what is wrong with it
+    # whoever loads the model says what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

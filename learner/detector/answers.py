@@ -40,8 +40,8 @@ Backend = Literal["vllm", "hf"]
 SEED = 0
 ON_CPU, ON_CUDA = 32, 128  # sequences that are decoded at once
 REACHABLE_S = 10.0  # that a server has to answer at all; it runs already
-GPU_SHARE = 0.85  # of a GPU's memory: nothing is trained beside the engine
-MOST_PARTS = 4096  # of an image, with seeds of their own
+GPU_SHARE = 0.85  # share of a GPU's memory: nothing is trained beside the engine
+MOST_PARTS = 4096  # an image's parts, each with seeds of its own
 _TEXT_MARGIN = 64  # tokens, beyond the longest prompt that is foreseen
 
 

@@ -19,7 +19,7 @@ from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.grammar import NUM_BINS
 
 SAME_IOU, COVERED = 0.5, 0.7
-OVERLAP = 0.25  # of a tile's side
+OVERLAP = 0.25  # share of a tile's side
 _EDGE = 2.0  # pixels from a tile's edge at which a box counts as cut
 
 

@@ -31,7 +31,7 @@ from learner.detector.results import Store, write_results
 from learner.extensions import reader_of
 from shared.images import ImageRules, Images
 
-LEAST_SCORE = 0.001  # of the COCO results without --conf
+LEAST_SCORE = 0.001  # COCO results without --conf have no lower one
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ from shared.generation import render_messages
 from shared.images import ImageRules, Images
 
 Photograph = str | Path | Image.Image
-MOST_BYTES = 64 << 20  # of images in one call of a server
+MOST_BYTES = 64 << 20  # images of one call of a server
 MOST_PATH = 4096  # characters
 
 
@@ -167,7 +167,7 @@ class Detector:
             self.answers.encoder.num_tokens(samples[0])  # raises if the model cannot take its shape
         except MediaError as error:
             return error
-        except DataError as error:  # of the sample that the image became
+        except DataError as error:  # the sample that the image became is wrong
             return MediaError(
                 f"image {image.source[-300:]!r} can't be used",
                 found=error.found,

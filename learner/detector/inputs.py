@@ -61,7 +61,7 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
 
     Raises DataError if an input is nothing of the kind, or if there is no image at all.
     """
-    sources: dict[str, InputImage | str] = {}  # by what they are, in order; a photograph has its name only
+    sources: dict[str, InputImage | str] = {}  # keys tell what each is, in order; a photograph has its name only
     bad: list[str] = []
     for text in inputs:
         files = _files(text)

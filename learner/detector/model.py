@@ -37,7 +37,7 @@ from shared.reading import json_of
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 ADAPTER = "adapter_config.json"
-ORIGIN_NAME = "origin.json"  # in an export: the run and the step that it is of
+ORIGIN_NAME = "origin.json"  # an export's file: the run and the step that it is of
 _FIRST_RECORDS = 200  # that are read to find the prompt, if only a configuration says it
 
 
@@ -45,8 +45,8 @@ _FIRST_RECORDS = 200  # that are read to find the prompt, if only a configuratio
 class ModelFiles:
     folder: Path
     settings: InferenceSettings
-    run: RunConfig | None = None  # of the run that wrote it, if it is known
-    prompted: bool = False  # by another prompt than that of training
+    run: RunConfig | None = None  # the run that wrote it, if it is known
+    prompted: bool = False  # True: asked with another prompt than that of training
 
     @property
     def has_adapter(self) -> bool:

@@ -25,7 +25,7 @@ LONGEST = 1600
 SMALL = 640  # pixels: a photograph that is not half as large is enlarged to that
 _QUALITY = 88
 _GOLDEN = 0.618034  # hues a golden ratio apart are far from all earlier ones
-_SHOWN_BOXES = 40  # in a picture's list on the page
+_SHOWN_BOXES = 40  # a picture's list on the page has no more
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("learner.detector"),
@@ -92,7 +92,8 @@ def _draw_box(
         canvas.line([*points, *points[:2]], fill=color, width=line)
     else:
         canvas.rectangle((x1, y1, max(x1, x2), max(y1, y2)), outline=color, width=line)
-    text = f"{box.name} {box.score:.2f}".encode("latin-1", "replace").decode("latin-1")  # what Pillow's own font has
+    # Pillow's own font has these characters only
+    text = f"{box.name} {box.score:.2f}".encode("latin-1", "replace").decode("latin-1")
     left, top, right, bottom = canvas.textbbox((0, 0), text, font=font)
     width, height = right - left + 4, bottom - top + 4
     x, y = max(0.0, min(x1, canvas.im.size[0] - width)), y1 - height if y1 >= height else y1

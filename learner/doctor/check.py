@@ -133,7 +133,7 @@ def _check_parts(config: RunConfig) -> None:
 
 
 def _output_dir(config: RunConfig) -> list[Mistake]:
-    from learner.run import output_dir  # here, because it reads the schema too
+    from learner.run import output_dir  # imported here because it reads the schema too
 
     for look, key in (
         (output_dir.check_writable, output_dir.KEY),

@@ -69,7 +69,7 @@ def doctor(
     """Look at everything for `world_size` ranks, print it as text or as one JSON object, and return the exit code.
     `launch`: the path of launch.yaml, to check the devices of servers and learner too. Raises ConfigErrors if the
     configuration cannot be read."""
-    logging.disable(logging.WARNING)  # only what was found is printed, not what libraries log
+    logging.disable(logging.WARNING)  # prints what was found, and not what libraries log
     found = preflight(config_path, world_size, environment, read_data=True, build_model=True, overrides=overrides)
     situation = _look(found, environment, launch)
     if situation.servers and len(situation.statuses) == len(situation.servers):

@@ -34,7 +34,7 @@ from shared.config.model import ConfigErrors, Mistake
 
 READY = "ready"
 _MAX_NAMED = 12
-_LITTLE = 0.5  # of a photograph's pixels
+_LITTLE = 0.5  # share of a photograph's pixels
 
 
 def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]:

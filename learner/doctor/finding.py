@@ -39,7 +39,7 @@ class SeenServer:
     status: ServerStatus | None = None
     error: ProjectError | None = None
     not_ready: ProjectError | None = None  # it answers, and would refuse a rollout asked for now
-    reply: ScoreReply | None = None  # to the situation's probe
+    reply: ScoreReply | None = None  # the answer to the situation's probe
     reply_error: ProjectError | None = None
 
 

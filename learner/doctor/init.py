@@ -39,7 +39,7 @@ TRAIN_PERCENT = 90
 _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
-_LARGE_GIB = 30  # of a GPU's memory, for a 4B model with LoRA beside vLLM
+_LARGE_GIB = 30  # memory of a GPU for a 4B model with LoRA beside vLLM
 _MAX_ERRORS = 5
 _LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records that cost a photograph
 
@@ -49,7 +49,7 @@ class Machine:
     """The GPUs of this machine."""
 
     num_gpus: int
-    memory_gib: float  # of each
+    memory_gib: float  # each GPU's memory
 
     @property
     def model(self) -> str:

@@ -21,7 +21,7 @@ from shared.wire import ScoreCall
 if TYPE_CHECKING:
     from learner.sync.canary import CanaryItem
 
-LOOK_TIMEOUT_S = 10.0  # for each answer, without retries
+LOOK_TIMEOUT_S = 10.0  # deadline of each answer, without retries
 
 
 def look(
@@ -52,7 +52,7 @@ async def _look(entry: ServerEntry, token: str | None, probe: CanaryItem | None,
 
 
 async def _scored(seen: SeenServer, client: ServerClient, probe: CanaryItem) -> SeenServer:
-    from learner.sync.canary import score_items  # here, because it imports torch
+    from learner.sync.canary import score_items  # imported here because it imports torch
 
     try:
         return replace(seen, reply=await client.score(ScoreCall(items=score_items([probe]))))

@@ -23,12 +23,12 @@ from shared.reading import json_in
 
 GIB = 2**30
 LOGITS_CHUNK = 1024  # supervised tokens, the same as in learner/policy/loss.py; a test compares them
-IMAGE_SHARE = 0.5  # of a row's tokens, assumed
+IMAGE_SHARE = 0.5  # assumed share of a row's tokens
 OTHER_BYTES = GIB  # CUDA's context and what the allocator cannot reuse
 EAGER = 1.55  # activations of an eager layer over a compiled one, measured for 4B: (126 - 32) / (92 - 31) GiB
 COMPILED_FROM = 5e8  # parameters, of `model.compile: auto`
 COMPILED_LOGITS, EAGER_LOGITS = 4, 14  # bytes a logit: in bfloat16 with its gradient; in float32 three times too
-FILLED = 0.9  # of a GPU's memory: the estimate was up to 12% off
+FILLED = 0.9  # share of a GPU's memory: the estimate was up to 12% off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,7 +57,7 @@ class Shape:
     vision: Tower | None
     patches_per_token: int
     vocab_size: int
-    embedding_parameters: int  # with the head, if it has weights of its own
+    embedding_parameters: int  # the head is counted too, if it has weights of its own
     merger_parameters: int
     merger_adapted: int
 
@@ -75,7 +75,7 @@ class Use:
     """The way in which the model is trained."""
 
     row_tokens: int
-    weight_bytes: int = 2  # of a value
+    weight_bytes: int = 2  # one value's bytes
     autocast: bool = True  # `training.bf16`
     lora_rank: int | None = None
     checkpointing: bool = True
@@ -198,7 +198,7 @@ def _adapter_parameters(shape: Shape, rank: int) -> int:
 def _of_a_row(shape: Shape, use: Use) -> tuple[int, int]:
     """Return the bytes of activations and logits. With checkpointing the head's work is over when a layer is computed
     again, so the larger of the two counts."""
-    stream = use.weight_bytes  # of a value between layers
+    stream = use.weight_bytes  # one value's bytes between layers
     inside = 2 if use.autocast else use.weight_bytes
     eager = 1.0 if use.compiled else EAGER
     towers = [(shape.text, use.row_tokens)]
@@ -257,7 +257,8 @@ def _shape_at(folder: Path) -> Shape | None:
         if adapter.is_file():
             folder = Path(str(json_in(adapter)["base_model_name_or_path"]))
         return shape_of(json_in(folder / "config.json"))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # who loads the model says what is wrong with it
+    # whoever loads the model says what is wrong with it
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 

@@ -20,7 +20,7 @@ from learner.report.results import SHOWN, interval
 from learner.report.scores import f1_of, gain_between
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_MAX_METRICS = 8  # of a task without F1
+_MAX_METRICS = 8  # a task without F1 shows no more
 _MAX_CLASSES = 100
 METHODS = {
     "sft": "supervised fine-tuning on the labels (`sft`)",

@@ -26,7 +26,7 @@ from shared.errors import ConfigError, HubError
 
 CARD = "README.md"
 LEFT_OUT = {"training_state", "trainer_state.json", "manifest.json", "origin.json"}
-CALL_TIMEOUT_S = 120.0  # for each read and write of a connection; the client's own default is to wait for ever
+CALL_TIMEOUT_S = 120.0  # limits each read and write of a connection; the client's own default is to wait for ever
 _NOT_ALLOWED = (401, 403)
 
 
@@ -159,7 +159,7 @@ def _license(run: Run | None, api: HfApi) -> str | None:
         if base := base_of(run):
             data = api.model_info(base, timeout=CALL_TIMEOUT_S).card_data
             return _text(data.get("license")) if data else None
-    except Exception:  # whatever the hub, the network or a card does: the upload does not depend on it
+    except Exception:  # the upload does not depend on what the hub, the network or a card does
         return None
     return None
 

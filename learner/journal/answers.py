@@ -31,7 +31,7 @@ from learner.tasks.tokens import TokenPieces, pieces_of
 
 NAME = "answers.json"
 WRITE_EVERY_S = 2.0
-MAX_TOKENS = 1500  # of an answer and its tail, each; the rest is left out
+MAX_TOKENS = 1500  # an answer and its tail have so many each; the rest is left out
 Token = list[str]  # its text, its kind, and a note: a label, or why it was dropped
 
 

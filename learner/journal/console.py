@@ -112,7 +112,7 @@ def _ahead(m: Mapping[str, float]) -> list[str]:
 _ASYNC = "stage2_ab/async/"
 _PHASES = (
     ("rollout", "rollout_s"),
-    ("wait", "wait_s"),  # for rollouts that run beside learning
+    ("wait", "wait_s"),  # waits for rollouts that run beside learning
     ("learn", "learn_s"),
     ("sync", "sync_s"),
     ("data", "data_s"),

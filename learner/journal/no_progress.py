@@ -34,7 +34,8 @@ def _nothing_is_read(step: StepResult) -> bool:
 
 def _nothing_matches(step: StepResult) -> bool:
     """Return True if nothing matched although something was read, and there was something to find."""
-    right = step.metrics.get("matched", 0.0) + step.metrics.get("right", 0.0)  # of detection, and of key_value
+    # the first is detection's, the other key_value's
+    right = step.metrics.get("matched", 0.0) + step.metrics.get("right", 0.0)
     return right == 0 and step.metrics.get("missed", 0.0) > 0 and not _nothing_is_read(step)
 
 

@@ -20,8 +20,8 @@ from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
 WINDOW, FEWEST = 40, 8  # steps that a step is compared with
-DISTANCE = 8.0  # in median distances from the median: 5.4 standard deviations of a Gaussian
-FACTOR = 1.5  # and at least so many times the median
+DISTANCE = 8.0  # counted in median distances from the median: 5.4 standard deviations of a Gaussian
+FACTOR = 1.5  # a spike is at least so many times the median, too
 MAX_SAMPLES = 8
 METRICS = ("loss", "grad_norm")
 

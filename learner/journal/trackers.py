@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 
 IDS = "trackers.json"
 MAX_WAITING = 10_000  # calls in a tracker's queue
-MAX_FAILURES = 20  # in a row: then a tracker is left alone
+MAX_FAILURES = 20  # after so many in a row a tracker is left alone
 STEP = "global_step"
 Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # names and pictures, drawn when they are asked for
 
@@ -182,7 +182,7 @@ class MLflow(Tracker):
             self._client.update_run(self.run_id, status="RUNNING")
             return
         params = [Param(name, str(value)[:500]) for name, value in flat(config)]
-        for i in range(0, len(params), 100):  # of which a batch may have 100
+        for i in range(0, len(params), 100):  # a batch may have 100
             self._client.log_batch(self.run_id, params=params[i : i + 100])
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:

@@ -70,7 +70,7 @@ def make_app(folder: Path) -> FastAPI:
     _, suggestions = read_folder(folder)
     read_decisions(folder)
     names = sorted({s["name"] for s in suggestions} | {name for s in suggestions for name, _ in s["labels"]})
-    digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[:16]  # of what the browser keeps
+    digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[:16]  # names what the browser keeps
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, "testserver"])
     images, lock = Images(ImageRules()), threading.Lock()

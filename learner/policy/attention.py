@@ -46,7 +46,7 @@ class SegmentLayout:
 
     lengths: tuple[int, ...]  # [S], tokens
     max_length: int  # keys of the longest: an upper bound of both lengths
-    max_patches: int  # of the largest image; 0 without images
+    max_patches: int  # the largest image's; 0 without images
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
     prefixes: tuple[int, ...]  # [S], keys of each piece that are before its own tokens
     cu_keys: torch.Tensor  # [S + 1] int32; where nothing is shared, `cu_seqlens`
@@ -195,7 +195,7 @@ def _batched(
     q: torch.Tensor,  # [T, H, D]
     k: torch.Tensor,  # [K, H_kv, D]
     v: torch.Tensor,
-    where: SegmentLayout | torch.Tensor,  # or cu_seqlens [S + 1]
+    where: SegmentLayout | torch.Tensor,  # a tensor: cu_seqlens [S + 1]
     scale: float,
     causal: bool,
 ) -> torch.Tensor:

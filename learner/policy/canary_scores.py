@@ -32,7 +32,7 @@ from learner.records import EncodedPrompt
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
 Modules = Set[torch.nn.Module]
 Read = Callable[[], list[list[float]]]
-Within = Callable[[Modules], AbstractContextManager[Checksums]]  # around a pass that does not call these modules
+Within = Callable[[Modules], AbstractContextManager[Checksums]]  # encloses a pass that does not call these modules
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,7 +44,7 @@ class CanaryScores:
 
     read: Read
     merge_gap: float
-    checksums: Checksums = field(default_factory=dict)  # of the weights that were used, as far as they are known
+    checksums: Checksums = field(default_factory=dict)  # those of the weights that were used, as far as they are known
 
     @property
     def logprobs(self) -> list[list[float]]:
@@ -106,7 +106,7 @@ class _Sent:
         self._policy, self._dtype, self.merged = policy, dtype, merged
         self.number, self.merge_gap = 0, 0.0
         model = policy.model
-        replaced = list(replaced_modules(model, dtype, merged=merged))  # to find them takes longer than a pass
+        replaced = list(replaced_modules(model, dtype, merged=merged))  # finding them takes longer than a pass
 
         def within(without: Modules) -> AbstractContextManager[Checksums]:
             called = [(name, module) for name, module in replaced if module not in without]
@@ -146,7 +146,7 @@ class RepeatedLogprobs:
             layers = layers or LayerGraphs(policy.model, CudaRecorder(policy.device))
         self._layers, self._record = layers, record if whole else None
         self._whole: PassGraph | None = None
-        self._number = 0  # of calls at these addresses
+        self._number = 0  # counts calls at these addresses
         self._addresses: tuple[int, ...] = ()
         self.checksums: Checksums = {}
         if self.is_captured:

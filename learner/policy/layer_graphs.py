@@ -177,7 +177,7 @@ class _HostReads(TorchDispatchMode):
 
 
 def _reads(func: Any, args: Any, involved: Any) -> bool:
-    if func in INDEXING:  # by a mask they count what it selects
+    if func in INDEXING:  # indexing by a mask counts what the mask selects
         return any(_is_tensor(one) and one.dtype in (torch.bool, torch.uint8) for one in tree_iter(args[1]))
     if func in COPIES:
         return len({one.device for one in tree_iter(involved) if _is_tensor(one)}) > 1

@@ -145,7 +145,7 @@ class Policy:
 
         Raises LossError if a supervised token is outside the assistant span.
         """
-        if not row.segments and self._grpo is not None:  # so that it runs the program of the other rows
+        if not row.segments and self._grpo is not None:  # lets an empty row run the program of the other rows
             row = replace(row, share_prompts=self._grpo.share_prompts)
         inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
         sums: list[torch.Tensor] = []

@@ -29,7 +29,7 @@ from shared.errors import ConfigError
 from shared.sync.buckets import spec_of
 from shared.wire import TensorSpec
 
-_MOST_NEAR, _MOST_NAMES = 3, 12  # in a message
+_MOST_NEAR, _MOST_NAMES = 3, 12  # a message has no more
 
 
 def base_model_path(config: ModelConfig) -> str | None:

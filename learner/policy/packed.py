@@ -54,8 +54,8 @@ class PackedInputs:
     predict_at: torch.Tensor  # [N] positions in the row whose logits are used
     targets: torch.Tensor  # [N]
     weights: torch.Tensor  # [N] float32
-    weight_sum: float  # of `weights` and of what counts without a token, in float64
-    supervised: tuple[np.ndarray, ...]  # per segment, the indices of its supervised tokens
+    weight_sum: float  # float64 sum of `weights` and of what counts without a token
+    supervised: tuple[np.ndarray, ...]  # indices of each segment's supervised tokens
     policy: PolicyInputs | None = None  # None: every token is taught
 
 

@@ -50,7 +50,7 @@ class ShardedForward(torch.nn.Module):
         with collective_errors():
             result: torch.Tensor = self(work)
             if not torch.is_grad_enabled():
-                self.reshard()  # with gradients, the backward pass does this
+                self.reshard()  # the backward pass does this where there are gradients
         return result
 
 
@@ -128,7 +128,7 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
-    chunks = tensor.chunk(mesh.size())  # with fewer rows than ranks, the last ranks get nothing
+    chunks = tensor.chunk(mesh.size())  # the last ranks get nothing where there are fewer rows than ranks
     own = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else tensor[:0]
     return DTensor.from_local(
         own.to(like.device, copy=True), mesh, like.placements, shape=tensor.shape, stride=tensor.stride()

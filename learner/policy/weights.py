@@ -99,7 +99,7 @@ class CheckpointWeights:
         }
 
 
-Checksums = dict[str, torch.Tensor]  # by the checkpoint's name of a tensor; see `checksum`
+Checksums = dict[str, torch.Tensor]  # keys are the checkpoint's names of tensors; see `checksum`
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
@@ -252,7 +252,7 @@ def _merged_plain(layer: LoraLayer, dtype: torch.dtype) -> torch.Tensor | None:
         return None
     (name,), base = layer.active_adapters, layer.get_base_layer().weight
     delta, scaling = layer.lora_B[name].weight.detach() @ layer.lora_A[name].weight.detach(), layer.scaling[name]
-    if not _is_power_of_two(scaling):  # only then is a product exact, so that it may be rounded with the sum
+    if not _is_power_of_two(scaling):  # a product is exact only then, so that it may be rounded with the sum
         delta, scaling = delta.mul_(scaling), 1.0
     merged = torch.empty_like(delta, dtype=dtype)
     return torch.add(base.detach(), delta, alpha=scaling, out=merged)

@@ -33,7 +33,7 @@ from learner.tasks.detection.metrics import count_objects, ignored_shares
 
 SAME_IOU = 0.5
 APART_IOU = 0.3
-AGREEMENT = 0.5  # of the answers
+AGREEMENT = 0.5  # share of the answers
 MAJORITY = 0.5
 Counts = NDArray[np.float64]  # [..., len(metrics.COLUMNS)]
 

@@ -38,7 +38,7 @@ def predict_gain(
 
     Raises ConfigErrors, ConfigError, DataError, RolloutError, OutputError.
     """
-    logging.disable(logging.WARNING)  # only the findings are printed, not what libraries log
+    logging.disable(logging.WARNING)  # prints the findings, and not what libraries log
     transformers.utils.logging.disable_progress_bar()
     config = load_config(config_path, overrides=overrides)
     check_extensions(config)

@@ -24,7 +24,7 @@ from learner.tasks.detection.task import DetectionTask
 
 Kind = Literal["coordinates", "names", "structure", "all"]
 KINDS: tuple[Kind, ...] = ("structure", "names", "coordinates", "all")
-NAME_WEIGHT = 2.0  # only marks descriptions; nothing is learned
+NAME_WEIGHT = 2.0  # marks descriptions; nothing is learned
 LOSS = LossConfig(prefix_end="first_miss", desc_weight=NAME_WEIGHT)
 
 
@@ -66,7 +66,7 @@ def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced:
         return None
     same = own.token_ids[-length:] == forced.target.token_ids[-length:]
     kinds = _kinds(policy, forced.target)[-length:]
-    if not (kinds[~same] == "structure").all():  # only object numbers may differ
+    if not (kinds[~same] == "structure").all():  # object numbers may differ, and nothing else
         return None
     nats = _nats(policy, forced.prompt, own)
     return Compared(own=nats[-length:][same], truth=forced.nats[-length:][same], kinds=kinds[same])

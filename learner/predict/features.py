@@ -19,7 +19,8 @@ from learner.tasks.detection.metrics import METRICS, columns_of
 Floats = NDArray[np.float64]
 NUM_DRAWS = 2000
 F1, F1_ANY = "f1@0.5", "f1_any@0.5"
-KIND_NAMES = ("exposure_structure", "exposure_names", "exposure_coordinates", "exposure_gap")  # as `exposure.KINDS`
+# the same order as `exposure.KINDS`
+KIND_NAMES = ("exposure_structure", "exposure_names", "exposure_coordinates", "exposure_gap")
 
 MEANINGS: Mapping[str, str] = {
     "f1_greedy": "F1@0.5 of greedy answers on the training sample",

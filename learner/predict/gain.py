@@ -25,8 +25,8 @@ from shared.errors import DataError
 from shared.reading import json_in
 
 PACKAGED = Path(__file__).with_name("calibration.json")
-RANGED = ("f1_greedy", "parse_rate", "overfit_f1")  # where a formula holds, besides its own features
-MARGIN = 0.25  # of a range's width, that a model may lie outside it
+RANGED = ("f1_greedy", "parse_rate", "overfit_f1")  # a formula holds in their ranges, besides those of its own features
+MARGIN = 0.25  # share of a range's width that a model may lie outside it
 FEATURES = ("missing_labels", "headroom_places", "exposure_gap")  # that a formula has, if nothing else is asked for
 
 

@@ -40,9 +40,9 @@ from learner.wiring.build import joined_ranks, train_on
 from shared.config.parse import write_yaml
 from shared.errors import ConfigError
 
-SFT_SHARE = 0.6  # of the time, at most, as long as grpo may follow
+SFT_SHARE = 0.6  # largest share of the time, as long as grpo may follow
 AGAIN = os.EX_TEMPFAIL  # the exit code of a recipe that goes on in a new process
-LEAST_SHARE = 0.1  # of the time: with less, grpo is not begun
+LEAST_SHARE = 0.1  # share of the time: with less, grpo is not begun
 WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
 
 

@@ -20,7 +20,7 @@ from learner.tasks.detection.metrics import count_objects
 from learner.trainer import Trainer
 
 SAMPLES, GENERATIONS = 64, 8
-_MICRO_STEP = -3  # of the requests, so that no rollout that is learned shares their seeds
+_MICRO_STEP = -3  # its requests' own, so that no rollout that is learned shares their seeds
 MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")
 
 

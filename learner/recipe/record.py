@@ -37,8 +37,8 @@ class StageResult:
 
     name: str
     why: str  # it was run
-    ended: str  # and why it ended
-    labels: str  # what was completed; empty: nothing was asked
+    ended: str  # the reason why it ended
+    labels: str  # the labels that were completed; empty: nothing was asked
     completed: bool
     seconds: float
     steps: int
@@ -76,10 +76,10 @@ class Record:
     metric: str
     stages: tuple[StageResult, ...] = ()
     headroom: Mapping[str, Estimate] = field(default_factory=dict)
-    grpo: str = ""  # why it is run
-    no_grpo: str = ""  # why it is not
+    grpo: str = ""  # the reason to run it
+    no_grpo: str = ""  # the reason not to run it
     extended: bool = False  # sft has the time of grpo, which is not run
-    ended: str = ""  # why the recipe has ended
+    ended: str = ""  # the reason why the recipe has ended
     best_of: str = START
     best_score: float | None = None
 

@@ -23,7 +23,7 @@ SFT, GRPO = "sft", "grpo"
 METRIC = "fm@0.5"  # orders models alike whether labels are complete or not
 EVAL_STEPS, PATIENCE = 8, 3
 SAVE_MINUTES = 5.0
-RATE_OF_GRPO = 0.3  # of the rate that suits sft (docs/concepts/which-method.md)
+RATE_OF_GRPO = 0.3  # share of the rate that suits sft (docs/concepts/which-method.md)
 MOST_STEPS = 100_000  # time or patience ends a stage
 LEAST_MINUTES = 0.01
 
@@ -83,7 +83,7 @@ def grpo_stage(
             values["model"]["lora"] = None  # it goes on learning the adapter that is there
     if not _has(config, GRPO):
         size = config.grpo.num_generations
-        groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # of a rank
+        groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # one rank's
         values["grpo"] |= {"credit": "object"}
         values["training"] |= _batches(groups * size, groups * size * world_size)
         values["training"]["learning_rate"] = config.training.learning_rate * RATE_OF_GRPO

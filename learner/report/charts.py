@@ -200,7 +200,7 @@ def line_chart(
     everything = [c for _, columns in drawn for c in columns]
     low, high = min(0.0, *(c.low for c in everything)), y_max or max(c.high for c in everything)
     xs = [x for c in everything for x in (c.first, c.last)]
-    texts: dict[float, tuple[Column, list[str]]] = {}  # by x, what every series has there
+    texts: dict[float, tuple[Column, list[str]]] = {}  # keys are x, values what every series has there
     for s, columns in drawn:
         for column in columns:
             texts.setdefault(column.x, (column, []))[1].append(f"{s.name} {number(column.y)}{unit}")

@@ -48,12 +48,12 @@ from shared.tokens import read_token
 from shared.wire import TOKEN_VARIABLE, ServerStatus
 
 POLL_S = 2.0
-SILENT_S = 120.0  # without an event for so long, the run may have ended
+SILENT_S = 120.0  # the run may have ended after so long without an event
 ASK_S = 1.0  # a server's answer
-BUSY_STEPS = 20  # over which busy shares are taken
+BUSY_STEPS = 20  # busy shares are taken over so many
 CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")
 IDLE = ("wait", "data", "other")
-SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # and as the training matched them:
+SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # the training matched the others so:
 SHAPES |= {"hit": "prediction, matched", "spurious": "prediction without a match"}
 KINDS = {
     "kept": "kept, not learned",
@@ -114,7 +114,7 @@ class LiveView:
             roots = tuple(image_roots(run))
             return int(told["global_step"]), [self._answer(line, roots) for line in told["answers"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return 0, []  # not there, or not what a learner writes
+            return 0, []  # it is not there, or not what a learner writes
 
     def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> Answer:
         images = tuple(str(image) for image in line["images"])
@@ -330,7 +330,7 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
     return app
 
 
-_HIDDEN = re.compile(r"\$\{\w+\}")  # what a run writes for the value of a secret variable
+_HIDDEN = re.compile(r"\$\{\w+\}")  # a run writes this for the value of a secret variable
 _HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 

@@ -150,7 +150,7 @@ class Run:
     spikes: tuple[SpikePoint, ...]
     status: Status
     data: RunData | None
-    wall_s: float  # between the first and the last event
+    wall_s: float  # lies between the first and the last event
     last_event_s: float | None  # Unix seconds
     notes: tuple[str, ...]
 

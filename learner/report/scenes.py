@@ -317,7 +317,7 @@ def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
         try:
             return images.load(images.resolve(image, root))
         except MediaError:
-            continue  # if it is nowhere, the page shows the scene without it and says so
+            continue  # the page shows the scene without an image that is nowhere, and says so
     return None
 
 

@@ -41,7 +41,7 @@ F1 = "f1@0.5"
 RUN_COLORS = ("after", "other", "target", "data")
 _USED = tuple(
     COLUMNS.index(name) for name in ("tp@0.50", "predictions", "ignored@0.50", "truth")
-)  # what F1@0.5 is made of
+)  # F1@0.5 is made of these
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -38,8 +38,8 @@ PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": 
     name: name for name in ("data", "target", "pack")
 }  # all else: "rest"
 MAX_ROWS = 400
-SMALLEST_SHARE = 0.01  # of the step time
-MAX_CHARTS = 24  # of metrics without a chart of their own; more are folded away
+SMALLEST_SHARE = 0.01  # share of the step time
+MAX_CHARTS = 24  # charts of metrics without a chart of their own; more are folded away
 STAGE2, AHEAD = "stage2_ab/", "stage2_ab/async/"
 STEP_COLUMNS = {
     "Loss": "loss",
@@ -108,7 +108,7 @@ def training(run: Run, *, heading: str, prefix: str = "") -> Training | None:
 
 def named_charts(run: Run) -> dict[str, Chart | None]:
     """Return the charts that a run may have, by what they show; None: it did not measure that."""
-    keeps = run.setting("loss", "keep_unmatched")  # then most of what matches nothing is taken for right
+    keeps = run.setting("loss", "keep_unmatched")  # if true, most of what matches nothing is taken for right
     missed = ("missed, appended (FN)", "missed", "after")
     spurious = ("without a match" if keeps else "spurious (FP)", "spurious", "other")
     mean, greatest = ("mean", "canary_gap", "sync"), ("greatest", "canary_gap_max", "before")

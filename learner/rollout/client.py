@@ -64,11 +64,11 @@ log = logging.getLogger("learner.rollout")
 
 HEALTH_TIMEOUT_S = 5.0  # one look at /health/
 LAST_LOOK_S = 3.0  # the same, at a server that is already late
-POLL_S = 5.0  # between two looks at one server
-MAX_LOOKS_PER_S = 32.0  # at all servers together: a look takes a millisecond of CPU
+POLL_S = 5.0  # time between two looks at one server
+MAX_LOOKS_PER_S = 32.0  # looks at all servers together: each takes a millisecond of CPU
 BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
 SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
-RETRY_AFTER_S = 1.0  # until a busy server is asked again, if it does not say when
+RETRY_AFTER_S = 1.0  # a busy server is asked again after this, if it does not say when
 REPLY_GRACE_S = 10.0  # beyond a deadline that the server keeps itself, so that its own error arrives first
 # Two seconds are below uvicorn's 5: an idle connection is dropped here before the server closes it under a new request.
 KEEPALIVE_S = 2.0
@@ -81,8 +81,8 @@ PACE_MARGIN = 4.0
 
 # The bytes of an answer are bounded. Per token there are its text, its id twice and its log-probability.
 MAX_REPLY_BYTES = 64 << 20
-_ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # of an answer of `/infer/`: its prompt's ids and the rest; each token
-_MOST_TOKENS = 1 << 17  # of an answer that no request bounds
+_ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # an `/infer/` answer's prompt ids and the rest; each token
+_MOST_TOKENS = 1 << 17  # an answer that no request bounds has no more
 _MOST_BYTES = "most_bytes"  # a request's extension
 
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
@@ -157,7 +157,7 @@ class Timeouts:
     pool_s: float
     infer_s: float | None
     gone_s: float  # a server is gone when `/health/` was silent for so long
-    poll_s: float = POLL_S  # between two looks at `/health/`
+    poll_s: float = POLL_S  # time between two looks at `/health/`
 
     @classmethod
     def of(cls, timeout_s: float, infer_timeout_s: float | None, *, num_servers: int = 1) -> Timeouts:

@@ -39,7 +39,7 @@ from shared.generation import (
 )
 from shared.wire import RequestConfig
 
-NAME = "colocate"  # in call records, in place of a server's URL
+NAME = "colocate"  # call records have it in place of a server's URL
 
 
 class _Asked(NamedTuple):
@@ -47,7 +47,7 @@ class _Asked(NamedTuple):
 
     samples: Sequence[Sample]
     seeds: Sequence[int]
-    looks: Sequence[bool]  # at their pixels
+    looks: Sequence[bool]  # True: their pixels are looked at
 
 
 class ColocateBackend(RolloutBackend):

@@ -96,7 +96,7 @@ class ColocatedEngine:
         self.max_model_len = int(model_config.max_model_len)
         self._caches_prefixes = bool(self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
         self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
-        self._adapter: Any = None  # what requests are answered with: a LoRARequest
+        self._adapter: Any = None  # requests are answered with this LoRARequest
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="pixels")
         self._images = EngineImages(self._llm.llm_engine.renderer, self._threads)
         self._adapter_numbers = itertools.count(1)
@@ -147,7 +147,7 @@ class ColocatedEngine:
         looks = looks or [False] * len(prompts)
         with self._images.looking(prompts, looks) as seen:
             outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
-        for output in outputs:  # only vLLM expands the images
+        for output in outputs:  # vLLM alone expands the images
             self._check_length(len(output.prompt_token_ids), num_new)
         return [
             replace(read_generation(output, self._stop_token_ids), pixels=self._images.result(prompt, images))

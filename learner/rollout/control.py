@@ -87,7 +87,7 @@ class ServerControl:
         found = []
         for path in self._requests():
             try:
-                if not path.is_file():  # to open a pipe would wait for its writer
+                if not path.is_file():  # opening a pipe would wait for its writer
                     raise OSError("not a file")
                 with path.open("rb") as file:
                     found.append(_request(json.loads(file.read(_MAX_REQUEST_BYTES))))

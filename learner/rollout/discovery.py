@@ -28,7 +28,7 @@ from learner.rollout.membership import Membership
 from shared.errors import ConfigError, DeadlineError, ProjectError
 from shared.masking import bare_url
 
-MAX_BYTES = 1 << 20  # of the list; more is none
+MAX_BYTES = 1 << 20  # a list that is longer counts as none
 Listed = Mapping[str, int]  # base_url -> group port
 log = logging.getLogger("learner.rollout")
 
@@ -38,9 +38,9 @@ class Discovery:
 
     def __init__(self, config: DiscoveryConfig) -> None:
         self._config = config
-        self._named: dict[str, int] = {}  # by the lists so far
-        self._listed: Listed = {}  # by the last two
-        self._last: Listed = {}  # by the last one
+        self._named: dict[str, int] = {}  # servers of all lists so far
+        self._listed: Listed = {}  # servers of the last two lists
+        self._last: Listed = {}  # servers of the last list
         self._due = 0.0  # monotonic seconds
         self._reading: Future[Listed] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="discovery")

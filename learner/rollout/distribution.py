@@ -253,7 +253,7 @@ class Dispatcher(Generic[R]):
             self._servers[span.server].waiting.append(Batch(start=span.start, stop=span.stop))
         self._send, self._on_answer, self._on_split, self._lose = send, on_answer, on_split, lose
         self._flying: dict[asyncio.Task[None], _Flight] = {}
-        self._given_up: list[asyncio.Task[None]] = []  # what was in flight on servers that are lost
+        self._given_up: list[asyncio.Task[None]] = []  # calls that were in flight on servers that are lost
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
@@ -280,7 +280,7 @@ class Dispatcher(Generic[R]):
             while batch := self._take(server, server.waiting):
                 self._start(index, batch)
         full = [server for server in self._servers if server.waiting]
-        if not full:  # as after most answers: hundreds of servers are not compared with each other then
+        if not full:  # usual after an answer: hundreds of servers are not compared with each other then
             return
         for index, server in enumerate(self._servers):
             while server.free > 0 and not server.waiting:

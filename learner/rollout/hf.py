@@ -54,7 +54,7 @@ from learner.rollout.backend import (
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
 
 log = logging.getLogger("learner.rollout")
-NAME = "hf"  # in call records, in place of a server's URL
+NAME = "hf"  # call records have it in place of a server's URL
 
 
 def logits_processors(
@@ -308,7 +308,7 @@ class HfBackend(RolloutBackend):
         """Return responses, stop tokens and log-probabilities of one batch. Raises RolloutError if memory is too
         small."""
         policy = self._policy
-        pad_token_id = self._stop_ids[0]  # after an answer's end, where nothing is read
+        pad_token_id = self._stop_ids[0]  # fills what follows an answer's end, where nothing is read
         try:
             inputs = pad_left(
                 prompts,

@@ -30,7 +30,7 @@ class ServedWeights:
     """The weights that the last sync brought to every serving server; each answer must name the same."""
 
     ver: int
-    incarnation: str  # of the group that brought them
+    incarnation: str  # the group's that brought them
     weights: str  # their digest, as this side computed it from what was sent; "": not known
 
 
@@ -44,7 +44,7 @@ class Member:
     state: State = "serving"
     since_s: float = 0.0
     because: str = ""
-    failures: int = 0  # in a row, without a completed sync between them
+    failures: int = 0  # failures in a row, without a completed sync between them
     is_new: bool = False  # added while the run goes on, and has not served yet
 
 

@@ -38,9 +38,9 @@ from learner.run.files import write_atomically, writing
 from shared.errors import DataError, OutputError
 from shared.reading import is_file
 
-RECORD = Path("labels", "written.json")  # in a run directory
+RECORD = Path("labels", "written.json")  # path in a run directory
 _LAST_BIN = 999
-_DIGITS = 2  # of pixels
+_DIGITS = 2  # pixels have so many
 _ORIGIN = "rollout-learner"
 
 
@@ -66,7 +66,7 @@ def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
     return Addition(obj.desc, (min(xs), min(ys), max(xs), max(ys)), *votes, outline, obj.image)
 
 
-Added = Mapping[str, Sequence[Addition]]  # by sample id
+Added = Mapping[str, Sequence[Addition]]  # keys are sample ids
 
 
 def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Added, out: Path) -> None:

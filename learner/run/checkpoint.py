@@ -53,7 +53,7 @@ OPTIMIZER, RNG = "training_state/optimizer.safetensors", "training_state/rng.saf
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"  # a folder being written or removed
 
-Generators = list[dict[str, torch.Tensor]]  # per rank, the state of torch's generators by device
+Generators = list[dict[str, torch.Tensor]]  # each rank's state of torch's generators, by device
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -249,7 +249,7 @@ class CheckpointStore:
                 self._remove(path)
             work.rename(path)
         except BaseException:
-            shutil.rmtree(work, ignore_errors=True)  # on a full disk others need its space
+            shutil.rmtree(work, ignore_errors=True)  # others need its space on a full disk
             raise
         _sync_to_disk(self.root)
         best = kept(self.root)
@@ -277,7 +277,7 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         doomed = self.root / f"{_UNFINISHED}removed-{path.name}"
-        path.rename(doomed)  # so that no half-removed folder bears a checkpoint's name
+        path.rename(doomed)  # keeps a half-removed folder from bearing a checkpoint's name
         shutil.rmtree(doomed)
 
     def _load_generators(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -302,7 +302,7 @@ def verify(path: Path) -> None:
             raise ValueError(f"a {type(manifest).__name__}, no mapping of files")
         ours = {_place(path, OPTIMIZER), _place(path, RNG)}
         weights = {str(p.relative_to(path)) for p in path.rglob("*.safetensors")} - ours
-        if not weights:  # what other programs call weights may be pickled
+        if not weights:  # files that other programs call weights may be pickled
             raise ValueError("no weights beside it")
         wrong = {n for n, entry in manifest.items() if not (path / n).is_file() or _entry(path / n) != entry}
     except (OSError, ValueError) as error:

@@ -29,7 +29,7 @@ class Stopped(Exception):  # noqa: N818 - a request that was followed, not an er
     def __init__(self, signum: int, *, agreed: bool) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.agreed = agreed
-        self.exit_code = 128 + signum  # as in shells: 130, 143
+        self.exit_code = 128 + signum  # shells do the same: 130, 143
 
 
 @contextmanager

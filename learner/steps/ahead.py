@@ -128,7 +128,7 @@ class Stage2Ahead(Stage2Steps):
         self._share_of_step = 0
         self._learned_since_sync = True  # the servers do not have the weights of the last Channel-B step
         self._depth = 0  # packs queued when the step's channel was chosen
-        self._reported = (Counts(), CallTotals())  # what earlier steps' metrics hold
+        self._reported = (Counts(), CallTotals())  # earlier steps' metrics hold these
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:

@@ -38,7 +38,7 @@ class BufferedSteps(FreshSteps):
         self._repeater = repeater
         self._window: int | None = None  # None: nothing is kept
         self._kept: list[KeptRows] = []
-        self._due_before: list[str] = []  # what was carried into the window
+        self._due_before: list[str] = []  # the samples that were carried into the window
         self._made_at = 0  # global_step of the window's E-step
         self._metrics: dict[str, float] = {}
 

@@ -43,7 +43,7 @@ log = logging.getLogger("learner.labels")
 
 FOLDER = "labels"
 _AT_ONCE = 64  # samples of a rank whose prompts are in memory together
-_MICRO_STEP = -2  # of its requests, so that no rollout that is learned shares their seeds
+_MICRO_STEP = -2  # its requests' own, so that no rollout that is learned shares their seeds
 _TELL_EVERY_S = 10.0
 
 
@@ -52,13 +52,13 @@ class Completion:
     """The result of one completion."""
 
     global_step: int
-    ver: int  # of the weights that answered
+    ver: int  # the weights that answered
     rollouts: int
     min_votes: int | None  # None: nothing was completed
     why: str  # nothing was completed
     added: int  # labels
     labels: int  # that were annotated
-    samples: int  # with at least one more label
+    samples: int  # samples with at least one more label
     left_out: int  # labels that would have made a sample longer than a packed row
     estimate: Estimate
 

@@ -23,7 +23,7 @@ from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text,
 from learner.tasks.rewards import Rewards
 
 _OBJECTS = ("truth", "ignored", "predictions")
-_NAME_CHARS = 200  # of an image string: it may be a picture in base64
+_NAME_CHARS = 200  # an image string is cut here: it may be a picture in base64
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

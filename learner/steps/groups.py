@@ -38,7 +38,7 @@ from shared.pixels import ImageProcessing
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
 TAUGHT = "grpo/taught"  # segments besides those of the rollouts (`sft_weight`, `matching_weight`)
-_ROUNDING = 1e-9  # of advantages: the mean of equal rewards may differ from them in the last bit
+_ROUNDING = 1e-9  # advantages below it count as none: the mean of equal rewards may differ from them in the last bit
 
 
 class _Scored:
@@ -219,7 +219,7 @@ class GroupSource(RolloutSource):
         with clock.phase("target"):
             groups = self._scored.pop((global_step, step.micro_step_idx), None)
             standard = self._standard
-            if groups is None:  # of no window: all that the step learns
+            if groups is None:  # no window has it: it is all that the step learns
                 groups = self._groups(rollouts)
                 standard = self._step_standard(groups) if self.grpo.advantage == "batch" else None
             segments = self._reinforced(groups, prompts, standard)
@@ -235,7 +235,7 @@ class GroupSource(RolloutSource):
         return self._taught(group, prompt, target, self.grpo.sft_weight)
 
     def _matched(self, group: Sequence[_Scored], prompt: EncodedPrompt) -> list[Segment]:
-        best = max(group, key=lambda one: one.reward)  # of equal ones the first
+        best = max(group, key=lambda one: one.reward)  # takes the first of equal ones
         return self._taught(group, prompt, self.task.target(best.assignment, self._loss), self.grpo.matching_weight)
 
     def _taught(self, group: Sequence[_Scored], prompt: EncodedPrompt, target: Target, factor: float) -> list[Segment]:

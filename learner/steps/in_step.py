@@ -51,8 +51,8 @@ class Stage2InStep(Stage2Steps):
     def __init__(self, parts: Stage2Parts, *, overlap: Overlap | None, deadline_s: float) -> None:
         super().__init__(parts)
         self._overlap, self._deadline_s = overlap, deadline_s
-        self._calls = CallTotals()  # of the step that was learned last
-        self._ver: int | None = None  # what the servers serve; None before the first sync
+        self._calls = CallTotals()  # totals of the step that was learned last
+        self._ver: int | None = None  # the servers serve this; None before the first sync
 
     def wants_sync(self, global_step: int) -> bool:
         return self._wanted(global_step) == "B"

@@ -106,7 +106,7 @@ class Producer:
         self._queue, self._stages = queue, stages
         self._deadline_key, self._close_s, self._clock = deadline_key, close_s, clock
         self._changed = threading.Condition()  # guards everything below and the queue
-        self._segments: dict[int, list[Segment]] = {}  # by pack index
+        self._segments: dict[int, list[Segment]] = {}  # keys are pack indices
         self._thread: threading.Thread | None = None  # None: nobody is producing
         self._call_started_s = 0.0
         self._calls = CallTotals()

@@ -99,7 +99,7 @@ class RolloutSource(SegmentSource, StreamingSource):
         self._backend, self._task, self._rewards, self._loss = backend, task, rewards, loss
         self._check = PromptCheck(decode=rewards.tokenizer.decode, image_processing=image_processing)
         self._on_answer = on_answer
-        self._made: dict[tuple[int, int], list[Rollout]] = {}  # by global_step and micro_step_idx
+        self._made: dict[tuple[int, int], list[Rollout]] = {}  # keys are global_step and micro_step_idx
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
         with clock.phase("rollout"):

@@ -174,7 +174,7 @@ class Counts:
     packs_dropped_oldest: int = 0
     packs_dropped_stale: int = 0
     packs_dropped_unwanted: int = 0  # their share was learned as ground truth
-    samples_returned: int = 0  # by drops: each of them costs a rollout
+    samples_returned: int = 0  # drops return them: each of them costs a rollout
     age_versions: int = 0  # summed over learned packs: the window's syncs between making and learning
     age_updates: int = 0  # likewise, optimizer updates
 
@@ -190,10 +190,10 @@ class ShareQueue:
         self.bounds, self.served, self._size = bounds, served, size
         self.samples_per_pack, self.call_size, self.keep_at_most = samples_per_pack, call_size, bounds.keep_at_most
         self.phase: Literal["open", "fenced", "failed", "stopped"] = "open"
-        self.cause: BaseException | None = None  # of `failed`
+        self.cause: BaseException | None = None  # the cause of `failed`
         self.wanted: tuple[int, ...] = ()  # shares that may be made, the most urgent first
         self.in_flight: Call | None = None
-        self.queue: list[Pack] = []  # in the order in which they were made
+        self.queue: list[Pack] = []  # packs in the order in which they were made
         self.sync_due = False  # a share was taken since the last sync, so the next one is taken after another sync
         self.counts = Counts()
         self._next_pack = 0

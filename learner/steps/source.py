@@ -118,9 +118,10 @@ class FreshSteps(StepSource):
         self._batches, self._source, self._row_maker = batches, source, row_maker
         self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
         self._encoder, self._clock = encoder, clock
-        self._owed: list[tuple[int, str]] = []  # what a resume owes: joins the first micro-batch. Epoch and sample id
+        # epoch and sample id of what a resume owes; they join the first micro-batch
+        self._owed: list[tuple[int, str]] = []
         self._first_owed = 0  # place of the first of them among all ranks' owed samples
-        self._global_step = 0  # of the step that began last
+        self._global_step = 0  # the step that began last
         self._num_batches = 0  # micro-batches of that step
 
     def wants_sync(self, global_step: int) -> bool:
@@ -223,7 +224,7 @@ def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseC
     for row in rows:
         yield row
         num_rows += 1
-    with clock.phase("learn"):  # what is waited for is the learning of other ranks
+    with clock.phase("learn"):  # the wait is for the learning of other ranks
         wanted = int(ranks.all_reduce_max(num_rows))
     yield from [PackedRow(segments=(), capacity=capacity)] * (wanted - num_rows)
 

@@ -70,9 +70,9 @@ class Stage2Steps(StepSource):
     def __init__(self, parts: Stage2Parts) -> None:
         self._parts, self._ranks, self._clock = parts, parts.ranks, parts.clock
         self._decision: ChannelDecision | None = None
-        self._global_step = 0  # of the step that began last
+        self._global_step = 0  # the step that began last
         self._executed_b = 0  # Channel-B steps since the run began, also across resumes
-        self._carried: list[str] = []  # of a checkpoint of another trainer variant: nothing is carried here
+        self._carried: list[str] = []  # samples of a checkpoint of another trainer variant: nothing is carried here
 
     # ---- what a subclass says of Channel-B -------------------------------------------------------------------------
 

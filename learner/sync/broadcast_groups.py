@@ -32,7 +32,7 @@ from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatu
 
 T = TypeVar("T")
 StartJoin = Callable[..., Operation[Any]]  # `shared.sync.group.start_join`; tests bring their own
-CAUSE_GRACE_S = 2.0  # after a failure on the wire, for the account of whoever broke it
+CAUSE_GRACE_S = 2.0  # wait after a failure on the wire, for the account of whoever broke it
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -58,7 +58,7 @@ class ServerLink:
 class ServerGroup:
     """Meets at the host and the group port of its first server."""
 
-    communicator: Communicator  # once it is joined
+    communicator: Communicator  # set once it is joined
 
     def __init__(self, links: Sequence[ServerLink], *, allow_shared_gpu: bool = False) -> None:
         self.links, self.allow_shared_gpu = tuple(links), allow_shared_gpu

@@ -61,11 +61,11 @@ class EngineDelivery:
     ) -> None:
         assert graph is None or ranks.world_size == 1, "a digest is read on the host"
         self._engine, self._canary, self._ranks, self._graph = engine, canary, ranks, graph
-        self._given: Given | None = None  # what was last walked through
+        self._given: Given | None = None  # the weights that were last walked through
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         self._same = PromptCheck(image_processing=encoder.image_processing)
         self._learner: Mapping[Mode, CanaryScores] = {}
-        self._parts: dict[str, float] = {}  # of the sync under way
+        self._parts: dict[str, float] = {}  # seconds of the sync under way
 
     def together(self, work: Callable[[], T]) -> T:
         return work()
@@ -191,7 +191,7 @@ class _Counted:
         self._weights, self._with_digest = weights, with_digest
         self._num_tensors = self._num_bytes = 0
         self.walked = False
-        self.seconds = 0.0  # in which they were made
+        self.seconds = 0.0  # seconds in which they were made
         self._hasher = hashlib.blake2b(digest_size=16)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:

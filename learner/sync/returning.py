@@ -12,7 +12,7 @@ from learner.rollout.server_backend import ServerBackend
 from shared.errors import ProjectError
 from shared.waits import awake_s, time_limit
 
-BACK_OFF_S = 10.0  # after a server could not join; doubled each time
+BACK_OFF_S = 10.0  # wait after a server could not join; doubled each time
 MAX_BACK_OFF_S = 600.0
 
 

@@ -67,7 +67,7 @@ from shared.sync.group import start_join
 from shared.wire import Bucket, ServerStatus, StageWeightsCall, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
-GOODBYE_S = 3.0  # for servers to hear that a failed sync is over
+GOODBYE_S = 3.0  # time for servers to hear that a failed sync is over
 SENT_AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
 log = logging.getLogger("learner.sync")
 
@@ -111,16 +111,16 @@ class ServerDelivery:
         self._check = check
         self.members = Members(backend, ranks, control=control, discovery=discovery)
         self._groups = ServerGroups((), "", b"")
-        self._statuses: dict[str, ServerStatus] = {}  # by URL, when they were joined
-        self._dtype: torch.dtype | None = None  # in which weights travel; None: as trained
+        self._statuses: dict[str, ServerStatus] = {}  # keys are URLs; statuses from when they were joined
+        self._dtype: torch.dtype | None = None  # weights travel in this type; None: as trained
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
         self._staged: Staged | None = None
-        self._staging = config.sync.staging  # on rank 0; "none" once a server had no room
+        self._staging = config.sync.staging  # rank 0's choice; "none" once a server had no room
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
         self._known: set[str] = set()  # server processes that were found to fit, by their ids
         self._asked: list[Post] = []  # calls of the try under way
         self._accused: dict[str, ProjectError] = {}  # servers that the last try failed for
-        self._repeated = self._accused_one = False  # in this sync
+        self._repeated = self._accused_one = False  # both tell of this sync alone
 
     def together(self, work: Callable[[], T]) -> T:
         return self.members.together(work)

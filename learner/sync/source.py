@@ -124,7 +124,7 @@ class ShardedRanks:
         self.bucket_bytes = bucket_bytes
         self._ranks = ranks
         self._calls: list[Callable[..., Any]] = []
-        self._walk: NamedWeights = iter(())  # through the source that is being sent
+        self._walk: NamedWeights = iter(())  # walks through the source that is being sent
 
     @property
     def is_main(self) -> bool:

@@ -41,7 +41,7 @@ class Delivered:
     num_tensors: int
     gap: CanaryGap  # the worst one over generators
     merge_gap: float  # nats per token: what merging and rounding changed (D14)
-    pause_s: float = 0.0  # as in `SyncReceipt`, and so is the next
+    pause_s: float = 0.0  # the same as in `SyncReceipt`, and so is the next
     staged_s: float = 0.0
 
 

@@ -15,7 +15,7 @@ from learner.extensions import Answer, PrefixRewards, Reward, Task, Tokenizer, w
 from learner.records import Rollout
 from shared.errors import RewardError
 
-SCORED = "scored"  # how many rollouts have rewards: the count that sums of rewards are divided by
+SCORED = "scored"  # counts the rollouts that have rewards: sums of rewards are divided by it
 TOTAL = "rewarded"  # the sum of their weighted sums
 PREFIX = "reward/"
 

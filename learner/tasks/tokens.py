@@ -62,7 +62,7 @@ class TokenBoundaries:
         self._between = lru_cache(maxsize=_CACHED_PARTS)(partial(_encode_between, encode, self.numbers))
 
     def encode(self, text: str) -> list[int] | None:
-        parts = self._cut.split(text)  # between, added token or None, number or None, between, ...
+        parts = self._cut.split(text)  # parts are: text between, added token or None, number or None, text between, ...
         if len(parts) == 1:
             return None
         ids: list[int] = []

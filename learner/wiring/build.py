@@ -386,7 +386,7 @@ def check_packing_buffer(
     """Raises ConfigError where the carry buffer must overflow during the run: better now than after hours (D6)."""
     training = config.training
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
-        return  # how long augmented samples are is not known yet
+        return  # nobody knows yet how long augmented samples are
     if plan.per_device_train_batch_size == 1:
         return  # every row takes at least one segment
     sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
@@ -509,7 +509,7 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int
         capacity=capacity,
         total_steps=total_steps,
         max_starved_steps=settings.max_starved_steps,
-        deadline_s=deadline_s / 2,  # so that a rank's own error comes before the other ranks' timeout
+        deadline_s=deadline_s / 2,  # lets a rank's own error come before the other ranks' timeout
     )
 
 

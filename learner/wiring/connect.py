@@ -180,7 +180,7 @@ def load_graph(policy: Policy, engine: ColocatedEngine, ranks: Ranks) -> LoadGra
     if not on_gpu or engine.max_lora_rank or not policy.merges_plainly:
         return None
     tensors = [*policy.model.parameters(), *policy.model.buffers()]
-    device = tensors[0].device  # with an index, which `policy.device` may lack
+    device = tensors[0].device  # has an index, which `policy.device` may lack
     return LoadGraph(tensors, device, CudaRecorder(device))
 
 

@@ -78,7 +78,7 @@ class Operation(Generic[T]):
         """End with the outcome of `call`, unless it has ended before."""
         try:
             result = call()
-        except BaseException as error:  # for whoever waits
+        except BaseException as error:  # goes to whoever waits
             self.cancel(error)
             return
         if self._unended.acquire(blocking=False):
@@ -143,7 +143,7 @@ def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | Non
         return None
     try:
         finish = begin()
-    except BaseException as error:  # for whoever waits
+    except BaseException as error:  # goes to whoever waits
         operation.cancel(error)
         return None
     return lambda: operation.run(finish)

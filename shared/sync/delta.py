@@ -31,7 +31,7 @@ _WORD_BYTES, _COLUMNS = 2, 3
 _LANES = 4  # words that are compared at once
 _GATHER = sum(1 << 7 * i for i in range(1, 9))
 _SPREAD = sum(1 << 8 * i for i in range(8))
-_ONE_EACH = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # as a signed number
+_ONE_EACH = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # written as a signed number
 
 
 def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:

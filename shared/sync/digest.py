@@ -24,7 +24,7 @@ ROWS, COLUMNS, LANES = 8, 1024, 2
 PAIRS = ROWS * COLUMNS
 BLOCK_WORDS = 2 * PAIRS
 
-_BLOCKS_AT_ONCE = 8  # on CPU: the temporaries stay in the cache
+_BLOCKS_AT_ONCE = 8  # used on CPU: the temporaries stay in the cache
 
 
 def digest(buffer: torch.Tensor, key: bytes = b"", nonce: bytes = b"") -> torch.Tensor:

@@ -29,7 +29,7 @@ def _sum_block(  # type: ignore[no-untyped-def]
     keys: torch.Tensor,
     sums: torch.Tensor,
     num_words,
-    num_keys,  # for each word of a pair
+    num_keys,  # keys of each word of a pair
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

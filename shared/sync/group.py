@@ -50,7 +50,7 @@ Backend = Literal["tcp", "nccl"]
 _HOST_ID = "rollout-matching-"  # begins the `NCCL_HOSTID` of a process on a shared GPU
 # The blocked call itself reports best what is missing, so our own deadline comes a little later.
 _GRACE_S = 1.0
-_LEAVE_PATIENCE_S = 5.0  # at the process's end, for groups that are being left
+_LEAVE_PATIENCE_S = 5.0  # wait at the process's end, for groups that are being left
 
 
 class Communicator(ABC):
@@ -79,7 +79,7 @@ class Communicator(ABC):
         self._pending = [other for other in self._pending if not other.future.done()] + [operation]
         if not self._sender.put(operation, _named(self._prepare(tensor, src, limit_s), what)):
             operation.cancel(_left())
-        if self._aborted:  # before, or on another thread just now, which may have missed this one
+        if self._aborted:  # aborted before, or on another thread just now, which may have missed this one
             self.abort()
         return operation
 

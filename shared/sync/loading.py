@@ -31,7 +31,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from shared.errors import CoverageError
 
 Named = Sequence[tuple[str, torch.Tensor]]
-_NAMES_SHOWN = 5  # in an error
+_NAMES_SHOWN = 5  # an error names no more
 # These operations pad a parameter. The padding is still there at the next load.
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
@@ -65,8 +65,8 @@ class CopyMemory:
     """Lives as long as the worker; `begin` before each update."""
 
     def __init__(self) -> None:
-        self.addresses: tuple[int, ...] = ()  # of the model's parameters
-        self.was_enough = False  # for all that was loaded since `begin`
+        self.addresses: tuple[int, ...] = ()  # the model's parameters' addresses
+        self.was_enough = False  # tells of all that was loaded since `begin`
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:

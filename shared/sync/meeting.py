@@ -38,11 +38,11 @@ from shared.errors import CommunicatorError, DeadlineError
 from shared.waits import Deadline
 
 CARD_BYTES = 256
-HELLO_S = 5.0  # from a connection to its proof
+HELLO_S = 5.0  # time from a connection to its proof
 MAX_GUESTS = 64  # connections that have not proved anything yet
 _POLL_S = 0.01
 _BACKLOG = 1024  # connections that the kernel holds
-_PORT_PATIENCE_S = 10.0  # for a port that another process has just left
+_PORT_PATIENCE_S = 10.0  # wait for a port that another process has just left
 _RANDOM_BYTES = _PROOF_BYTES = 32
 _HELLO = struct.Struct(f"<I{_RANDOM_BYTES}s{CARD_BYTES}s{_PROOF_BYTES}s")
 HELLO_BYTES = _HELLO.size
@@ -58,9 +58,9 @@ class Seat:
     port: int
     rank: int
     world_size: int
-    timeout_s: float  # for joining, and the default of every later operation
-    device: torch.device  # where the tensors are that this rank sends or receives
-    secret: bytes = field(repr=False)  # of this group alone
+    timeout_s: float  # deadline for joining, and the default of every later operation
+    device: torch.device  # the tensors that this rank sends or receives are there
+    secret: bytes = field(repr=False)  # this group's alone
 
     def __str__(self) -> str:
         return f"group {self.host}:{self.port} as rank {self.rank} of {self.world_size}"
@@ -290,7 +290,7 @@ def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
         link = socket.create_connection((member.host, member.port), timeout=1.0)
     except socket.gaierror:
         raise
-    except OSError as error:  # also no route: a network may come up later than this process
+    except OSError as error:  # raised also without a route: a network may come up later than this process
         wait.seen = f"nobody listening: {error}"
         return None
     try:

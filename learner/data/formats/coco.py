@@ -106,7 +106,7 @@ def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
     model = OutlinedFile if source.geometry == "poly" else CocoFile
     place = Place(source.file, "COCO JSON")
     try:
-        if not source.file.is_file():  # to read a pipe would wait for its writer
+        if not source.file.is_file():  # reading a pipe would wait for its writer
             raise OSError("not a file")
         content = source.file.read_bytes()
         return model.model_validate_json(content), set()

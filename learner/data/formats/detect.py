@@ -37,7 +37,7 @@ def format_of(data: DataConfig, path: str) -> Format:
         return "datasets"
     file = Path(path)
     if not is_there(file):
-        file = Path(path.rpartition(":")[0] or path)  # without the split
+        file = Path(path.rpartition(":")[0] or path)  # the split is cut off
     if not is_there(file):
         raise DataError(
             "an annotation file is missing",

@@ -47,7 +47,7 @@ class Annotations:
     path: str
 
 
-Found = dict[str, Annotations]  # by split; "": all
+Found = dict[str, Annotations]  # keys are splits; "": all
 
 
 def splits_in(folder: Path) -> Found:
@@ -95,12 +95,12 @@ def _only(found: dict[str, Annotations]) -> Annotations | None:
 
 
 def _coco(folder: Path) -> dict[str, Annotations]:
-    own = folder / "_annotations.coco.json"  # as Roboflow writes it
+    own = folder / "_annotations.coco.json"  # Roboflow's name for it
     if own.is_file():
         return {"": Annotations("coco", str(own))}
     for place in (folder / "annotations", folder / "Annotations", folder):
         files = sorted(place.glob("*.json")) if place.is_dir() else []
-        instances = [file for file in files if file.name.startswith("instances")]  # not captions, not keypoints
+        instances = [file for file in files if file.name.startswith("instances")]  # captions and keypoints are left out
         if found := _by_name(instances or files, "coco"):
             return found
     return {}

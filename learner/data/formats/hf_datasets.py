@@ -60,7 +60,7 @@ def _open_dataset(name: str, split: str) -> Any:
     try:
         saved = any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
         found = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
-    except Exception as error:  # what the hub, the file system and pyarrow raise
+    except Exception as error:  # the hub, the file system and pyarrow raise all kinds
         raise DataError(
             f"{name}: the data set can't be loaded",
             found=f"{type(error).__name__}: {str(error)[:300]}",

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _TOLERANCE = 1.0  # pixels by which a polygon may leave the stairs of a mask's edge
-_MOST_CHARACTERS = 7  # of one run length in text form: 35 bits
+_MOST_CHARACTERS = 7  # a run length in text form has no more: 35 bits
 
 
 def outline_of(segmentation: Any, width: int, height: int, max_pixels: int) -> list[float]:
@@ -26,7 +26,7 @@ def outline_of(segmentation: Any, width: int, height: int, max_pixels: int) -> l
 
     if isinstance(segmentation, Mapping):
         mask = mask_of(segmentation, width, height, max_pixels)
-        return ring_of(shapely.simplify(_shape_of(mask), _TOLERANCE)) or [0.0] * 6  # which has no area
+        return ring_of(shapely.simplify(_shape_of(mask), _TOLERANCE)) or [0.0] * 6  # the latter has no area
     if not isinstance(segmentation, list):
         raise ValueError("neither polygons nor run lengths")
     rings = [numbers(ring) for ring in segmentation]

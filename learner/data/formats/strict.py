@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BeforeValidator
 
-LARGEST = 1e9  # above every pixel and every id of a class; products of two stay exact
+LARGEST = 1e9  # every pixel and every id of a class is below it; products of two stay exact
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _YES = ("1", "1.0", "true", "t", "yes", "y")
 _NO = ("0", "0.0", "false", "f", "no", "n", "", "none", "null", "unspecified")

@@ -91,7 +91,7 @@ def _of_xml(file: Path, root: Path, source: Source) -> RawRecord | None:
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _FLAGS = ("difficult", "ignore", "iscrowd")
-_PARENTS = {  # of the tags that are read: any other place, and any other spelling, would be an empty scene
+_PARENTS = {  # places of the tags that are read: any other place, and any other spelling, would be an empty scene
     "size": ("annotation",),
     "filename": ("annotation",),
     "object": ("annotation",),
@@ -124,7 +124,7 @@ def _check_place(tag: object, parent: object) -> None:
     """Raises ValueError."""
     if not isinstance(tag, str):
         return  # a comment
-    name = tag.rpartition("}")[2].lower()  # without its namespace
+    name = tag.rpartition("}")[2].lower()  # the namespace is cut off
     parents = _PARENTS.get(name)
     if parents is None or parent == "source":
         return
@@ -155,7 +155,7 @@ def _of_voc_object(node: ElementTree.Element, place: Place, source: Source) -> R
     desc = written = ""
     try:
         desc = _text(node, "name")
-        _text(node, "bndbox")  # there is only one
+        _text(node, "bndbox")  # raises unless there is just one
         bounds = node.find("bndbox")
         texts = [_text(bounds, corner) for corner in _CORNERS]
         written = ", ".join(f"{corner} {text}" for corner, text in zip(_CORNERS, texts, strict=True))

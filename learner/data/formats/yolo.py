@@ -25,7 +25,7 @@ from shared.reading import is_there, yaml_of
 SPLITS = ("train", "val", "valid", "test")
 CLASS_FILES = ("classes.txt", "obj.names")
 _WANTED = "a mapping with `names` and, for each split, a folder or a list of images"
-_MAX_BYTES = 1 << 20  # of data.yaml
+_MAX_BYTES = 1 << 20  # data.yaml may not be longer
 _VISIBILITIES = (0.0, 1.0, 2.0)
 
 
@@ -47,7 +47,7 @@ class YoloFile:
     root: Path
     classes: Mapping[int, str]
     splits: Mapping[str, list[str]]  # folders or lists of images
-    num_keypoint_values: int | None  # of each label, after its box; None: labels are boxes and outlines
+    num_keypoint_values: int | None  # each label has so many after its box; None: labels are boxes and outlines
 
 
 class _Loader(yaml.SafeLoader):
@@ -166,7 +166,8 @@ def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
     place, root, beside = Place(file, "YOLO"), content.root, file.parent
     found: list[Path] = []
     for part in content.splits[split]:
-        choices = [root / part, beside / part, beside / part.removeprefix("../")]  # as some tools export it
+        # the last is how some tools export it
+        choices = [root / part, beside / part, beside / part.removeprefix("../")]
         path = next((choice for choice in choices if is_there(choice)), None)
         if path is None:
             raise place.error("its images are not there", found=f"no {choices[0]}", wanted="a folder or a list")
@@ -297,7 +298,7 @@ def _is_keypoints(values: Sequence[float]) -> bool:
 
 
 def _crosses_itself(values: Sequence[float]) -> bool:
-    import shapely  # here, because labels are boxes mostly
+    import shapely  # imported here because labels are boxes mostly
 
     return not shapely.Polygon(list(zip(values[0::2], values[1::2], strict=True))).is_valid
 

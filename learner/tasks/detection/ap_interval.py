@@ -19,7 +19,7 @@ from learner.tasks.detection.metrics import Interval, coco_matches, draws, inter
 
 AP, AP50 = "coco/ap", "coco/ap50"
 DRAWS = 500
-MOST_BOXES = 100  # of an image and class, as COCO counts
+MOST_BOXES = 100  # COCO counts no more of an image and class
 _CONFIDENCE = 0.95
 _VALUES_AT_ONCE = 4_000_000  # draws times boxes that are in memory together
 

@@ -35,10 +35,10 @@ from learner.tasks.detection.scores import (
 )
 from shared.errors import DataError
 
-PENALTIES = (10.0, 3.0, 1.0, 0.3)  # of the squared weights
+PENALTIES = (10.0, 3.0, 1.0, 0.3)  # factors of the squared weights
 FOLDS = 5
 BINS = 10
-NUM_KNOTS = 5  # of each feature
+NUM_KNOTS = 5  # each feature has so many
 FEWEST_IMAGES, FEWEST_BOXES = 5, 30
 RIGHT_IOU = 0.5
 Floats = NDArray[np.float64]

@@ -124,8 +124,8 @@ class Estimate:
     min_votes: int | None  # None: nothing is completed, and `why` says why not
     why: str
     missing: float | None  # share of the objects without a label, at most; None: too little is known
-    recall: tuple[float, ...]  # of labels, confirmed by clusters with at least so many votes
-    precision: tuple[float, ...]  # of free clusters with exactly so many votes, at most
+    recall: tuple[float, ...]  # share of labels that are confirmed by clusters with at least so many votes
+    precision: tuple[float, ...]  # largest share of right free clusters with exactly so many votes
     free: tuple[int, ...]  # free clusters with exactly so many votes
 
     def to_json(self) -> dict[str, Any]:

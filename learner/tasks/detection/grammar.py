@@ -50,8 +50,8 @@ class Grammar:
     digits: bool
     numbered: bool  # entries name their image
     open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is its closer if the container is empty
-    entry_pattern: re.Pattern[bytes]  # up to and including an object's "{"; group 1 is its name, if indexed
-    next_pattern: re.Pattern[bytes]  # what follows an entry; group 1 is ",", the container's closer, or empty
+    entry_pattern: re.Pattern[bytes]  # matches up to and including an object's "{"; group 1 is its name, if indexed
+    next_pattern: re.Pattern[bytes]  # matches after an entry; group 1 is ",", the container's closer, or empty
     usual_pattern: re.Pattern[bytes]  # a correct entry with fields in our order, and what follows it; only for speed
     list_pattern: re.Pattern[bytes]  # a list that holds only coordinates
 

@@ -58,7 +58,7 @@ def _up_to_parting(
 ) -> Iterator[tuple[int, int]]:
     """Yield the labels if the name is wrong: the tokens of `wanted` in the same place, between the same bytes."""
     begin, end = _inside_quotes(predicted)
-    first, last = text.token_at(begin), text.tokens_until(end)  # with the token after the description
+    first, last = text.token_at(begin), text.tokens_until(end)  # includes the token after the description
     last = min(last, len(text.ids) - 1)
     before, behind = text.data[text.start(first) : begin], text.data[end : text.ends[last]]
     own = text.ids[first : last + 1].tolist()

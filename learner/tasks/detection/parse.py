@@ -119,7 +119,7 @@ class Reading:
 
     opened: bool = False
     closed: bool = False  # the container's own closer was read
-    clean: bool = False  # ... and only whitespace follows
+    clean: bool = False  # True: only whitespace follows, too
     truncated: bool = False  # something was cut off
     entries: list[Entry] = field(default_factory=list)
 
@@ -190,7 +190,7 @@ class _Field(NamedTuple):
     """A field's value: a string, a list in bytes `start..stop`, or something else."""
 
     string: bytes | None
-    place: tuple[int, int]  # of the string
+    place: tuple[int, int]  # the string's place
     start: int  # negative if it is not a list
     stop: int
     other: bytes | None

@@ -31,7 +31,7 @@ from learner.tasks.detection.match import assign
 from learner.tasks.detection.metrics import THRESHOLDS, ignored_shares
 from learner.tasks.tokens import TokenPieces, TokenText
 
-BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # what each object adds to can be told
+BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # these tell what each object adds
 
 
 def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, float]:

@@ -32,16 +32,16 @@ from shared.errors import ConfigError
 
 FEATURES = (
     "greedy",  # 1: the greedy answer has it
-    "share",  # of the drawn answers, those that have it
+    "share",  # share of the drawn answers that have it
     "tight",  # mean IoU of their boxes with this one
     "named",  # share of the answers that have it which give it this name
-    "name_logprob",  # of the name's tokens, mean over the answers that have it
-    "coord_logprob",  # of the coordinates' tokens, mean
-    "coord_least",  # of the least probable coordinate
+    "name_logprob",  # mean of the name's tokens over the answers that have it
+    "coord_logprob",  # mean of the coordinates' tokens
+    "coord_least",  # the least probable coordinate's
     "log_area",
-    "log_aspect",  # of width over height
+    "log_aspect",  # logarithm of width over height
     "edge",  # distance to the nearest edge of the image
-    "place",  # in its answer, from 0 to 1
+    "place",  # place in its answer, from 0 to 1
     "count",  # objects in the answers, as a logarithm
     "overlap",  # the largest IoU with another candidate
     "overlap_same",  # the same, of its name
@@ -173,12 +173,12 @@ class Calibration(BaseModel):
 
     samples: int
     names: list[str]  # classes with a column of their own
-    knots: dict[str, list[float]]  # of each feature: its least and its largest value, and those between
+    knots: dict[str, list[float]]  # each feature's least and largest value, and those between
     weights: list[float]
     threshold: float
     num_images: int
     num_boxes: int
-    measured: dict[str, float] = {}  # on images that the fit did not have
+    measured: dict[str, float] = {}  # measured on images that the fit did not have
 
     def scores(self, features: NDArray[np.float64], names: Sequence[str]) -> NDArray[np.float64]:
         """Return the probabilities [N] of N candidates with features [N, len(FEATURES)]."""
