@@ -599,3 +599,28 @@ def test_a_closed_engine_has_let_go_of_everything(
     of_a_job._llm.llm_engine.engine_core = SimpleNamespace(shutdown=lambda: told.append("shutdown"))
     of_a_job.close()
     assert told == ["shutdown"], "the job's group is not the engine's"
+
+
+@pytest.mark.parametrize("caches", [False, True])
+def test_each_response_gets_its_own_scores(offload: Recorded, monkeypatch: pytest.MonkeyPatch, caches: bool) -> None:
+    """All prompts are scored first, in order, then what each of them reads through the prefix cache."""
+    engine = engine_with(offload)
+    engine._caches_prefixes = caches
+    run: list[list[Any]] = []
+    monkeypatch.setattr(colocated_engine, "scoring", lambda prompt, ids: (prompt, ("whole", *ids)))
+    monkeypatch.setattr(
+        colocated_engine, "cached_scoring", lambda prompt, ids: [(prompt, ("part", i)) for i in range(len(ids))]
+    )
+    monkeypatch.setattr(engine, "_run", lambda prompts, params: run.append(params) or params)
+    monkeypatch.setattr(
+        colocated_engine,
+        "read_scores",
+        lambda output, number: Scores(prompt_token_ids=[number], logprobs=[float(x) for x in output[1:]]),
+    )
+    monkeypatch.setattr(colocated_engine, "read_cached_score", lambda output: output[1])
+    prompts: list[Any] = [SimpleNamespace(token_ids=[1], images=[]) for _ in range(3)]
+    found = ColocatedEngine.score(engine, prompts, [(1, 2), (), (3,)])
+    assert [(score.prompt_token_ids, score.logprobs) for score in found] == [([2], [1.0, 2.0]), ([0], []), ([1], [3.0])]
+    assert [score.cached_logprobs for score in found] == ([[0, 1], [], [0]] if caches else [[], [], []])
+    whole = [("whole", 1, 2), ("whole",), ("whole", 3)]
+    assert run == [[*whole, *([("part", 0), ("part", 1), ("part", 0)] if caches else [])]]

@@ -17,7 +17,8 @@ from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Rollout, Sample, Votes
 from learner.rollout.backend import MicroStep
 from learner.run.output_dir import claim_output_dir
-from learner.steps.completing import LabelCompletion, _added, _read
+from learner.steps.completing import Completion, LabelCompletion, _added, _read
+from learner.tasks.detection.completion import Estimate
 from shared.config.model import ConfigErrors
 from shared.errors import CheckpointError, OutputError
 from tests.unit.learner.steps.test_segments import SAMPLES, TASK, TOKENIZER
@@ -286,3 +287,24 @@ def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) ->
     written = json.loads(json.dumps(_added(sample)))
     assert list(map(_read, written["objects"])) == [completed]
     assert len(written["objects"][0]) == (4 if image is None else 5)
+
+
+@pytest.mark.parametrize("missing", [None, 0.25])
+def test_a_completion_says_what_it_added_and_what_it_takes_to_be_missing(missing: float | None) -> None:
+    known = Estimate(min_votes=3, why="", missing=missing, recall=(), precision=(), free=())
+    result = Completion(
+        global_step=7,
+        ver=2,
+        rollouts=4,
+        min_votes=3,
+        why="",
+        added=5,
+        labels=40,
+        samples=2,
+        left_out=1,
+        estimate=known,
+    )
+    assert str(result).startswith("labels: 5 added to 40, which at least 3 of 4 answers have")
+    assert ("25%" in str(result)) == (missing is not None)
+    assert result.to_json()["estimate"] == known.to_json()
+    assert result.to_json()["added"] == 5

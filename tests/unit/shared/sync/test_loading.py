@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -121,6 +122,7 @@ class Served(torch.nn.Module):
         self.embed, self.norm = torch.nn.Linear(2, 3, bias=False), torch.nn.Linear(2, 2, bias=False)
         self.lm_head = self.embed if tied else torch.nn.Linear(2, 3, bias=False)
         self.ignored: set[str] = set()
+        self.told: list[str] = []
 
     def load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str]:
         for name, tensor in tensors:
@@ -138,6 +140,11 @@ def _load(folder: Path, model: Served, monkeypatch: pytest.MonkeyPatch, **config
     if "lm_head.weight" in names and model.lm_head is not model.embed:
         save_file({"lm_head.weight": model.lm_head.weight.data.clone()}, folder / "model-2.safetensors")
     monkeypatch.setattr(WeightLoad, "_context", lambda self: contextlib.nullcontext())  # else this imports vLLM
+    reload = SimpleNamespace(
+        initialize_layerwise_reload=lambda model: model.told.append("open"),
+        finalize_layerwise_reload=lambda model, config: model.told.append("close"),
+    )
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.model_loader.reload", reload)
     model_config = SimpleNamespace(model=str(folder), quantization=None, hf_text_config=SimpleNamespace())
     model_config.__dict__.update(config)
     return WeightLoad(model, SimpleNamespace(model_config=model_config), torch.device("cuda"), CopyMemory())
@@ -156,6 +163,7 @@ def test_an_update_of_every_tensor_is_complete(tmp_path: Path, monkeypatch: pyte
     load = _load(tmp_path, model, monkeypatch)
     assert load.runs_meanwhile
     assert _send(load, ["embed.weight", "norm.weight", "lm_head.weight"]) == 3
+    assert model.told == [], "nothing is taken apart"
     assert all((parameter == 2.0).all() for parameter in model.parameters())
 
 
@@ -190,3 +198,27 @@ def test_layers_that_are_repacked_are_not_overwritten_in_place(tmp_path: Path, m
     model = Served(tied=False)
     model.norm.add_module("experts", FusedMoE())
     assert not _load(tmp_path, model, monkeypatch).in_place
+
+
+@pytest.mark.parametrize("names", [True, False])
+def test_without_a_layout_of_the_checkpoint_vllm_reloads_layer_by_layer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: bool
+) -> None:
+    """As on CPU. What a loader does not name counts as not written."""
+    heads = SimpleNamespace(ParallelLMHead=torch.nn.Bilinear)  # of which this model has none
+    monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.vocab_parallel_embedding", heads)
+    model = Served(tied=False)
+    load = _load(tmp_path, model, monkeypatch)
+    load.in_place = False
+    if not names:
+        write = model.load_weights
+        monkeypatch.setattr(model, "load_weights", lambda tensors: list(write(tensors)) and None)
+    sent = ["embed.weight", "norm.weight", "lm_head.weight"]
+    if names:
+        assert _send(load, sent) == 3
+    else:
+        with pytest.raises(CoverageError, match="3 served parameters were not written"):
+            _send(load, sent)
+    assert all((parameter == 2.0).all() for parameter in model.parameters())
+    load.close()
+    assert model.told == ["open", "close"]
