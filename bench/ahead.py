@@ -53,7 +53,7 @@ SAMPLES_PER_ROW = 4
 ROWS_PER_STEP = SAMPLES_PER_STEP // SAMPLES_PER_ROW
 SEGMENT_TOKENS = 4
 SERVERS, DECODE_BATCH_SIZE = 2, 2  # simulated
-REAL_SAMPLES_PER_STEP = 32  # so that the sync before each step is short in comparison
+REAL_SAMPLES_PER_STEP = 32  # keeps the sync before each step short in comparison
 REAL_ROW_TOKENS = 640  # four or five of the demo's segments
 WARM_UP_STEPS = 3
 SLOWER = 1.15  # rollouts that take a little longer than learning must not halve Channel-B's share
@@ -68,7 +68,7 @@ class Step:
     wall_s: float
     learn_s: float
     rollout_s: float
-    sync_s: float  # before the step: nothing runs beside a sync
+    sync_s: float  # ends before the step: nothing runs beside a sync
     cap_use: float | None = None  # share of the servers' places in use until the last request was sent
 
 
@@ -202,7 +202,7 @@ class SleepingServer(SegmentSource, StreamingSource):
 
     def __init__(self, each_s: float) -> None:
         self.ver, self.slept_s, self.each_s = 0, 0.0, each_s
-        self.cap_use: float | None = None  # of the last stream
+        self.cap_use: float | None = None  # the last stream's
         self.loop = LoopThread("sleeping-servers")
 
     def segments(self, step: MicroStep, prompts: Sequence[EncodedPrompt], **place: Any) -> list[Segment]:
@@ -250,7 +250,7 @@ class SleepingStream(SegmentStream):
     async def _send(self, server: int, batch: Batch, answered: Answered[None]) -> None:
         self._count(len(batch))
         self._num_sent += len(batch)
-        if self._num_sent == len(self._samples):  # what follows is the end, with nothing left to send
+        if self._num_sent == len(self._samples):  # the end follows, with nothing left to send
             seconds = time.perf_counter() - self._began
             self._server.cap_use = self._used / (self._places * seconds) if seconds > 0.0 else None
         await asyncio.gather(*(self._answer(place, answered) for place in range(batch.start, batch.stop)))

@@ -67,15 +67,15 @@ COCO, PER_CLASS = ("coco/ap", "coco/ap50", "coco/ap75"), ("f1", "precision", "re
 HF: Mapping[str, Any] = {"rollout_backend": "hf", "decode_batch_size": 128}
 GRPO_RATE = 0.5  # its learning rate, over that of the other methods
 PROBE_STEPS = 60
-EVALUATIONS, EVALUATION_S = 4, 10.0  # in stage 1: how many, and what one takes at most
-REPORT_S = 8.0  # for stopping what runs, and for the report
+EVALUATIONS, EVALUATION_S = 4, 10.0  # stage 1's: how many, and what one takes at most
+REPORT_S = 8.0  # time to stop what runs, and to write the report
 
 MIRRORED: Mapping[str, Any] = {"horizontal_flip": 0.5, "vertical_flip": 0.5}
 
 METHODS: Mapping[str, Arm] = {
     "sft": Arm(variant="sft"),
     "sft, augmented": Arm(variant="sft", augment=AUGMENT),
-    "sft, cropped": Arm(variant="sft", augment=MIRRORED),  # and the defaults of the section
+    "sft, cropped": Arm(variant="sft", augment=MIRRORED),  # the section's defaults besides
     "sft, mirrored": Arm(variant="sft", augment={**MIRRORED, "smallest_crop": 1.0, "stretch": 0.0}),
     "rollout_matching_sft": Arm(loss=TUNED),
     "keep_unmatched": Arm(loss=KEPT),
@@ -321,7 +321,7 @@ def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
         batch_size=plan.batch_size // 2 * GROUP if is_grpo else plan.batch_size,
         engine={"decode_batch_size": 128, "vllm": slot.vllm()} if slot.server else HF,
         max_new_tokens=plan.max_new_tokens,
-        global_max_length=900 * plan.batch_size,  # without groups a whole batch fits one row
+        global_max_length=900 * plan.batch_size,  # a whole batch fits one row without groups
         data_workers=_workers(all_cores=False),
         training={
             "seed": run.seed,

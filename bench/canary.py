@@ -210,7 +210,7 @@ def hooked(folder: Path, flag: Path, hooks: Mapping[str, str]) -> str:
 
 def keep_head(flag: Path) -> None:
     """Make loading in this process keep the output head's packed copy while `flag` names this fault."""
-    from shared.sync.loading import WeightLoad  # here: this is called while a process imports that module
+    from shared.sync.loading import WeightLoad  # imported here: this is called while a process imports that module
 
     close = WeightLoad.close
 

@@ -90,12 +90,12 @@ NUM_SAMPLES, BATCH = 24, 8
 SAVE_STEPS = 20
 LAST_LOOK_S = 3.0
 FAULTS = ("kill", "freeze", "delay", "reset", "half-open", "truncate", "corrupt", "flip", "partition", "second learner")
-MUTE, SLOW_LINK = "mute", "slow link"  # in namespaces only
+MUTE, SLOW_LINK = "mute", "slow link"  # made in namespaces only
 DISK_FULL = "disk full"
 LASTS_S = {"kill": 0.5, "freeze": 2.0, "half-open": 2.0, "partition": 2.0, "delay": 1.0, MUTE: 2.0, SLOW_LINK: 2.0}
-SETTLES_S = 0.3  # between two faults of a server, at least
+SETTLES_S = 0.3  # least time between two faults of a server
 QDISCS = {"delay": "netem delay 600ms 400ms", SLOW_LINK: "tbf rate 8mbit burst 16000 latency 400ms"}
-PORT, PROXY_PORT, GROUP_PORT = 8000, 8001, 51216  # in a namespace all ports are free
+PORT, PROXY_PORT, GROUP_PORT = 8000, 8001, 51216  # all ports of a namespace are free
 TOKEN = "chaos"
 NOTICED_WITHIN_S = 8.0
 SAMPLE_EVERY_S = 10.0
@@ -110,7 +110,7 @@ class Scale:
     num_servers: int
     infer_timeout_s: float
     timeout_s: float
-    start_s: float  # of a server, at most
+    start_s: float  # a server's start takes so long at most
     faults: float  # times LASTS_S
 
 
@@ -124,7 +124,7 @@ VLLM_FAULTS = tuple(kind for kind in FAULTS if kind not in ("flip", "partition")
 @dataclass(frozen=True)
 class Fault:
     kind: str
-    url: str  # of the server; "": the learner
+    url: str  # the server's; "": the learner
     at_s: float  # Unix seconds
 
 
@@ -147,7 +147,7 @@ class ChaosEngine(TensorEngine):
         return Generation(
             prompt_token_ids=list(self._prompts[key]),
             response_token_ids=list(tokens),
-            text=str(weights),  # which the learner does not read, and the check does
+            text=str(weights),  # the learner does not read it, and the check does
             finish_reason="stop",
         )
 
@@ -227,7 +227,7 @@ class Proxy:
         asyncio.get_running_loop().add_reader(self._orders.fileno(), self._obey)
         async with await asyncio.start_server(self._connected, self._host, port):
             await self._ended.wait()
-            os._exit(0)  # with connections that are open
+            os._exit(0)  # ends with connections that are open
 
     def _obey(self) -> None:
         try:
@@ -265,7 +265,7 @@ class Proxy:
                 while self._fault in ("half-open", "partition") and time.monotonic() < self._until:
                     await asyncio.sleep(0.05)
                 if answers and fault in ("truncate", "corrupt"):
-                    self._until = 0.0  # once
+                    self._until = 0.0  # ends the fault: it comes once
                     middle = len(content) // 2
                     if fault == "truncate":
                         sink.write(content[:middle])
@@ -321,7 +321,7 @@ class Server:
             if self.node is not None and kind == "half-open":
                 self.node.cut(lasts_s)
             self.signal(signal.SIGSTOP if kind == "freeze" else signal.SIGKILL)
-            self.busy_until = math.inf  # until it is repaired
+            self.busy_until = math.inf  # lasts until it is repaired
             threading.Timer(lasts_s * rng.uniform(0.5, 1.5), self._mend, (kind,)).start()
         elif kind == "second learner":
             on_node(self.node, second_learner, f"http://{self.host}:{self._port}")
@@ -391,7 +391,7 @@ class VllmServer(Server):
     def end(self) -> None:
         super().end()
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.pid, signal.SIGKILL)  # what should have ended by itself
+            os.killpg(self.pid, signal.SIGKILL)  # kills what should have ended by itself
 
 
 # ---- the learner ---------------------------------------------------------------------------------------------------
@@ -792,7 +792,7 @@ def figures_of(campaign: Campaign) -> dict[str, Any]:
         detections, recoveries = [], []
         for fault in own:
             after = [other.at_s for other in campaign.faults if other.url == fault.url and other.at_s > fault.at_s]
-            until_s = min([fault.at_s + NOTICED_WITHIN_S, *after])  # what comes later may be the next fault's
+            until_s = min([fault.at_s + NOTICED_WITHIN_S, *after])  # anything later may be the next fault's
             seen = [t - fault.at_s for url, t in lost + failed if url == fault.url and fault.at_s < t < until_s]
             if seen:
                 detections.append(min(seen))

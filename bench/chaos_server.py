@@ -51,7 +51,7 @@ def fingerprint(tensors: Tensors) -> int:
     return found & 0x7FFFFFFF
 
 
-NAN_TOKEN = 999  # as if the weights gave it no number
+NAN_TOKEN = 999  # stands for a token to which the weights give no number
 
 
 def logprobs(tensors: Tensors, token_ids: list[int]) -> list[float]:
@@ -60,7 +60,8 @@ def logprobs(tensors: Tensors, token_ids: list[int]) -> list[float]:
     return [math.nan if token_id == NAN_TOKEN else -abs(total) - 0.01 * token_id for token_id in token_ids]
 
 
-Answer = Callable[[RolloutInferRequest, int, int], Generation]  # of a request, its seed and the weights' fingerprint
+# arguments: a request, its seed and the weights' fingerprint
+Answer = Callable[[RolloutInferRequest, int, int], Generation]
 
 
 def plain_answer(request: RolloutInferRequest, seed: int, weights: int) -> Generation:
@@ -150,7 +151,7 @@ class TensorEngine:
     def _sync_start(self, update: str, buckets: str) -> WorkerReply:
         call = UpdateWeightsCall.model_validate_json(update)
         self._receiving = _Receiving(call, BUCKETS.validate_json(buckets))
-        self.tensors = {}  # as a model that is loaded in place: nobody knows what it holds until all is there
+        self.tensors = {}  # stands for a model that is loaded in place: nobody knows what it holds until all is there
         self._ask()
         return WorkerReply(done=False)
 

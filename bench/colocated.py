@@ -38,7 +38,7 @@ from bench.runs import read_events, say
 from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
 
-_LINES = 60  # of a profile
+_LINES = 60  # a profile shows so many
 WAYS: dict[str, tuple[str, ...]] = {
     "as the rollouts": (),
     "no seeds": ("seeds",),

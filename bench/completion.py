@@ -57,7 +57,7 @@ REGIMES = {f"missing-{share}": ("missing", share / 100) for share in (5, 20, 40,
     "small-40": ("small", 0.4),
     "stops": ("stops", 1.0),
 }
-Answer = list[tuple[DetectionObject, tuple[float, ...]]]  # with each coordinate's log-probability
+Answer = list[tuple[DetectionObject, tuple[float, ...]]]  # each object has its coordinates' log-probabilities
 Box = NDArray[np.float64]
 
 
@@ -198,7 +198,7 @@ def autos(samples: Sequence[Sample], answers: Sequence[Sequence[Answer]]) -> dic
     return found
 
 
-Counted = list[tuple[Tally, NDArray[np.int64], int]]  # by sample: tally, right free clusters by votes, labels
+Counted = list[tuple[Tally, NDArray[np.int64], int]]  # one for each sample: tally, right free clusters by votes, labels
 
 
 def _counted(

@@ -28,7 +28,7 @@ from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
 from learner.wiring.connect import computes_in, load_graph
 
-ONE_RANK = Ranks()  # on CPU
+ONE_RANK = Ranks()  # runs on CPU
 
 
 @contextmanager

@@ -52,10 +52,10 @@ from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
 
 Row = dict[str, Any]
 F1 = "f1@0.5"
-COUNTED = ("tp@0.50", "ignored@0.50", "predictions", "truth")  # what F1 needs of a scene
+COUNTED = ("tp@0.50", "ignored@0.50", "predictions", "truth")  # F1 needs these of a scene
 OLD, NEW = "old", "new"
 LEAST_GAIN = 0.02
-NEW_SHARE = 0.2  # of the base's scenes
+NEW_SHARE = 0.2  # share of the base's scenes
 REPORT_S = 6.0
 DRAWS = 2000
 
@@ -269,7 +269,7 @@ def make_bases(plan: Plan, processes: Processes, regimes: Iterable[str]) -> None
                     learning_rate=7e-4,
                     global_max_length=16384,
                     data={"num_workers": 2 if plan.on_gpu else 0},
-                    training={"overwrite": True},  # of an interrupted command
+                    training={"overwrite": True},  # replaces what an interrupted command left
                 ),
                 ranks=None,
                 devices=plan.slots[0].learner_devices,
@@ -369,7 +369,7 @@ def report(out: Path) -> None:
     found: dict[str, Any] = {}
     text = ""
     for folder in sorted((out / "results").glob("*")):
-        courses: dict[str, dict[str, list[Row]]] = defaultdict(dict)  # by seed and arm
+        courses: dict[str, dict[str, list[Row]]] = defaultdict(dict)  # keys are seed and arm
         for path in sorted(folder.glob("*.json")):
             result = json.loads(path.read_text())
             if result["course"]:

@@ -397,7 +397,7 @@ def run_case(kind: Kind, folder: Path, rng: random.Random, ends: Ends) -> None:
     is_yaml = path.suffix == ".yaml" and rng.random() < 0.3
     content = _tagged(kind.files[name], rng) if is_yaml else damaged(kind.files[name], rng)
     shape = rng.random()
-    path.unlink(missing_ok=True)  # who took a request has removed it
+    path.unlink(missing_ok=True)  # whoever took a request has removed it
     if shape < 0.01:
         path.mkdir()
     elif shape < 0.02 and name not in kind.may_be_pipes:

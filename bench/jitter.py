@@ -66,11 +66,11 @@ Way = Literal["alone", "idle", "apart", "beside", "beside, long turns"]
 BESIDE_A_SERVER: tuple[Way, ...] = ("idle", "apart", "beside", "beside, long turns")
 ROUNDS = 3
 WARM_UP_ROWS = 3
-SAMPLES = 64  # of a step, and of a call
+SAMPLES = 64  # a step's, and a call's
 SHOWN_LINES = 12
 PYTHONS_TURN_S = 0.005
 SAMPLE_EVERY_S = 0.002
-_START_S = 180.0  # for the producer's process to import and to connect
+_START_S = 180.0  # time for the producer's process to import and to connect
 _STOP_S = 60.0
 _KV_CACHE_BYTES = 8 << 30
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 32, 48, 64)
@@ -99,9 +99,9 @@ class Measured:
 
     rows: list[RowTimes] = field(default_factory=list)
     kernels_s: float | None = None
-    lines: dict[str, Counter[str]] = field(default_factory=dict)  # by thread: where it stood, and how often
+    lines: dict[str, Counter[str]] = field(default_factory=dict)  # each thread's lines, and how often it stood there
     answers: int = 0
-    answers_cpu_s: float = 0.0  # of the threads that made segments of them
+    answers_cpu_s: float = 0.0  # the threads' that made segments of them
 
 
 def measure(

@@ -78,7 +78,7 @@ class World:
         self._processes, self._folder, self._infer_timeout_s = processes, folder, infer_timeout_s
         self._devices = [0] if on_gpu else []
         self._names = [f"server-{i}" for i in range(servers)]
-        self._away: dict[int, Away] = {}  # by the server's index
+        self._away: dict[int, Away] = {}  # keys are the servers' indices
         self._last_hit = [0] * servers  # number of the last fault
         self._client = httpx.Client(trust_env=False, timeout=LOOK_S)
         self.rows = rows

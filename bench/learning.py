@@ -46,7 +46,7 @@ from learner.records import PackedRow, Segment
 from learner.steps.packing import pack_all
 from shared.errors import ConfigError
 
-WANTED_SHARE = 0.5  # of the matmul rate
+WANTED_SHARE = 0.5  # share of the matmul rate
 ROWS_PER_STEP, STEPS = 3, 3
 COMPARED_SAMPLES = 72
 PROFILED_KERNELS = 25
@@ -217,7 +217,7 @@ class Learning:
         begin = time.perf_counter()
         try:
             yield from case()
-        except Exception as error:  # out of memory, compiler errors: reported, and the next case runs
+        except Exception as error:  # reports no memory and compiler errors; the next case runs
             self.console.print(f"{name} failed: {type(error).__name__}: {error}", markup=False, soft_wrap=True)
         self.console.print(f"[{time.perf_counter() - begin:6.1f} s] {name}", markup=False)
         free_memory()
@@ -245,7 +245,7 @@ def _matmul_rate(device: torch.device, side: int) -> float:
 def free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
-        with suppress(RuntimeError):  # after a device error, which its case has reported
+        with suppress(RuntimeError):  # fails after a device error, which its case has reported
             torch.cuda.empty_cache()
 
 

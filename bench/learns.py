@@ -50,9 +50,9 @@ from deploy.launch import Processes
 from learner.run.files import write_atomically
 
 _SERVERS_READY_S = 150.0
-_REPORT_S = 15.0  # to stop what still runs, and to write the report
+_REPORT_S = 15.0  # time to stop what still runs, and to write the report
 _MOST_STEPS = 50  # times the others' steps, at equal time
-_STEPS_TO_MEASURE = 20  # of an unfinished run: enough to know a step's seconds
+_STEPS_TO_MEASURE = 20  # an unfinished run's: enough to know a step's seconds
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,7 +70,7 @@ class Plan(Experiment):
 
     settings: Settings
     stage1: Stage1
-    data: Build  # what the arms train and are tested on
+    data: Build  # the arms train and are tested on it
     runs: tuple[Run, ...]
     slots_per_gpu: int
     eager: bool

@@ -43,9 +43,9 @@ class Settings:
 class Arm(arms.Arm):
     name: str
     loss: Mapping[str, Any] = field(default_factory=lambda: TUNED)
-    rate: float = 1.0  # of the learning rate
+    rate: float = 1.0  # factor of the learning rate
     seeds: int = 1
-    wall: bool = False  # as many steps as fit the reference's time
+    wall: bool = False  # True: takes as many steps as fit the reference's time
 
 
 def _ab(b_ratio: float, **ahead: Any) -> dict[str, Any]:

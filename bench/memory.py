@@ -30,7 +30,7 @@ from bench.watch import resident_bytes
 from deploy.launch import supervised
 
 WANTED_DRIFT = 0.05
-NUM_LOOKS = 50  # at the server's memory
+NUM_LOOKS = 50  # looks at the server's memory
 SMALL_CACHES = {"mm_processor_cache_gb": 0.05, "kv_cache_memory_bytes": 64 << 20}
 _WARM_UP_SHARE = 0.2
 _AT_ONCE, _PER_CALL = 4, 16

@@ -87,9 +87,9 @@ NEEDED = (
 )
 AREAS = ("tests/unit/shared", "tests/unit/rollout_server", "tests/unit/learner")
 _COPIED = ("shared", "rollout_server", "learner", "deploy", "bench", "tests", "docs", "pyproject.toml")
-_CPU_FACTOR, _CPU_MORE_S = 4, 20  # of what the tests take without a mutant
+_CPU_FACTOR, _CPU_MORE_S = 4, 20  # factor of what the tests take without a mutant, and seconds more
 _QUICK_S = 2.0  # the quickest tests that take so long together are tried first: most mutants die there
-_AREA_S = 40.0  # of the area's tests, the quickest that take so long together
+_AREA_S = 40.0  # the area's quickest tests that take so long together
 _BLIND_S = 90.0  # the same, of the direct tests of a line that only another process may execute
 _EACH_CONTROL = 20  # mutants, for one control
 _WALL_S = 240.0
@@ -109,7 +109,7 @@ class Mutant:
     path: str
     line: int
     change: str
-    place: int  # among the mutants of its file; -1 without a change: a control
+    place: int  # index among the mutants of its file; -1 without a change: a control
 
     @property
     def name(self) -> str:
@@ -520,7 +520,7 @@ def main(
 ) -> None:
     """Draw mutants, run their tests, say which live."""
     deadline = time.monotonic() + seconds
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # set before torch is imported
     for name in NEEDED:
         importlib.import_module(name)
     done = _read(out)
@@ -544,7 +544,7 @@ def main(
     report(done)
 
 
-_worker: tuple[Copy, float]  # of a process of the pool: its copy, and when no mutant is begun any more
+_worker: tuple[Copy, float]  # a process of the pool has its copy, and when no mutant is begun any more
 
 
 def _begin(master: Path, folder: Path, deadline: float) -> None:

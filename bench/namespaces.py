@@ -26,7 +26,7 @@ _SUBNET = "10.213.7"  # seen by nobody outside
 HUB_ADDRESS = f"{_SUBNET}.254"
 _TIMEOUT_S = 20.0
 _TOOLS = ("ip", "unshare", "nsenter")
-_HOLD = ("sh", "-c", "echo ready; exec cat")  # until its standard input ends
+_HOLD = ("sh", "-c", "echo ready; exec cat")  # runs until its standard input ends
 _NOBODY = "02:00:00:00:00:99"
 
 
@@ -39,7 +39,7 @@ class Node:
     """The hub, which all links meet at, or a machine at one of them."""
 
     address: str
-    pid: int  # of the process that holds the namespaces
+    pid: int  # holds the namespaces
     hub_pid: int
     port: str = ""  # the hub's end of the link
 

@@ -59,7 +59,7 @@ LOSS = {"preset": "recommended"}  # deploy/qwen3vl_4b
 PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
 WARM_UP_STEPS = 3  # they compile
 KV_CACHE_BYTES = 24 << 30
-_ENDS_S = 60.0  # after the last step
+_ENDS_S = 60.0  # time after the last step
 
 
 def build_model(path: Path) -> int:
@@ -206,7 +206,7 @@ def run_mode(
     except ProjectError as failure:
         if num_steps() <= WARM_UP_STEPS:
             raise
-        error["error"] = str(failure)  # what was measured until then is kept
+        error["error"] = str(failure)  # keeps what was measured until then
     events = read_events(learner.run_dir)
     say(f"{name}: {num_steps()} steps in {time.monotonic() - began:.0f} s")
     for sync in [e for e in events if e["event"] == "sync"][-3:]:

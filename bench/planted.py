@@ -129,7 +129,7 @@ class PlantedSync:
         self._faults, self._out, self._flag = list(faults), out, flag
         self._honest, self._seal = Sync.sync, server_delivery.sealed_buckets
         self._rows: list[dict[str, Any]] = []
-        self._last: dict[str, torch.Tensor] = {}  # what the last sync sent
+        self._last: dict[str, torch.Tensor] = {}  # the last sync sent these
         self._fault = ""
 
     def install(self) -> None:

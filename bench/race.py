@@ -52,7 +52,7 @@ WARM_UP_STEPS = 2
 GROUP = 8
 LARGE = (1500, 1100)  # pixels: 1,024 image tokens for the 4B shape; as published: 640 x 480, 300
 _GPU_EVERY_MS = 100
-_LAST_LINES = 30  # of a log, if a side fails
+_LAST_LINES = 30  # shown of a log, if a side fails
 PHASES = ("rollout_s", "learn_s", "sync_s", "data_s", "target_s", "pack_s", "other_s")
 
 
@@ -64,12 +64,12 @@ class Race:
     data: Path  # photographs with VOC annotations
     steps: int
     photographs: int
-    tokens: int  # of an answer
-    row_tokens: int  # of the learner's rows
+    tokens: int  # an answer's
+    row_tokens: int  # the learner's rows'
     whole_model: bool
     on_gpu: bool
-    share: float  # of the GPU's memory, for vLLM
-    limit_s: float  # of a side
+    share: float  # vLLM's share of the GPU's memory
+    limit_s: float  # a side's time limit
 
     @property
     def rollouts(self) -> int:
@@ -298,7 +298,7 @@ def floors(race: Race, num_tokens: float) -> dict[str, float]:
     text = json.loads((race.model / "config.json").read_text())["text_config"]
     weight_bytes = sum(file.stat().st_size for file in race.model.glob("*.safetensors"))
     head = text["vocab_size"] * text["hidden_size"]  # parameters, which only learned tokens meet
-    kv_bytes = 2 * 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]  # of a token
+    kv_bytes = 2 * 2 * text["num_hidden_layers"] * text["num_key_value_heads"] * text["head_dim"]  # a token's
     answers = race.rollouts * race.tokens
     prompts = (num_tokens - answers) / race.photographs  # tokens of one
     read = weight_bytes + race.rollouts * (prompts + race.tokens / 2) * kv_bytes

@@ -325,7 +325,7 @@ def run_them(
 
     def start(run: Run, slot: Slot[Run]) -> LearnerRun:
         work = run.data.work
-        shutil.rmtree(work / run.folder, ignore_errors=True)  # of an interrupted run
+        shutil.rmtree(work / run.folder, ignore_errors=True)  # removes what an interrupted run left
         train, told[run.folder] = run.data.gaps / "train.jsonl", {}
         if run.budget is not None:
             train, told[run.folder] = reviewed(run.budget, run.data)

@@ -157,7 +157,7 @@ def choose(part: Part | None, device: Device | None, settings: Mapping[str, str]
     whole = {job.device for job in jobs if not job.only_named}
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-        if len(whole) == 1:  # of a named part
+        if len(whole) == 1:  # a named part has one device
             (device,) = whole
     chosen = [replace(job, settings={**job.settings, **settings}) for job in jobs if job.device == device]
     if not chosen:

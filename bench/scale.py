@@ -78,15 +78,15 @@ from shared.wire import (
 
 T = TypeVar("T")
 SOURCE = RESULTS / "gpu-topologies-4-gpus-2026-11-22.json"  # a 4B model on H200
-SOURCE_RUN, SOURCE_SAMPLES = ("2+2", "stage2_ab_training, in step"), 16  # per rank and step
+SOURCE_RUN, SOURCE_SAMPLES = ("2+2", "stage2_ab_training, in step"), 16  # each rank has so many samples a step
 STRAGGLERS, STRAGGLER_TIMES = 0.01, 4.0
 SAMPLES_PER_RANK, SAMPLES_PER_PACK, DECODE_BATCH_SIZE = 64, 8, 64
 PACKS_PER_STEP = SAMPLES_PER_RANK // SAMPLES_PER_PACK
 OBJECTS, PROMPT_WORDS, ROW_TOKENS = 14, 120, 4096
 MAX_PER_MACHINE = 8
-LOOK_S = 0.25  # between two looks of a server at what arrives
+LOOK_S = 0.25  # time between two looks of a server at what arrives
 WARM_UP_STEPS = 2
-SHARES = 1  # of an epoch: steps until all samples were learned
+SHARES = 1  # one epoch's: steps until all samples were learned
 HTTP_PORT, GROUP_PORT = 23000, 25000
 MODEL_BYTES, NETWORK_BYTES_S = 8.04e9, 50e9  # 4B in bfloat16; a network card of 400 Gb/s
 WANTED_CPU = 0.5
@@ -181,7 +181,7 @@ class Place:
     """The place where a server listens. Servers with one GPU's name never share a group."""
 
     host: str
-    index: int  # at this host
+    index: int  # index at this host
     gpu: str
 
     @property

@@ -49,7 +49,7 @@ from learner.tasks.tokens import pieces_of
 DIGITS = "digits"
 FOLDERS = {DIGITS: MODELS["demo"], BCCD: MODELS[BCCD]}
 DRAWN = (0, 4, 8)
-SCENES = 200  # of digits, in each split
+SCENES = 200  # scenes of digits, in each split
 SEED = 3
 TIMED = 16
 F1 = "f1@0.5"
@@ -95,7 +95,7 @@ class Measured:
     def seconds(self) -> dict[str, Any]:
         """Return the seconds per image, by K."""
         samples = dict(enumerate(self.samples["test"][:TIMED]))
-        self.answers.of({TIMED: [samples[0]]})  # what is done once, such as compiling, is not counted
+        self.answers.of({TIMED: [samples[0]]})  # does what is done once, such as compiling, so that it is not counted
         found = {}
         for number in DRAWN:
             began, worked = time.monotonic(), time.process_time()

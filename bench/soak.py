@@ -26,7 +26,7 @@ from typing import Any
 from bench.watch import family
 
 MAX_GROWTH = 0.05
-JUDGED_FROM = 0.5  # of the time: a shorter life is not judged
+JUDGED_FROM = 0.5  # share of the time: a shorter life is not judged
 _LEFT_AFTER_S = 15.0  # a killed server's children may need a while
 _MIN_SAMPLES = 10  # two in a fifth
 Sample = Mapping[str, Any]
@@ -51,7 +51,8 @@ def held(pid: int) -> Held | None:
     try:
         proc = Path(f"/proc/{pid}")
         stat = (proc / "stat").read_text()
-        fields = stat.rpartition(")")[2].split()  # from the third one on; the name before may hold anything
+        # has the fields from the third one on; the name before may hold anything
+        fields = stat.rpartition(")")[2].split()
         resident = int((proc / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
         descriptors = len(list((proc / "fd").iterdir()))
     except OSError:

@@ -70,7 +70,7 @@ VAL, TEST = 100, 500  # scenes of digits
 TEST_PART = "test"
 SELECTED_BY = "fm@0.5"  # labels of validation scenes have gaps where those of training have
 REPORT_S = 6.0
-RECIPE_SHARE = 0.9  # of the time of a run, for its stages; the rest is for the process's start and an evaluation
+RECIPE_SHARE = 0.9  # share of a run's time for its stages; the rest is for the process's start and an evaluation
 RATE = ", rate x "
 F1 = "f1@0.5"
 
@@ -232,7 +232,7 @@ FAULTS: Mapping[str, Fault] = {
     "extra": _extra,
     "renamed": _renamed,
 }
-SHARE = 0.4  # of the labels, where a regime's name does not say it
+SHARE = 0.4  # share of the labels, where a regime's name does not say it
 
 DEMO, KNOWS, HALF, BCCD = "demo", "knows", "half-taught", "bccd"
 MODELS: Mapping[str, Path] = {DEMO: CHECKPOINT, BCCD: Path(__file__).parents[1] / "deploy" / "bccd" / "checkpoint"}
@@ -249,7 +249,7 @@ HABITS: Mapping[str, Habit] = {
 class Regime:
     base: str
     scenes: int
-    fault: str = ""  # of FAULTS
+    fault: str = ""  # one of FAULTS
     share: float = SHARE
 
     @classmethod
@@ -721,7 +721,7 @@ def report(out: Path) -> None:
         results = [replace(one, arm=chosen[one.arm].arm) for one in read_results(folder) if one.arm in chosen]
         summary = summarize(results)
         for one in chosen.values():
-            rate = ARMS[one.arm].rate * one.rate if one.arm in ARMS else 0.0  # of the base, 0
+            rate = ARMS[one.arm].rate * one.rate if one.arm in ARMS else 0.0  # the base's is 0
             told = {"learning_rate": float(f"{rate:.6g}"), "val": round(one.val, 4), "curves": one.curves}
             summary["arms"][one.arm] |= told | ({"recipes": one.recipes} if one.recipes else {})
         found[folder.name] = summary
@@ -737,8 +737,8 @@ class Chosen:
     arm: str
     rate: float  # times the arm's
     val: float
-    curves: Mapping[str, Sequence[Sequence[float]]]  # by seed
-    recipes: Mapping[str, Row]  # by seed, what a recipe chose and why
+    curves: Mapping[str, Sequence[Sequence[float]]]  # each seed's
+    recipes: Mapping[str, Row]  # each seed's choice, and why a recipe made it
 
 
 def _by_validation(folder: Path) -> dict[str, Chosen]:

@@ -133,7 +133,8 @@ def _build_text(path: Path, config: type[Any], model: type[Any], *, tie_word_emb
     tokenizer.chat_template = CHAT_TEMPLATE
     torch.manual_seed(0)
     sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2}
-    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}  # of 32, the smallest that vLLM's CPU attention takes
+    # heads of 32, the smallest that vLLM's CPU attention takes
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1}
     tokens = {"vocab_size": len(tokenizer), "bos_token_id": None, "eos_token_id": tokenizer.eos_token_id}
     tokens |= {"pad_token_id": tokenizer.pad_token_id}
     settings = {"max_position_embeddings": 512, "initializer_range": 0.1, "tie_word_embeddings": tie_word_embeddings}
@@ -146,7 +147,7 @@ FAMILIES: Mapping[str, Callable[[Path], None]] = {
     "qwen3": build_qwen3,
     "qwen2_5_vl": build_qwen2_5_vl,
 }
-MORE_FAMILIES: Mapping[str, Callable[[Path], None]] = {  # in `bench.families` only
+MORE_FAMILIES: Mapping[str, Callable[[Path], None]] = {  # `bench.families` alone has these
     "qwen2_vl": build_qwen2_vl,
     "qwen2": build_qwen2,
     "llama": build_llama,

@@ -109,7 +109,7 @@ class Workload:
     steps: int
     samples_per_step: int
     max_new_tokens: int
-    num_gpus: int  # of this machine; 0: all on the CPU
+    num_gpus: int  # this machine's; 0: all on the CPU
     limit_s: float
     modes: tuple[str, ...]
     row_tokens: int | None = None  # longest packed row; None: a micro-batch of full-length samples
@@ -293,7 +293,7 @@ def _mode(
     programs = {f"server {i}": server.pid for i, server in enumerate(servers)} | {"learner": learner.pid}
     weights = work.model / "model.safetensors"
     large_bytes = weights.stat().st_size // 20
-    # Where programs could write files: their own folders, and those for temporary files.
+    # Programs could write files here: their own folders, and those for temporary files.
     folders = [work.folder, Path(tempfile.gettempdir()), Path("/dev/shm")]
     with taken_away(weights), watch(programs, folders, large_bytes) as seen:
         learner.wait(work.limit_s - (time.monotonic() - began))
@@ -342,7 +342,7 @@ def summary(events: Events) -> dict[str, Any]:
         "steps_per_s": len(steps) / wall,
         "rollout_tokens_per_s": sum(step.get("rollout_tokens", 0.0) for step in steps) / wall,
         "phases_s": {name: round(sum(step.get(name, 0.0) for step in steps) / len(steps), 4) for name in _PHASES},
-        "wall": round(median(walls), 3) if walls else None,  # of the sum of a B step's rollout and learning
+        "wall": round(median(walls), 3) if walls else None,  # share of the sum of a B step's rollout and learning
         "hidden_rollout_s": round(sum(step.get("stage2_ab/rollout_s", 0.0) for step in steps) / len(steps), 4),
         "syncs": len(syncs),
         "sync_s": median(sync["seconds"] for sync in late),

@@ -135,9 +135,10 @@ def first_token_run(
 
 # ---- offload -------------------------------------------------------------------------------------------------------
 
-OFFLOAD_WARM_UP, OFFLOAD_STEPS = 2, 4  # from the second step the optimizer has moments, and the host memory for them
+# the optimizer has moments, and the host memory for them, from the second step on
+OFFLOAD_WARM_UP, OFFLOAD_STEPS = 2, 4
 OFFLOAD_BATCH, NEW_TOKENS = 16, 64
-ENGINE_SHARE = 0.3  # of the device, for vLLM
+ENGINE_SHARE = 0.3  # vLLM's share of the device
 _GPU_EVERY_MS = 50
 Moved = Literal["nothing moved", "optimizer moved", "model and optimizer moved"]
 MOVED: dict[Moved, dict[str, bool]] = {

@@ -53,8 +53,8 @@ from shared.wire import SERVER_ID_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2
-LOOK_S = 5.0  # for one answer of `/ready/`, before the learner has started
-BACK_OFF_S = 1.0  # before the first restart; doubled before each of the next
+LOOK_S = 5.0  # deadline of one answer of `/ready/`, before the learner has started
+BACK_OFF_S = 1.0  # wait before the first restart; doubled before each of the next
 MAX_BACK_OFF_S = 60.0
 STEADY_S = 600.0
 
@@ -275,7 +275,7 @@ class Server:
         self._is_ready = True  # `launch` has waited for it
         self._num_restarts = 0
         self._started_at = awake_s()
-        self._start_at: float | None = None  # when it is started again
+        self._start_at: float | None = None  # time at which it is started again
         say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:

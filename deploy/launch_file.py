@@ -19,7 +19,7 @@ from shared.config.parse import load_yaml, parse
 from shared.tokens import read_token
 
 Device = Annotated[int, Field(ge=0)]
-LEARNER_SHARE = 0.1  # of a device that it shares with servers: the least that is left for it
+LEARNER_SHARE = 0.1  # least share that is left for it of a device that it shares with servers
 NO_IMAGE = "REPLACE-ME@sha256:REPLACE-ME"
 IMAGE = r"^[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}$"
 

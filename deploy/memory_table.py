@@ -60,7 +60,7 @@ class Measured:
     use: Use
     gib: float
     engine_gib: float = 0.0
-    allocated: bool = False  # by torch's count, so without CUDA's context
+    allocated: bool = False  # True: torch's count, so without CUDA's context
 
     @property
     def estimated(self) -> float:

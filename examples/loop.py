@@ -49,7 +49,8 @@ def main(out: Path = Path("runs/loop"), steps: int = STEPS) -> dict[str, float]:
 
         backend = connect_backend(config, policy)  # fails here, by name, if the server is not ready
         stack.callback(backend.close)
-        sync = connect_sync(config, policy, backend, task, train)  # or if it serves another model or other prompts
+        # fails too if it serves another model or other prompts
+        sync = connect_sync(config, policy, backend, task, train)
         stack.callback(sync.close)
         optimizer = Optimizer(policy.trainable, config.training, total_steps=steps)
 

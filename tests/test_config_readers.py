@@ -123,7 +123,7 @@ class Scope:
             self.names["self"] = owner
         self.inside = list(_inside(node))
         before: dict[str, Type] = {}
-        while before != self.names:  # until what is assigned from other names is known too
+        while before != self.names:  # ends when what is assigned from other names is known too
             before = dict(self.names)
             for target, value in self.assignments():
                 if isinstance(target, ast.Name) and value is not None:

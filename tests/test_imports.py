@@ -55,11 +55,11 @@ FLOORS = (
 VLLM_FILES = {
     "rollout_server/engine.py",  # the engine's API
     "rollout_server/openai_api.py",  # its OpenAI layer
-    "rollout_server/processes.py",  # how a worker waits
+    "rollout_server/processes.py",  # a worker waits by it
     "rollout_server/service.py",  # its version, for /status/
     "learner/rollout/colocated_engine.py",  # the engine inside the learner's job
-    "shared/engine_images.py",  # what both engines feed the vision tower
-    "shared/generation.py",  # what both engines are asked, and their outputs
+    "shared/engine_images.py",  # feeds the vision tower of both engines
+    "shared/generation.py",  # asks both engines, and reads their outputs
     "shared/sync/adapter_loading.py",  # adapters into the served model
     "shared/sync/loading.py",  # loading weights into the served model
     "shared/sync/group.py",  # PyNCCL
@@ -245,7 +245,7 @@ def test_torch_in_shared_is_for_weights() -> None:
     """And for the pixels that an engine was fed."""
     others = {path for path in importers("torch", "shared") if not path.startswith("shared/sync/")}
     assert others == {"shared/pixels.py"}
-    assert importers("httpx", "shared") == {"shared/answers.py"}  # how answers over HTTP are read
+    assert importers("httpx", "shared") == {"shared/answers.py"}  # reads answers over HTTP
     for other in ("transformers", "fastapi", "peft"):
         assert importers(other, "shared") == set()
 
@@ -256,7 +256,7 @@ def test_pure_modules_load_nothing_heavy(module: str) -> None:
     path = path_of(module)
     assert path is not None
     assert loaded_with(module) & HEAVY == set()
-    assert {found.top for found in imports(path) if not found.typing} & HEAVY == set()  # not late either
+    assert {found.top for found in imports(path) if not found.typing} & HEAVY == set()  # late imports count too
 
 
 @pytest.mark.parametrize("module", ["learner.config.load", "learner.__main__", "rollout_server.__main__"])

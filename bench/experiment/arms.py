@@ -19,7 +19,7 @@ GROUP = 8  # rollouts of a sample, in `grpo`
 # later ones. That contradicts the reading order that the model was taught, so the model continues and does not find the
 # end.
 TUNED: Mapping[str, Any] = {"matched_desc_weight": 1.0, "prefix_end": "first_miss"}
-KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}  # for incomplete labels
+KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}  # suits incomplete labels
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

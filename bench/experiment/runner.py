@@ -123,7 +123,7 @@ def run_all(
     *,
     next_run: Callable[[], R | None],  # None: no run can start now
     start: Callable[[R, Slot[R]], LearnerRun],
-    ended: Callable[[R, int | None], None],  # with the exit code; None if it ran out of time
+    ended: Callable[[R, int | None], None],  # gets the exit code; None if it ran out of time
     deadline: float,
     run_limit_s: float,
 ) -> None:
@@ -214,7 +214,7 @@ class Experiment:
             return None
 
         def start(run: N, slot: Slot[N]) -> LearnerRun:
-            shutil.rmtree(self.run_dir(run), ignore_errors=True)  # of an interrupted run
+            shutil.rmtree(self.run_dir(run), ignore_errors=True)  # removes what an interrupted run left
             return start_learner(
                 processes,
                 self.runs_dir,
@@ -266,7 +266,7 @@ def checkpoints_of(learner: LearnerRun, limit_s: float, stop_s: float = 40.0) ->
 
 def export(checkpoint: Path, model: Path) -> None:
     """Export the weights as a model. Raises CheckpointError."""
-    unfinished = model.with_name(f"{model.name}.unfinished")  # so that a folder with the final name is complete
+    unfinished = model.with_name(f"{model.name}.unfinished")  # a folder with the final name is complete
     argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(unfinished)]
     try:
         subprocess.run(argv, timeout=_EXPORT_S, capture_output=True, text=True, check=True)

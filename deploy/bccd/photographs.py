@@ -24,7 +24,7 @@ from shared.errors import DataError
 
 PROMPT = "<image>Detect every cell."
 CLASSES = ("RBC", "WBC", "Platelets")
-WIDTH, HEIGHT = 192, 144  # what the model's processor makes of 640 x 480
+WIDTH, HEIGHT = 192, 144  # the model's processor makes this of 640 x 480
 AUGMENT: Mapping[str, Any] = {  # a cell is a cell however it lies, and whatever the lamp
     "smallest_crop": 0.6,
     "stretch": 0.15,
@@ -93,7 +93,7 @@ def read_photographs(data: Path, split: str) -> list[Photograph]:
 
 
 def _photograph(record: RawRecord, images: Path) -> Photograph:
-    size = (record.width or 640, record.height or 480)  # what all of them are
+    size = (record.width or 640, record.height or 480)  # all of them are so large
     objects = []
     for obj in record.objects:
         x1, y1, x2, y2 = (min(max(value, 0.0), float(size[i % 2])) for i, value in enumerate(obj.coords))

@@ -42,8 +42,8 @@ class Build:
     test: int
     style: StyleName = "demo"
     annotation_dropout: float = 0.0  # probability that an object has no label
-    annotation_cap: int | None = None  # labels stop after so many objects, in reading order ...
-    annotation_cap_share: float = 1.0  # ... in this share of the scenes, chosen at random
+    annotation_cap: int | None = None  # labels stop after so many objects, in reading order
+    annotation_cap_share: float = 1.0  # the cap holds in this share of the scenes, chosen at random
     seed: int = 0
 
     def num_scenes(self, split: Split) -> int:

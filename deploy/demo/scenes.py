@@ -23,9 +23,9 @@ Split = Literal["train", "val", "test"]
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels; x2 and y2 are one past the last pixel
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-SPLIT_ENDS = (0.7, 0.8, 1.0)  # of each digit's images: 70% train, 10% val, 20% test
+SPLIT_ENDS = (0.7, 0.8, 1.0)  # each digit's images: 70% train, 10% val, 20% test
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-MIN_CONTRAST = 70.0  # between a digit and what lies under it, grey levels
+MIN_CONTRAST = 70.0  # grey levels between a digit and what lies under it
 INK = 0.25  # opacity from which a pixel belongs to the digit
 PLACEMENT_TRIES = 60
 
@@ -35,10 +35,10 @@ class Style:
     """A style: how hard a scene is."""
 
     canvas: int  # pixels, square
-    min_height: int  # of a drawn digit, pixels
+    min_height: int  # a drawn digit's, in pixels
     max_height: int
     max_digits: int
-    max_iou: float  # between two digits' boxes
+    max_iou: float  # limit between two digits' boxes
     max_distractors: int = 0  # shapes of digits' ink that are no digits, under the digits
 
 
@@ -61,7 +61,7 @@ class SceneObject:
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Scene:
     pixels: NDArray[np.uint8]  # [canvas, canvas, 3]
-    objects: tuple[SceneObject, ...]  # in the order of drawing
+    objects: tuple[SceneObject, ...]  # objects in the order of drawing
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

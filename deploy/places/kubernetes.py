@@ -29,7 +29,7 @@ from shared.wire import JOB_VARIABLE
 Object = dict[str, Any]
 
 HTTP_PORT = 8000
-USER = 10001  # as in deploy/docker/Dockerfile
+USER = 10001  # the same as in deploy/docker/Dockerfile
 FOLDER = "/etc/rollout-matching"  # configurations
 WORKDIR = "/app"
 LIST = """\
@@ -226,7 +226,7 @@ def job(plan: Plan) -> Object:
         },
         devices=learner.nproc,
         runs=True,
-        grace_s=60,  # for the checkpoint that SIGTERM asks for
+        grace_s=60,  # time for the checkpoint that SIGTERM asks for
     )
     wait = ["deploy.wait_ready", "--config", f"{FOLDER}/learner.yaml", f"--timeout-s={plan.launch.ready_timeout_s:g}"]
     waiting = {"name": "wait-for-servers", "image": plan.cluster.learner_image, "args": wait}

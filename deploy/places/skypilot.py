@@ -17,7 +17,7 @@ from deploy.places.plan import RENDEZVOUS_PORT, Plan
 from shared.config.model import Mistake
 
 HTTP_PORT = 8000
-STORAGE = "/storage"  # on every machine
+STORAGE = "/storage"  # every machine has it
 
 SETUP = f"""\
 [ -e data ] || ln -s {STORAGE}/data data

@@ -14,9 +14,9 @@ from deploy.places.plan import RENDEZVOUS_PORT, Plan
 from shared.config.model import Hidden, Mistake
 from shared.config.parse import dump_yaml
 
-HTTP_PORT = 8000  # of the first server; the next has the next one, so that two can share an address
-WARNING_S = 300  # for a checkpoint before the time limit
-PATIENCE_S = 60  # between the ends of the first and the last task of a step
+HTTP_PORT = 8000  # the first server's; the next has the next one, so that two can share an address
+WARNING_S = 300  # time for a checkpoint before the time limit
+PATIENCE_S = 60  # time between the ends of the first and the last task of a step
 
 SCRIPT = """\
 #!/usr/bin/env bash

@@ -20,7 +20,7 @@ KV_CACHE_BYTES = 1 << 30
 # A server's part of a GPU: its weights and this cache. Without `kv_cache_memory_bytes` vLLM measures what is free while
 # it starts, and ends if another program gives memory back meanwhile.
 SERVER_MEMORY = {"gpu_memory_utilization": 0.1, "engine_args": {"kv_cache_memory_bytes": KV_CACHE_BYTES}}
-PROCESS_SHARE = 0.3  # of a GPU, for a process's own tensors
+PROCESS_SHARE = 0.3  # share of a GPU, for a process's own tensors
 
 
 def needs_gpus(number: int) -> pytest.MarkDecorator:

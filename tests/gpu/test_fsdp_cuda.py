@@ -39,7 +39,7 @@ from tests.unit.learner.policy.rows import gradients, image, row, sample, segmen
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 ROOT = Path(__file__).parents[2]
-TIMEOUT_S = 60.0  # of a collective
+TIMEOUT_S = 60.0  # a collective's
 CASE_S = 150.0
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "float32": {"dtype": "float32", "bf16": False},

@@ -42,7 +42,7 @@ def test_every_call_sees_the_weights_of_now(policy: Policy, with_image: bool, wh
     found = [repeated()]
     for moves in (False, False, True):
         change(policy)
-        if moves:  # as weights do that were offloaded
+        if moves:  # weights that were offloaded move
             for parameter in policy.model.parameters():
                 parameter.data = parameter.data.clone()
         found.append(repeated())

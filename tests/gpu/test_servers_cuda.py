@@ -12,7 +12,7 @@ from tests.gpu.servers import answers, change, learner, load, server_on
 from tests.servers import RunningServer
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
-THIRD = "2" if FOUND > 2 else "0"  # not the first server's
+THIRD = "2" if FOUND > 2 else "0"  # differs from the first server's
 
 
 @pytest.fixture(scope="module")

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 RANK = 8
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
-NUM_LAYERS = 14  # of the tiny model: 7 in each of its two
+NUM_LAYERS = 14  # the tiny model's: 7 in each of its two
 
 
 @dataclass(frozen=True)

@@ -54,7 +54,7 @@ class World:
     policy: Policy
     samples: list[Sample]
     engine: ColocatedEngine
-    generators_at_start: tuple[Any, Any]  # before and after the engine started
+    generators_at_start: tuple[Any, Any]  # read before and after the engine started
 
     def backend(self, temperature: float = 0.0) -> ColocateBackend:
         return ColocateBackend(config(temperature), self.engine, self.policy.encoder, run_seed=RUN_SEED, ranks=Ranks())

@@ -72,7 +72,7 @@ def learn(folder: Path, name: str, *, nproc: int, lora: dict[str, Any] | None = 
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     build(folder / "model", "tiny", seed=0)
-    build_data.build(build_data.Build(train=24, val=0, test=1), folder)  # of two ranks, one evaluates nothing
+    build_data.build(build_data.Build(train=24, val=0, test=1), folder)  # one of two ranks evaluates nothing
     return folder
 
 

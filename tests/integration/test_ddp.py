@@ -140,7 +140,7 @@ def rank_main(model: Path, out: Path) -> None:
 class Run:
     world_size: int
     out: Path
-    printed: str  # by rank 0
+    printed: str  # rank 0's output
 
     def result(self, rank: int, *, packed: bool, reinforced: bool) -> dict[str, torch.Tensor]:
         return load_file(self.out / f"{rank}-{packed}-{reinforced}.safetensors")

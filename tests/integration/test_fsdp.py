@@ -135,7 +135,7 @@ def rank_main(model: Path, out: Path, written: Path) -> None:
 @dataclass(frozen=True)
 class Run:
     folder: Path
-    printed: str  # by rank 0
+    printed: str  # rank 0's output
 
     def tensors(self, name: str, rank: int = 0) -> dict[str, torch.Tensor]:
         return load_file(self.folder / f"{name}-{rank}.safetensors")
@@ -181,7 +181,7 @@ def test_each_rank_holds_half(runs: dict[int, Run], variant: str) -> None:
     for rank in range(2):
         part, all_ = (runs[2].held(f"{variant}-{mode}", rank) for mode in ("fsdp", "none"))
         assert part["parameters"] < 0.51 * all_["parameters"]
-        assert part["moments"] < 0.6 * all_["moments"]  # of three rows one rank has two
+        assert part["moments"] < 0.6 * all_["moments"]  # one rank has two of three rows
 
 
 @pytest.mark.parametrize("writer", ["none", "fsdp"])

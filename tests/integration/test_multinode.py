@@ -42,7 +42,7 @@ class Run:
     folder: Path
     nodes: dict[str, Node]
     traffic: dict[str, tuple[int, int]]  # bytes in and out of each node, when the learner had ended
-    without_token: str  # what server-0 said to learner-1's request
+    without_token: str  # server-0's answer to learner-1's request
 
     def events(self, event: str) -> list[dict[str, Any]]:
         return runs.events(self.folder / "run", event)

@@ -49,7 +49,7 @@ pytestmark = pytest.mark.integration
 NUM_NEW = 12
 SECRET = bytes(range(32))
 TEXT = [{"role": "user", "content": "name every digit"}]
-ANSWER = [5, 400, 1000]  # of the canary, on TEXT
+ANSWER = [5, 400, 1000]  # the canary's, on TEXT
 PICTURE = [{"role": "user", "content": "<image>name every digit"}]
 
 

@@ -235,7 +235,7 @@ def test_policy_gradients_learn_what_the_server_drew(runs: dict[str, Run], name:
 
 def test_the_timeline_has_every_rank_and_server(runs: dict[str, Run]) -> None:
     """R25, R32: learning, waits, syncs and rollouts, and the report draws them."""
-    for run in (run for name, run in runs.items() if name != "grpo"):  # which waits for a step's rollouts as a whole
+    for run in (run for name, run in runs.items() if name != "grpo"):  # grpo waits for a step's rollouts as a whole
         events = run.events("timeline")
         assert [event["global_step"] for event in events] == [step["global_step"] for step in run.events("step")]
         seen = {(lane if lane.startswith("rank") else "server", name) for e in events for lane, name, *_ in e["spans"]}

@@ -15,7 +15,7 @@ def test_two_servers_are_hit_in_turn_and_never_both() -> None:
 def test_killed_servers_start_beside_the_next_faults() -> None:
     """Five servers, of which a killed one is away for seven faults: freezes fill the time, and nothing is left."""
     rows: list[Row] = []
-    away: list[int] = []  # when each that starts is back
+    away: list[int] = []  # each that starts is back then
     clock, waited = 0, 0
     while kinds := left(rows, 10, 10):
         away = [back for back in away if back > clock]

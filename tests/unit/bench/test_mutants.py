@@ -84,7 +84,7 @@ def test_what_changes_nothing_by_its_kind_is_no_mutant_and_its_neighbours_are() 
             "min to max": 1,
             "Sub to Add": 2,
             "7 to 8": 1,  # another program's `sleep`
-            "11 to 12": 1,  # which pause, not how long
+            "11 to 12": 1,  # chooses a pause, not its length
             "60 to 61": 1,
             "returns None": 1,
             "False to True": 1,  # lengths that may differ

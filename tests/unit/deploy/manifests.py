@@ -20,7 +20,7 @@ from tests.unit.rollout_server.fakes import FakeEngine
 
 ROOT = Path(__file__).parents[3]
 DEPLOY = ROOT / "deploy"
-WORKDIR = "/app"  # of the images, where the repository lies and relative paths begin
+WORKDIR = "/app"  # the images' folder of the repository, where relative paths begin
 
 
 def documents(path: Path) -> list[dict[str, Any]]:

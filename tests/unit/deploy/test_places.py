@@ -87,7 +87,7 @@ def test_secrets_stay_names(place: Place, clone: Path, monkeypatch: pytest.Monke
     assert not any("very secret" in text or "the token itself" in text for text in files.values())
     learner = yaml.safe_load(embedded(place, files)["learner.yaml"])
     assert (learner["model"]["path"], learner["data"]["prompt"]) == ("some/model", "${MY_API_KEY}")
-    if place != Place.SLURM:  # whose jobs inherit the environment
+    if place != Place.SLURM:  # Slurm's jobs inherit the environment
         assert sum(text.count("MY_API_KEY") for text in files.values()) >= 2
 
 

@@ -36,7 +36,8 @@ def test_every_package_is_listed_with_its_version(tmp_path: Path) -> None:
     assert found["bomFormat"] == "CycloneDX"
     components = [found["metadata"]["component"], *found["components"]]
     listed = {name_of(one["name"]): one["version"] for one in components}
-    # Not all of sys.path: setuptools puts the packages that it carries there, in a process that has imported it.
+    # This is not all of sys.path: setuptools puts the packages that it carries there, in a process that has imported
+    # it.
     installed = {name_of(one.metadata["Name"]): one.version for one in distributions(path=[get_path("purelib")])}
     assert {name: listed.get(name) for name in installed} == installed
     assert {"rollout-matching", "torch", "transformers"} <= listed.keys()

@@ -26,7 +26,7 @@ class Block:
     page: Path
     line: int
     language: str
-    unchecked: str  # why; "": it is checked
+    unchecked: str  # the reason; "": it is checked
     text: str
 
     @property

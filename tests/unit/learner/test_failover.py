@@ -206,7 +206,8 @@ def test_a_server_lost_in_the_middle_of_a_step(servers: list[Server], learner: L
     before = learner.backend.membership.served
     learner.roll_out(60, after_first=lambda: servers[1].signal(signum))
     assert before is not None
-    assert learner.synced() > before.ver  # by 2 if it had answered all of its requests: then the sync finds the loss
+    # rises by two if it had answered all of its requests: then the sync finds the loss
+    assert learner.synced() > before.ver
     learner.roll_out(12, step=1)
     assert learner.serving == [urls[0], urls[2]]
     assert learner.changes() == [(urls[1], "lost")]

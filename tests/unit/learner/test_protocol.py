@@ -56,7 +56,7 @@ FRESH = Server(gate=Gate("checkpoint"), holds="checkpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class World:
-    servers: tuple[Server, ...]  # by URLS
+    servers: tuple[Server, ...]  # same order as URLS
     membership: Membership
     num_groups: int = 0
     last_accepted: int = 0  # version

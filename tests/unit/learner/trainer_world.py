@@ -44,7 +44,7 @@ class Meeting:
     """A place where threads exchange values: all at once, or all fail. An exchange to which all have come succeeds."""
 
     def __init__(self, world_size: int) -> None:
-        self._rounds: list[int] = [0] * world_size  # of each rank
+        self._rounds: list[int] = [0] * world_size  # each rank's
         self._values: dict[int, dict[int, Any]] = {}
         self._changed, self._failed = threading.Condition(), False
 
@@ -109,9 +109,9 @@ class Seen:
     ids."""
 
     events: list[Any] = field(default_factory=list)
-    versions: list[tuple[int | None, ...]] = field(default_factory=list)  # per learned row, of its segments
+    versions: list[tuple[int | None, ...]] = field(default_factory=list)  # versions of each learned row's segments
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # at the end
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)  # those at the end
 
     @property
     def calls(self) -> list[Generate]:

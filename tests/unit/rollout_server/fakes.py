@@ -26,9 +26,9 @@ class FakeEngine:
         self.cancelled: list[str] = []
         self.go = asyncio.Event()
         self.go.set()
-        self.holds: dict[str, asyncio.Event] = {}  # what a text's answer waits for, besides `go`
+        self.holds: dict[str, asyncio.Event] = {}  # a text's answer waits for it, besides `go`
         self.calls: list[tuple[Any, ...]] = []
-        self.replies: dict[str, Callable[[], WorkerReply]] = {}  # by worker method
+        self.replies: dict[str, Callable[[], WorkerReply]] = {}  # keys are worker methods
         self.num_resets = 0
         self.scored: list[list[int]] = []
         self.logprob = -0.5

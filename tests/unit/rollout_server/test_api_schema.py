@@ -89,7 +89,7 @@ def test_r16_what_does_not_fit_is_refused(api: Any, path: str, data: st.DataObje
 
 def has_all_of(read: Any, sent: Any) -> bool:
     """Return whether nothing that was sent is gone: every key, every item, every plain value where there was one."""
-    if sent is None:  # as good as not sent
+    if sent is None:  # None is as good as not sent
         return True
     if isinstance(sent, dict):
         return isinstance(read, dict) and all(

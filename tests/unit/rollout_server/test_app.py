@@ -473,7 +473,7 @@ def test_a_sync_waits_for_generation_and_not_for_a_slow_reader() -> None:
         engine.holds = {"b": asyncio.Event()}
         requests = [RolloutInferRequest.model_validate(request(text)) for text in "abc"]
         answers = service.answers(InferCall(infer_requests=requests))
-        assert (await anext(answers))[0] == 0  # and now nobody reads
+        assert (await anext(answers))[0] == 0  # nobody reads from now on
         updating = asyncio.create_task(push(http, update()))
         await until(lambda: service.gate.state == "draining")
         assert service.gate.ver == 0

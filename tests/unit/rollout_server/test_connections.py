@@ -27,7 +27,7 @@ from shared.errors import ConfigError
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.waits import wait_until
 
-OPEN_FILES = 450  # of the server
+OPEN_FILES = 450  # the server's
 HEADER_S, BODY_S = 0.5, 1.0
 HEAD = b"POST /infer/ HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
 BODY = b'{"infer_requests":[{"messages":[{"role":"user","content":"a"}]}]}'

@@ -22,7 +22,7 @@ class GateMachine(RuleBasedStateMachine):
         self.gate = Gate()
         self.inside: list[int] = []
         self.half_written = False
-        self.base_of = ""  # who has sent the weights below an adapter, and nothing since
+        self.base_of = ""  # the sender of the weights below an adapter, and of nothing since
 
     @rule()
     def enter(self) -> None:

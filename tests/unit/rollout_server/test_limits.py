@@ -239,7 +239,7 @@ def _in_child(pipe: Connection, path: str, body: bytes) -> None:
 
     Path("/proc/self/clear_refs").write_text("5")  # the peak of the process that was forked is not its own
     gc.collect()
-    gc.freeze()  # as the server does, once its engine is there
+    gc.freeze()  # the server does so, once its engine is there
     before, begin = _kib("VmRSS"), time.process_time()
     status, decoding_mib = asyncio.run(call())
     seconds = time.process_time() - begin

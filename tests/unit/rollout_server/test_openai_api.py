@@ -64,7 +64,7 @@ def test_a_stream_holds_the_gate_until_its_last_event_and_not_for_a_slow_reader(
         await open_group(http)
         engine.holds = {"b": asyncio.Event()}
         events = service.completion_events(ChatCall.model_validate(chat("a b c", stream=True)))
-        assert await first(events) == b'data: "a"\n\n'  # and now nobody reads
+        assert await first(events) == b'data: "a"\n\n'  # nobody reads from now on
         updating = asyncio.create_task(push(http, update()))
         waiting = asyncio.create_task(http.post(CHAT, json=chat("d")))
         await until(lambda: (service.gate.state, service.waiting_gate.waiting) == ("draining", 1))
@@ -154,7 +154,7 @@ def test_vllm_s_layer_gets_finite_log_probabilities_only(logprob: float) -> None
             for output in outputs:
                 yield output
 
-    async def swallowed() -> AsyncGenerator[str]:  # as vLLM's layer does in a stream
+    async def swallowed() -> AsyncGenerator[str]:  # vLLM's layer does so in a stream
         try:
             async for _ in _Client(Llm(), lambda: None).generate():
                 yield "part"

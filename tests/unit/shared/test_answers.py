@@ -33,7 +33,7 @@ HEADS = {
     "slow": b"200 OK\r\nContent-Length: 1000\r\n",
     "good": b"200 OK\r\nContent-Length: 20\r\n",
 }
-MOST_SENT = 300 << 20  # then the test has failed
+MOST_SENT = 300 << 20  # the test has failed then
 
 
 class Stranger:

@@ -24,7 +24,7 @@ def output(token_ids: list[int], finish_reason: str) -> Any:
     [
         ([3, 4, 7], "stop", [3, 4]),
         ([8], "stop", []),
-        ([3, 4], "stop", [3, 4]),  # by a stop string: no token ended it
+        ([3, 4], "stop", [3, 4]),  # a stop string: no token ended it
         ([3, 4, 7], "length", [3, 4, 7]),  # cut at a token that would have ended it
         ([], "length", []),
     ],

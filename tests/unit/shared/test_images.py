@@ -78,7 +78,7 @@ def test_every_way_to_name_an_image_gives_the_same_pixels(folder: Path) -> None:
         f"file://{folder}/in/a b#1.png",
         str(folder / "in" / "fine.png"),
         body,
-        "\n".join(body[i : i + 76] for i in range(0, len(body), 76)),  # as mail and `base64` wrap it
+        "\n".join(body[i : i + 76] for i in range(0, len(body), 76)),  # mail and `base64` wrap it so
         f"data:image/png;base64,{body}",
         f"DATA:image/png;base64,{body}",
     ]
@@ -318,7 +318,7 @@ def test_a_url_is_shown_without_what_may_be_secret(use: str) -> None:
         "http://[::1/a.png?token=geheim",
     ):
         if use == "resolve" and ":1/" in url:
-            continue  # which asks nobody
+            continue  # this one asks nobody
         with pytest.raises(MediaError) as raised:
             getattr(images, use)(url)
         assert "eheim" not in str(raised.value)
@@ -449,5 +449,5 @@ def test_an_image_is_fetched_once_while_the_cache_holds_it(url: str) -> None:
     assert Handler.asked == ["/a.png", "/near", "/a.png", "/a.png"]
     images.resolve(f"{url}/a.png")
     assert len(Handler.asked) == 4
-    pickle.loads(pickle.dumps(images)).load(f"{url}/a.png")  # to a data worker: with the rules, without the cache
+    pickle.loads(pickle.dumps(images)).load(f"{url}/a.png")  # goes to a data worker: with the rules, without the cache
     assert len(Handler.asked) == 5

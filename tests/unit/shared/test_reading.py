@@ -27,7 +27,7 @@ def test_what_is_no_yaml_is_a_value_error(text: str) -> None:
 
 
 def test_folders_pipes_and_missing_files_are_os_errors(tmp_path: Path) -> None:
-    os.mkfifo(tmp_path / "pipe")  # which would wait for ever
+    os.mkfifo(tmp_path / "pipe")  # reading a pipe would wait for ever
     for path in (tmp_path, tmp_path / "pipe", tmp_path / "none"):
         with pytest.raises(OSError, match=str(path)):
             json_in(path)

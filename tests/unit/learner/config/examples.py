@@ -16,7 +16,7 @@ ROLLOUT = "custom.extra.rollout_matching"
 SERVER = f"{ROLLOUT}.vllm.server"
 
 _REMOVE = object()
-REMOVE: Any = _REMOVE  # as a value in `changed`: take the key out
+REMOVE: Any = _REMOVE  # a value in `changed` that takes the key out
 
 
 def minimal() -> dict[str, Any]:

@@ -28,7 +28,7 @@ LIGHT = {
     "learner", "shared", "yaml", "pydantic", "pydantic_core", "typing_extensions", "typing_inspection",
     "annotated_types", "cython_runtime",
 }  # fmt: skip
-# What scripts may read from the plan, by these names.
+# Scripts may read these from the plan, by these names.
 PROMISED = {
     "gradient_accumulation_steps", "effective_batch_size", "rollouts_per_step", "local_rollouts_per_step",
     "decode_batch_size", "servers", "sync_mode", "rollout_backend", "vllm_mode", "packing_length", "timeout_s",
@@ -196,7 +196,7 @@ def test_the_work_of_a_check_grows_with_its_keys(file: Path, capsys: pytest.Capt
         capsys.readouterr()
         return calls
 
-    num_calls(1)  # what is loaded and cached once
+    num_calls(1)  # loads and caches what is needed once
     few, many, most = num_calls(1), num_calls(101), num_calls(201)
     assert most - many < 1.1 * (many - few)
 

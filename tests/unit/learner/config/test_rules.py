@@ -285,7 +285,7 @@ def test_r20_nothing_is_offloaded_while_it_is_trained(learning: dict[str, Any], 
     assert words in found[f"{ROLLOUT}.offload.enabled"].found
     assert "enabled: false" in found[f"{ROLLOUT}.offload.enabled"].remedy
     valid(stage2(), {**COLOCATE, **offload, "training.packing": False})
-    valid(stage2(), {**learning, **offload})  # with servers there is nothing to offload for
+    valid(stage2(), {**learning, **offload})  # there is nothing to offload for with servers
 
 
 @pytest.mark.parametrize("elsewhere", [{}, HF])
@@ -647,7 +647,7 @@ def test_r37_stage2_with_grpo_has_the_rules_of_stage2() -> None:
     for backend in (COLOCATE, HF):
         assert only_mistake(minimal(), {**GRPO_STAGE2, **backend}).path == f"{ROLLOUT}.vllm.mode"
         valid(minimal(), {**GRPO_STAGE2, **backend, "training.packing": False})
-        valid(minimal(), {**GRPO, **backend})  # without the section nothing overlaps
+        valid(minimal(), {**GRPO, **backend})  # nothing overlaps without the section
 
 
 # ---- together ------------------------------------------------------------------------------------------------------

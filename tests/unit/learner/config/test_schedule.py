@@ -20,7 +20,7 @@ STEPS = 10_000
 @settings(max_examples=12, deadline=None)
 @given(st.floats(0.0, 1.0) | st.integers(0, 1000).map(lambda k: k / 1000))
 @example(0.1)
-@example(0.29)  # as a double, 100 * 0.29 falls below 29
+@example(0.29)  # 100 * 0.29 falls below 29 in doubles
 @example(1 / 3)
 @example(5e-324)
 @example(1.0)

@@ -123,11 +123,11 @@ def test_labels_follow_their_pixels(
         found = found_box(picture.crop(crop.place))
         here = [b for b in labelled if left < (b[0] + b[2]) / 2 < right and top < (b[1] + b[3]) / 2 < bottom]
         assert len(here) <= 1
-        if not here:  # at most a sliver can be seen
+        if not here:  # a sliver can be seen, or nothing
             assert found is None or min(found[2] - found[0], found[3] - found[1]) <= 2
         else:
             assert found is not None
-            blur = 0.5 if kind == "poly" else 0.0  # where a slanted edge is cut, its tip is grey
+            blur = 0.5 if kind == "poly" else 0.0  # a slanted edge's tip is grey where it is cut
             assert np.allclose(here[0], np.add(found, (left, top, left, top)), atol=1.0 + blur)
     assert all(0 <= bin_ <= 999 for obj in (*seen.objects, *seen.ignored) for bin_ in obj.bins)
     assert list(seen.objects) == sorted(seen.objects, key=lambda obj: bounding_box(obj)[1::-1])

@@ -104,7 +104,7 @@ def test_limits_of_pixels_change_the_number_of_tokens(tiny_vlm: Path) -> None:
     assert grid((128, 128)) == [1, 16, 16]
     assert grid((128, 128), max_pixels=64 * 64) == [1, 8, 8]
     assert grid((16, 16), min_pixels=96 * 96) == [1, 12, 12]
-    assert grid((16, 16), max_pixels=32 * 32)[1:] == [4, 4]  # below the checkpoint's smallest, which makes way
+    assert grid((16, 16), max_pixels=32 * 32)[1:] == [4, 4]  # lies below the checkpoint's smallest, which makes way
     with pytest.raises(ConfigError, match=r"model\.min_pixels"):
         PromptEncoder.load(str(tiny_vlm), min_pixels=200, max_pixels=100)
 

@@ -133,4 +133,4 @@ def test_r37_a_group_is_one_sample_in_a_row_on_one_rank(
         assert max(held) - min(held) <= repeats
         assert {share.ends_epoch for share in shares} == {micro_batch == per_epoch - 1}
     assert sorted(met) == list(range(num_samples))
-    assert met == make(num_samples, 1, 1)[0].order(epoch).tolist()  # in the same order as without groups
+    assert met == make(num_samples, 1, 1)[0].order(epoch).tolist()  # the order is the same as without groups

@@ -86,7 +86,7 @@ def test_a_row_without_id_is_called_by_its_line(tmp_path: Path) -> None:
 def test_images_may_be_inline_and_stay_as_they_are(tmp_path: Path) -> None:
     draw(tmp_path, "images/1.png")
     body = base64.b64encode((tmp_path / "images/1.png").read_bytes()).decode()
-    assert len(body) < 1024  # of any length
+    assert len(body) < 1024  # inline images may be of any length
     images = ["http://host/a.png", f"data:image/png;base64,{body}", body]
     row = {**ROW, "images": images, "messages": [{"role": "user", "content": "Detect."}], "objects": []}
     (sample,) = load(tmp_path, row, allowed_image_hosts=["host"])

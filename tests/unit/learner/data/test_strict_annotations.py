@@ -51,7 +51,7 @@ def test_a_yolo_split_without_any_label_file_is_refused(tmp_path: Path) -> None:
 def test_yolo_images_and_label_files_without_each_other_are_counted(tmp_path: Path) -> None:
     file = yolo(tmp_path, "0 0.5 0.5 1 1")
     (tmp_path / "labels/train/other.txt").write_text("0 0.5 0.5 1 1")
-    (tmp_path / "labels/train/classes.txt").write_text("cat\ndog\n")  # which tools leave there
+    (tmp_path / "labels/train/classes.txt").write_text("cat\ndog\n")  # tools leave it there
     split = split_of(f"{file}:train")
     assert split.bad.summary() == {"unlabelled": {"keep": 1}, "orphan_label": {"keep": 1}}
     assert "other.txt" in split.bad.examples["orphan_label"]
@@ -85,7 +85,7 @@ def test_yolo_keypoints_are_not_taken_for_outlines(tmp_path: Path) -> None:
     assert "kpt_shape" in text
 
 
-SEEN = "1 0.5 0.5 0.4 0.4 0.4 0.4 2 0.6 0.6 1 0.6 0.4 0"  # with visibilities; an even number of values
+SEEN = "1 0.5 0.5 0.4 0.4 0.4 0.4 2 0.6 0.6 1 0.6 0.4 0"  # has visibilities; an even number of values
 BESIDE = {
     "a box": "1 0.5 0.5 0.4 0.4",
     "an outline": "1 0.1 0.1 0.2 0.1 0.2 0.3",

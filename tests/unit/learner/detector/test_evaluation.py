@@ -132,7 +132,7 @@ def test_the_threshold_is_that_of_validation(truth: Path) -> None:
     rows = results_of(truth)
     wrong = [{**row, "bbox": [300, 200, 40, 40], "score": 0.6} for row in rows]
     file.write_text(json.dumps(rows + wrong))
-    val.write_text(json.dumps([{**row, "score": 0.5} for row in rows]))  # there, 0.5 is good enough
+    val.write_text(json.dumps([{**row, "score": 0.5} for row in rows]))  # 0.5 is good enough there
     arguments = ("--val", str(truth), "--val-predictions", f"a={val}")
     (found,) = evaluated(truth, "--predictions", f"a={file}", *arguments)
     assert found["threshold"] == pytest.approx(0.25)

@@ -78,7 +78,7 @@ def test_every_missing_image_of_annotations_is_named(photos: Path, tmp_path: Pat
 def test_an_input_that_is_nothing_is_named(photos: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     monkeypatch.chdir(photos.parent)
     (photos.parent / "empty").mkdir()
-    (photos / "list.txt").write_text("b.jpg\n")  # not one of names of Pascal VOC files
+    (photos / "list.txt").write_text("b.jpg\n")  # lists no names of Pascal VOC files
     with pytest.raises(DataError) as error:
         find_inputs([text])
     assert text in str(error.value)

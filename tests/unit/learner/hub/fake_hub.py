@@ -27,7 +27,7 @@ class Hub:
     endpoint: str = ""
     licenses: dict[str, str] = field(default_factory=dict)
     repos: dict[str, dict[str, Any]] = field(default_factory=dict)
-    large: dict[str, bytes] = field(default_factory=dict)  # by SHA-256
+    large: dict[str, bytes] = field(default_factory=dict)  # keys are SHA-256
     files: dict[str, bytes] = field(default_factory=dict)
     asked: list[str] = field(default_factory=list)
 

@@ -72,7 +72,7 @@ def test_the_newest_are_written_whole_and_not_at_every_step(tmp_path: Path) -> N
     for assignment, target in noted([truth(one) for one in SAMPLES]):
         log.add(assignment, target)
     log.write(2)
-    log.write(3)  # at once after the last
+    log.write(3)  # comes at once after the last
     found = json.loads((tmp_path / NAME).read_text())
     assert (found["global_step"], [one["id"] for one in found["answers"]]) == (2, ["s2", "s1"])
 

@@ -146,7 +146,7 @@ def test_numbers_of_a_step_are_scalars_by_event_and_name(tmp_path: Path) -> None
     log = MetricsLog(tmp_path, LoggingConfig(trackers=["tensorboard"]))
     fields = {"loss": 0.5, "metrics": {"matched": 3, "gap": float("nan")}, "channel": "B", "skipped": True}
     log.write("step", fields, step=4)
-    log.write("note", {"loss": 9.0})  # of no step
+    log.write("note", {"loss": 9.0})  # belongs to no step
     log.close()
     board = EventAccumulator(str(tmp_path / "tensorboard")).Reload()
     assert sorted(board.Tags()["scalars"]) == ["step/loss", "step/metrics/matched"]

@@ -115,7 +115,7 @@ def test_smooth_coordinates_compile() -> None:
     """`loss.coordinate_smoothing`: one program for chunks of all lengths."""
     head, smoothing = torch.nn.Linear(8, 60), loss.SmoothCoordinates(range(20, 40), 2.0)
     programs = []
-    for length in (23, 33, 47):  # not the number of coordinates, which torch would take it for
+    for length in (23, 33, 47):  # none is the number of coordinates, which torch would take it for
         hidden, targets = torch.randn(length, 8), torch.randint(0, 60, (length,))
         plain, compiled_ = (
             loss.weighted_loss(

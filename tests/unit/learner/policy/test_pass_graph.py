@@ -48,7 +48,7 @@ def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options:
     repeated = RepeatedLogprobs(policy, asked, within, layers=layers, whole=True, record=strict)
     seen = []
     for i in range(5):
-        if i == 2:  # from now on no module is called
+        if i == 2:  # no module is called from now on
             policy.model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
             policy.model.base_model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
         found = repeated()
@@ -72,7 +72,7 @@ def test_weights_of_later_count(tiny_vlm: Path) -> None:
         assert repeated() == policy.logprobs(asked)
         change(policy)
     assert not layers.is_captured
-    for parameter in policy.model.parameters():  # as weights do that were offloaded
+    for parameter in policy.model.parameters():  # weights that were offloaded move
         parameter.data = parameter.data.clone()
     change(policy)
     assert repeated() == policy.logprobs(asked)

@@ -80,7 +80,7 @@ def loss_of(
 
 
 LOGPROBS = st.integers(-60, -1).map(lambda v: v / 20)
-TOKENS = st.tuples(  # now, weight, advantage, rollout, first, reference
+TOKENS = st.tuples(  # (now, weight, advantage, rollout, first, reference)
     LOGPROBS,
     st.sampled_from([0.0, 0.5, 2.0]),
     st.sampled_from([NAN, -1.5, -0.3, 0.0, 0.4, 2.0]),

@@ -22,7 +22,7 @@ from learner.steps.buffered import copy_row
 from tests.unit.learner.policy.rows import CPU, gradients, image, policy_of, sample, segment
 
 SIZES = [(64, 64), (128, 128), (96, 160)]
-drawn_groups = st.lists(  # per group: the sizes of its images, and the length of each answer
+drawn_groups = st.lists(  # each group: the sizes of its images, and the length of each answer
     st.tuples(st.lists(st.sampled_from(SIZES), max_size=2), st.lists(st.integers(1, 30), min_size=1, max_size=4)),
     min_size=1,
     max_size=3,

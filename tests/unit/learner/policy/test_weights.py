@@ -75,7 +75,7 @@ def test_a_merge_is_to_the_bit_as_peft_adds_and_rounds(alpha: int, base: torch.d
     layer = adapted[0]
     assert isinstance(layer, LoraLayer)
     for half in (layer.lora_A, layer.lora_B):
-        torch.nn.init.normal_(half["default"].float().weight)  # in float32, as in a policy
+        torch.nn.init.normal_(half["default"].float().weight)  # made in float32, the same as in a policy
     (a, b), weight = (half["default"].weight for half in (layer.lora_A, layer.lora_B)), layer.get_base_layer().weight
     expected = ((b @ a) * (alpha / 4) + weight).to(dtype)
     found = merged_weight(layer, dtype)

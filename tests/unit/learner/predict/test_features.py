@@ -106,7 +106,7 @@ def test_headroom_of_answers_of_known_quality() -> None:
     assert found["f1_best"] == found["headroom"] == pytest.approx(2 / 3)
     assert found["recall_union"] == 1.0
     assert found["f1_union"] == pytest.approx(4 / 5)
-    assert found["f1_majority"] == pytest.approx(4 / 5)  # of two answers one is half
+    assert found["f1_majority"] == pytest.approx(4 / 5)  # one of two answers is half
     assert found["no_signal"] == 0.0
     assert found["reward_std"] == pytest.approx(np.std([2 / 3, 2 / 4]))
     assert found["exposure_gap"] == pytest.approx(0.2)
@@ -185,5 +185,5 @@ def test_an_interval_that_does_not_clear_the_threshold_recommends_nothing_of_the
     found["missing_labels"] = Estimate(0.15, 0.05, 0.25)
     found["headroom_places"] = Estimate(0.05, 0.01, 0.09)
     assert recommend(found).method == rules.SFT
-    del found["overfit_nats"]  # without a validation file
+    del found["overfit_nats"]  # a validation file is missing
     assert recommend(found).method == rules.SFT

@@ -36,7 +36,7 @@ def test_gains_that_have_nothing_to_do_with_the_features_are_not_explained() -> 
     gains = np.random.default_rng(7).normal(size=14).tolist()
     formula = fit(regimes(14), gains, NAMES)
     assert formula.r2 < 0.3
-    # by hand: each regime left out, both from the rest
+    # The same by hand: each regime is left out, and predicted from the rest.
     inputs = np.array([[1.0, one[NAMES[0]], one[NAMES[1]]] for one in regimes(14)])
     errors = []
     for i in range(14):

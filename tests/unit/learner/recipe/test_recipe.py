@@ -28,7 +28,7 @@ from learner.wiring import build
 from shared.errors import CheckpointError, ConfigError
 from tests.unit.learner.trainer_world import FakeBackend, FakeSync, Seen, make_config, write_data
 
-Scores = Mapping[str, Mapping[int, float]]  # by stage and step; of other steps 0.1
+Scores = Mapping[str, Mapping[int, float]]  # keys are stage and step; other steps have 0.1
 MINUTES = 60.0
 GAINS: Scores = {"sft": {0: 0.3, 1: 0.4, 2: 0.6, 3: 0.5}, "grpo": {0: 0.6, 1: 0.65, 2: 0.7}}
 
@@ -179,7 +179,7 @@ def test_sft_has_all_of_the_time_where_grpo_gains_nothing(
     ("scores_said", "best", "checkpoint"),
     [
         ({"sft": {0: 0.6}, "grpo": {0: 0.6}}, "start", None),
-        ({"sft": {0: 0.6, 1: 0.6}, "grpo": {0: 0.6}}, "start", None),  # not better is not worth a change
+        ({"sft": {0: 0.6, 1: 0.6}, "grpo": {0: 0.6}}, "start", None),  # an equal score is not worth a change
         ({"sft": {0: 0.6}, "grpo": {0: 0.6, 1: 0.7}}, "grpo", "grpo/checkpoint-1"),
         ({"sft": {0: 0.3, 1: 0.6}, "grpo": {0: 0.55, 1: 0.58}}, "sft", "sft/checkpoint-1"),
     ],
@@ -218,9 +218,9 @@ def kill_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number:
 @pytest.mark.parametrize(
     ("owner", "name", "number"),
     [
-        (Trainer, "step", 1),  # before anything was saved
-        (Trainer, "step", 3),  # of sft
-        (Trainer, "step", 5),  # of grpo
+        (Trainer, "step", 1),  # nothing was saved yet
+        (Trainer, "step", 3),  # sft's
+        (Trainer, "step", 5),  # grpo's
         (command, "stage_result", 1),  # sft has ended, and nobody knows
         (record.Record, "write", 1),
         (record.Record, "write", 3),

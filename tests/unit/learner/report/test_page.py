@@ -416,5 +416,5 @@ def test_ignore_regions_are_drawn_and_explained_where_there_are_some(tmp_path: P
     page = render(read_runs(run))
     assert "in an ignore region" in page
     assert "ignore region: any class" in page
-    assert "prediction, false positive" in page  # in the legend
+    assert "prediction, false positive" in page  # the legend has it
     assert "prediction, false positive:" not in page  # none is left

@@ -197,7 +197,7 @@ def test_the_page_shows_stage_2(tmp_path: Path) -> None:
     for words in ("Step 2: what ran when", "Packs waiting, per rank", "Age of learned packs", "ran Channel-B", "wait"):
         assert words in page
     body = ET.fromstring(page[page.index("<body>") : page.index("</body>") + len("</body>")])
-    lanes = [e for e in body.iter("div") if e.get("class") == "lanes"]  # beside the drawing, so they stay in sight
+    lanes = [e for e in body.iter("div") if e.get("class") == "lanes"]  # lie beside the drawing, so they stay in sight
     assert [name.text for name in lanes[0]] == ["rank 0", "rank 0 rollouts", "127.0.0.1:8000"]
     assert "<b>:" not in page
     assert "&lt;b&gt;" in page or "127.0.0.1:8000" in page

@@ -33,7 +33,7 @@ WORLD_SIZES = (1, 1, 2, 1, 1, 2)
 DECODE_BATCH_SIZE = 2
 NUM_RANKS = 2
 CHUNK = DECODE_BATCH_SIZE * sum(WORLD_SIZES) // NUM_RANKS
-# What each rank asks for, call by call: whole and partial shares, the end of an epoch, a long evaluation, nothing.
+# Each rank asks for these, call by call: whole and partial shares, the end of an epoch, a long evaluation, nothing.
 ASKED = ((CHUNK, 1, CHUNK, 3 * CHUNK, 5, 0, CHUNK, 7, 2), (5, CHUNK - 1, 40, 3, CHUNK, CHUNK, 0, 6))
 
 

@@ -196,7 +196,7 @@ def test_each_answer_is_given_on_before_the_next_one_has_come() -> None:
 
         def on_answer(i: int, _: RolloutOutput) -> None:
             places.append(i)
-            step.set()  # only now the server goes on
+            step.set()  # lets the server go on, not earlier
 
         await asyncio.wait_for(client.infer(THREE, on_answer), 20)
         assert places == [0, 1, 2]
@@ -424,7 +424,7 @@ def test_the_derived_deadline_follows_the_server_s_pace() -> None:
     pace.saw(512, 64.0)  # the slowest counts
     assert pace.deadline_s(512) == pytest.approx(4 * 64.0)
     assert pace.deadline_s(10**6) == 600.0
-    for _ in range(client_module.PACE_CALLS):  # until newer calls have taken its place
+    for _ in range(client_module.PACE_CALLS):  # newer calls take its place
         pace.saw(512, 32.0)
     assert pace.deadline_s(512) == pytest.approx(4 * 32.0)
 

@@ -81,7 +81,7 @@ class Llm:
     def get_tokenizer(self) -> None: ...
 
     def wake_up(self) -> None:
-        if self.is_sleeping:  # else vLLM does nothing
+        if self.is_sleeping:  # vLLM does nothing if it is awake
             self.worker.has_memory, self.is_sleeping = True, False
 
     def sleep(self, level: int) -> None:

@@ -354,7 +354,7 @@ def test_calls_that_were_given_up_have_ended_when_the_run_ends(lost: bool) -> No
 
     async def send(server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
         if server == 0 and batch.start == 0:
-            await asyncio.sleep(0)  # until the other call is under way
+            await asyncio.sleep(0)  # lets the other call begin
             raise ServerUnreachableError("server 0 is gone") if lost else MediaError("no image")
         if server == 0:
             try:
@@ -391,7 +391,7 @@ def test_an_answer_that_comes_after_its_server_was_lost_is_dropped() -> None:
 
     async def send(server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
         if server == 0 and batch.start == 0:
-            await asyncio.sleep(0)  # until the other call is under way
+            await asyncio.sleep(0)  # lets the other call begin
             raise ServerUnreachableError("server 0 is gone")
         if server == 0:
             try:

@@ -166,7 +166,7 @@ def test_too_small_a_cap_fails_fast_with_advice(sizes: tuple[int, ...], decode_b
     num_ranks = decode_batch_size * sum(sizes) + surplus
     with pytest.raises(ConfigError) as caught:
         chunk_size(decode_batch_size=decode_batch_size, server_world_sizes=sizes, num_ranks=num_ranks)
-    for rank in range(num_ranks):  # where servers were lost since the start, the run goes on: one request per rank
+    for rank in range(num_ranks):  # the run goes on where servers were lost since the start: one request per rank
         assert sum(Case(1, num_ranks, sizes, decode_batch_size).plan(rank).quotas) == 1
     assert "decode_batch_size" in caught.value.what
     assert "fewer learner ranks" in caught.value.remedy

@@ -72,7 +72,7 @@ def policy(tiny_vlm: Path) -> Policy:
 
 @pytest.fixture
 def served(tiny_vlm: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> Served:
-    monkeypatch.setattr(WeightLoad, "_context", lambda self: contextlib.nullcontext())  # else this imports vLLM
+    monkeypatch.setattr(WeightLoad, "_context", lambda self: contextlib.nullcontext())  # keeps this from importing vLLM
     return Served(tiny_vlm, policy)
 
 

@@ -98,7 +98,7 @@ def test_whatever_happens_only_synced_servers_serve(events: list[tuple[str, str]
     """The explored state: every order of events. A server serves only the weights of the last sync that reached it;
     each one is listed once; the number rises with every change; changes say exactly what differs."""
     found, ver = membership().synced(URLS, served(0), now_s=0.0), 0
-    holds = dict.fromkeys(URLS, 0)  # what each server process has, as far as syncs reached it
+    holds = dict.fromkeys(URLS, 0)  # versions that each server process has, as far as syncs reached it
     for what, url in events:
         before = found
         if what == "lose":

@@ -33,7 +33,7 @@ def test_a_file_is_no_folder(tmp_path: Path, below: str) -> None:
 
 @pytest.mark.parametrize("where", ["latest", "elsewhere/checkpoint-3"])
 def test_nothing_to_resume_from(tmp_path: Path, where: str) -> None:
-    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)  # without a manifest: not complete
+    (tmp_path / "run" / "checkpoint-3").mkdir(parents=True)  # a manifest is missing: not complete
     resumed = where if where == "latest" else str(tmp_path / where)
     with pytest.raises(ConfigError) as caught:
         start(output_dir=str(tmp_path / "run"), resume_from_checkpoint=resumed)

@@ -13,7 +13,7 @@ from learner.records import EncodedPrompt, Sample, Segment
 from learner.steps.producer import CallStages, Producer
 from learner.steps.shares import Bounds, Call, Served, ShareQueue
 
-DEADLINE_S = 60.0  # of waits that are expected to end
+DEADLINE_S = 60.0  # limit of waits that are expected to end
 
 
 def segment(sample_id: str, ver: int | None) -> Segment:

@@ -86,7 +86,7 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
                 return [self._answer(sample, seed + i) for i, sample in enumerate(samples)]
 
         def close(self) -> None:
-            shared.open.set()  # as closing a real one ends its calls
+            shared.open.set()  # closing a real one ends its calls, too
 
     class MeetingSync(trainer_world.FakeSync):
         def sync(self) -> SyncReceipt:
@@ -362,7 +362,7 @@ def test_a_failed_producer_ends_the_run(
     generate = trainer_world.FakeBackend.generate
 
     def fail_third(self: FakeBackend, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
-        if place["global_step"] == 5 and bool(place["first_req_idx"]) == (world_size == 2):  # of the last rank
+        if place["global_step"] == 5 and bool(place["first_req_idx"]) == (world_size == 2):  # true on the last rank
             raise RolloutError("the third call broke", found="", wanted="", remedy="")
         return generate(self, samples, **place)
 

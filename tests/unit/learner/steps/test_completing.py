@@ -68,7 +68,7 @@ def config_for(model: Path, folder: Path, variant: str, complete: dict[str, Any]
     values = make_config(model, folder, **settings).model_dump(exclude_unset=True)
     path = Path(values["data"]["train"])
     rows = [json.loads(line) for line in path.read_text().splitlines()]
-    rows[0]["objects"].append({"desc": "seven", "bbox_2d": [0, 60, 9, 69]})  # so that the name is known
+    rows[0]["objects"].append({"desc": "seven", "bbox_2d": [0, 60, 9, 69]})  # makes the name known
     if complete is None:  # the labels as they become
         for row in rows:
             row["objects"].append(EXTRA)
@@ -215,7 +215,7 @@ def test_labels_that_cannot_be_read_name_their_file(tmp_path: Path) -> None:
     path = tmp_path / "labels" / "step_000002.json"
     path.parent.mkdir()
     path.write_text('{"global_step": 2, "samples": {"nobody": {}}}')
-    completion.restore(1, tmp_path)  # of a later step: gone
+    completion.restore(1, tmp_path)  # the file of a later step goes
     assert not path.exists()
     path.write_text('{"global_step": 2, "samples": {"nobody": {}}}')
     with pytest.raises(CheckpointError) as error:

@@ -75,11 +75,11 @@ class World:
     made_at: dict[int, int] = field(default_factory=dict)  # updates in a version's weights
     counted: list[int] = field(default_factory=list)  # versions that were synced for rollouts
     learned: list[Learned] = field(default_factory=list)
-    seeds: dict[str, set[int]] = field(default_factory=dict)  # by sample
+    seeds: dict[str, set[int]] = field(default_factory=dict)  # keys are samples
     metrics: list[dict[str, float]] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
     in_flight: int = 0
-    errors: list[BaseException] = field(default_factory=list)  # of the ranks
+    errors: list[BaseException] = field(default_factory=list)  # the ranks' errors
 
 
 class Rollouts(SegmentSource):
@@ -236,7 +236,7 @@ def test_each_sample_is_learned_once_in_each_of_three_epochs(case: Case, sizes: 
     places = sorted({0, total, *(int(cuts[0] * total * i / len(sizes)) for i in range(1, len(sizes)))})
     world, state = World(case), None
     for world_size, start, stop in zip(sizes, places, places[1:], strict=False):
-        world.ver += 10  # as servers that went on without this run
+        world.ver += 10  # stands for servers that went on without this run
         state = run_all(world, world_size, start=start, stop=stop, total=total, step_size=step_size, state=state)
     last = places[min(len(sizes), len(places) - 1)]
     if last < total:

@@ -36,7 +36,7 @@ from tests.unit.learner.trainer_log import events_of
 from tests.unit.learner.trainer_world import Meeting, Seen, ThreadRanks, make_config, run
 
 SIZE = 2  # rollouts of a group
-GROUPS_PER_STEP = 4  # of all ranks
+GROUPS_PER_STEP = 4  # groups of all ranks
 
 
 @dataclass(frozen=True)
@@ -44,15 +44,15 @@ class Case:
     num_samples: int
     silent: frozenset[int]  # samples whose groups have no signal
     max_refills: int
-    micro_batches: int  # of a step
+    micro_batches: int  # a step's
     steps: int
 
 
 @dataclass
 class World:
     case: Case
-    used: dict[int, list[str]] = field(default_factory=dict)  # by step: a sample for each group
-    places: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # of requests
+    used: dict[int, list[str]] = field(default_factory=dict)  # keys are steps: a sample for each group
+    places: Counter[tuple[int, int, int]] = field(default_factory=Counter)  # counts requests
     refills: list[float] = field(default_factory=list)
     lock: threading.Lock = field(default_factory=threading.Lock)
 

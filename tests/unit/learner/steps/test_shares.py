@@ -103,7 +103,7 @@ def test_queues_of_several_ranks(
             work(chance.choice(queues))
         for queue in queues:
             queue.expire(step)
-            if chance.random() < 0.2 and queue.queue:  # as if it had been dropped for want of room
+            if chance.random() < 0.2 and queue.queue:  # stands for a drop for want of room
                 queue._drop(chance.choice(queue.queue), "oldest")
         learns = chance.random() < 0.5
         if chance.random() < 0.3 or (learns and queues[0].sync_due):

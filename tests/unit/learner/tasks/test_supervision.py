@@ -34,7 +34,7 @@ def test_supervised_indices_are_those_with_label_and_weight() -> None:
         ([-100, -100, 3, 4], [0, 0, 1, -1]),  # a negative weight
         ([-100, -100, 3, 4], [0, 0, 1, float("nan")]),
         ([-100, -100, 3, 4], [0, 0, 1, float("inf")]),
-        ([-100, -100, 3, -1], [0, 0, 1, 1]),  # neither a token nor ignored
+        ([-100, -100, 3, -1], [0, 0, 1, 1]),  # -1 is neither a token nor ignored
     ],
 )
 def test_supervision_outside_the_assistant_span_raises(labels: list[int], weights: list[float]) -> None:

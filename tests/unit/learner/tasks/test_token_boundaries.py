@@ -17,7 +17,7 @@ from tests.examples import examples
 COORDS = ["<|coord_0|>", "<|coord_77|>", "<|coord_999|>", "<|coord_1000|>", "<|im_end|>"]
 NUMBERS = st.integers(0, 1010).map(str) | st.sampled_from(["007", "[12", " 5]", "[1, 23, 456]", '"seat [7], "'])
 PARTS = st.sampled_from([*COORDS, "<|", "|>", "<", ", ", "[", "]", '": {"desc": "']) | NUMBERS | st.text(max_size=6)
-# What tokenizers cut before they merge: the demo's nothing, Qwen's digits apart, Llama's digits in threes, GPT-2's
+# Tokenizers cut these before they merge: the demo's nothing, Qwen's digits apart, Llama's digits in threes, GPT-2's
 # digits with the space in front.
 REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 CUTS = {

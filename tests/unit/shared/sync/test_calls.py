@@ -37,7 +37,7 @@ def test_passes_its_deadline_in_slices() -> None:
     assert not operation.done(0.05)
     with pytest.raises(DeadlineError, match=r"sleeping did not end in time; found 0.2 s"):
         operation.done(5.0)
-    assert 0.15 < time.monotonic() - start < 5.0  # before the second wait's own end
+    assert 0.15 < time.monotonic() - start < 5.0  # ends before the second wait's own end
     release.set()
 
 

@@ -139,7 +139,7 @@ def _load(folder: Path, model: Served, monkeypatch: pytest.MonkeyPatch, **config
         save_file(tensors, folder / f"model-{i}.safetensors", metadata={"format": "pt"})
     if "lm_head.weight" in names and model.lm_head is not model.embed:
         save_file({"lm_head.weight": model.lm_head.weight.data.clone()}, folder / "model-2.safetensors")
-    monkeypatch.setattr(WeightLoad, "_context", lambda self: contextlib.nullcontext())  # else this imports vLLM
+    monkeypatch.setattr(WeightLoad, "_context", lambda self: contextlib.nullcontext())  # keeps this from importing vLLM
     reload = SimpleNamespace(
         initialize_layerwise_reload=lambda model: model.told.append("open"),
         finalize_layerwise_reload=lambda model, config: model.told.append("close"),

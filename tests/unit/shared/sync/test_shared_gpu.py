@@ -31,12 +31,12 @@ def test_the_refusal_names_the_key() -> None:
 
 
 def test_each_process_passes_for_a_host_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NCCL_HOSTID", "")  # so that it is restored
+    monkeypatch.setenv("NCCL_HOSTID", "")  # set so that it is restored
     monkeypatch.delenv("NCCL_HOSTID")
     group._tell_apart()
     assert str(os.getpid()) in os.environ["NCCL_HOSTID"]
     own = os.environ["NCCL_HOSTID"]
-    monkeypatch.setenv("NCCL_HOSTID", f"{group._HOST_ID}here-0")  # of the parent process
+    monkeypatch.setenv("NCCL_HOSTID", f"{group._HOST_ID}here-0")  # the parent process's
     group._tell_apart()
     assert os.environ["NCCL_HOSTID"] == own
     monkeypatch.setenv("NCCL_HOSTID", "of the user")

@@ -164,7 +164,7 @@ def test_counts_and_names(
     [
         ('{"object_1": {"desc": "one", "bbox_2d": [0, 0, 100, 100]}}', True),
         ("{}", True),
-        ('{"object_1": {"desc": "one", "bbox_2d": [0, 0, 100, 100]}', False),  # not closed
+        ('{"object_1": {"desc": "one", "bbox_2d": [0, 0, 100, 100]}', False),  # the container is not closed
         ('{"object_1": {"desc": "one", "bbox_2d": [0, 0, 100]}}', False),  # dropped
         ('{"object_1": {"desc": "one", "bbox_2d": [0, 0, 100, 100]}} so', False),  # text behind it
         ("no idea", False),

@@ -121,7 +121,7 @@ def test_a_prediction_in_an_ignore_region_is_neither_hit_nor_false() -> None:
     ones = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "precision_any@0.5", "f1_any@miou", "coco/ap")
     metrics = TASK.evaluate([found])
     assert {name: metrics[name] for name in ones} == pytest.approx(dict.fromkeys(ones, 1.0))
-    assert metrics["truth_per_sample"] == 1.0  # nor is the region an object that could be missed
+    assert metrics["truth_per_sample"] == 1.0  # the region is no object that could be missed
     assert TASK.evaluate([answer([ONE, *IN_CROWD], [ONE])])["precision@0.5"] == 0.25
     assert TASK.evaluate([ignoring(answer([], [ONE]), CROWD)])["recall@0.5"] == 0.0
 

@@ -195,7 +195,7 @@ def test_what_could_not_be_written_as_it_was_said_does_not_stay() -> None:
 
 # ---- repaired ------------------------------------------------------------------------------------------------------
 
-OFF = [None, "x", 0, 1, 2, 3]  # what an answer gets wrong of an object: nothing, its name, one of its coordinates
+OFF = [None, "x", 0, 1, 2, 3]  # an answer's mistake in an object: none, its name, one of its coordinates
 
 
 def wrongly_said(obj: DetectionObject, wrong: str | int | None) -> DetectionObject:
