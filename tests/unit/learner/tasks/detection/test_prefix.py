@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from learner.config.sections.loss import LossConfig
 from learner.records import Assignment, DetectionObject, Target
-from learner.tasks.detection.prefix import up_to_first_miss, up_to_last_match
+from learner.tasks.detection.prefix import repaired, up_to_first_miss, up_to_last_match
 from learner.tasks.detection.target import build_target, ground_truth_target
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.supervision import IGNORED
@@ -246,6 +246,7 @@ def test_a_repaired_prefix_is_the_answer_without_its_mistakes(
         spurious=tuple(n for n, i in enumerate(found) if i is None),
     )
     loss = LossConfig(prefix_end=prefix_end, matched_desc_weight=desc_weight)
+    assert all(iou == 1.0 for *_, iou in repaired(assignment, task, tokenizer).pairs), "what is said is the truth"
     right = [i for i in found if i is not None]
     clean, _ = said(task, tokenizer, list(right))
     target = build_target(assignment, task, tokenizer, loss=loss.model_copy(update={"prefix_repair": True}))
