@@ -208,6 +208,7 @@ def _prepare_environment(config: ServerConfig) -> None:
     if config.cpu_threads is not None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
+        # A value of the user's own stays.
         os.environ.setdefault(name, value)
     os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
 

@@ -170,6 +170,7 @@ class Decoders:
         try:
             yield process
         except BaseException:
+            # Its answer may still come, and would be taken for that of the next image.
             process.kill()
             raise
         self._idle.put(process)
@@ -258,6 +259,7 @@ def _image(answer: bytearray) -> Image.Image:
 def work(link: socket.socket, max_pixels: int) -> None:
     """Answer until the other side is gone."""
     limit = _OTHER_BYTES + _BYTES_PER_PIXEL * max_pixels
+    # No image may take the machine's memory, or leave a core dump when it ends this process.
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     images = Images(ImageRules(roots=(), max_pixels=max_pixels, keys="the server's "))

@@ -92,7 +92,7 @@ class SyncWorker:
         self._sync_joining = start_join(
             *place, self.device, secret=bytes.fromhex(call.secret), allow_shared_gpu=call.allow_shared_gpu
         )
-        # Makes the seals' keys and kernel while others are on their way, for about as many bytes as a bucket has.
+        # This makes the seals' keys and kernel while others are on their way, for about as many bytes as a bucket has.
         digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), seal_key(bytes.fromhex(call.secret)))
         return WorkerReply()
 

@@ -85,6 +85,7 @@ def _ends(lengths: Sequence[int]) -> torch.Tensor:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `tensor` from host memory to `device`. A copy to CUDA does not wait for work that the device has queued."""
+    # torch gives the pinned memory to nobody else before the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 

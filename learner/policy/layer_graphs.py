@@ -130,6 +130,7 @@ class LayerGraphs:
 def _replayed(call: _Call, args: Any, kwargs: Any) -> Any:
     _fill(call.inputs, tree_iter((args, kwargs)))
     call.replay()
+    # Copies, because the next call writes into the same outputs.
     return tree_unflatten([output.clone() for output in call.outputs], call.returned)
 
 
@@ -151,6 +152,7 @@ class CudaRecorder:
             if self._stream is None:
                 self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
             graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            # CUDA captures nothing on its default stream, so the work goes to another one.
             self._stream.wait_stream(now)
             with torch.cuda.stream(self._stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")  # other threads may broadcast

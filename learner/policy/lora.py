@@ -166,6 +166,7 @@ class AdapterWeights:
             (adapter,) = layer.active_adapters
             lora_a, lora_b = (whole(half[adapter].weight.detach()) for half in (layer.lora_A, layer.lora_B))
             yield f"{module}.lora_A.weight", lora_a.to(dtype or lora_a.dtype)
+            # The product is rounded once, from float32. Servers apply no scaling of their own.
             yield f"{module}.lora_B.weight", (lora_b.float() * layer.scaling[adapter]).to(dtype or lora_b.dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:

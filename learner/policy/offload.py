@@ -97,6 +97,7 @@ class Offload:
             yield
         finally:
             for tensor in tensors:
+                # On the CPU, `to` alone would return the place itself, which the next move writes into.
                 tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
             self._wait()
 

@@ -49,6 +49,7 @@ class Ranks:
         """Return the largest rank's value. Raises CollectiveError, like every call below."""
         if self.world_size == 1:
             return float(value)
+        # In float64, a Python float comes back bit for bit.
         tensor = torch.tensor(value, dtype=torch.float64)
         with self._deadline("all_reduce"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)

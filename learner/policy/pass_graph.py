@@ -200,6 +200,7 @@ class _RepeatedOperations(_Operations):
             return args[0].copy_(self.notes.take(func))
         if not reads(func, args, kwargs):
             return func(*args, **kwargs)
+        # Copies: the pass may write into them, and the notes must stay as they are.
         return tree_map_only(torch.Tensor, torch.clone, self.notes.take(func))
 
 

@@ -73,8 +73,10 @@ def policy_loss(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed loss (scalar), and the sums of SUMS over the policy's tokens [len(SUMS)], without gradient."""
     held, ours = now.detach(), policy.is_policy
+    # In the first update this pass is the first one: the ratio is 1, and has a gradient all the same.
     first = torch.where(policy.first_logprobs.isnan(), held, policy.first_logprobs)
     drawn_elsewhere = ours & ~policy.rollout_logprobs.isnan()
+    # Where the rollouts' log-probabilities are not known, the importance is 1.
     gap = torch.where(drawn_elsewhere, first - policy.rollout_logprobs, 0.0)
     importance = gap.exp()
     advantages = torch.where(ours, policy.advantages, 0.0)

@@ -111,6 +111,7 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
+        # `pad` copies even if it adds nothing, so the words are aligned then.
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
     return data.view(torch.int64).sum()
 
@@ -233,9 +234,11 @@ def merged_weight(layer: LoraLayer, dtype: torch.dtype = torch.float32) -> torch
         return plain
     scratch = whole_copy(layer)
     base = copy.copy(scratch.get_base_layer())
+    # A copy, because peft merges in place, and `float` returns a float32 weight itself.
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
     base._parameters = {**base._parameters, "weight": weight}
     scratch._modules = {**scratch._modules, "base_layer": base}
+    # The copy shares both with the layer, and `merge` writes into them.
     scratch.merged_adapters, scratch._caches = [], {}
     with torch.autocast(weight.device.type, enabled=False):
         scratch.merge()

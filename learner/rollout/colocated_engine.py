@@ -219,6 +219,7 @@ class ColocatedEngine:
         finally:
             load.close()
         engine = self._llm.llm_engine
+        # Both caches hold what the weights before have computed.
         if not engine.reset_prefix_cache():
             raise SyncError("the colocated engine's prefix cache cannot be reset", found="blocks in use")
         engine.reset_encoder_cache()  # the cache of processed images can stay: pixels do not depend on weights

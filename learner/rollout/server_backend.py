@@ -91,6 +91,7 @@ class LoopThread:
         self.submit(_cancel_others()).result(timeout_s)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(timeout_s)
+        # asyncio refuses to close a loop that runs.
         if not self._thread.is_alive():
             self._loop.close()
 

@@ -152,6 +152,7 @@ def open_groups(
         cancel(posts)
         for group, join in joins:
             join.cancel(CommunicatorError(f"joining {group.name} was given up"))  # frees the port for the next group
+            # This one had joined before it could be given up.
             if join.future.exception() is None:
                 join.result().abort()
         raise

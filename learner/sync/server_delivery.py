@@ -379,7 +379,7 @@ class ServerDelivery:
         )
         expected = self._canary.expected(incarnation, staged.ver, staged.learner.logprobs, self._dtype)
         links = self._groups.links
-        # The scores first: the servers hold rollouts back from the update on.
+        # The scores go first: the servers hold rollouts back from the update on.
         posts: list[Post] = [(link, link.post(link.client.expect_scores(expected))) for link in links]
         updates = [(link, link.post(link.client.update_weights(call, link.patience))) for link in links]
         posts += updates

@@ -219,6 +219,7 @@ class Sync:
         adapter = self._adapter
         if adapter is None:  # whoever joined can't apply it
             return self._deliver_full()
+        # If the delivery fails, nobody knows what lies below the adapter.
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self.ver = self._delivery.deliver_base(adapter.base, self.ver)

@@ -240,6 +240,7 @@ class _Door:
     def _answer(self, rank: int, cards: bytes, wait: _Wait) -> None:
         to = self._members[rank]
         to.link.settimeout(max(_POLL_S, wait.deadline.left_s()))
+        # Small messages must not wait until earlier ones are acknowledged.
         to.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         to.link.sendall(cards + _proof(self._member, b"rank 0", rank, to.challenge, to.answer, cards))
 
