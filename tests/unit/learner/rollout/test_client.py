@@ -29,7 +29,17 @@ from shared.errors import (
     ServerUnreachableError,
     UnauthorizedError,
 )
-from shared.wire import NDJSON, Bucket, ErrorBody, InferCall, RolloutInferRequest, RolloutOutput, UpdateWeightsCall
+from shared.wire import (
+    NDJSON,
+    Bucket,
+    ErrorBody,
+    InferCall,
+    RolloutInferRequest,
+    RolloutOutput,
+    ScoreCall,
+    ScoreItem,
+    UpdateWeightsCall,
+)
 from tests.pauses import pause_soon
 from tests.unit.learner.rollout.fakes import error, output, status
 
@@ -610,3 +620,46 @@ def test_a_packed_answer_is_refused_before_it_is_unpacked(path: str) -> None:
         with pytest.raises(RolloutError, match="Content-Encoding"):
             use(lambda client: client.status() if path == "/status/" else client.infer(CALL, lambda i, output: None))
         assert sent.calls[0].request.headers["accept-encoding"] == "identity"
+
+
+def test_ready_is_another_question_than_healthy(respx_mock: respx.MockRouter) -> None:
+    respx_mock.get(f"{URL}/health/").respond(200)
+    ready = respx_mock.get(f"{URL}/ready/").mock(side_effect=[httpx.Response(200), httpx.Response(503)])
+    use(lambda c: c.ready())
+    with pytest.raises(ServerBusyError):
+        use(lambda c: c.ready())
+    assert ready.call_count == 2
+
+
+@pytest.mark.parametrize(
+    ("headers", "seconds"),
+    [({"Retry-After": "3"}, 3.0), ({"Retry-After": "0"}, 0.01), ({"Retry-After": "Wed, 21 Oct 2026"}, 1.0), ({}, 1.0)],
+)
+def test_a_busy_server_says_when_to_ask_again(headers: dict[str, str], seconds: float) -> None:
+    """A date or nothing: after a second. Never at once."""
+    assert client_module.retry_after_s(httpx.Response(503, headers=headers)) == seconds
+
+
+@pytest.mark.parametrize("number", [99, 101])
+def test_an_answer_may_be_no_longer_than_allowed(
+    respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_REPLY_BYTES", 100)
+    respx_mock.get(f"{URL}/health/").respond(200, content=b"x" * number)
+    if number <= 100:
+        use(lambda c: c.health())
+        return
+    with pytest.raises(RolloutError, match="/health/ is too long") as caught:
+        use(lambda c: c.health())
+    assert caught.value.found == "more than 100 bytes"
+    assert URL in caught.value.what
+
+
+def test_scores_are_asked_for_again_of_a_busy_server(respx_mock: respx.MockRouter) -> None:
+    busy = error(ServerBusyError("draining"), {"Retry-After": "0.02"})
+    reply = {"ver": 3, "logprobs": [[-0.5, -1.0]], "prompt_token_ids": [[1]]}
+    route = respx_mock.post(f"{URL}/score/").mock(side_effect=[busy, httpx.Response(200, json=reply)])
+    call = ScoreCall(items=[ScoreItem(request=CALL.infer_requests[0], response_token_ids=[7, 8])])
+    found = use(lambda c: c.score(call), gone_s=60.0)
+    assert (found.ver, found.logprobs, found.prompt_token_ids) == (3, [[-0.5, -1.0]], [[1]])
+    assert json.loads(route.calls.last.request.content)["items"][0]["response_token_ids"] == [7, 8]
