@@ -51,7 +51,7 @@ class UniqueId(ctypes.Structure):
 
 
 def introduced(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *, allow_shared_gpu: bool = False) -> list[Any]:
-    """What each rank, whose GPU is named here, gets for rank 0's id; or its error."""
+    """Return what each rank, whose GPU is named here, gets for rank 0's id; or its error."""
     monkeypatch.setitem(sys.modules, "vllm.distributed.utils", SimpleNamespace(StatelessProcessGroup=object))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(uuid=gpus[device.index]))
     port = free_port()
