@@ -133,6 +133,7 @@ def test_the_producer_s_error_surfaces_with_its_type() -> None:
     for ask in (lambda: made.complete(step=0), lambda: made.take(0, step=0)):
         with pytest.raises(ServerUnreachableError, match="no answer"):
             ask()
+    assert made.describe().startswith("no call in flight"), "a sync need not wait for the one that failed"
     made.close()
 
 
