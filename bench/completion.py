@@ -39,7 +39,7 @@ from deploy.bccd.photographs import read_photographs, write_jsonl
 from deploy.demo.build_data import Build, build
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
-from learner.detector.answers import Answers, Asked
+from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.model import find_model
 from learner.records import DetectionObject, Sample
 from learner.run.files import write_atomically
@@ -95,7 +95,7 @@ def _answers(name: str, work: Path, bccd: Path | None) -> tuple[list[Sample], li
         build(Build(train=SCENES, val=1, test=1, seed=3), work / "data")
         path = work / "data" / "train.jsonl"
     files = find_model(MODELS[name])
-    asking = Answers(files, Asked(samples=MOST))
+    asking = Answers(files, AnswerSettings(samples=MOST))
     task = DetectionTask(files.settings.task, asking.encoder.tokenizer)
     samples = load_samples(DataConfig(train=str(path)), str(path), task)
     answers: list[list[Answer]] = []

@@ -34,7 +34,7 @@ from deploy.bccd.photographs import read_photographs, write_jsonl
 from deploy.demo.build_data import Build, build
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
-from learner.detector.answers import Answers, Asked, Backend
+from learner.detector.answers import Answers, AnswerSettings, Backend
 from learner.detector.calibration import asked_as
 from learner.detector.evaluation import Found, Scored, evaluate_all
 from learner.detector.model import find_model
@@ -42,7 +42,7 @@ from learner.records import ParsedRollout, Rollout, Sample
 from learner.run.files import AppendedLines, write_atomically
 from learner.tasks.detection.ap_interval import AP, AP50
 from learner.tasks.detection.calibrate import fit_calibration
-from learner.tasks.detection.scores import Calibration, Candidate, candidates, scores_of
+from learner.tasks.detection.scores import Calibration, ScoreCandidate, candidates, scores_of
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
 
@@ -84,7 +84,7 @@ class Measured:
     def __init__(self, name: str, folder: Path, *, backend: Backend, bccd: Path | None) -> None:
         model = find_model(FOLDERS[name])
         self.folder = folder
-        self.answers = Answers(model, Asked(backend=backend, dtype="float32", samples=max(DRAWN)))
+        self.answers = Answers(model, AnswerSettings(backend=backend, dtype="float32", samples=max(DRAWN)))
         self.task = DetectionTask(model.settings.task, self.answers.encoder.tokenizer)
         files = _annotations(name, folder, bccd)
         self.samples = {
@@ -144,11 +144,11 @@ class Measured:
     def _fit(self, val: Sequence[Sequence[ParsedRollout]], number: int) -> Calibration:
         return fit_calibration(self._candidates(val, number), self.samples["val"], num_drawn=number)[0]
 
-    def _candidates(self, parsed: Sequence[Sequence[ParsedRollout]], number: int) -> list[list[Candidate]]:
+    def _candidates(self, parsed: Sequence[Sequence[ParsedRollout]], number: int) -> list[list[ScoreCandidate]]:
         pieces = pieces_of(self.task.tokenizer)
         return [candidates(own[: 1 + number], pieces) for own in parsed]
 
-    def _found(self, name: str, found: Sequence[Sequence[Candidate]], calibration: Calibration | None) -> Found:
+    def _found(self, name: str, found: Sequence[Sequence[ScoreCandidate]], calibration: Calibration | None) -> Found:
         boxes = {}
         for sample, own in zip(self.samples["test"], found, strict=True):
             scores = scores_of(own, calibration) if own and calibration else [1.0] * len(own)

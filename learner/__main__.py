@@ -215,9 +215,9 @@ def predict_gain(
 
     def work() -> int:
         from learner.predict.command import predict_gain
-        from learner.predict.measure import Asked
+        from learner.predict.measure import MeasureSettings
 
-        asked = Asked(num_samples=samples, num_generations=generations, agreement=agreement)
+        asked = MeasureSettings(num_samples=samples, num_generations=generations, agreement=agreement)
         return predict_gain(config, overrides or (), asked=asked, json_path=json, calibration=calibration)
 
     _end(work)
@@ -317,11 +317,11 @@ def predict(
     """
 
     def work() -> int:
-        from learner.detector.answers import Asked
+        from learner.detector.answers import AnswerSettings
         from learner.detector.command import Options, predict
         from shared.tokens import read_token
 
-        asked = Asked(
+        asked = AnswerSettings(
             backend=backend.value,
             server=server,
             samples=samples,
@@ -367,11 +367,11 @@ def calibrate(
     numbers = _numbers(samples, "--samples")
 
     def work() -> int:
-        from learner.detector.answers import Asked
+        from learner.detector.answers import AnswerSettings
         from learner.detector.calibration import CalibrateOptions, calibrate
         from shared.tokens import read_token
 
-        asked = Asked(
+        asked = AnswerSettings(
             backend=backend.value,
             server=server,
             max_new_tokens=max_new_tokens,
@@ -422,11 +422,11 @@ def evaluate(
     held_out, retained = _named(val_predictions, "--val-predictions"), _named(retain, "--retain")
 
     def work() -> int:
-        from learner.detector.answers import Asked
+        from learner.detector.answers import AnswerSettings
         from learner.detector.evaluate import EvaluateOptions, evaluate
         from shared.tokens import read_token
 
-        asked = Asked(backend=backend.value, server=server, samples=samples, token=read_token(os.environ))
+        asked = AnswerSettings(backend=backend.value, server=server, samples=samples, token=read_token(os.environ))
         options = EvaluateOptions(
             annotations=annotations,
             predictions=given,
@@ -516,7 +516,7 @@ def suggest_missing(
     """Ask the model several times about each image. Boxes that answers agree on and nobody labelled, best first."""
 
     def work() -> int:
-        from learner.detector.answers import Asked
+        from learner.detector.answers import AnswerSettings
         from learner.detector.command import quiet
         from learner.detector.model import find_model
         from learner.missing.suggest import annotations_of, suggest
@@ -524,7 +524,7 @@ def suggest_missing(
 
         quiet()
         token = read_token(os.environ)
-        asked = Asked(backend=backend.value, server=server, samples=samples, dtype=dtype.value, token=token)
+        asked = AnswerSettings(backend=backend.value, server=server, samples=samples, dtype=dtype.value, token=token)
         files = find_model(model, config=config)
         data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
         found = suggest(files, data, out, asked, tell=lambda text: print(text, file=sys.stderr))
@@ -659,7 +659,7 @@ def _check(
     draw: int = 0,
     out: Path = Path(),
 ) -> int:
-    from learner.doctor.check import Drawing, run_check
+    from learner.doctor.check import DrawRequest, run_check
 
     return run_check(
         config,
@@ -668,7 +668,7 @@ def _check(
         read_data=True,
         overrides=overrides,
         people=people,
-        drawing=Drawing(draw, out) if draw else None,
+        drawing=DrawRequest(draw, out) if draw else None,
     )
 
 

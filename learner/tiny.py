@@ -80,7 +80,7 @@ PATCH_SIZE, MERGE_SIZE = 8, 2  # a 128x128 image: 16x16 patches, 64 image tokens
 
 
 @dataclass(frozen=True, kw_only=True)
-class Shape:
+class TinyShape:
     """The parts that differ between the sizes. The vision tower has one deepstack level at each of its last three
     layers."""
 
@@ -98,7 +98,7 @@ class Shape:
     vision_heads: int = 4
 
 
-TINY = Shape(
+TINY = TinyShape(
     layers=2,
     hidden=64,
     intermediate=128,
@@ -125,7 +125,7 @@ def tiny_model(folder: str | Path) -> Path:
 
 def write_model(
     path: str | Path,
-    shape: Shape,
+    shape: TinyShape,
     *,
     words: Sequence[str] = (),
     max_pixels: int = 256**2,
@@ -202,7 +202,7 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, max_pixels: int = 256**2
     )
 
 
-def build_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3VLConfig:
+def build_config(tokenizer: PreTrainedTokenizerFast, shape: TinyShape) -> Qwen3VLConfig:
     """Return the model's configuration, with the tokenizer's ids."""
 
     def token(text: str) -> int:
@@ -222,7 +222,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> Qwen3VLCon
     )
 
 
-def _text_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, Any]:
+def _text_config(tokenizer: PreTrainedTokenizerFast, shape: TinyShape) -> dict[str, Any]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": shape.hidden,
@@ -245,7 +245,7 @@ def _text_config(tokenizer: PreTrainedTokenizerFast, shape: Shape) -> dict[str, 
     }
 
 
-def _vision_config(shape: Shape) -> dict[str, Any]:
+def _vision_config(shape: TinyShape) -> dict[str, Any]:
     return {
         "depth": shape.vision_depth,
         "hidden_size": shape.vision_hidden,

@@ -12,13 +12,13 @@ import torch
 import typer
 from transformers import Qwen3VLForConditionalGeneration
 
-from learner.tiny import TINY, Shape, build_config, build_tokenizer, write_model
+from learner.tiny import TINY, TinyShape, build_config, build_tokenizer, write_model
 
 Size = Literal["tiny", "demo", "0.5B"]
 
-SHAPES: dict[Size, Shape] = {
+SHAPES: dict[Size, TinyShape] = {
     "tiny": TINY,
-    "demo": Shape(
+    "demo": TinyShape(
         layers=6,
         hidden=256,
         intermediate=352,
@@ -29,7 +29,7 @@ SHAPES: dict[Size, Shape] = {
         vision_intermediate=256,
         initializer_range=0.02,
     ),
-    "0.5B": Shape(  # the language model of Qwen3-0.6B, with the demo's small vocabulary
+    "0.5B": TinyShape(  # the language model of Qwen3-0.6B, with the demo's small vocabulary
         layers=28,
         hidden=1024,
         intermediate=3072,

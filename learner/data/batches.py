@@ -29,7 +29,7 @@ from typing import Any, NamedTuple
 from learner.config.plan import Plan, steps_per_epoch
 from learner.config.schema import RunConfig
 from learner.data.augment import Augmented
-from learner.data.encoding import EncoderPool, EncodingJob, LocalPool, PromptEncoder, WorkerPool
+from learner.data.encoding import Encoder, EncoderPool, EncodingJob, LocalPool, WorkerPool
 from learner.data.sampler import DistributedSampler, Share, sampler_of
 from learner.records import EncodedPrompt, Sample
 from shared.errors import CheckpointError
@@ -100,7 +100,7 @@ class Batches(Iterator[MicroBatch]):
         config: RunConfig,
         plan: Plan,
         rank: int,
-        encoder: PromptEncoder,
+        encoder: Encoder,
         augmented: Augmented | None = None,
     ) -> None:
         """Set up the stream. `augmented`: how samples are seen, if not as they are."""
@@ -319,7 +319,7 @@ class _Repeated:
         return [prompt for prompt, times in zip(self.job.result(), self.times, strict=True) for _ in range(times)]
 
 
-def encoder_pool(config: RunConfig, encoder: PromptEncoder, *, samples_per_micro_batch: int) -> EncoderPool:
+def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch: int) -> EncoderPool:
     """Return the pool that encodes prompts: `data.num_workers` processes, or this one."""
     if not config.data.num_workers:
         return LocalPool(encoder)

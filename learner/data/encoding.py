@@ -30,7 +30,7 @@ from shared.errors import DataError, DeadlineError
 from shared.waits import result_of
 
 
-class PromptEncoder(Protocol):
+class Encoder(Protocol):
     """Must be picklable if workers are used."""
 
     def encode(self, sample: Sample) -> EncodedPrompt: ...
@@ -58,7 +58,7 @@ class EncoderPool(Protocol):
 
 @dataclass(frozen=True)
 class _LocalJob:
-    encoder: PromptEncoder
+    encoder: Encoder
     samples: tuple[Sample, ...]
 
     def result(self) -> list[EncodedPrompt]:
@@ -71,7 +71,7 @@ class LocalPool:
     lookahead = 0
     job_size = 1_000_000
 
-    def __init__(self, encoder: PromptEncoder) -> None:
+    def __init__(self, encoder: Encoder) -> None:
         self._encoder = encoder
 
     def submit(self, samples: Sequence[Sample]) -> EncodingJob:
@@ -102,9 +102,7 @@ class _Encoded:
 class WorkerPool:
     """`num_workers` processes. Raises DataError if one of them dies."""
 
-    def __init__(
-        self, encoder: PromptEncoder, *, num_workers: int, samples_per_micro_batch: int, timeout_s: float
-    ) -> None:
+    def __init__(self, encoder: Encoder, *, num_workers: int, samples_per_micro_batch: int, timeout_s: float) -> None:
         self.job_size = min(MAX_JOB_SIZE, -(-samples_per_micro_batch // num_workers))
         self.lookahead = JOBS_PER_WORKER * num_workers * self.job_size
         self._timeout_s = timeout_s
@@ -161,7 +159,7 @@ def _start_fork_server() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _modules_of(encoder: PromptEncoder) -> set[str]:
+def _modules_of(encoder: Encoder) -> set[str]:
     """Return the modules that a process imports to unpickle it."""
     modules = set()
 
@@ -174,10 +172,10 @@ def _modules_of(encoder: PromptEncoder) -> set[str]:
     return modules
 
 
-_worker_encoder: PromptEncoder | None = None  # set once in a worker process, when it starts
+_worker_encoder: Encoder | None = None  # set once in a worker process, when it starts
 
 
-def _start_worker(encoder: PromptEncoder) -> None:
+def _start_worker(encoder: Encoder) -> None:
     """A worker ends when the learner closes it or is gone. It ignores signals that a terminal or a launcher sends to
     the whole group: a learner that was asked to stop still needs its prompts to finish the step."""
     global _worker_encoder

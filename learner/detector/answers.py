@@ -46,7 +46,7 @@ _TEXT_MARGIN = 64  # tokens, beyond the longest prompt that is foreseen
 
 
 @dataclass(frozen=True, kw_only=True)
-class Asked:
+class AnswerSettings:
     """The making of answers. `server`: the URL of a rollout server, which serves the same model; another text raises
     ConfigErrors."""
 
@@ -66,7 +66,7 @@ class Asked:
 class Answers:
     """Opens the backend on entering, and closes it at the end."""
 
-    def __init__(self, model: ModelFiles, asked: Asked) -> None:
+    def __init__(self, model: ModelFiles, asked: AnswerSettings) -> None:
         self._model, self.asked = model, asked
         self._stack = ExitStack()
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

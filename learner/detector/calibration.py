@@ -18,13 +18,13 @@ from rich.table import Table
 from learner.config.inference import CALIBRATION_NAME
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_split
-from learner.detector.answers import Answers, Asked
+from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.command import quiet, reading
 from learner.detector.model import ModelFiles, find_model, require_boxes
 from learner.records import ParsedRollout, Sample
 from learner.run.files import write_atomically
 from learner.tasks.detection.calibrate import fit_calibration
-from learner.tasks.detection.scores import Calibration, CalibrationFile, Candidate, candidates
+from learner.tasks.detection.scores import Calibration, CalibrationFile, ScoreCandidate, candidates
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
 
@@ -35,7 +35,7 @@ class CalibrateOptions:
 
     model: Path
     annotations: str
-    asked: Asked
+    asked: AnswerSettings
     samples: Sequence[int] = (0, 4)
     config: str | None = None
     out: Path | None = None
@@ -54,7 +54,7 @@ def calibrate(options: CalibrateOptions) -> int:
     data, reader = reading(model, [options.annotations], named=options.config is not None)
     data = data or DataConfig(train=options.annotations, on_bad_record="drop")
     samples = load_split(data, options.annotations, task, geometry=task.config.geometry, reader=reader).samples
-    found: dict[int, list[list[Candidate]]] = {number: [] for number in numbers}
+    found: dict[int, list[list[ScoreCandidate]]] = {number: [] for number in numbers}
     pieces = pieces_of(task.tokenizer)
     for parsed in _answered(answers, asked_as(model, samples), task, console):
         for number in numbers:

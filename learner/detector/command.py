@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from learner.config.sections.data import DataConfig
 from learner.config.split import as_read_for
-from learner.detector.answers import Asked
+from learner.detector.answers import AnswerSettings
 from learner.detector.boxes import Prediction
 from learner.detector.detector import Detector
 from learner.detector.inputs import InputImage, Inputs, find_inputs
@@ -42,7 +42,7 @@ class Options:
     model: Path
     inputs: Sequence[str]
     out: Path
-    asked: Asked
+    asked: AnswerSettings
     config: str | None = None
     prompt: str | None = None
     conf: float | None = None

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Self
 
 from PIL import Image
 
-from learner.detector.answers import Answers, Asked
+from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.boxes import Prediction, ScoredBox, Tile, in_pixels, merge, tiles_of
 from learner.detector.inputs import InputImage
 from learner.detector.model import ModelFiles, find_model, require_boxes, require_classes, require_one_image_prompt
@@ -61,21 +61,22 @@ class Detector:
         self,
         path: str | Path | ModelFiles,
         *,
-        asked: Asked | None = None,
+        asked: AnswerSettings | None = None,
         classes: Sequence[str] = (),
         conf: float = 0.0,
         tile: int | None = None,
         calibration: Calibration | None = None,
         **options: Any,
     ) -> None:
-        """`options` are fields of `Asked`, such as `samples=4` or `backend="hf"`. `conf`: boxes with a lower score are
-        left out. `classes`: only these; () for all. `tile`: side of the tiles of larger photographs, in pixels.
+        """`options` are fields of `AnswerSettings`, such as `samples=4` or `backend="hf"`. `conf`: boxes with a lower
+        score are left out. `classes`: only these; () for all. `tile`: side of the tiles of larger photographs, in
+        pixels.
 
         Raises ConfigError."""
         self.model = path if isinstance(path, ModelFiles) else find_model(path)
         require_boxes(self.model)
         require_classes(self.model, classes)
-        self.asked = asked or Asked(**options)
+        self.asked = asked or AnswerSettings(**options)
         self.classes, self.conf, self.tile = frozenset(classes), conf, tile
         self.calibration = calibration or read_calibration(self.model.folder, samples=self.asked.samples)
         self.answers = Answers(self.model, self.asked)

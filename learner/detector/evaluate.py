@@ -20,11 +20,11 @@ from rich.table import Table
 
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_split
-from learner.detector.answers import Asked
+from learner.detector.answers import AnswerSettings
 from learner.detector.boxes import Prediction
 from learner.detector.command import quiet
 from learner.detector.detector import Detector
-from learner.detector.evaluation import Found, Result, Scored, evaluate_all, threshold_of
+from learner.detector.evaluation import DetectorResult, Found, Scored, evaluate_all, threshold_of
 from learner.detector.inputs import Anything, images_of
 from learner.detector.pictures import TEMPLATES
 from learner.detector.results_in import box_in_sample, classes_of, read_results
@@ -50,7 +50,7 @@ class EvaluateOptions:
     val: str | None = None
     val_predictions: Mapping[str, Path] = field(default_factory=dict)
     retain: Mapping[str, Path] = field(default_factory=dict)
-    asked: Asked = field(default_factory=Asked)
+    asked: AnswerSettings = field(default_factory=AnswerSettings)
     image_root: str | None = None
     out: Path
 
@@ -89,14 +89,14 @@ def evaluate(options: EvaluateOptions) -> int:
     return 0
 
 
-Compared = list[tuple[str, list[Result]]]  # the main annotations, then each of `retain`: results of the models
+Compared = list[tuple[str, list[DetectorResult]]]  # the main annotations, then each of `retain`: results of the models
 
 
 def _compared(
     options: EvaluateOptions,
     found: Mapping[str, Sequence[Found]],
     samples: Mapping[str, Sequence[Sample]],
-    results: list[Result],
+    results: list[DetectorResult],
     thresholds: Mapping[str, float],
 ) -> Compared:
     """Return the comparisons; [] if nothing is retained. Differences are from the first model everywhere."""
@@ -149,7 +149,9 @@ def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str,
     return [read_results(path, name, samples, classes) for name, path in predictions.items()]
 
 
-def _by_model(path: Path, name: str, samples: Mapping[str, Sequence[Sample]], asked: Asked) -> dict[str, Found]:
+def _by_model(
+    path: Path, name: str, samples: Mapping[str, Sequence[Sample]], asked: AnswerSettings
+) -> dict[str, Found]:
     """Return what one model, which is started once, finds in each of the annotated sets."""
     with Detector(path, asked=asked) as detector:
         return {key: Found(name=name, boxes=_boxes(detector, own)) for key, own in samples.items()}
@@ -171,7 +173,7 @@ def _threshold(found: Found, samples: Sequence[Sample]) -> float:
     return threshold_of([list(found.boxes.get(s.sample_id, ())) for s in samples], samples)
 
 
-def _rows(results: Sequence[Result], compared: Compared) -> list[dict[str, Any]]:
+def _rows(results: Sequence[DetectorResult], compared: Compared) -> list[dict[str, Any]]:
     """Return one row a detector. Those of models have their results on what is retained, as `retained`."""
     rows = {one.name: asdict(one) for one in results}
     for data, own in compared[1:]:
@@ -180,7 +182,7 @@ def _rows(results: Sequence[Result], compared: Compared) -> list[dict[str, Any]]
     return list(rows.values())
 
 
-def _table(results: Sequence[Result]) -> Table:
+def _table(results: Sequence[DetectorResult]) -> Table:
     shown = Table(
         "detector", "F1@0.5", "F1@mIoU", "AP", "AP50", "AUC", "calibration error", box=None, padding=(0, 2, 0, 0)
     )
@@ -207,6 +209,6 @@ def _gains(compared: Compared) -> Table:
     return shown
 
 
-def _gain(one: Result) -> str:
+def _gain(one: DetectorResult) -> str:
     text, gained = f"{one.intervals['f1@0.5'].estimate:.3f}", one.differences.get("f1@0.5")
     return text if gained is None else f"{text} {gained.estimate:+.3f} [{gained.low:+.3f}, {gained.high:+.3f}]"

@@ -53,7 +53,7 @@ class Found:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class DetectorResult:
     """`threshold` None: one for each part of the images. `pairs`: differences from each earlier detector by its name,
     by metric; `differences` are those from the first, {} for the first itself."""
 
@@ -72,10 +72,10 @@ class Result:
 
 def evaluate_all(
     found: Sequence[Found], samples: Sequence[Sample], validation: Mapping[str, float] | None = None
-) -> list[Result]:
+) -> list[DetectorResult]:
     """Return one result a detector, in order. `validation`: thresholds by name."""
     earlier: dict[str, tuple[CountTable, ApDraws]] = {}
-    results: list[Result] = []
+    results: list[DetectorResult] = []
     for one in found:
         threshold = (validation or {}).get(one.name)
         line = [list(one.boxes.get(sample.sample_id, ())) for sample in samples]
@@ -94,7 +94,7 @@ def evaluate_all(
             for name, (before, precision_before) in earlier.items()
         }
         results.append(
-            Result(
+            DetectorResult(
                 name=one.name,
                 threshold=threshold,
                 intervals=intervals | {name: precision.interval(name) for name in SHOWN_AP},

@@ -37,7 +37,7 @@ TEMPLATES = jinja2.Environment(
 
 
 @dataclass(frozen=True, kw_only=True)
-class Drawing:
+class DrawnPicture:
     """One picture as the page shows it. `file` is relative to the page; empty if the photograph is not there any
     more."""
 
@@ -126,7 +126,7 @@ def write_page(
     for place, one in sorted(predictions.items()):
         name = picture_name(place, one)
         file = f"{PICTURES}/{quote(name)}" if (out / PICTURES / name).is_file() else ""
-        drawings.append(Drawing(prediction=one, file=file, boxes=[box for box in one.boxes if box.score >= conf]))
+        drawings.append(DrawnPicture(prediction=one, file=file, boxes=[box for box in one.boxes if box.score >= conf]))
     counts: Counter[str] = Counter()
     for drawing in drawings:
         counts.update(dict(drawing.counts))

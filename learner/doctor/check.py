@@ -34,7 +34,7 @@ from shared.tokens import read_token
 
 
 @dataclass(frozen=True, slots=True)
-class Drawing:
+class DrawRequest:
     """The number of training photographs that `check --draw` draws, and their folder."""
 
     number: int
@@ -61,7 +61,7 @@ def run_check(
     read_data: bool = False,
     overrides: Sequence[str] = (),
     people: bool = False,
-    drawing: Drawing | None = None,
+    drawing: DrawRequest | None = None,
 ) -> int:
     """Print the plan for `world_size` ranks (default 1) to stdout and return 0. If something is wrong, print one line
     per mistake to stderr and return 2. With `read_data` the plan has the number of samples in each split. `people`: as
@@ -94,7 +94,7 @@ def preflight(
     read_data: bool,
     build_model: bool = False,
     overrides: Sequence[str] = (),
-    drawing: Drawing | None = None,
+    drawing: DrawRequest | None = None,
 ) -> Preflight:
     """Raises ConfigErrors if there is no configuration to look at: the file's mistakes, or those of parts that it
     names. What is wrong with files and data is in `mistakes`; with `build_model` also names that the model lacks."""
@@ -177,7 +177,7 @@ def _names_of_model(config: RunConfig) -> list[Mistake]:
     return names_that_are_wrong(config.model)
 
 
-def _samples(config: RunConfig, plan: Plan, drawing: Drawing | None) -> dict[str, Any]:
+def _samples(config: RunConfig, plan: Plan, drawing: DrawRequest | None) -> dict[str, Any]:
     """Return how many samples each split has, what is dropped or clipped of it, how long the run is, and what was
     drawn."""
     from learner.data.check import check_retained, check_split, splits  # imported here: not needed to check keys

@@ -1,6 +1,6 @@
 """The memory that learning takes on one GPU, computed from a model's `config.json`. Imports neither torch nor numpy.
 
-In: a checkpoint's configuration and how it is trained. Out: an `Estimate` in bytes, by what takes it. The page
+In: a checkpoint's configuration and how it is trained. Out: a `MemoryEstimate` in bytes, by what takes it. The page
 docs/performance/guide.md compares it with what was measured.
 
 Per layer and token, the backward pass needs the inputs of every matrix product and of every norm: 4 x hidden, 3 x
@@ -50,7 +50,7 @@ class Tower:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
+class ModelShape:
     """The part of a model's shape that the estimate needs."""
 
     text: Tower
@@ -85,7 +85,7 @@ class Use:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class MemoryEstimate:
     """Bytes on one GPU while it learns, without the engine of colocated rollouts."""
 
     weights: int
@@ -106,7 +106,7 @@ class Estimate:
         return {name: round(value / GIB, 1) for name, value in named.items()}
 
 
-def shape_of(config: Mapping[str, Any]) -> Shape:
+def shape_of(config: Mapping[str, Any]) -> ModelShape:
     """The shape that a `config.json` describes. Raises KeyError, TypeError or ValueError if it lacks a size."""
     text = config.get("text_config") or config
     hidden, vocab_size = int(text["hidden_size"]), int(text["vocab_size"])
@@ -115,7 +115,7 @@ def shape_of(config: Mapping[str, Any]) -> Shape:
     merged = int(vision.get("spatial_merge_size", 2)) ** 2 if vision else 0
     mergers = 1 + len(vision.get("deepstack_visual_indexes") or ()) if vision else 0
     joined = merged * int(vision["hidden_size"] if "depth" in vision else hidden) if vision else 0
-    return Shape(
+    return ModelShape(
         text=_text_tower(text),
         vision=_vision_tower(vision) if vision else None,
         patches_per_token=merged,
@@ -165,7 +165,7 @@ def _vision_tower(vision: Mapping[str, Any]) -> Tower:
     )
 
 
-def estimate(shape: Shape, use: Use) -> Estimate:
+def estimate(shape: ModelShape, use: Use) -> MemoryEstimate:
     """Estimate the bytes of each kind at the moment that takes most."""
     adapter = _adapter_parameters(shape, use.lora_rank) if use.lora_rank else 0
     if adapter:
@@ -177,7 +177,7 @@ def estimate(shape: Shape, use: Use) -> Estimate:
     other = OTHER_BYTES
     if use.parts > 1:  # two layers and the embedding are gathered while they are used
         other += use.weight_bytes * (2 * shape.text.layer_parameters + shape.embedding_parameters)
-    return Estimate(
+    return MemoryEstimate(
         weights=use.weight_bytes * shape.num_parameters // use.parts,
         adapter=4 * adapter // use.parts,
         gradients=value_bytes * trained // use.parts,
@@ -188,14 +188,14 @@ def estimate(shape: Shape, use: Use) -> Estimate:
     )
 
 
-def _adapter_parameters(shape: Shape, rank: int) -> int:
+def _adapter_parameters(shape: ModelShape, rank: int) -> int:
     adapted = shape.text.layers * shape.text.adapted
     if shape.vision is not None:
         adapted += shape.vision.layers * shape.vision.adapted + shape.merger_adapted
     return rank * adapted
 
 
-def _of_a_row(shape: Shape, use: Use) -> tuple[int, int]:
+def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
     """Return the bytes of activations and logits. With checkpointing the head's work is over when a layer is computed
     again, so the larger of the two counts."""
     stream = use.weight_bytes  # one value's bytes between layers
@@ -219,7 +219,7 @@ def _of_a_row(shape: Shape, use: Use) -> tuple[int, int]:
     return (kept + max(0, largest - logits), logits) if use.checkpointing else (kept, logits)
 
 
-def longest_row(shape: Shape, use: Use, gpu_bytes: float, lengths: tuple[int, ...]) -> int | None:
+def longest_row(shape: ModelShape, use: Use, gpu_bytes: float, lengths: tuple[int, ...]) -> int | None:
     """Return the longest of `lengths` that fits FILLED of a GPU; None if none does. `use.row_tokens` is not read."""
     fitting = [n for n in lengths if estimate(shape, replace(use, row_tokens=n)).total <= FILLED * gpu_bytes]
     return max(fitting, default=None)
@@ -228,7 +228,7 @@ def longest_row(shape: Shape, use: Use, gpu_bytes: float, lengths: tuple[int, ..
 # ---- of a run ------------------------------------------------------------------------------------------------------
 
 
-def of_run(config: RunConfig, world_size: int) -> Estimate | None:
+def of_run(config: RunConfig, world_size: int) -> MemoryEstimate | None:
     """Estimate what the run's model takes on a GPU. None if `model.path` has no readable `config.json` on this
     machine."""
     shape = _shape_at(Path(config.model.path))
@@ -251,7 +251,7 @@ def of_run(config: RunConfig, world_size: int) -> Estimate | None:
     )
 
 
-def _shape_at(folder: Path) -> Shape | None:
+def _shape_at(folder: Path) -> ModelShape | None:
     try:
         adapter = folder / "adapter_config.json"
         if adapter.is_file():

@@ -15,7 +15,7 @@ from pathlib import Path, PurePath
 from huggingface_hub import EvalResult, ModelCardData
 
 from learner.config.inference import IMAGE, InferenceSettings
-from learner.report.records import EvalPoint, Run
+from learner.report.records import EvalPoint, RunRecord
 from learner.report.results import SHOWN, interval
 from learner.report.scores import f1_of, gain_between
 
@@ -31,7 +31,9 @@ METHODS = {
 }
 
 
-def model_card(repo: str, settings: InferenceSettings, run: Run | None, step: int | None, license: str | None) -> str:
+def model_card(
+    repo: str, settings: InferenceSettings, run: RunRecord | None, step: int | None, license: str | None
+) -> str:
     """Return the whole text. `step`: the step after which the run's weights are these."""
     measured = _measured(run, step) if run else ()
     parts = [
@@ -44,21 +46,21 @@ def model_card(repo: str, settings: InferenceSettings, run: Run | None, step: in
     return "\n".join(parts)
 
 
-def base_of(run: Run | None) -> str | None:
+def base_of(run: RunRecord | None) -> str | None:
     """Return the base model's name on the hub; None if it is a folder, or unknown."""
     path = run.setting("model", "path") if run else None
     on_hub = isinstance(path, str) and HUB_ID.fullmatch(path) and not Path(path).exists()
     return path if on_hub else None
 
 
-def _measured(run: Run, step: int | None) -> tuple[EvalPoint, ...]:
+def _measured(run: RunRecord, step: int | None) -> tuple[EvalPoint, ...]:
     """Return the evaluation before the first step, and that of these weights, as far as there are any with metrics."""
     points = [point for point in run.evals if point.metrics]
     return tuple(point for point in points if point.global_step in (0, step))
 
 
 def _metadata(
-    repo: str, settings: InferenceSettings, run: Run | None, measured: Sequence[EvalPoint], license: str | None
+    repo: str, settings: InferenceSettings, run: RunRecord | None, measured: Sequence[EvalPoint], license: str | None
 ) -> str:
     detects = settings.task.type == "detection"
     results = [
@@ -84,7 +86,7 @@ def _metadata(
     return data.to_yaml()
 
 
-def _summary(settings: InferenceSettings, run: Run | None, license: str | None) -> str:
+def _summary(settings: InferenceSettings, run: RunRecord | None, license: str | None) -> str:
     base = base_of(run)
     begins = f"[{base}](https://huggingface.co/{base})" if base else "A vision-language model"
     text = f"{begins}, trained to {_what(settings)}.\n"
@@ -103,7 +105,7 @@ def _what(settings: InferenceSettings) -> str:
     return f"find objects in photographs, as {shape} with names{names}"
 
 
-def _figures(run: Run, measured: Sequence[EvalPoint]) -> str:
+def _figures(run: RunRecord, measured: Sequence[EvalPoint]) -> str:
     heads = ["base model" if point.global_step == 0 else f"this model, step {point.global_step}" for point in measured]
     lines = [f"| metric | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
     for name in _names(measured):
@@ -133,13 +135,13 @@ def _cell(point: EvalPoint, name: str) -> str:
     return f"{point.metrics[name]:.3f} {interval(f1) if f1 else ''}".strip()
 
 
-def _evaluated_on(run: Run | None) -> str:
+def _evaluated_on(run: RunRecord | None) -> str:
     """Return the data of the evaluations, and how many samples it has."""
     count = f"{run.data.num_evaluation:,} samples of " if run and run.data else ""
     return f"{count}{_short(_split(run))}"
 
 
-def _split(run: Run | None) -> object:
+def _split(run: RunRecord | None) -> object:
     return run.setting("data", "val") or run.setting("data", "test") if run else None
 
 
@@ -149,7 +151,7 @@ def _short(split: object) -> str:
     return "/".join(PurePath(path).parts[-2:]).lstrip("/") if isinstance(path, str) else "data of its owner"
 
 
-def _training(run: Run) -> str:
+def _training(run: RunRecord) -> str:
     variant = str(run.setting("custom", "trainer_variant"))
     rows = [
         ("data", _short(run.setting("data", "train")) + (f", {run.data.num_train:,} samples" if run.data else "")),

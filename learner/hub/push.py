@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError
 from learner.detector.model import ADAPTER, ModelFiles, find_model, read_origin
 from learner.hub.card import HUB_ID, base_of, model_card
 from learner.report.read import is_run, read_run
-from learner.report.records import Run
+from learner.report.records import RunRecord
 from learner.run.best import kept
 from learner.run.files import write_atomically
 from shared.errors import ConfigError, HubError
@@ -130,7 +130,7 @@ def _card(options: PushOptions, model: ModelFiles, api: HfApi) -> str:
     return model_card(options.repo, model.settings, run, step, license)
 
 
-def _run_of(options: PushOptions, model: ModelFiles) -> tuple[Run | None, int | None]:
+def _run_of(options: PushOptions, model: ModelFiles) -> tuple[RunRecord | None, int | None]:
     """Return the run that trained the weights, and the step after which they are these. Without a word about the step,
     the best one, or the last one that was evaluated. Raises ConfigError if --run is none."""
     origin = read_origin(model.folder)
@@ -150,7 +150,7 @@ def _run_of(options: PushOptions, model: ModelFiles) -> tuple[Run | None, int | 
     return run, origin.step if origin else run.evals[-1].global_step if run.evals else None
 
 
-def _license(run: Run | None, api: HfApi) -> str | None:
+def _license(run: RunRecord | None, api: HfApi) -> str | None:
     """Return the base model's license: from its folder's card, or from its page on the hub. None if neither says it."""
     path = run.setting("model", "path") if run else None
     try:

@@ -1,7 +1,7 @@
 """A run's gains and losses, side by side (`data.retain`, R44).
 
-In: the metrics of two evaluations. Those of retained annotations are `retain/NAME/METRIC`. Out: one `Change` for the
-run's own data and one for each NAME, each by its main metric. Pure.
+In: the metrics of two evaluations. Those of retained annotations are `retain/NAME/METRIC`. Out: one `RetainedChange`
+for the run's own data and one for each NAME, each by its main metric. Pure.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ OWN = "own data"
 _MAIN = ("f1@0.5", "f1")
 
 
-class Change(NamedTuple):
+class RetainedChange(NamedTuple):
     """One change of a metric. `data` is a name of `data.retain`, or `OWN`."""
 
     data: str
@@ -26,7 +26,7 @@ class Change(NamedTuple):
         return f"{self.data} {self.before:.3f} -> {self.after:.3f} ({self.after - self.before:+.3f})"
 
 
-def changes(before: Mapping[str, float], after: Mapping[str, float]) -> list[Change]:
+def changes(before: Mapping[str, float], after: Mapping[str, float]) -> list[RetainedChange]:
     """Return the changes; [] if nothing is retained."""
     names = dict.fromkeys(key.split("/")[1] for key in after if key.startswith(RETAIN))
     found = []
@@ -34,5 +34,5 @@ def changes(before: Mapping[str, float], after: Mapping[str, float]) -> list[Cha
         own = {key.removeprefix(prefix): key for key in after if key.startswith(prefix) and key in before}
         metric = next((name for name in _MAIN if name in own), next(iter(own), None))
         if metric is not None:
-            found.append(Change(data, metric, before[own[metric]], after[own[metric]]))
+            found.append(RetainedChange(data, metric, before[own[metric]], after[own[metric]]))
     return found

@@ -239,7 +239,7 @@ class Trackio(Tracker):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class TrackerKind:
     """A kind of tracker: how to make one, the module that it needs, and how to install that."""
 
     make: Callable[[TrackerPlace], Tracker]
@@ -247,11 +247,11 @@ class Kind:
     install: str
 
 
-KINDS: Mapping[str, Kind] = {
-    "tensorboard": Kind(make=TensorBoard, module="tensorboard", install="pip install tensorboard"),
-    "wandb": Kind(make=Wandb, module="wandb", install="pip install 'wandb>=0.19'"),
-    "mlflow": Kind(make=MLflow, module="mlflow", install="pip install 'mlflow-skinny>=3'"),
-    "trackio": Kind(make=Trackio, module="trackio", install="pip install trackio"),
+KINDS: Mapping[str, TrackerKind] = {
+    "tensorboard": TrackerKind(make=TensorBoard, module="tensorboard", install="pip install tensorboard"),
+    "wandb": TrackerKind(make=Wandb, module="wandb", install="pip install 'wandb>=0.19'"),
+    "mlflow": TrackerKind(make=MLflow, module="mlflow", install="pip install 'mlflow-skinny>=3'"),
+    "trackio": TrackerKind(make=Trackio, module="trackio", install="pip install trackio"),
 }
 
 
@@ -358,7 +358,7 @@ class Trackers:
     config: LoggingConfig
     run_dir: Path
     tell: Callable[[str], None] = log.warning
-    kinds: Mapping[str, Kind] = field(default_factory=lambda: KINDS)
+    kinds: Mapping[str, TrackerKind] = field(default_factory=lambda: KINDS)
 
     def __post_init__(self) -> None:
         self._ids_lock = threading.Lock()

@@ -16,7 +16,7 @@ from typing import Any
 
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
-from learner.detector.answers import Answers, Asked
+from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.calibration import asked_as
 from learner.detector.command import reading
 from learner.detector.inputs import require_one_image
@@ -25,7 +25,7 @@ from learner.records import DetectionObject, Rollout, Sample
 from learner.run.additions import addition_of, writable_annotations
 from learner.run.files import write_atomically
 from learner.tasks.detection.agreement import SAME_IOU
-from learner.tasks.detection.completion import OVERLAP, Candidate, candidates
+from learner.tasks.detection.completion import OVERLAP, LabelCandidate, candidates
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.scores import ScoredObject, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
@@ -72,7 +72,12 @@ def annotations_of(
 
 
 def suggest(
-    model: ModelFiles, data: DataConfig, out: Path, asked: Asked, *, tell: Callable[[str], None] = lambda _: None
+    model: ModelFiles,
+    data: DataConfig,
+    out: Path,
+    asked: AnswerSettings,
+    *,
+    tell: Callable[[str], None] = lambda _: None,
 ) -> list[Suggestion]:
     """Write the suggestions into `out`, and return them. The model is asked with its own prompt, as `predict` asks it.
 
@@ -106,7 +111,7 @@ def suggest(
 
 
 def of_sample(
-    sample: Sample, found: Sequence[Candidate], scored: Sequence[ScoredObject] | None = None
+    sample: Sample, found: Sequence[LabelCandidate], scored: Sequence[ScoredObject] | None = None
 ) -> Iterator[Suggestion]:
     """Finds what has no label in a sample. `scored`: what all its answers have, with scores; None: there are none."""
     labels = tuple((obj.desc, addition_of(obj, sample).box) for obj in sample.objects)

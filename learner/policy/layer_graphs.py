@@ -31,7 +31,7 @@ COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Call:
+class _GraphedCall:
     """One layer's call. `inputs`: what its graph reads, tensors and others; `outputs`: the tensors that it writes."""
 
     replay: Work
@@ -47,7 +47,7 @@ class LayerGraphs:
         self._layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
         self._record = record
         self._buffers: dict[tuple[object, ...], torch.Tensor] = {}
-        self._calls: list[_Call] = []
+        self._calls: list[_GraphedCall] = []
         self.can_capture = bool(self._layers)
 
     @property
@@ -116,7 +116,7 @@ class LayerGraphs:
 
         with _without_autocast_cache():  # it would keep a copy of the weights in the graphs' memory
             replay = self._record(work)
-        self._calls.append(_Call(replay=replay, inputs=inputs, outputs=outputs, returned=spec[0]))
+        self._calls.append(_GraphedCall(replay=replay, inputs=inputs, outputs=outputs, returned=spec[0]))
         return _replayed(self._calls[-1], args, kwargs)
 
     def _buffer(self, use: str, index: int, like: torch.Tensor) -> torch.Tensor:
@@ -127,7 +127,7 @@ class LayerGraphs:
         return self._buffers[key]
 
 
-def _replayed(call: _Call, args: Any, kwargs: Any) -> Any:
+def _replayed(call: _GraphedCall, args: Any, kwargs: Any) -> Any:
     _fill(call.inputs, tree_iter((args, kwargs)))
     call.replay()
     # Copies, because the next call writes into the same outputs.

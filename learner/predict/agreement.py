@@ -64,14 +64,14 @@ def drawn_of(groups: Sequence[Sequence[Assignment]], agreement: float = AGREEMEN
     )
 
 
-class Finding(NamedTuple):
+class AgreedObject(NamedTuple):
     """One thing that answers say, as the first of them said it, and how many do."""
 
     object: DetectionObject
     votes: int
 
 
-def findings(answers: Sequence[Sequence[DetectionObject]]) -> list[Finding]:
+def findings(answers: Sequence[Sequence[DetectionObject]]) -> list[AgreedObject]:
     """Return what the answers say, each thing once, in the order in which it was first said."""
     found: list[DetectionObject] = []
     votes: list[int] = []
@@ -83,10 +83,10 @@ def findings(answers: Sequence[Sequence[DetectionObject]]) -> list[Finding]:
         new = [obj for p, obj in enumerate(objects) if p not in known]
         found += new
         votes += [1] * len(new)
-    return [Finding(obj, count) for obj, count in zip(found, votes, strict=True)]
+    return [AgreedObject(obj, count) for obj, count in zip(found, votes, strict=True)]
 
 
-def agreed(found: Sequence[Finding], num_answers: int, share: float = AGREEMENT) -> list[DetectionObject]:
+def agreed(found: Sequence[AgreedObject], num_answers: int, share: float = AGREEMENT) -> list[DetectionObject]:
     """Return the findings that at least this share of the answers has."""
     return [finding.object for finding in found if finding.votes >= math.ceil(share * num_answers - 1e-9)]
 

@@ -19,9 +19,9 @@ from rich.table import Table
 
 from learner.config.load import load_config
 from learner.extensions import check_extensions
-from learner.predict.features import MEANINGS, Estimate, estimates
+from learner.predict.features import MEANINGS, FeatureEstimate, estimates
 from learner.predict.gain import PACKAGED, Formula, read_calibration
-from learner.predict.measure import Asked, measure
+from learner.predict.measure import MeasureSettings, measure
 from learner.predict.recommend import Recommendation, recommend
 from learner.run.files import write_atomically
 
@@ -30,7 +30,7 @@ def predict_gain(
     config_path: str,
     overrides: Sequence[str] = (),
     *,
-    asked: Asked,
+    asked: MeasureSettings,
     json_path: Path | None = None,
     calibration: Path | None = None,
 ) -> int:
@@ -53,7 +53,7 @@ def predict_gain(
     return 0
 
 
-def predicted(formulas: Mapping[str, Formula], found: Mapping[str, Estimate]) -> dict[str, float | None]:
+def predicted(formulas: Mapping[str, Formula], found: Mapping[str, FeatureEstimate]) -> dict[str, float | None]:
     """F1 points by method; None: the model lies outside the regimes of the formula. Raises DataError if a formula needs
     what was not measured."""
     values = {name: estimate.value for name, estimate in found.items()}
@@ -63,7 +63,10 @@ def predicted(formulas: Mapping[str, Formula], found: Mapping[str, Estimate]) ->
 
 
 def as_json(
-    found: Mapping[str, Estimate], recommendation: Recommendation, gains: Mapping[str, float | None], asked: Asked
+    found: Mapping[str, FeatureEstimate],
+    recommendation: Recommendation,
+    gains: Mapping[str, float | None],
+    asked: MeasureSettings,
 ) -> dict[str, Any]:
     """`features` is what `bench.calibrate` reads."""
     return {
@@ -78,7 +81,7 @@ def as_json(
 
 def report(
     console: Console,
-    found: Mapping[str, Estimate],
+    found: Mapping[str, FeatureEstimate],
     recommendation: Recommendation,
     formulas: Mapping[str, Formula],
     gains: Mapping[str, float | None],

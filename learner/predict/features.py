@@ -53,7 +53,7 @@ MEANINGS: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Split:
+class MeasuredSplit:
     """Greedy answers to N scenes, and what their ground truth costs the model."""
 
     greedy: Counts  # [N, columns]
@@ -64,14 +64,14 @@ class Split:
 class Measured:
     """A training sample with K drawn answers to each scene, and a validation sample if there is one."""
 
-    train: Split
+    train: MeasuredSplit
     drawn: Drawn
     exposure: Floats  # [N, kinds, 3] nats after the model's own words, after the truth's, tokens; 0: not compared
-    validation: Split | None
+    validation: MeasuredSplit | None
 
 
 @dataclass(frozen=True, slots=True)
-class Estimate:
+class FeatureEstimate:
     """A number and its 95% interval over scenes."""
 
     value: float
@@ -85,7 +85,7 @@ def features(measured: Measured) -> dict[str, float]:
     return {name: found.value for name, found in estimates(measured).items()}
 
 
-def estimates(measured: Measured) -> dict[str, Estimate]:
+def estimates(measured: Measured) -> dict[str, FeatureEstimate]:
     """Return the same with intervals, in the order of MEANINGS."""
     train = _train(measured)
     if measured.validation is not None:
@@ -129,7 +129,7 @@ def _train(measured: Measured) -> dict[str, Floats]:
     }
 
 
-def _validation(split: Split, train: Mapping[str, Floats]) -> dict[str, Floats]:
+def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, Floats]:
     """Its scenes are drawn independently of the training scenes."""
     sums = _sums_of(len(split.greedy), seed=1)
     nats = sums(split.nats)
@@ -165,6 +165,6 @@ def _ratio(above: Floats, below: Floats) -> Floats:
     return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
 
 
-def _estimate(values: Floats) -> Estimate:
+def _estimate(values: Floats) -> FeatureEstimate:
     low, high = np.quantile(values[1:], [0.025, 0.975])
-    return Estimate(float(values[0]), float(low), float(high))
+    return FeatureEstimate(float(values[0]), float(low), float(high))

@@ -24,7 +24,7 @@ from learner.extensions import reader_of, task_class
 from learner.policy.load import Policy, load_policy
 from learner.predict.agreement import AGREEMENT, drawn_of
 from learner.predict.exposure import KINDS, compare, teacher_forced
-from learner.predict.features import Measured, Split
+from learner.predict.features import Measured, MeasuredSplit
 from learner.records import Assignment, Sample
 from learner.rollout.hf import HfBackend
 from learner.tasks.detection.metrics import count_objects
@@ -35,7 +35,7 @@ DECODED_AT_ONCE = 64  # sequences, if the run does not say
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Asked:
+class MeasureSettings:
     """`num_samples` of each split, `num_generations` answers to each, and the share of these that must agree."""
 
     num_samples: int = 100
@@ -43,7 +43,7 @@ class Asked:
     agreement: float = AGREEMENT
 
 
-def measure(config: RunConfig, asked: Asked, tell: Callable[[str], None] = lambda _: None) -> Measured:
+def measure(config: RunConfig, asked: MeasureSettings, tell: Callable[[str], None] = lambda _: None) -> Measured:
     """Measure the run's model on the run's data. `tell` gets a line per part.
 
     Raises ConfigError, DataError, or RolloutError if memory is too small.
@@ -101,7 +101,7 @@ class _Model:
         self._tell(f"{len(samples)} answers, {how}: {time.monotonic() - began:.1f} s")
         return [self._task.match(self._task.parse(rollout)) for rollout in rollouts]
 
-    def split(self, greedy: Sequence[Assignment]) -> tuple[Split, NDArray[np.float64]]:
+    def split(self, greedy: Sequence[Assignment]) -> tuple[MeasuredSplit, NDArray[np.float64]]:
         """Counts and nats, and the exposure of each scene; zeros where the two can't be compared."""
         began = time.monotonic()
         nats, exposure = np.zeros((len(greedy), 2)), np.zeros((len(greedy), len(KINDS), 3))
@@ -111,7 +111,7 @@ class _Model:
             if found := compare(self._policy, self._task, assignment, forced):
                 exposure[i] = [found.sums(kind) for kind in KINDS]
         self._tell(f"ground truth of {len(greedy)} samples, teacher-forced: {time.monotonic() - began:.1f} s")
-        return Split(greedy=count_objects(greedy).values, nats=nats), exposure
+        return MeasuredSplit(greedy=count_objects(greedy).values, nats=nats), exposure
 
 
 def _drawn_at_temperature_1(config: RunConfig) -> RolloutMatchingConfig:

@@ -30,7 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from learner.predict.features import Estimate
+from learner.predict.features import FeatureEstimate
 
 PARSE_RATE = 0.5
 LEAST_F1 = 0.05
@@ -68,7 +68,7 @@ class Recommendation:
     rules: Sequence[Rule]
 
 
-def recommend(found: Mapping[str, Estimate]) -> Recommendation:
+def recommend(found: Mapping[str, FeatureEstimate]) -> Recommendation:
     """Recommend a method from the estimates of `features.estimates`."""
     rules = [
         _answers_too_little(found),
@@ -84,7 +84,7 @@ def recommend(found: Mapping[str, Estimate]) -> Recommendation:
     return Recommendation(next(rule.method for rule in rules if rule.holds), rules)
 
 
-def _answers_too_little(found: Mapping[str, Estimate]) -> Rule:
+def _answers_too_little(found: Mapping[str, FeatureEstimate]) -> Rule:
     parsed, f1 = found["parse_rate"], found["f1_greedy"]
     holds = parsed.value < PARSE_RATE or f1.value < LEAST_F1
     return Rule(
@@ -92,7 +92,7 @@ def _answers_too_little(found: Mapping[str, Estimate]) -> Rule:
     )
 
 
-def _by_heart(found: Mapping[str, Estimate]) -> Rule:
+def _by_heart(found: Mapping[str, FeatureEstimate]) -> Rule:
     if "overfit_f1" not in found:
         return Rule(BY_HEART, False, "without a validation file (data.val) overfitting is not seen")
     reason = (
@@ -102,7 +102,7 @@ def _by_heart(found: Mapping[str, Estimate]) -> Rule:
     return Rule(BY_HEART, found["overfit_f1"].low > OVERFIT_F1, reason)
 
 
-def _labels_are_missing_and_it_can_do_better(found: Mapping[str, Estimate]) -> Rule:
+def _labels_are_missing_and_it_can_do_better(found: Mapping[str, FeatureEstimate]) -> Rule:
     reason = (
         "what the next two rules ask for, together: on digits grpo on completed labels had 0 to 4 F1 points more than "
         "sft on them, the more the less is labelled"
@@ -110,7 +110,7 @@ def _labels_are_missing_and_it_can_do_better(found: Mapping[str, Estimate]) -> R
     return Rule(COMPLETED_GRPO, _labels_are_missing(found).holds and better_places(found).holds, reason)
 
 
-def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
+def _labels_are_missing(found: Mapping[str, FeatureEstimate]) -> Rule:
     missing = found["missing_labels"]
     reason = (
         f"missing labels {_shown(missing)}; above {MISSING} sft unlearns what has no label. If half of the model's "
@@ -120,7 +120,7 @@ def _labels_are_missing(found: Mapping[str, Estimate]) -> Rule:
     return Rule(COMPLETED_SFT, missing.low > MISSING, reason)
 
 
-def better_places(found: Mapping[str, Estimate]) -> Rule:
+def better_places(found: Mapping[str, FeatureEstimate]) -> Rule:
     """Return True if rollouts can still teach: the best of K answers is better in places, and K answers differ."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
@@ -130,12 +130,12 @@ def better_places(found: Mapping[str, Estimate]) -> Rule:
     return Rule(GRPO, headroom.low > HEADROOM and silent.value <= NO_SIGNAL, reason)
 
 
-def _better_places_now(found: Mapping[str, Estimate]) -> Rule:
+def _better_places_now(found: Mapping[str, FeatureEstimate]) -> Rule:
     rule = better_places(found)
     return Rule(rule.method, rule.holds, rule.reason + _when_sft_is_done(found))
 
 
-def _when_sft_is_done(found: Mapping[str, Estimate]) -> str:
+def _when_sft_is_done(found: Mapping[str, FeatureEstimate]) -> str:
     if "overfit_nats" not in found:
         return ". Without a validation file: not known whether sft still gains"
     known = (
@@ -146,7 +146,7 @@ def _when_sft_is_done(found: Mapping[str, Estimate]) -> str:
     )
 
 
-def _better_names(found: Mapping[str, Estimate]) -> Rule:
+def _better_names(found: Mapping[str, FeatureEstimate]) -> Rule:
     headroom = found["headroom"]
     reason = (
         f"best of K minus greedy: {_shown(headroom)} F1, part of it luck; above {HEADROOM}, and not in places: names"
@@ -154,13 +154,13 @@ def _better_names(found: Mapping[str, Estimate]) -> Rule:
     return Rule(SFT, headroom.low > HEADROOM, reason)
 
 
-def _exposed(found: Mapping[str, Estimate]) -> Rule:
+def _exposed(found: Mapping[str, FeatureEstimate]) -> Rule:
     gap = found["exposure_gap"]
     reason = f"after its own words the truth costs {_shown(gap)} nats per token more; above {EXPOSURE} rollouts mend it"
     return Rule(ROLLOUT_MATCHING, gap.low > EXPOSURE, reason)
 
 
-def _nothing_left(found: Mapping[str, Estimate]) -> Rule:
+def _nothing_left(found: Mapping[str, FeatureEstimate]) -> Rule:
     measured = [found[name] for name in ("f1_greedy", "f1_val") if name in found]
     reason = f"F1 {', '.join(map(_shown, measured))} (training, validation); above {RIGHT_F1} there is little left"
     if "overfit_nats" in found:
@@ -168,9 +168,9 @@ def _nothing_left(found: Mapping[str, Estimate]) -> Rule:
     return Rule(NOTHING, all(one.low > RIGHT_F1 for one in measured) or _overfits(found), reason)
 
 
-def _overfits(found: Mapping[str, Estimate]) -> bool:
+def _overfits(found: Mapping[str, FeatureEstimate]) -> bool:
     return "overfit_nats" in found and found["overfit_nats"].low > OVERFIT
 
 
-def _shown(estimate: Estimate) -> str:
+def _shown(estimate: FeatureEstimate) -> str:
     return f"{estimate.value:.3f} [{estimate.low:.3f}, {estimate.high:.3f}]"

@@ -13,7 +13,7 @@ import numpy as np
 
 from learner.predict.agreement import drawn_of
 from learner.predict.exposure import KINDS
-from learner.predict.features import Estimate, Measured, Split, estimates
+from learner.predict.features import FeatureEstimate, Measured, MeasuredSplit, estimates
 from learner.records import Assignment, Sample
 from learner.rollout.backend import MicroStep
 from learner.tasks.detection.metrics import count_objects
@@ -24,14 +24,14 @@ _MICRO_STEP = -3  # its requests' own, so that no rollout that is learned shares
 MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")
 
 
-def measure_headroom(trainer: Trainer) -> dict[str, Estimate]:
+def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
     """`MEASURED`, by the present weights on at most `SAMPLES` training samples. Collective."""
     every = trainer.train_samples
     chosen = [every[i] for i in sorted(random.Random(0).sample(range(len(every)), min(SAMPLES, len(every))))]
     greedy = trainer.score(chosen, "headroom.jsonl", None).assignments
     groups = _drawn(trainer, chosen)
     measured = Measured(
-        train=Split(greedy=count_objects(greedy).values, nats=np.zeros((len(chosen), 2))),
+        train=MeasuredSplit(greedy=count_objects(greedy).values, nats=np.zeros((len(chosen), 2))),
         drawn=drawn_of(groups),
         exposure=np.zeros((len(chosen), len(KINDS), 3)),
         validation=None,

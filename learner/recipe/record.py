@@ -16,7 +16,7 @@ from typing import Any, Self
 
 from learner.config.schema import RunConfig
 from learner.journal.retained import RETAIN
-from learner.predict.features import Estimate
+from learner.predict.features import FeatureEstimate
 from learner.report.read import METRICS, RECIPE, read_run
 from learner.run.best import BEST_FILE
 from learner.run.files import write_atomically
@@ -75,7 +75,7 @@ class Record:
     minutes: float
     metric: str
     stages: tuple[StageResult, ...] = ()
-    headroom: Mapping[str, Estimate] = field(default_factory=dict)
+    headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)
     grpo: str = ""  # the reason to run it
     no_grpo: str = ""  # the reason not to run it
     extended: bool = False  # sft has the time of grpo, which is not run
@@ -113,7 +113,7 @@ def read_record(root: Path) -> Record | None:
         content: dict[str, Any] = dict(json_in(path))
         known = StageResult.__dataclass_fields__
         stages = [StageResult(**{key: stage[key] for key in known}) for stage in content["stages"]]
-        headroom = {name: Estimate(**one) for name, one in content["headroom"].items()}
+        headroom = {name: FeatureEstimate(**one) for name, one in content["headroom"].items()}
         return Record(**content | {"stages": tuple(stages), "headroom": headroom})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(

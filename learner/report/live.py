@@ -33,7 +33,7 @@ from learner.records import DetectionObject
 from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number, parted
 from learner.report.page import TEMPLATES
 from learner.report.read import Follower, is_run, read_object, read_sheet
-from learner.report.records import Run
+from learner.report.records import RunRecord
 from learner.report.results import Card, duration
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
 from learner.report.scores import F1
@@ -68,7 +68,7 @@ ENDED = {"finished": ("Finished", "good"), "stopped": ("Stopped", "bad"), "faile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Answer:
+class ShownAnswer:
     """One answer. `shapes` are (color, tooltip, object); `tokens` are (text, kind, note)."""
 
     sample_id: str
@@ -108,7 +108,7 @@ class LiveView:
             kinds=KINDS | ({"unlearned": "written again, not learned: without a label"} if keeps else {}),
         )
 
-    def _answers(self, run: Run) -> tuple[int, list[Answer]]:
+    def _answers(self, run: RunRecord) -> tuple[int, list[ShownAnswer]]:
         try:
             told = json_in(self._run_dir / ANSWERS)
             roots = tuple(image_roots(run))
@@ -116,7 +116,7 @@ class LiveView:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
             return 0, []  # it is not there, or not what a learner writes
 
-    def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> Answer:
+    def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> ShownAnswer:
         images = tuple(str(image) for image in line["images"])
         drawn = shapes(line)
         sheet = read_sheet(line, [item for *_, item in drawn])
@@ -130,7 +130,7 @@ class LiveView:
         facts += [f"{int(count)} dropped: {reason}" for reason, count in line["drops"].items()]
         facts += ["unusable"] if not line["usable"] else []
         facts.append(f"version {int(line['ver'])}")
-        return Answer(
+        return ShownAnswer(
             sample_id=str(line["id"]),
             facts=facts,
             width=max(1, width),
@@ -141,7 +141,7 @@ class LiveView:
             tokens=[(str(text), str(kind), str(note)) for text, kind, note in line["tokens"]],
         )
 
-    def _servers(self, run: Run) -> Table | None:
+    def _servers(self, run: RunRecord) -> Table | None:
         known = members(self._run_dir, run)
         rows: list[list[str | tuple[str, str]]] = [[bare_url(url), place] for url, place in known]
         told = self._threads.map(self._server, [url for url, _ in known])
@@ -166,7 +166,7 @@ class LiveView:
         return [gate, str(status.ver), str(status.in_flight), str(status.waiting)]
 
 
-def members(run_dir: Path, run: Run) -> list[tuple[str, str | tuple[str, str]]]:
+def members(run_dir: Path, run: RunRecord) -> list[tuple[str, str | tuple[str, str]]]:
     """Return URL and place of each server, as the run wrote it last; those of its configuration if it has written
     nothing."""
     try:
@@ -208,7 +208,7 @@ class Standing:
     total: int
 
 
-def standing(run: Run, now: float) -> Standing:
+def standing(run: RunRecord, now: float) -> Standing:
     """Says if the run goes on, how far it is, and how long it will take."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     total = status.total_steps
@@ -227,7 +227,7 @@ def standing(run: Run, now: float) -> Standing:
     return Standing(name=name, tone=tone, facts="  ·  ".join(parts), done=done, total=total)
 
 
-def left(run: Run) -> list[str]:
+def left(run: RunRecord) -> list[str]:
     """Return how long the steps that are left will take, at the pace of the last ones."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     if not status.total_steps or done >= status.total_steps:
@@ -237,7 +237,7 @@ def left(run: Run) -> list[str]:
     return [f"about {duration((status.total_steps - done) * status.seconds_per_step)} left"]
 
 
-def cards(run: Run) -> list[Card]:
+def cards(run: RunRecord) -> list[Card]:
     """Return the newest numbers."""
     found = []
     if run.steps:
@@ -263,7 +263,7 @@ def cards(run: Run) -> list[Card]:
     return found
 
 
-def charts(run: Run) -> tuple[list[Chart], Table | None]:
+def charts(run: RunRecord) -> tuple[list[Chart], Table | None]:
     """The training's own charts that matter while it runs, F1 by step, and busy shares. The table has the numbers of
     those that show one value so far."""
     by_title = {chart.title: chart for chart in named_charts(run).values() if chart}
@@ -273,7 +273,7 @@ def charts(run: Run) -> tuple[list[Chart], Table | None]:
     return parted(found)
 
 
-def busy(run: Run) -> Chart | None:
+def busy(run: RunRecord) -> Chart | None:
     """Return how much of the last steps each rank and server worked; waiting is not work."""
     last = run.timelines[-BUSY_STEPS:]
     span = sum(line.end_s - line.begin_s for line in last)

@@ -19,10 +19,10 @@ from learner.config.load import RESOLVED_NAME
 from learner.records import DetectionObject, GeometryKind, StepResult, SyncReceipt
 from learner.report.records import (
     Activity,
+    DataCounts,
     EvalPoint,
     GroupStep,
-    Run,
-    RunData,
+    RunRecord,
     RunSet,
     Scene,
     ScoredScene,
@@ -69,7 +69,7 @@ def is_run(path: Path) -> bool:
     return (path / METRICS).is_file() or (path / RESOLVED_NAME).is_file() or any(_eval_files(path))
 
 
-def read_run(path: Path) -> Run:
+def read_run(path: Path) -> RunRecord:
     """Read one run directory. Anything missing in it becomes a note."""
     return run_of(path, *_read_jsonl(path / METRICS))
 
@@ -82,7 +82,7 @@ class Follower:
         self._events: list[Mapping[str, Any]] = []
         self._num_read = 0  # bytes
 
-    def read(self) -> Run:
+    def read(self) -> RunRecord:
         """Return the run so far."""
         file = self.path / METRICS
         if file.is_file():
@@ -98,7 +98,7 @@ class Follower:
         return run_of(self.path, self._events, 0, with_scenes=False)
 
 
-def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, with_scenes: bool = True) -> Run:
+def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, with_scenes: bool = True) -> RunRecord:
     """Return the run of these events."""
     config, config_note = _read_mapping(path / RESOLVED_NAME)
     named: dict[str, list[Mapping[str, Any]]] = {}
@@ -112,7 +112,7 @@ def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, wit
     times = [t for t in (_number(e, "time") for e in events) if math.isfinite(t)]
     warnings = [_warning(event) for event in named.get("warning", ())]
     notes = [config_note, *warnings, _damage(METRICS, damaged), *eval_damage, test_damage, group_damage]
-    return Run(
+    return RunRecord(
         name=_title(path),
         path=path,
         config=config,
@@ -279,14 +279,14 @@ def _syncs(events: Sequence[Mapping[str, Any]]) -> tuple[SyncPoint, ...]:
     return tuple(reversed(found))
 
 
-def _data(event: Mapping[str, Any]) -> RunData:
+def _data(event: Mapping[str, Any]) -> DataCounts:
     bad = event.get("bad_records")
     counts = {
         str(split): {str(kind): {a: int(n) for a, n in _numbers(actions).items()} for kind, actions in kinds.items()}
         for split, kinds in (bad.items() if isinstance(bad, Mapping) else ())
         if isinstance(kinds, Mapping)
     }
-    return RunData(num_train=_count(event, "train"), num_evaluation=_count(event, "evaluation"), bad_records=counts)
+    return DataCounts(num_train=_count(event, "train"), num_evaluation=_count(event, "evaluation"), bad_records=counts)
 
 
 def _timeline(event: Mapping[str, Any]) -> StepTimeline:

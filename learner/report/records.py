@@ -92,7 +92,7 @@ class SyncPoint:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunData:
+class DataCounts:
     """The samples that a run read, and what was wrong with others: counts by split, kind and action (drop or clip)."""
 
     num_train: int
@@ -134,7 +134,7 @@ class Status:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
+class RunRecord:
     """The measurements of one run. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` as they
     happened."""
 
@@ -149,7 +149,7 @@ class Run:
     groups: tuple[GroupStep, ...]
     spikes: tuple[SpikePoint, ...]
     status: Status
-    data: RunData | None
+    data: DataCounts | None
     wall_s: float  # lies between the first and the last event
     last_event_s: float | None  # Unix seconds
     notes: tuple[str, ...]
@@ -168,6 +168,6 @@ class RunSet:
     any."""
 
     title: str
-    runs: tuple[Run, ...]
+    runs: tuple[RunRecord, ...]
     summary: Mapping[str, Any]
     recipe: Mapping[str, Any]

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 
 from learner.journal.retained import changes
 from learner.report.charts import Bar, Chart, Series, Table, interval_chart, line_chart, number
-from learner.report.records import EvalPoint, Run, RunSet, Scene
+from learner.report.records import EvalPoint, RunRecord, RunSet, Scene
 from learner.report.scores import (
     F1,
-    Counts,
-    Estimate,
+    DetectionCounts,
+    F1Estimate,
     Progress,
     confusion,
     counts_by_class,
@@ -93,7 +93,7 @@ def verdict(runs: Sequence[Progress]) -> str | None:
     return text
 
 
-def _tested(run: Run) -> str:
+def _tested(run: RunRecord) -> str:
     """Return the score of `data.test`, if it is not what the evaluations are of."""
     found = f1_of(run.test) if run.test else None
     if found is None or run.test is None:
@@ -133,7 +133,7 @@ def _f1_card(progress: Progress) -> Card:
     )
 
 
-def _gain_card(name: str, gain: Estimate | None) -> Card:
+def _gain_card(name: str, gain: F1Estimate | None) -> Card:
     if gain is None:
         return Card(name=name, big="–", sub="needs two evaluations")
     sub = f"{interval(gain)}, paired" if gain.low is not None else "no interval"
@@ -156,7 +156,7 @@ def _parse_rate_card(progress: Progress) -> Card:
     return Card(name="Parse rate", big=f"{points[-1]:.1%}", sub=sub)
 
 
-def _sync_card(runs: Sequence[Run]) -> Card:
+def _sync_card(runs: Sequence[RunRecord]) -> Card:
     """Syncs of all runs together, as the console counts them when it ends; the main run's speed if there are none."""
     syncs = [sync.receipt for run in runs for sync in run.syncs]
     if not syncs:
@@ -182,7 +182,7 @@ def notes(runs: Sequence[Progress]) -> list[str]:
     ]
 
 
-def _missing(progress: Progress, main: Run) -> list[str]:
+def _missing(progress: Progress, main: RunRecord) -> list[str]:
     run, said = progress.run, []
     said += _bad_records(run)
     if run.status.ended in ("stopped", "failed") or (run.status.ended and run.status.because):
@@ -204,12 +204,12 @@ def _missing(progress: Progress, main: Run) -> list[str]:
     return said
 
 
-def _because(run: Run) -> str:
+def _because(run: RunRecord) -> str:
     step = f"after step {run.steps[-1].global_step}" if run.steps else "before its first step"
     return f"{step}: {run.status.because}" if run.status.because else step
 
 
-def _bad_records(run: Run) -> list[str]:
+def _bad_records(run: RunRecord) -> list[str]:
     """Return what of the data was dropped or clipped, a line per split."""
     words = {"drop": "dropped", "clip": "clipped"}
     told = {
@@ -257,7 +257,7 @@ def f1_charts(runs: Sequence[Progress]) -> list[Chart]:
     return [chart for chart in drawn if chart] if rows else []
 
 
-def _interval_row(name: str, color: str, estimate: Estimate | None) -> list[Bar]:
+def _interval_row(name: str, color: str, estimate: F1Estimate | None) -> list[Bar]:
     return [Bar(name, estimate.value, color, estimate.low, estimate.high)] if estimate else []
 
 
@@ -308,7 +308,7 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
     shown += [(p.run.name if len(runs) > 1 else "after", p.color, p.after) for p in runs]
     counted = [(name, color, counts_by_iou(point.scenes)) for name, color, point in shown if point and point.scenes]
 
-    def chart(title: str, read: Callable[[Counts], float], note: str) -> Chart | None:
+    def chart(title: str, read: Callable[[DetectionCounts], float], note: str) -> Chart | None:
         series = [Series(name, [(t, read(c)) for t, c in by_iou.items()], color) for name, color, by_iou in counted]
         return line_chart(title, series, x_label="IoU", y_max=1.0, dots=True, note=note)
 
@@ -402,13 +402,13 @@ def _short(name: str) -> str:
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
 
 
-def _estimate_cell(estimate: Estimate | None, *, sign: bool = False) -> tuple[str, str] | str:
+def _estimate_cell(estimate: F1Estimate | None, *, sign: bool = False) -> tuple[str, str] | str:
     if estimate is None:
         return "–"
     return signed(estimate.value) if sign else f"{estimate.value:.3f}", interval(estimate)
 
 
-def interval(estimate: Estimate) -> str:
+def interval(estimate: F1Estimate) -> str:
     """Return `[low, high]`, or nothing."""
     if estimate.low is None or estimate.high is None:
         return ""
@@ -430,6 +430,6 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
-def _tone(gain: Estimate) -> str:
+def _tone(gain: F1Estimate) -> str:
     """Says if the interval leaves zero out, and on which side."""
     return "good" if (gain.low or 0) > 0 else "bad" if (gain.high or 0) < 0 else ""

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from learner.records import DetectionObject
 from learner.report.charts import Chart, Column, Plane, Series, Table, line_chart, number, parted, ticks
-from learner.report.records import GroupStep, Run, ScoredScene
+from learner.report.records import GroupStep, RunRecord, ScoredScene
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture, shapes_of_scene
 
 MAX_GROUPS = 4
@@ -50,7 +50,7 @@ class RewardSection:
     legend: Sequence[tuple[str, str]]
 
 
-def reward_section(run: Run, *, heading: str) -> RewardSection | None:
+def reward_section(run: RunRecord, *, heading: str) -> RewardSection | None:
     """None for a run without rewards."""
     charts, flat = parted((_curve(run), _histogram(run.groups)))
     groups = _groups(run)
@@ -62,7 +62,7 @@ def reward_section(run: Run, *, heading: str) -> RewardSection | None:
     )
 
 
-def _curve(run: Run) -> Chart | None:
+def _curve(run: RunRecord) -> Chart | None:
     """Means are over all ranks, the band is of the rollouts of rank 0."""
     spread = {float(step.global_step): statistics.pstdev(step.rewards) for step in run.groups}
     sampled = [(float(s.global_step), s.metrics["reward"]) for s in run.steps if "reward" in s.metrics]
@@ -120,7 +120,7 @@ def _steps(groups: Sequence[GroupStep]) -> str:
     return str(first) if first == last else f"{first} to {last}"
 
 
-def _groups(run: Run) -> list[GroupRow]:
+def _groups(run: RunRecord) -> list[GroupRow]:
     """Return groups spaced evenly from the first to the last that was recorded."""
     recorded = [step for step in run.groups if step.answers]
     count = min(MAX_GROUPS, len(recorded))

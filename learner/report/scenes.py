@@ -22,7 +22,7 @@ from pathlib import Path, PurePath
 from PIL import Image
 
 from learner.records import DetectionObject
-from learner.report.records import EvalPoint, Run, Scene
+from learner.report.records import EvalPoint, RunRecord, Scene
 from learner.report.scores import Outcome, Progress, classify
 from learner.report.sheet import Sheet
 from shared.errors import MediaError
@@ -286,7 +286,7 @@ def _places(item: DetectionObject, height: float, width: float, *, below_first: 
         yield max(0.0, min(x, DRAWING - width)), max(0.0, min(y, height - TAG_HEIGHT))
 
 
-def image_roots(run: Run) -> list[Path]:
+def image_roots(run: RunRecord) -> list[Path]:
     """Return where a relative image path may start: the configured root, the annotations' folder, here, the run's
     folder."""
     configured = run.setting("data", "image_root")

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.records import DetectionObject
-from learner.report.records import EvalPoint, Run, Scene
+from learner.report.records import EvalPoint, RunRecord, Scene
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
 from learner.tasks.detection.metrics import (
@@ -107,7 +107,7 @@ def _ignored(scene: Scene, threshold: float, correct: Collection[int]) -> NDArra
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class DetectionCounts:
     """Correct predictions, all predictions that are right or wrong, and ground-truth objects."""
 
     correct: int
@@ -128,17 +128,17 @@ class Counts:
         return 2 * self.correct / total if total else math.nan
 
 
-def counts_by_class(scenes: Sequence[Scene]) -> dict[str, Counts]:
+def counts_by_class(scenes: Sequence[Scene]) -> dict[str, DetectionCounts]:
     """Count at IoU 0.5 by description, those with most objects first. A correct prediction has its object's
     description, so the counts of all classes add up to those of the whole set."""
     truth = Counter(item.desc for scene in scenes for item in scene.truth)
     said = Counter(item.desc for scene in scenes for item, _ in _judged(scene))
     correct = Counter(scene.truth[t].desc for scene in scenes for t in classify(scene).found)
     names = sorted(truth.keys() | said.keys(), key=lambda name: (-truth[name], -said[name], name))
-    return {name: Counts(correct=correct[name], predictions=said[name], truth=truth[name]) for name in names}
+    return {name: DetectionCounts(correct=correct[name], predictions=said[name], truth=truth[name]) for name in names}
 
 
-def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, Counts]:
+def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
     """Count at each of the evaluation's IoU thresholds, with the same description; every threshold has its own
     assignment.
 
@@ -153,7 +153,7 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, Counts]:
             correct[threshold] += len(hits)
             said[threshold] += len(scene.predictions) - int(_ignored(scene, threshold, hits).sum())
     truth = sum(len(scene.truth) for scene in scenes)
-    return {t: Counts(correct=correct[t], predictions=said[t], truth=truth) for t in THRESHOLDS}
+    return {t: DetectionCounts(correct=correct[t], predictions=said[t], truth=truth) for t in THRESHOLDS}
 
 
 def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]:
@@ -177,7 +177,7 @@ def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class F1Estimate:
     """A value and its 95% interval. `low` and `high` are None if there are no scenes to draw from."""
 
     value: float
@@ -186,12 +186,12 @@ class Estimate:
     num_scenes: int = 0
 
 
-def f1_estimate(scenes: Sequence[Scene]) -> Estimate:
+def f1_estimate(scenes: Sequence[Scene]) -> F1Estimate:
     """Return the micro-averaged F1@0.5 of a set of scenes. Raises DataError if it is empty."""
     return _estimate(bootstrap_interval(_counts(scenes), F1), len(scenes))
 
 
-def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> Estimate | None:
+def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> F1Estimate | None:
     """Return F1@0.5 of `after` minus that of `before`, over the scenes in both, drawn together; None if there is
     none."""
     earlier = {scene.scene_id: scene for scene in before}
@@ -212,8 +212,8 @@ def _counts(scenes: Sequence[Scene]) -> CountTable:
     return CountTable(sample_ids=tuple(scene.scene_id for scene in scenes), values=values)
 
 
-def _estimate(interval: Interval, num_scenes: int) -> Estimate:
-    return Estimate(value=interval.estimate, low=interval.low, high=interval.high, num_scenes=num_scenes)
+def _estimate(interval: Interval, num_scenes: int) -> F1Estimate:
+    return F1Estimate(value=interval.estimate, low=interval.low, high=interval.high, num_scenes=num_scenes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -226,24 +226,24 @@ class Progress:
     model as the main run, it takes the main run's first one as its own: `borrowed` says so.
     """
 
-    run: Run
+    run: RunRecord
     color: str
     before: EvalPoint | None
     after: EvalPoint | None
-    f1_before: Estimate | None
-    f1_after: Estimate | None
-    gain: Estimate | None
-    curve: tuple[tuple[EvalPoint, Estimate], ...]
+    f1_before: F1Estimate | None
+    f1_after: F1Estimate | None
+    gain: F1Estimate | None
+    curve: tuple[tuple[EvalPoint, F1Estimate], ...]
     borrowed: bool
 
 
-def progress_of(runs: Sequence[Run]) -> tuple[Progress, ...]:
+def progress_of(runs: Sequence[RunRecord]) -> tuple[Progress, ...]:
     """Return one per run, in order; the first run is the main one."""
     shared = runs[0].evals[0] if runs[0].evals and runs[0].evals[0].global_step == 0 else None
     return tuple(_progress(run, RUN_COLORS[i % len(RUN_COLORS)], runs[0], shared) for i, run in enumerate(runs))
 
 
-def _progress(run: Run, color: str, main: Run, shared: EvalPoint | None) -> Progress:
+def _progress(run: RunRecord, color: str, main: RunRecord, shared: EvalPoint | None) -> Progress:
     evals = run.evals
     if run.test and _apart(run.evals, main.evals) and not _apart((run.test,), main.evals):
         evals = (run.test,)
@@ -272,14 +272,14 @@ def _apart(points: Sequence[EvalPoint], others: Sequence[EvalPoint]) -> bool:
     return bool(mine and theirs) and not mine & theirs
 
 
-def f1_of(point: EvalPoint) -> Estimate | None:
+def f1_of(point: EvalPoint) -> F1Estimate | None:
     """Return F1@0.5 with its interval; without one if only the metric was kept; None if neither was."""
     if point.scenes:
         return f1_estimate(point.scenes)
-    return Estimate(value=point.metrics[F1]) if F1 in point.metrics else None
+    return F1Estimate(value=point.metrics[F1]) if F1 in point.metrics else None
 
 
-def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> Estimate | None:
+def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> F1Estimate | None:
     """Return the paired gain; without an interval, from the metrics, if scenes are missing. None for other scenes."""
     if before is None or after is None or _apart((before,), (after,)):
         return None
@@ -287,4 +287,4 @@ def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> Estimate 
     if paired is not None:
         return paired
     value = after.metrics.get(F1, math.nan) - before.metrics.get(F1, math.nan)
-    return Estimate(value=value) if math.isfinite(value) else None
+    return F1Estimate(value=value) if math.isfinite(value) else None

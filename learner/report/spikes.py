@@ -12,7 +12,7 @@ from pathlib import Path
 
 from learner.records import DetectionObject
 from learner.report.charts import Chart, number
-from learner.report.records import Run, SpikePoint, SpikeSample
+from learner.report.records import RunRecord, SpikePoint, SpikeSample
 from learner.report.scenes import Picture, image_roots, load_picture, shapes_of_labels
 
 MAX_SPIKES = 6
@@ -37,7 +37,7 @@ class SpikingStep:
     cards: Sequence[SpikeCard]
 
 
-def largest(run: Run) -> dict[int, list[SpikePoint]]:
+def largest(run: RunRecord) -> dict[int, list[SpikePoint]]:
     """Return the largest ones by step, in order."""
     by_step: dict[int, list[SpikePoint]] = {}
     for point in sorted(run.spikes, key=lambda point: -point.value / max(point.usual, 1e-12)):
@@ -46,7 +46,7 @@ def largest(run: Run) -> dict[int, list[SpikePoint]]:
     return {step: by_step[step] for step in sorted(by_step)}
 
 
-def spikes(run: Run, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> list[SpikingStep]:
+def spikes(run: RunRecord, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> list[SpikingStep]:
     """Return what the page shows of them. Ids begin with `prefix`."""
     roots = image_roots(run)
     return [

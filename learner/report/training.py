@@ -1,7 +1,7 @@
 """The measurements of one run while it trained: small charts, one step as a timeline, and the same numbers as tables.
 
-In: a `Run`. Out: `Chart` and `Table` records for `templates/page.html`. Every metric of a step or a sync is shown: one
-that has no chart of its own here gets one under its name. A loss or a gradient norm that rises is explained.
+In: a `RunRecord`. Out: `Chart` and `Table` records for `templates/page.html`. Every metric of a step or a sync is
+shown: one that has no chart of its own here gets one under its name. A loss or a gradient norm that rises is explained.
 
 The timeline shows what every rank and every server did, and when (R25, R31, R32), for one typical step: of the median
 length, with rollouts if there are any.
@@ -31,7 +31,7 @@ from learner.report.charts import (
     stacked_chart,
     ticks,
 )
-from learner.report.records import Activity, Run, StepTimeline
+from learner.report.records import Activity, RunRecord, StepTimeline
 from learner.report.spikes import SpikingStep, largest, marked, spikes
 
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
@@ -79,11 +79,11 @@ class Training:
     folded: Sequence[Chart]
     flat: Table | None
     spikes: Sequence[SpikingStep]
-    timeline: Timeline | None
+    timeline: TimelineDrawing | None
     absent: Sequence[str]
 
 
-def training(run: Run, *, heading: str, prefix: str = "") -> Training | None:
+def training(run: RunRecord, *, heading: str, prefix: str = "") -> Training | None:
     """Return all charts of a run; None if it recorded neither a step nor a sync. Ids on the page begin with
     `prefix`."""
     if not run.steps and not run.syncs:
@@ -106,7 +106,7 @@ def training(run: Run, *, heading: str, prefix: str = "") -> Training | None:
     )
 
 
-def named_charts(run: Run) -> dict[str, Chart | None]:
+def named_charts(run: RunRecord) -> dict[str, Chart | None]:
     """Return the charts that a run may have, by what they show; None: it did not measure that."""
     keeps = run.setting("loss", "keep_unmatched")  # if true, most of what matches nothing is taken for right
     missed = ("missed, appended (FN)", "missed", "after")
@@ -131,15 +131,15 @@ def _value(step: StepResult, key: str) -> float:
     return step.metrics.get(key, getattr(step, key, math.nan))
 
 
-def _points(run: Run, key: str, channel: str = "AB") -> list[Point]:
+def _points(run: RunRecord, key: str, channel: str = "AB") -> list[Point]:
     return [(float(s.global_step), _value(s, key)) for s in run.steps if s.channel in channel]
 
 
-def _lines(run: Run, title: str, *lines: NamedLine, unit: str = "", y_max: float | None = None) -> Chart | None:
+def _lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "", y_max: float | None = None) -> Chart | None:
     return line_chart(title, [Series(name, _points(run, key), c) for name, key, c in lines], unit=unit, y_max=y_max)
 
 
-def _sync_lines(run: Run, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
+def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
     """Draw lines against `ver`; against a running number if a resumed run counted `ver` anew."""
     versions = [sync.receipt.ver for sync in run.syncs]
     rising = all(a < b for a, b in itertools.pairwise(versions))
@@ -151,7 +151,7 @@ def _sync_lines(run: Run, title: str, *lines: NamedLine, unit: str = "") -> Char
     return line_chart(title, series, x_label="ver" if rising else "sync", unit=unit, dots=True)
 
 
-def _others(run: Run) -> tuple[list[Chart], list[Chart]]:
+def _others(run: RunRecord) -> tuple[list[Chart], list[Chart]]:
     """Return charts of all metrics without one of their own: those that a later version may have added, and the
     folded."""
     found = {key for step in run.steps for key in step.metrics} - {*SHOWN, *STAGE2_SHOWN}
@@ -165,7 +165,7 @@ def _others(run: Run) -> tuple[list[Chart], list[Chart]]:
     return [c for c in charts[:MAX_CHARTS] if c], [c for c in (*charts[MAX_CHARTS:], *more) if c]
 
 
-def _loss(run: Run) -> Chart | None:
+def _loss(run: RunRecord) -> Chart | None:
     """Draw one line per channel: their losses are over different tokens, so they do not continue each other."""
     rollouts, truth = _points(run, "loss", "B"), _points(run, "loss", "A")
     if rollouts and truth:
@@ -175,13 +175,13 @@ def _loss(run: Run) -> Chart | None:
     return line_chart("Loss", series, note=" ".join(filter(None, (_rollout_loss_note(run), _truth_loss_note(run)))))
 
 
-def _gradient_norm(run: Run) -> Chart | None:
+def _gradient_norm(run: RunRecord) -> Chart | None:
     points = _points(run, "grad_norm")
     return line_chart("Gradient norm", [Series("norm", points, "after")], note=_gradient_note(run, points))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Change:
+class MeanChange:
     """A mean that moved: from one quarter of the steps to the last one."""
 
     before: float
@@ -193,7 +193,7 @@ class Change:
         return f"from {number(self.before)} (mean of steps {first} to {last}) to {number(self.after)} (last quarter)"
 
 
-def rise(points: Sequence[Point]) -> Change | None:
+def rise(points: Sequence[Point]) -> MeanChange | None:
     """Return True if the last quarter is above the lowest one before it: by a tenth at least, and by three standard
     errors, so that noise is no rise. None with less than five points a quarter."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
@@ -207,10 +207,10 @@ def rise(points: Sequence[Point]) -> Change | None:
     spread = sum(statistics.variance(y for _, y in quarter) for quarter in (quarters[lowest], last))
     if after - before < max(0.1 * abs(before), 3 * math.sqrt(spread / size)) or after <= before:
         return None
-    return Change(before=before, after=after, steps=(int(quarters[lowest][0][0]), int(quarters[lowest][-1][0])))
+    return MeanChange(before=before, after=after, steps=(int(quarters[lowest][0][0]), int(quarters[lowest][-1][0])))
 
 
-def _rollout_loss_note(run: Run) -> str:
+def _rollout_loss_note(run: RunRecord) -> str:
     rollouts = _points(run, "loss", "B")
     change = rise(rollouts)
     if change is None:
@@ -227,7 +227,7 @@ def _rollout_loss_note(run: Run) -> str:
     return f"{said} Judge by the match rate and by F1."
 
 
-def _truth_loss_note(run: Run) -> str:
+def _truth_loss_note(run: RunRecord) -> str:
     change = rise(_points(run, "loss", "A"))
     if change is None:
         return ""
@@ -236,7 +236,7 @@ def _truth_loss_note(run: Run) -> str:
     return f"{said}: most often the learning rate is too high (peak {number(rate)} here)."
 
 
-def _gradient_note(run: Run, points: Sequence[Point]) -> str:
+def _gradient_note(run: RunRecord, points: Sequence[Point]) -> str:
     change = rise(points)
     if change is None:
         return ""
@@ -255,7 +255,7 @@ def _gradient_note(run: Run, points: Sequence[Point]) -> str:
     return f"{said} The loss does not rise with it, so this is no bad sign."
 
 
-def _drops(run: Run) -> Chart | None:
+def _drops(run: RunRecord) -> Chart | None:
     total: Counter[str] = Counter()
     for step in run.steps:
         total.update({k.removeprefix("drop/"): v for k, v in step.metrics.items() if k.startswith("drop/") and v})
@@ -267,7 +267,7 @@ def _drops(run: Run) -> Chart | None:
     return bar_chart("Objects dropped, by reason", bars, value=f"{number(sum(total.values()))} in all")
 
 
-def _times(run: Run) -> Chart | None:
+def _times(run: RunRecord) -> Chart | None:
     """Draw the phases stacked; those too small to be seen are part of `other`."""
     timed = [(float(s.global_step), s.metrics) for s in run.steps if "step_s" in s.metrics]
     whole = sum(m["step_s"] for _, m in timed)
@@ -277,7 +277,7 @@ def _times(run: Run) -> Chart | None:
     return stacked_chart("Seconds per step", [*layers, Series("other", rest, "rest")], unit=" s")
 
 
-def _stage2(run: Run) -> dict[str, Chart | None]:
+def _stage2(run: RunRecord) -> dict[str, Chart | None]:
     """Return charts of `stage2_ab_training`: how many steps ran on rollouts, and what running ahead of them costs (R25
     R27). None for a run of another kind. Those of the asynchronous actor-learner come only if it ran."""
     measured = {key for step in run.steps for key in step.metrics}
@@ -307,7 +307,7 @@ def _stage2(run: Run) -> dict[str, Chart | None]:
     return charts
 
 
-def steps_table(run: Run) -> Table:
+def steps_table(run: RunRecord) -> Table:
     """Return the charts' numbers; every n-th step of a long run, and always the last."""
     stride = -(-len(run.steps) // MAX_ROWS) or 1
     kept = [s for i, s in enumerate(reversed(run.steps)) if i % stride == 0][::-1]
@@ -315,7 +315,7 @@ def steps_table(run: Run) -> Table:
     return Table(["Step", "Ch.", *STEP_COLUMNS], rows)
 
 
-def sync_table(run: Run) -> Table:
+def sync_table(run: RunRecord) -> Table:
     """Return one row per weight sync."""
     rows = []
     for sync in run.syncs:
@@ -330,7 +330,7 @@ def sync_table(run: Run) -> Table:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Timeline:
+class TimelineDrawing:
     """The drawing of one step."""
 
     step: StepTimeline
@@ -346,7 +346,7 @@ class Timeline:
         return [(name, self.color(name)) for name in names]
 
 
-def timeline(steps: Sequence[StepTimeline]) -> Timeline | None:
+def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
     """Return the drawing of a typical step; None if nothing was recorded."""
     index = typical(steps)
     if index is None:
@@ -355,7 +355,7 @@ def timeline(steps: Sequence[StepTimeline]) -> Timeline | None:
     seconds = step.end_s - step.begin_s
     lanes = list(dict.fromkeys(a.lane for a in found))
     marks_s = [t for t in ticks(0.0, seconds, 8) if t <= seconds]
-    return Timeline(step=step, lanes=lanes, activities=found, marks_s=marks_s)
+    return TimelineDrawing(step=step, lanes=lanes, activities=found, marks_s=marks_s)
 
 
 def typical(steps: Sequence[StepTimeline]) -> int | None:

@@ -34,7 +34,7 @@ from learner.journal.log import PhaseClock
 from learner.records import PackedRow, Segment
 from learner.rollout.backend import MicroStep
 from learner.steps.producer import CallStages, Producer
-from learner.steps.shares import Bounds, Call, Counts, Served, ShareQueue, Shares
+from learner.steps.shares import Bounds, Call, PackCounts, Served, ShareQueue, Shares
 from learner.steps.source import Fence
 from learner.steps.stage2 import (
     CALLS_PER_STEP,
@@ -50,7 +50,7 @@ from shared.errors import DeadlineError
 
 NO_MICRO_STEP = -1  # stands for the micro-step in seeds of what belongs to no step
 ASYNC = "stage2_ab.async_actor_learner"
-# Fields of `Counts` that are metrics of a step, summed over ranks.
+# Fields of `PackCounts` that are metrics of a step, summed over ranks.
 SUMMED_COUNTS = (
     "packs_made",
     "packs_learned",
@@ -128,7 +128,7 @@ class Stage2Ahead(Stage2Steps):
         self._share_of_step = 0
         self._learned_since_sync = True  # the servers do not have the weights of the last Channel-B step
         self._depth = 0  # packs queued when the step's channel was chosen
-        self._reported = (Counts(), CallTotals())  # earlier steps' metrics hold these
+        self._reported = (PackCounts(), CallTotals())  # earlier steps' metrics hold these
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:

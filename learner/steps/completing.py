@@ -28,8 +28,8 @@ from learner.rollout.backend import MicroStep, RolloutBackend
 from learner.run.additions import RunAnnotations
 from learner.run.files import write_atomically
 from learner.tasks.detection.completion import (
-    Candidate,
-    Estimate,
+    CompletionEstimate,
+    LabelCandidate,
     candidates,
     completed,
     estimate,
@@ -60,7 +60,7 @@ class Completion:
     labels: int  # that were annotated
     samples: int  # samples with at least one more label
     left_out: int  # labels that would have made a sample longer than a packed row
-    estimate: Estimate
+    estimate: CompletionEstimate
 
     def to_json(self) -> dict[str, Any]:
         names = ("ver", "rollouts", "min_votes", "why", "added", "labels", "samples", "left_out")
@@ -162,9 +162,9 @@ class LabelCompletion:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[list[Candidate]]:
+    def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[list[LabelCandidate]]:
         """The candidates of all samples, in order. Each rank asks for its share, the ranks in step with each other."""
-        found: list[list[Candidate]] = []
+        found: list[list[LabelCandidate]] = []
         size = _AT_ONCE * self._ranks.world_size
         began = told = time.monotonic()
         for start in range(0, len(annotated), size):
@@ -178,7 +178,7 @@ class LabelCompletion:
                 self._tell(f"labels: answers to {len(found)} of {len(annotated)} samples, {told - began:.0f} s")
         return found
 
-    def _of(self, samples: Sequence[Sample], first: int, global_step: int) -> list[list[Candidate]]:
+    def _of(self, samples: Sequence[Sample], first: int, global_step: int) -> list[list[LabelCandidate]]:
         number = self._settings.rollouts
         line = [sample for sample in samples for _ in range(number)]
         window = [MicroStep(samples=line, micro_step_idx=_MICRO_STEP, first_req_idx=first * number)]
@@ -195,7 +195,7 @@ class LabelCompletion:
             for i, sample in enumerate(samples)
         ]
 
-    def _completed(self, sample: Sample, found: Sequence[Candidate], min_votes: int) -> tuple[Sample, int]:
+    def _completed(self, sample: Sample, found: Sequence[LabelCandidate], min_votes: int) -> tuple[Sample, int]:
         """Return the sample with its new labels, and the number of those without room: the ones with the fewest
         votes."""
         settings, left_out = self._settings, 0

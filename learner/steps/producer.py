@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from learner.data.batches import MicroBatch
 from learner.records import Segment
-from learner.steps.shares import Call, Counts, Drop, Served, ShareQueue
+from learner.steps.shares import Call, Drop, PackCounts, Served, ShareQueue
 from learner.steps.source import Fence
 from learner.steps.stage2 import CallTotals
 from shared.errors import DeadlineError, RolloutError
@@ -46,7 +46,7 @@ class ProducerStats:
     """One rank's producer at one moment; totals since its start."""
 
     queued: int  # packs
-    counts: Counts
+    counts: PackCounts
     calls: CallTotals
 
 

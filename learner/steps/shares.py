@@ -166,7 +166,7 @@ class Drop:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Counts:
+class PackCounts:
     """Totals since the start."""
 
     packs_made: int = 0
@@ -195,7 +195,7 @@ class ShareQueue:
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # packs in the order in which they were made
         self.sync_due = False  # a share was taken since the last sync, so the next one is taken after another sync
-        self.counts = Counts()
+        self.counts = PackCounts()
         self._next_pack = 0
 
     # ---- the producer's side ---------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ from learner.tasks.detection.geometry import iou_matrix
 SAME_IOU = 0.5
 
 
-class Member(NamedTuple):
+class ClusterMember(NamedTuple):
     """One answer's object in a cluster. `answer` and `place` are its indices in what was clustered."""
 
     answer: int
@@ -47,7 +47,7 @@ class Cluster:
     them is a polygon, it is the geometry of the member that overlaps the others most.
     """
 
-    members: tuple[Member, ...]
+    members: tuple[ClusterMember, ...]
     object: DetectionObject
 
     @property
@@ -63,7 +63,7 @@ class Cluster:
 
 def cluster_objects(answers: Sequence[Sequence[DetectionObject]], *, iou_threshold: float = SAME_IOU) -> list[Cluster]:
     """Return the clusters of K answers' objects: those with most votes first, then in canonical order."""
-    members = [Member(k, place, obj) for k, answer in enumerate(answers) for place, obj in enumerate(answer)]
+    members = [ClusterMember(k, place, obj) for k, answer in enumerate(answers) for place, obj in enumerate(answer)]
     iou = iou_matrix([m.object for m in members], [m.object for m in members])
     groups = _groups(members, iou, iou_threshold)
     clusters = [
@@ -85,7 +85,7 @@ def without_repeats(clusters: Sequence[Cluster], *, iou_threshold: float = SAME_
     return [clusters[i] for i in kept]
 
 
-def _groups(members: Sequence[Member], iou: NDArray[np.float64], iou_threshold: float) -> list[list[int]]:
+def _groups(members: Sequence[ClusterMember], iou: NDArray[np.float64], iou_threshold: float) -> list[list[int]]:
     """Return the indices of the members of each cluster, ascending. `iou` [N, N]."""
     group_of = list(range(len(members)))
     groups = {i: [i] for i in range(len(members))}
@@ -101,7 +101,7 @@ def _groups(members: Sequence[Member], iou: NDArray[np.float64], iou_threshold: 
     return [sorted(group) for group in groups.values()]
 
 
-def _pairs(members: Sequence[Member], iou: NDArray[np.float64], iou_threshold: float) -> list[tuple[int, int]]:
+def _pairs(members: Sequence[ClusterMember], iou: NDArray[np.float64], iou_threshold: float) -> list[tuple[int, int]]:
     """Pairs of different answers that overlap enough, in the order in which they are joined. Equal ones go by their
     places in the answers: answers that repeat one box join it first with first, second with second."""
     rows, columns = np.nonzero((np.triu(iou, k=1) >= iou_threshold) & (np.triu(iou, k=1) > 0))
@@ -114,7 +114,7 @@ def _pairs(members: Sequence[Member], iou: NDArray[np.float64], iou_threshold: f
     return [(i, j) for *_, i, j in sorted(found)]
 
 
-def _agreed(members: Sequence[Member], iou: NDArray[np.float64]) -> DetectionObject:
+def _agreed(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> DetectionObject:
     """`iou` [M, M] is of these members, in this order."""
     desc = Counter(member.object.desc for member in members).most_common(1)[0][0]
     if any(member.object.kind != "bbox_2d" for member in members):

@@ -28,7 +28,7 @@ from learner.tasks.detection.metrics import ignored_shares
 from learner.tasks.detection.scores import (
     FEATURES,
     Calibration,
-    Candidate,
+    ScoreCandidate,
     design,
     raw_scores,
     scores_of,
@@ -69,7 +69,9 @@ class Boxes:
     num_truth: int
 
 
-def boxes_of(found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], calibration: Calibration | None) -> Boxes:
+def boxes_of(
+    found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], calibration: Calibration | None
+) -> Boxes:
     """`found[i]` are the candidates of `samples[i]`. `calibration` gives the order in which they are compared with the
     truth."""
     features, names, images, right = [np.zeros((0, len(FEATURES)))], [], [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
@@ -116,7 +118,7 @@ def right_boxes(
 
 @_one_thread
 def fit_calibration(
-    found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int
+    found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Floats, Boxes]:
     """Return the calibration, and for measurements the boxes with a score each [N], from a fit without their image.
 
@@ -130,7 +132,9 @@ def fit_calibration(
 
 
 @_one_thread
-def cross_fitted(found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int) -> list[Floats]:
+def cross_fitted(
+    found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
+) -> list[Floats]:
     """Scores of each image's candidates, each [N], by a fit that had no image of its part: image i is in part i modulo
     `FOLDS`. So the labels of an image never decide its own scores.
 
@@ -146,7 +150,7 @@ def cross_fitted(found: Sequence[Sequence[Candidate]], samples: Sequence[Sample]
 
 
 def _fit_twice(
-    found: Sequence[Sequence[Candidate]], samples: Sequence[Sample], *, num_drawn: int
+    found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Boxes]:
     """Fit twice: which of several boxes of one object is right depends on the order of scores, and after the first fit
     that order is better.

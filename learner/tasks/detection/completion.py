@@ -58,7 +58,7 @@ Tally = NDArray[np.int64]  # [K + 1, 3] clusters by their votes and by relation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class LabelCandidate:
     """A cluster of a sample's answers outside of ignore regions. `object` has its votes; `names` are those that answers
     give it, and how many do. `agreement`, from 0 to 1, is the share of answers that have it, times the share of these
     that give it its name, times the mean IoU of their boxes with its own: those who review begin with the largest."""
@@ -76,13 +76,13 @@ class Candidate:
 
 def candidates(
     sample: Sample, answers: Sequence[Sequence[DetectionObject]], *, overlap: float = OVERLAP
-) -> list[Candidate]:
+) -> list[LabelCandidate]:
     """Return what the answers say about a sample, those with most votes first."""
     found = cluster_objects(answers)
     objects = [one.object._replace(votes=Votes(one.votes, len(answers))) for one in found]
     in_ignored = ignored_shares(objects, sample.ignored)[1] >= SAME_IOU
     return [
-        Candidate(object=obj, relation=relation, names=one.names, agreement=_agreement(one, len(answers)))
+        LabelCandidate(object=obj, relation=relation, names=one.names, agreement=_agreement(one, len(answers)))
         for one, obj, relation, ignored in zip(
             found, objects, _relations(objects, sample.objects, overlap), in_ignored, strict=True
         )
@@ -105,7 +105,7 @@ def _relations(objects: Sequence[DetectionObject], labels: Sequence[DetectionObj
     return ["confirms" if i in confirming else "contradicts" if near[i] else "free" for i in range(len(objects))]
 
 
-def tally(found: Sequence[Candidate], num_answers: int) -> Tally:
+def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
     """Count a sample's clusters with v votes and each relation. A cluster that contradicts counts once a label is
     confirmed too: an answer may be right and say something else besides."""
     counts = np.zeros((num_answers + 1, len(_COLUMNS)), dtype=np.int64)
@@ -118,7 +118,7 @@ def tally(found: Sequence[Candidate], num_answers: int) -> Tally:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Estimate:
+class CompletionEstimate:
     """An estimate of completed labels, made without the truth. The lists are by votes, from 1 on."""
 
     min_votes: int | None  # None: nothing is completed, and `why` says why not
@@ -132,7 +132,7 @@ class Estimate:
         return asdict(self)
 
 
-def estimate(counts: Tally, num_labels: int) -> Estimate:
+def estimate(counts: Tally, num_labels: int) -> CompletionEstimate:
     """Estimate the threshold that `auto` takes. `counts`: the tallies of all samples, added up; `num_labels`: the
     number of their labels."""
     confirms, contradicts, free = (counts[1:, i].astype(float) for i in range(len(_COLUMNS)))
@@ -141,7 +141,7 @@ def estimate(counts: Tally, num_labels: int) -> Estimate:
     fit = _fit(confirms, near, free)
     min_votes, why = _threshold(fit, free)
     precision = fit.precision if fit is not None else np.zeros(len(near))
-    return Estimate(
+    return CompletionEstimate(
         min_votes=min_votes,
         why=why,
         missing=fit.missing if fit is not None else None,
@@ -224,7 +224,7 @@ def _least_share(part: float, whole: float) -> float:
 
 def completed(
     sample: Sample,
-    found: Sequence[Candidate],
+    found: Sequence[LabelCandidate],
     min_votes: int,
     *,
     overlap: float = OVERLAP,

@@ -36,7 +36,7 @@ BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # these tell w
 
 def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, float]:
     """Those of `names` that are in DETECTION_REWARDS."""
-    view = _View.of(parsed)
+    view = _RewardView.of(parsed)
     found = {name: view.reward(name, len(parsed.objects)) for name in BY_OBJECT if name in names}
     if "format" in names:
         whole = parsed.usable and parsed.closed and not parsed.truncated and not any(parsed.drops.values())
@@ -48,7 +48,7 @@ def prefix_rewards(assignment: Assignment, weights: Mapping[str, float], pieces:
     """The weighted sum of the rewards in BY_OBJECT after each object, and where the objects end: behind the last
     coordinate or the description, whichever comes later."""
     parsed = assignment.parsed
-    view, numbers = _View.of(parsed), range(len(parsed.objects) + 1)
+    view, numbers = _RewardView.of(parsed), range(len(parsed.objects) + 1)
     values = np.zeros(len(numbers))
     for name in BY_OBJECT:
         if weight := weights.get(name, 0.0):
@@ -65,7 +65,7 @@ def _ends(parsed: ParsedRollout, text: TokenText) -> NDArray[np.int64]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _View:
+class _RewardView:
     """An answer of P predictions beside G true objects, as the rewards see it."""
 
     iou: NDArray[np.float64]  # [P, G]
@@ -76,7 +76,7 @@ class _View:
     true: tuple[tuple[int | None, str], ...]
 
     @classmethod
-    def of(cls, parsed: ParsedRollout) -> _View:
+    def of(cls, parsed: ParsedRollout) -> _RewardView:
         sample, predictions = parsed.rollout.sample, [p.object for p in parsed.objects]
         predicted, true = (tuple((obj.image, obj.desc) for obj in those) for those in (predictions, sample.objects))
         ignored, ignored_any = ignored_shares(predictions, sample.ignored)

@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from learner.config.inference import CALIBRATION_NAME
 from learner.records import DetectionObject, ParsedRollout
-from learner.tasks.detection.agreement import Cluster, Member, cluster_objects
+from learner.tasks.detection.agreement import Cluster, ClusterMember, cluster_objects
 from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.grammar import NUM_BINS
@@ -50,7 +50,7 @@ FEATURES = (
 _LEAST = -12.0  # nats; less says nothing more
 
 
-class Candidate(NamedTuple):
+class ScoreCandidate(NamedTuple):
     """`votes`: the drawn answers that have it; None: none were drawn."""
 
     object: DetectionObject
@@ -59,7 +59,7 @@ class Candidate(NamedTuple):
     features: NDArray[np.float64]  # [len(FEATURES)]
 
 
-class Told(NamedTuple):
+class ObjectLogprobs(NamedTuple):
     """Log-probabilities of one object in its answer, and its place there."""
 
     name: float
@@ -68,7 +68,7 @@ class Told(NamedTuple):
     place: float
 
 
-def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Candidate]:
+def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[ScoreCandidate]:
     """Return the candidates of one image; `answers[0]` is the greedy one."""
     drawn = len(answers) - 1
     objects = [[predicted.object for predicted in answer.objects] for answer in answers]
@@ -84,17 +84,17 @@ def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Ca
         features = np.array(
             [*_support(cluster, obj, told, drawn), *_shape(obj), _mean_place(cluster, told), count, *overlap]
         )
-        found.append(Candidate(obj, in_greedy, votes if drawn else None, features))
+        found.append(ScoreCandidate(obj, in_greedy, votes if drawn else None, features))
     return found
 
 
-def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[Told]:
+def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[ObjectLogprobs]:
     """Return what is told of each object of an answer; zeros where the log-probabilities are not known."""
     number = len(answer.objects)
     logprobs = answer.rollout.logprobs
     places = [i / max(1, number - 1) for i in range(number)]
     if logprobs is None or not number:
-        return [Told(0.0, 0.0, 0.0, place) for place in places]
+        return [ObjectLogprobs(0.0, 0.0, 0.0, place) for place in places]
     text = pieces.text(answer.rollout.response_token_ids)
     by_token = np.maximum(np.array(logprobs), _LEAST)
     slots = answer.slots
@@ -103,12 +103,12 @@ def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[Told]:
         begin, end = predicted.desc_bytes
         name = by_token[text.token_at(begin) : text.tokens_until(end)]
         each = [by_token[slots.start[i] : slots.end[i]].sum() for i in predicted.slots]
-        found.append(Told(float(name.sum()), float(np.mean(each)), float(min(each)), place))
+        found.append(ObjectLogprobs(float(name.sum()), float(np.mean(each)), float(min(each)), place))
     return found
 
 
 def _alone(place: int, obj: DetectionObject) -> Cluster:
-    return Cluster(members=(Member(0, place, obj),), object=obj)
+    return Cluster(members=(ClusterMember(0, place, obj),), object=obj)
 
 
 def _object(cluster: Cluster) -> DetectionObject:
@@ -121,7 +121,9 @@ def _votes(cluster: Cluster) -> tuple[bool, int]:
     return in_greedy, cluster.votes - in_greedy
 
 
-def _support(cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[Told]], drawn: int) -> list[float]:
+def _support(
+    cluster: Cluster, obj: DetectionObject, told: Sequence[Sequence[ObjectLogprobs]], drawn: int
+) -> list[float]:
     """Return the features `greedy` to `coord_least`."""
     in_greedy, votes = _votes(cluster)
     own = [told[m.answer][m.place] for m in cluster.members]
@@ -140,7 +142,7 @@ def _shape(obj: DetectionObject) -> list[float]:
     return [float(np.log(width * height / last**2)), float(np.log(width / height)), edge]
 
 
-def _mean_place(cluster: Cluster, told: Sequence[Sequence[Told]]) -> float:
+def _mean_place(cluster: Cluster, told: Sequence[Sequence[ObjectLogprobs]]) -> float:
     return float(np.mean([told[m.answer][m.place].place for m in cluster.members]))
 
 
@@ -257,7 +259,7 @@ def scored_objects(
     return [ScoredObject(one.object, float(score), one.votes) for one, score in zip(found, scores, strict=True)]
 
 
-def scores_of(found: Sequence[Candidate], calibration: Calibration | None) -> NDArray[np.float64]:
+def scores_of(found: Sequence[ScoreCandidate], calibration: Calibration | None) -> NDArray[np.float64]:
     """Return the scores [N]."""
     features = np.stack([one.features for one in found])
     if calibration is not None:

@@ -20,7 +20,7 @@ from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
 from learner.tasks.detection.rewards import answer_rewards, prefix_rewards
-from learner.tasks.detection.scores import CalibrationFile, Candidate, candidates, scores_of, token_scores
+from learner.tasks.detection.scores import CalibrationFile, ScoreCandidate, candidates, scores_of, token_scores
 from learner.tasks.detection.target import build_target, ground_truth_target
 from learner.tasks.detection.write import escaped, object_fault, serialize_objects, validate_sample
 from learner.tasks.task import SerializedTail
@@ -148,7 +148,7 @@ class DetectionTask(Task):
                 return assignments
         return [replace(one, scores=tuple(own.tolist())) for one, own in zip(assignments, scores, strict=True)]
 
-    def _candidates(self, assignments: Sequence[Assignment]) -> tuple[list[list[Candidate]], list[Sample]]:
+    def _candidates(self, assignments: Sequence[Assignment]) -> tuple[list[list[ScoreCandidate]], list[Sample]]:
         """Return the candidates of each answer, in the order of its predictions, and its sample."""
         found = [candidates([one.parsed], self._pieces) for one in assignments]
         return found, [one.parsed.rollout.sample for one in assignments]

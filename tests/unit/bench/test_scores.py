@@ -20,7 +20,7 @@ class Truthful:
 
     def __init__(self, task: DetectionTask, *, killed_at: int = -1) -> None:
         self.task, self.killed_at = task, killed_at
-        self.asked: Any = scores.Asked()
+        self.asked: Any = scores.AnswerSettings()
         self.places: list[int] = []
 
     def of(self, groups: Mapping[int, Sequence[Sample]]) -> dict[int, list[list[Rollout]]]:

@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.data.batches import Batches, MicroBatch
-from learner.data.encoding import PromptEncoder, WorkerPool
+from learner.data.encoding import Encoder, WorkerPool
 from learner.records import EncodedPrompt, Sample
 from shared.errors import CheckpointError, DataError, DeadlineError, MediaError
 from tests.servers import wait_gone
@@ -39,7 +39,7 @@ def make_batches(
     count: int,
     *,
     rank: int = 0,
-    encoder: PromptEncoder | None = None,
+    encoder: Encoder | None = None,
     samples_per_rank: int = 2,
     ranks: int = 1,
     **data: Any,

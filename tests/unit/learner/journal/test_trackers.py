@@ -21,7 +21,7 @@ from learner.config.sections.logging import LoggingConfig
 from learner.doctor.check import run_check
 from learner.journal import trackers
 from learner.journal.log import MetricsLog
-from learner.journal.trackers import Kind, Tracker, TrackerCount, TrackerPlace, Trackers, check_trackers
+from learner.journal.trackers import Tracker, TrackerCount, TrackerKind, TrackerPlace, Trackers, check_trackers
 from learner.policy.parallel import Ranks
 from shared.config.parse import dump_yaml
 from tests.runs import events
@@ -184,7 +184,7 @@ def with_faults(
     make: Callable[[TrackerPlace], Tracker] | None = None,
 ) -> tuple[Trackers, list[str]]:
     said: list[str] = []
-    kind = Kind(make=make or (lambda _: Faulty(hook)), module="wandb", install="")
+    kind = TrackerKind(make=make or (lambda _: Faulty(hook)), module="wandb", install="")
     config = LoggingConfig(trackers=["wandb"], tracker_timeout_s=timeout_s)
     return Trackers(config, tmp_path, tell=said.append, kinds={"wandb": kind}), said
 
@@ -255,7 +255,7 @@ def test_a_trackers_failure_is_in_the_log_and_the_metrics_are_whole(
     def refuse(_: TrackerPlace) -> Tracker:
         raise OSError("no network")
 
-    monkeypatch.setitem(trackers.KINDS, "wandb", Kind(make=refuse, module="wandb", install=""))
+    monkeypatch.setitem(trackers.KINDS, "wandb", TrackerKind(make=refuse, module="wandb", install=""))
     log = MetricsLog(tmp_path, LoggingConfig(trackers=["wandb"]), settings=SETTINGS)
     said: list[str] = []
     log.tell = said.append

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from learner.config.sections.data import DataConfig
-from learner.detector.answers import Answers, Asked
+from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.model import ModelFiles, find_model
 from learner.missing import suggest as module
 from learner.missing.review import write_reviewed
@@ -55,7 +55,7 @@ def sure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def suggested(model: ModelFiles, data: DataConfig, out: Path) -> int:
-    return len(suggest(model, data, out, Asked(backend="hf", samples=2)))
+    return len(suggest(model, data, out, AnswerSettings(backend="hf", samples=2)))
 
 
 def model_of_a_run(folder: Path, **data: Any) -> ModelFiles:

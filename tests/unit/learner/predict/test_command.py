@@ -14,7 +14,7 @@ from deploy.demo import build_data
 from learner.__main__ import main
 from learner.predict import recommend as rules
 from learner.predict.command import predicted, report
-from learner.predict.features import MEANINGS, Estimate
+from learner.predict.features import MEANINGS, FeatureEstimate
 from learner.predict.gain import PACKAGED, Formula, read_calibration, write_calibration
 
 pytestmark = pytest.mark.slow
@@ -62,7 +62,7 @@ def test_the_shipped_calibration_predicts_more_where_more_labels_are_missing() -
     usual = {"f1_greedy": 0.6, "parse_rate": 1.0}
     complete, missing, blind = (
         {
-            name: Estimate(value, value, value)
+            name: FeatureEstimate(value, value, value)
             for name, value in ({**dict.fromkeys(MEANINGS, v), **usual} | more).items()
         }
         for v, more in ((0.0, {}), (0.5, {"overfit_f1": 0.0}), (0.5, {"overfit_f1": 0.0, "f1_greedy": 0.0}))

@@ -12,7 +12,7 @@ import pytest
 from learner.predict import recommend as rules
 from learner.predict.agreement import agreed, drawn_of, findings, labelled_and_unlabelled
 from learner.predict.exposure import KINDS
-from learner.predict.features import KIND_NAMES, MEANINGS, Estimate, Measured, Split, estimates, features
+from learner.predict.features import KIND_NAMES, MEANINGS, FeatureEstimate, Measured, MeasuredSplit, estimates, features
 from learner.predict.recommend import recommend
 from learner.records import Assignment, DetectionObject, Sample
 from learner.tasks.detection.bins import canonical_order
@@ -37,11 +37,11 @@ def sample_with(truth: Sequence[DetectionObject], ignored: Sequence[DetectionObj
 
 
 def measured(
-    groups: Sequence[Sequence[Assignment]], greedy: Sequence[Assignment], validation: Split | None = None
+    groups: Sequence[Sequence[Assignment]], greedy: Sequence[Assignment], validation: MeasuredSplit | None = None
 ) -> Measured:
     nats = np.tile([10.0, 100.0], (len(groups), 1))
     exposure = np.tile([3.0, 1.0, 10.0], (len(groups), len(KINDS), 1))
-    train = Split(greedy=count_objects(greedy).values, nats=nats)
+    train = MeasuredSplit(greedy=count_objects(greedy).values, nats=nats)
     return Measured(train=train, drawn=drawn_of(groups), exposure=exposure, validation=validation)
 
 
@@ -132,7 +132,9 @@ def test_features_are_those_that_are_explained_and_intervals_hold_them() -> None
     said = [[ONE], [TWO, ONE], [], [SEVEN], [ONE, SEVEN]]
     greedy = [answer(one, truth) for one in said]
     groups = [[one, greedy[0]] for one in greedy]
-    validation = Split(greedy=count_objects([answer(truth, truth)] * 3).values, nats=np.tile([30.0, 100.0], (3, 1)))
+    validation = MeasuredSplit(
+        greedy=count_objects([answer(truth, truth)] * 3).values, nats=np.tile([30.0, 100.0], (3, 1))
+    )
     whole = estimates(measured(groups, greedy, validation))
     assert list(whole) == list(MEANINGS)
     assert all(one.low - 1e-9 <= one.value <= one.high + 1e-9 for one in whole.values())
@@ -173,7 +175,7 @@ PLAIN = {
 )
 def test_each_reason_leads_to_its_method(changed: dict[str, float], method: str) -> None:
     values = PLAIN | changed
-    found = {name: Estimate(value, value - 0.01, value + 0.01) for name, value in values.items()}
+    found = {name: FeatureEstimate(value, value - 0.01, value + 0.01) for name, value in values.items()}
     recommendation = recommend(found)
     assert recommendation.method == method
     shown = " ".join(rule.reason for rule in recommendation.rules)
@@ -181,9 +183,9 @@ def test_each_reason_leads_to_its_method(changed: dict[str, float], method: str)
 
 
 def test_an_interval_that_does_not_clear_the_threshold_recommends_nothing_of_the_kind() -> None:
-    found = {name: Estimate(value, value - 0.01, value + 0.01) for name, value in PLAIN.items()}
-    found["missing_labels"] = Estimate(0.15, 0.05, 0.25)
-    found["headroom_places"] = Estimate(0.05, 0.01, 0.09)
+    found = {name: FeatureEstimate(value, value - 0.01, value + 0.01) for name, value in PLAIN.items()}
+    found["missing_labels"] = FeatureEstimate(0.15, 0.05, 0.25)
+    found["headroom_places"] = FeatureEstimate(0.05, 0.01, 0.09)
     assert recommend(found).method == rules.SFT
     del found["overfit_nats"]  # a validation file is missing
     assert recommend(found).method == rules.SFT

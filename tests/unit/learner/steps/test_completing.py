@@ -18,7 +18,7 @@ from learner.records import DetectionObject, Rollout, Sample, Votes
 from learner.rollout.backend import MicroStep
 from learner.run.output_dir import claim_output_dir
 from learner.steps.completing import Completion, LabelCompletion, _added, _read
-from learner.tasks.detection.completion import Estimate
+from learner.tasks.detection.completion import CompletionEstimate
 from shared.config.model import ConfigErrors
 from shared.errors import CheckpointError, OutputError
 from tests.unit.learner.steps.test_segments import SAMPLES, TASK, TOKENIZER
@@ -291,7 +291,7 @@ def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) ->
 
 @pytest.mark.parametrize("missing", [None, 0.25])
 def test_a_completion_says_what_it_added_and_what_it_takes_to_be_missing(missing: float | None) -> None:
-    known = Estimate(min_votes=3, why="", missing=missing, recall=(), precision=(), free=())
+    known = CompletionEstimate(min_votes=3, why="", missing=missing, recall=(), precision=(), free=())
     result = Completion(
         global_step=7,
         ver=2,

@@ -14,7 +14,7 @@ from learner.tasks.detection.agreement import cluster_objects
 from learner.tasks.detection.bins import canonical_order
 from learner.tasks.detection.completion import (
     MIN_CLUSTERS,
-    Candidate,
+    LabelCandidate,
     _not_falling,
     candidates,
     completed,
@@ -243,5 +243,5 @@ def test_candidates_keep_what_answers_call_them() -> None:
     here = (0, 0, 100, 100)
     answers = [[box("a", *here)], [box("b", *here)], [box("a", *here)]]
     (found,) = candidates(sample_with([]), answers)
-    assert isinstance(found, Candidate)
+    assert isinstance(found, LabelCandidate)
     assert (found.object.desc, found.votes, found.names) == ("a", 3, {"a": 2, "b": 1})

@@ -31,7 +31,7 @@ from learner.tasks.detection.scores import (
     FEATURES,
     Calibration,
     CalibrationFile,
-    Candidate,
+    ScoreCandidate,
     candidates,
     read_calibration,
     scored_objects,
@@ -51,7 +51,7 @@ def rollout_of(*objects: DetectionObject) -> Rollout:
     return fakes.make_rollout(TOKENIZER.encode(TASK.serialize(objects, after=None).text))
 
 
-def simulated(num_images: int, seed: int) -> tuple[list[list[Candidate]], list[Sample]]:
+def simulated(num_images: int, seed: int) -> tuple[list[list[ScoreCandidate]], list[Sample]]:
     """Return candidates that are right more often the more answers have them; every image has one object."""
     rng = np.random.default_rng(seed)
     truth = box("a", 100, 100, 200, 200)
@@ -64,7 +64,7 @@ def simulated(num_images: int, seed: int) -> tuple[list[list[Candidate]], list[S
             at = truth if is_right else box("a", 400 + 50 * place, 400, 440 + 50 * place, 440)
             features = np.zeros(len(FEATURES))
             features[FEATURES.index("share")] = share if place == 0 else share / 2
-            own.append(Candidate(at, True, 1, features))
+            own.append(ScoreCandidate(at, True, 1, features))
         found.append(own)
         samples.append(Sample(sample_id=str(i), messages=(), images=("x",), objects=(truth,), width=9, height=9))
     return found, samples
@@ -194,7 +194,7 @@ def test_cross_fitted_scores_are_those_of_a_slow_reference() -> None:
             assert score == pytest.approx(_by_hand(candidate, known))
 
 
-def _by_hand(candidate: Candidate, known: Calibration) -> float:
+def _by_hand(candidate: ScoreCandidate, known: Calibration) -> float:
     """Compute a piecewise linear function of each feature, column by column."""
     columns, area = [1.0], 0.0
     for name, value in zip(FEATURES, candidate.features.tolist(), strict=True):
