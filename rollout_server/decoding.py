@@ -7,7 +7,7 @@ neither the token nor the engine, and may take a bounded amount of memory.
 Invariants:
 - nothing is decoded before pixels times scans of all images of its request were counted, and are at most
   `max_request_pixels`;
-- decoded images of all calls hold at most `max_pixels_in_flight`, each until its `Share` is closed;
+- decoded images of all calls hold at most `max_pixels_in_flight`, each until its `PixelShare` is closed;
 - a request is decoded within `image_decode_timeout_s`, in which pauses of the server do not count; then, or once its
   share is closed, its process is killed;
 - there are as many processes as threads that decode, started when they are first needed.
@@ -47,7 +47,7 @@ _BYTES_PER_PIXEL = 24  # the largest image's, with all copies that decoding, tur
 _OTHER_BYTES = 1 << 30
 
 
-class Share:
+class PixelShare:
     """One request's part of `max_pixels_in_flight`. Closing it also ends the decoding."""
 
     def __init__(self, budget: Budget) -> None:
@@ -106,10 +106,10 @@ class Decoders:
         self._budget = Budget(config.max_pixels_in_flight, config.queue_timeout_s)
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
 
-    def share(self) -> Share:
-        return Share(self._budget)
+    def share(self) -> PixelShare:
+        return PixelShare(self._budget)
 
-    def load(self, sources: Sequence[str], share: Share) -> list[Image.Image]:
+    def load(self, sources: Sequence[str], share: PixelShare) -> list[Image.Image]:
         """Raises MediaError, ServerBusyError, and RequestError if the share was closed."""
         self._check_number(len(sources))
         encoded = [(source, self._images.read(source)) for source in sources]
@@ -146,7 +146,7 @@ class Decoders:
                 remedy="shrink the images, save them without progression, or raise the server's max_request_pixels",
             )
 
-    def _ask(self, what: bytes, data: bytes, source: str, share: Share, deadline: Deadline) -> bytearray:
+    def _ask(self, what: bytes, data: bytes, source: str, share: PixelShare, deadline: Deadline) -> bytearray:
         def check() -> None:
             check_open(share.closed)
             if deadline.is_over():

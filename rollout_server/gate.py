@@ -27,17 +27,9 @@ from typing import Literal
 
 from shared.errors import DeadlineError, ServerBusyError, ServerPoisonedError, SyncError
 from shared.waits import time_limit
+from shared.wire import ServedWeights
 
 State = Literal["serving", "draining", "updating", "poisoned"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Served:
-    """The weights that are served, or were last."""
-
-    ver: int
-    incarnation: str  # the learner's that sent them; "": nobody has
-    weights: str  # their digest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +46,7 @@ class Gate:
 
     def __init__(self, weights: str = "") -> None:
         self.state: State = "serving"
-        self.served = Served(ver=0, incarnation="", weights=weights)
+        self.served = ServedWeights(ver=0, incarnation="", weights=weights)
         self.in_flight = 0
         self.incarnation = ""
         self.poisoned_because = ""
@@ -139,7 +131,7 @@ class Gate:
         """The served weights, of this digest, have been checked."""
         assert self.update is not None, "no update under way"
         assert self.state == "updating", "only drained updates complete"
-        self.served = Served(ver=self.update.ver, incarnation=self.update.incarnation, weights=weights)
+        self.served = ServedWeights(ver=self.update.ver, incarnation=self.update.incarnation, weights=weights)
         self.state, self.poisoned_because, self.update = "serving", "", None
         self._awaits_adapter = self._unsound = False
 

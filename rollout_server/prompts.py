@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rollout_server.config import ServerConfig
-from rollout_server.decoding import Decoders, Share, check_open
+from rollout_server.decoding import Decoders, PixelShare, check_open
 from shared.errors import PromptTooLongError, RequestError
 from shared.generation import IMAGE_PLACEHOLDER, Prompt, limit_pixels, render_messages
 from shared.wire import RolloutInferRequest, text_of
@@ -39,7 +39,7 @@ class Renderer:
             self._processor, min_pixels=config.min_pixels, max_pixels=config.max_pixels, keys="the server's "
         )
 
-    def render(self, request: RolloutInferRequest, share: Share) -> Prompt:
+    def render(self, request: RolloutInferRequest, share: PixelShare) -> Prompt:
         """Raises MediaError, ServerBusyError, PromptTooLongError, or RequestError if messages and images do not fit or
         the template refuses them. `share` is what the images hold of the server's memory."""
         sources = image_sources(request)
@@ -68,7 +68,7 @@ class Renderer:
         images = self.decoders.load(sources, share)
         return Prompt(token_ids=token_ids, images=images, pixels=self.pixels)
 
-    def check_length(self, text: str, share: Share) -> None:
+    def check_length(self, text: str, share: PixelShare) -> None:
         """Raises PromptTooLongError for a text that cannot fit, long before all of it is tokenized, and RequestError if
         the share was closed meanwhile."""
         most = self.max_model_len

@@ -22,7 +22,7 @@ _BACKLOG = 2048  # connections that the kernel holds
 _HANG_UP_S = 5.0  # `/health/` answers 503 for so long after the engine died, before the process ends
 
 
-class _Server(uvicorn.Server):
+class _UvicornServer(uvicorn.Server):
     """The kernel may hold more connections than are accepted at once. For asyncio these are one number."""
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -43,7 +43,7 @@ async def serve(
     """Serve until a signal or the engine's death; returns the exit code. Calls in flight get `shutdown_timeout_s`.
     Raises ConfigError if the limit on open files is too low."""
     config = with_open_files(config)
-    server = _Server(
+    server = _UvicornServer(
         uvicorn.Config(
             create_app(RolloutService(engine, config, server_id), token),
             http=functools.partial(Connection, Waiting(config)),  # type: ignore[arg-type]

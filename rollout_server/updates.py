@@ -88,7 +88,7 @@ class SyncTotals:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged:
+class StagedWeights:
     """Weights that wait beside the model."""
 
     incarnation: str
@@ -106,7 +106,7 @@ class WeightUpdates:
         self._config = config
         self._lock = asyncio.Lock()
         self._under_way: asyncio.Task[Any] | None = None
-        self._staged: Staged | None = None
+        self._staged: StagedWeights | None = None
         self._expected: ExpectScoresCall | None = None
         self._expected_came = asyncio.Event()
         self._full_weights = engine.weights  # the digest of the last full update
@@ -152,7 +152,7 @@ class WeightUpdates:
                 await self._leave(str(error) or type(error).__name__)
                 raise
             num_bytes, seconds = _num_bytes(call), time.monotonic() - start
-            self._staged = Staged(
+            self._staged = StagedWeights(
                 incarnation=call.incarnation, ver=call.ver, mode=call.mode, num_bytes=num_bytes, seconds=seconds
             )
             self.totals.staged_bytes = num_bytes
@@ -386,7 +386,7 @@ def _check_verdict(call: UpdateWeightsCall) -> None:
         raise RequestError("this update cannot be judged", found=found, wanted=wanted, remedy=remedy)
 
 
-def _check_staged(call: UpdateWeightsCall, staged: Staged | None) -> Staged:
+def _check_staged(call: UpdateWeightsCall, staged: StagedWeights | None) -> StagedWeights:
     """Raises SyncError if it is not these weights that were staged."""
     found = (
         "nothing" if staged is None else f"version {staged.ver}, {staged.mode}, of incarnation {staged.incarnation!r}"

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import uuid as uuid_module
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import (
@@ -272,6 +273,15 @@ class ProcessedImages(WireModel):
         description="of the values; uint8: not normalized yet"
     )
     settings: dict[str, str] = Field(description="of the processor, and versions of the libraries that it uses")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedWeights:
+    """The weights that a server serves, or served last. A rollout's infos name them by the same three fields."""
+
+    ver: int
+    incarnation: str  # the learner's that sent them; "": nobody has
+    weights: str  # their digest; "": not known
 
 
 class RolloutInfos(WireModel):

@@ -200,7 +200,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[range]:
 
 
 @dataclass(kw_only=True, slots=True)
-class _Server:
+class _ServerQueue:
     """One server's part: what waits for it, and how many more requests it may hold now."""
 
     quota: int
@@ -248,7 +248,7 @@ class Dispatcher(Generic[R]):
         on_split: Callable[[Sequence[int], ProjectError], None],
         lose: Lose = lose_none,
     ) -> None:
-        self._servers = [_Server(quota=quota, free=quota) for quota in plan.quotas]
+        self._servers = [_ServerQueue(quota=quota, free=quota) for quota in plan.quotas]
         for span in plan.spans:
             self._servers[span.server].waiting.append(Batch(start=span.start, stop=span.stop))
         self._send, self._on_answer, self._on_split, self._lose = send, on_answer, on_split, lose
@@ -289,7 +289,7 @@ class Dispatcher(Generic[R]):
                     break
                 self._start(index, batch)
 
-    def _take(self, server: _Server, waiting: deque[Batch]) -> Batch | None:
+    def _take(self, server: _ServerQueue, waiting: deque[Batch]) -> Batch | None:
         """Return the next batch of `waiting` to send to `server` now."""
         size = min(server.free, len(waiting[0])) if waiting else 0
         if size <= 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):

@@ -19,19 +19,11 @@ from typing import Literal
 
 from learner.records import ServerChange, ServerEvent
 from shared.errors import ServerError
+from shared.wire import ServedWeights
 
 State = Literal["serving", "out", "draining"]
 MinServers = int | Literal["all"]
 MIN_SERVERS = "custom.extra.rollout_matching.vllm.server.min_servers"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedWeights:
-    """The weights that the last sync brought to every serving server; each answer must name the same."""
-
-    ver: int
-    incarnation: str  # the group's that brought them
-    weights: str  # their digest, as this side computed it from what was sent; "": not known
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,10 +17,9 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.data.views import sent_images
 from learner.records import Rollout, Sample
 from learner.rollout.backend import drawn_at
-from learner.rollout.membership import ServedWeights
 from shared.errors import ConfigError, DataError, MediaError, RolloutError, ServerMismatchError
 from shared.images import Images
-from shared.wire import Choice, Message, RequestConfig, RolloutInferRequest, RolloutInfos, RolloutOutput
+from shared.wire import Choice, Message, RequestConfig, RolloutInferRequest, RolloutInfos, RolloutOutput, ServedWeights
 
 _THREADS = 8  # that make augmented pictures
 DECODING = "custom.extra.rollout_matching.decoding"

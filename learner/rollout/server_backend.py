@@ -45,12 +45,20 @@ from learner.rollout.distribution import (
     distribute,
     quotas_of,
 )
-from learner.rollout.membership import Member, Membership, ServedWeights
+from learner.rollout.membership import Member, Membership
 from learner.rollout.requests import Decodings, asks_pixels, infer_request, read_rollout, sent_pictures
 from shared.aio import gather
 from shared.errors import ConfigError, ProjectError, ServerMismatchError
 from shared.images import ImageRules, Images
-from shared.wire import PROTOCOL_VERSION, InferCall, RequestConfig, RolloutInferRequest, RolloutOutput, ServerStatus
+from shared.wire import (
+    PROTOCOL_VERSION,
+    InferCall,
+    RequestConfig,
+    RolloutInferRequest,
+    RolloutOutput,
+    ServedWeights,
+    ServerStatus,
+)
 
 T = TypeVar("T")
 log = logging.getLogger("learner.rollout")

@@ -34,7 +34,7 @@ from learner.journal.log import PhaseClock
 from learner.records import PackedRow, Segment
 from learner.rollout.backend import MicroStep
 from learner.steps.producer import CallStages, Producer
-from learner.steps.shares import Bounds, Call, PackCounts, Served, ShareQueue, Shares
+from learner.steps.shares import Bounds, Call, PackCounts, ServedVersion, ShareQueue, Shares
 from learner.steps.source import Fence
 from learner.steps.stage2 import (
     CALLS_PER_STEP,
@@ -155,7 +155,7 @@ class Stage2Ahead(Stage2Steps):
             return
         self._learned_since_sync, self._synced_at = False, fence.updates
         if producer is None:
-            self._producer = self._make_producer(Served(ver=fence.ver, updates=fence.updates))
+            self._producer = self._make_producer(ServedVersion(ver=fence.ver, updates=fence.updates))
         self._want(fence.updates)
 
     def shortfall(self) -> Shortfall | None:
@@ -290,7 +290,7 @@ class Stage2Ahead(Stage2Steps):
 
     # ---- the producer's part ---------------------------------------------------------------------------------------
 
-    def _make_producer(self, served: Served) -> Producer:
+    def _make_producer(self, served: ServedVersion) -> Producer:
         queue = ShareQueue(
             self._bounds,
             served=served,

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from learner.data.batches import MicroBatch
 from learner.records import Segment
-from learner.steps.shares import Call, Drop, PackCounts, Served, ShareQueue
+from learner.steps.shares import Call, Drop, PackCounts, ServedVersion, ShareQueue
 from learner.steps.source import Fence
 from learner.steps.stage2 import CallTotals
 from shared.errors import DeadlineError, RolloutError
@@ -163,7 +163,7 @@ class Producer:
             served = None
             if fence.ver is not None:
                 syncs = queue.served.syncs + counts
-                served = Served(ver=fence.ver, updates=fence.updates, syncs=syncs)
+                served = ServedVersion(ver=fence.ver, updates=fence.updates, syncs=syncs)
             self._forget(queue.complete_fence(served))
             self._wake()
 

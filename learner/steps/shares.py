@@ -22,8 +22,8 @@ Invariants, after every event:
 - a place of a share is queued, in flight, or neither, and never twice; what was dropped is made again, or learned as
   ground truth;
 - a pack is version-pure: all of it came from one call, and no call spans two versions. Every queued pack is fresh: at
-  most `version_window` syncs old (`Served.syncs`), and `take` gives none that is more than `max_update_lag` updates
-  old;
+  most `version_window` syncs old (`ServedVersion.syncs`), and `take` gives none that is more than `max_update_lag`
+  updates old;
 - the queue holds at most `keep_at_most` packs;
 - the lowest share that may be made is always completed, so ranks that drop different packs still meet in it;
 - `failed` and `stopped` are final, keep the first cause, and are seen by whoever asks for anything afterwards.
@@ -124,7 +124,7 @@ class Bounds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Served:
+class ServedVersion:
     """The weights that the servers have. `updates`: optimizer updates in them. `syncs`: syncs after which Channel-B's
     steps learned; those for an evaluation only do not count."""
 
@@ -140,7 +140,7 @@ class Call:
     share: int
     start: int
     stop: int
-    by: Served
+    by: ServedVersion
 
     @property
     def places(self) -> range:
@@ -154,7 +154,7 @@ class Pack:
     index: int
     share: int
     places: tuple[int, ...]
-    by: Served
+    by: ServedVersion
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -183,7 +183,13 @@ class ShareQueue:
     """`size(share)`: this rank's samples of a share. `served`: what the servers have now."""
 
     def __init__(
-        self, bounds: Bounds, *, served: Served, size: Callable[[int], int], samples_per_pack: int, call_size: int
+        self,
+        bounds: Bounds,
+        *,
+        served: ServedVersion,
+        size: Callable[[int], int],
+        samples_per_pack: int,
+        call_size: int,
     ) -> None:
         assert samples_per_pack >= 1, samples_per_pack
         assert call_size >= 1, call_size
@@ -321,7 +327,7 @@ class ShareQueue:
         """Fenced, and no call is in flight: this rank may enter the sync's collective."""
         return self.phase == "fenced" and self.in_flight is None
 
-    def complete_fence(self, served: Served | None) -> list[Drop]:
+    def complete_fence(self, served: ServedVersion | None) -> list[Drop]:
         """Open again. `served`: what the completed sync brought; None: no weights moved. Returns stale packs.
 
         Raises SyncError, and fails, where the version did not rise.

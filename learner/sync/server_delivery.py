@@ -35,7 +35,7 @@ from learner.records import ServerChange
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
-from learner.rollout.membership import Member, ServedWeights
+from learner.rollout.membership import Member
 from learner.rollout.server_backend import ServerBackend
 from learner.sync.broadcast_groups import (
     Post,
@@ -64,7 +64,7 @@ from shared.errors import (
 )
 from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
-from shared.wire import Bucket, ServerStatus, StageWeightsCall, UpdateWeightsCall, UpdateWeightsReply
+from shared.wire import Bucket, ServedWeights, ServerStatus, StageWeightsCall, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
 GOODBYE_S = 3.0  # time for servers to hear that a failed sync is over
@@ -76,7 +76,7 @@ NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Staged:
+class StagedUpdate:
     """Weights that wait at all servers."""
 
     source: WeightSource
@@ -114,7 +114,7 @@ class ServerDelivery:
         self._statuses: dict[str, ServerStatus] = {}  # keys are URLs; statuses from when they were joined
         self._dtype: torch.dtype | None = None  # weights travel in this type; None: as trained
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
-        self._staged: Staged | None = None
+        self._staged: StagedUpdate | None = None
         self._staging = config.sync.staging  # rank 0's choice; "none" once a server had no room
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
         self._known: set[str] = set()  # server processes that were found to fit, by their ids
@@ -274,7 +274,7 @@ class ServerDelivery:
             cancel(posts)
             raise
         num_bytes, num_tensors = _size(call.buckets)
-        self._staged = Staged(
+        self._staged = StagedUpdate(
             source=source,
             mode=mode,
             ver=ver,
@@ -365,7 +365,7 @@ class ServerDelivery:
             _check_reply((ver, *_size(call.buckets)), reply, base_url)
         return replies, learner, self._digest(mode, seals)
 
-    def _switch_to_staged(self, staged: Staged) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
+    def _switch_to_staged(self, staged: StagedUpdate) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
         """Does what `_send_and_switch` does, with weights that wait at the servers already."""
         items, incarnation = self._canary.items, self._groups.incarnation
         call = UpdateWeightsCall(

@@ -109,7 +109,7 @@ class SyncRanks(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Call:
+class _SharedCall:
     """A shared call that every rank is to make now."""
 
     index: int
@@ -139,7 +139,7 @@ class ShardedRanks:
     def broadcast_object(self, value: Any) -> Any:
         """Rank 0's value, on every rank. A rank that waits for it takes part in the shared calls that rank 0 makes
         before. Raises CollectiveError."""
-        while isinstance(found := self._ranks.broadcast_object(value), _Call):
+        while isinstance(found := self._ranks.broadcast_object(value), _SharedCall):
             self._calls[found.index](*found.arguments)
         # A walk that was broken off must not hold tensors until the next sync.
         self._walk = iter(())
@@ -151,7 +151,7 @@ class ShardedRanks:
         self._calls.append(call)
 
         def on_all_ranks(*arguments: Any) -> T:
-            self._ranks.broadcast_object(_Call(index, arguments))
+            self._ranks.broadcast_object(_SharedCall(index, arguments))
             return call(*arguments)
 
         return on_all_ranks

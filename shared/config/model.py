@@ -404,7 +404,7 @@ class UntrustedValueError(Exception):
     """A rule looked at a value that is itself wrong."""
 
 
-class _View:
+class _RawValues:
     """Raw values that can be read like a model. A value at a `bad` path raises UntrustedValueError."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, Any], path: KeyPath, bad: set[KeyPath]) -> None:
@@ -436,7 +436,7 @@ class _View:
             raise UntrustedValueError(dotted(path))
         section = section_of(annotation)
         if section is not None and isinstance(value, dict):
-            return _View(section, value, path, self._bad)
+            return _RawValues(section, value, path, self._bad)
         if isinstance(value, list) and section_of(item_of(annotation)) is not None:
             item = item_of(annotation)
             return [self._shown(entry, item, (*path, index)) for index, entry in enumerate(value)]
@@ -447,4 +447,4 @@ class _View:
 
 def trusted_view(model: type[Model], values: Mapping[str, Any], bad: set[KeyPath]) -> Model:
     """Return `values` as if they were a valid `model`; reading a wrong value raises UntrustedValueError."""
-    return cast(Model, _View(model, values, (), bad))
+    return cast(Model, _RawValues(model, values, (), bad))

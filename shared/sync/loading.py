@@ -37,7 +37,7 @@ _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Copy:
+class TensorCopy:
     """Part of one of a bucket's tensors, and where it goes. Strides and offset in elements."""
 
     target: torch.Tensor
@@ -57,7 +57,7 @@ class Copy:
 class Recording:
     """The copies of one bucket, and the parameters that they wrote."""
 
-    copies: tuple[Copy, ...]
+    copies: tuple[TensorCopy, ...]
     written: frozenset[str]
 
 
@@ -111,7 +111,7 @@ class _Watcher(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _copies(watcher: _Watcher, tensors: Named) -> tuple[Copy, ...] | None:
+def _copies(watcher: _Watcher, tensors: Named) -> tuple[TensorCopy, ...] | None:
     """Return the copies of `tensors`; None if they do not account for all of `tensors`."""
     copies = []
     for target, source in watcher.pairs:
@@ -120,7 +120,7 @@ def _copies(watcher: _Watcher, tensors: Named) -> tuple[Copy, ...] | None:
             return None
         offset = int(source.storage_offset()) - int(tensors[index][1].storage_offset())
         copies.append(
-            Copy(target=target, index=index, shape=tuple(source.shape), stride=source.stride(), offset=offset)
+            TensorCopy(target=target, index=index, shape=tuple(source.shape), stride=source.stride(), offset=offset)
         )
     complete = {copy.index for copy in copies} == set(range(len(tensors)))
     return tuple(copies) if complete and not watcher.others else None

@@ -16,8 +16,9 @@ from itertools import chain, combinations
 
 import pytest
 
-from learner.rollout.membership import Member, Membership, ServedWeights
+from learner.rollout.membership import Member, Membership
 from rollout_server.gate import Gate
+from shared.wire import ServedWeights
 
 URLS = ("http://a", "http://b", "http://c")
 DEPTH = 4

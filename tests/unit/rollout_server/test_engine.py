@@ -21,7 +21,7 @@ from vllm import exceptions
 from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rollout_server.config import ServerConfig
-from rollout_server.decoding import Decoders, Share
+from rollout_server.decoding import Decoders, PixelShare
 from rollout_server.engine import StallWatch, VllmEngine, WorkerReply
 from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerBusyError, ServerError
@@ -98,12 +98,12 @@ def test_what_vllm_refuses_is_the_request_s_fault(error: Exception, wanted: type
 
 def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their_memory() -> None:
     """R16: on vLLM's side of the gate, with a renderer that decodes until it is told to end."""
-    held: list[Share] = []
+    held: list[PixelShare] = []
 
     class Slow:
         decoders = Decoders(ServerConfig(model="m"))
 
-        def render(self, request: RolloutInferRequest, share: Share) -> Prompt:
+        def render(self, request: RolloutInferRequest, share: PixelShare) -> Prompt:
             share.take(1000)
             held.append(share)
             assert share.closed.wait(10)

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from learner.rollout.control import FOLDER, REQUESTS, STATE, ServerControl, ServerRequest, read_state, state_lines
-from learner.rollout.membership import Member, Membership, ServedWeights
+from learner.rollout.membership import Member, Membership
 from shared.errors import ConfigError
+from shared.wire import ServedWeights
 
 URLS = ["http://a:1", "http://b:2"]
 MEMBERSHIP = Membership(members=tuple(Member(base_url=url, group_port=5) for url in URLS))

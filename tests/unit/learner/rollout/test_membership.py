@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.rollout.membership import Member, Membership, MinServers, ServedWeights
+from learner.rollout.membership import Member, Membership, MinServers
+from shared.wire import ServedWeights
 
 URLS = ["http://a", "http://b", "http://c"]
 

@@ -20,7 +20,6 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.records import RolloutCallLog, Sample
 from learner.rollout import client as client_module
 from learner.rollout.backend import MicroStep, Requests
-from learner.rollout.membership import ServedWeights
 from learner.rollout.requests import infer_request, request_config
 from learner.rollout.server_backend import LoopThread, ServerBackend
 from shared.errors import (
@@ -34,7 +33,7 @@ from shared.errors import (
     ServerUnreachableError,
 )
 from shared.seeds import request_seed
-from shared.wire import NDJSON, PROTOCOL_VERSION, ErrorBody
+from shared.wire import NDJSON, PROTOCOL_VERSION, ErrorBody, ServedWeights
 from tests.unit.learner.rollout.fakes import FakeServer, config, error, output, sample, status
 
 URLS = ["http://a.test/x", "http://b.test", "http://c.test"]

@@ -11,7 +11,7 @@ import numpy as np
 from learner.data.batches import MicroBatch
 from learner.records import EncodedPrompt, Sample, Segment
 from learner.steps.producer import CallStages, Producer
-from learner.steps.shares import Bounds, Call, Served, ShareQueue
+from learner.steps.shares import Bounds, Call, ServedVersion, ShareQueue
 
 DEADLINE_S = 60.0  # limit of waits that are expected to end
 
@@ -85,7 +85,7 @@ def producer(server: FakeServer, *, share_size: int = 3, call_size: int = 3, **c
     bounds = Bounds(start_below=2 * share_size, keep_at_most=2 * share_size, version_window=1)
     queue = ShareQueue(
         bounds,
-        served=Served(ver=server.ver, updates=0),
+        served=ServedVersion(ver=server.ver, updates=0),
         size=lambda share: share_size,
         samples_per_pack=1,
         call_size=call_size,

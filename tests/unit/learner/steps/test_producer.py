@@ -12,7 +12,7 @@ from learner.config.sections.stage2_ab import AsyncActorLearnerConfig
 from learner.data.batches import MicroBatch
 from learner.records import Segment
 from learner.steps.producer import CallStages, Producer
-from learner.steps.shares import Bounds, Call, PipelineStoppedError, Served
+from learner.steps.shares import Bounds, Call, PipelineStoppedError, ServedVersion
 from shared.errors import ConfigError, DeadlineError, RolloutError, ServerUnreachableError, SyncError
 from tests.unit.learner.steps.fakes import DEADLINE_S, FakeServer, Held, producer, read, segment
 from tests.waits import wait_until
@@ -162,7 +162,7 @@ def test_after_stop_late_errors_are_only_logged(caplog: pytest.LogCaptureFixture
     assert "the client was closed" in caplog.text
 
 
-CALL = Call(share=4, start=0, stop=2, by=Served(ver=3, updates=0))
+CALL = Call(share=4, start=0, stop=2, by=ServedVersion(ver=3, updates=0))
 
 
 @pytest.mark.parametrize(

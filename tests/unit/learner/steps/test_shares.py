@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from learner.config.schedule import scheduled_channel
 from learner.config.sections.stage2_ab import AsyncActorLearnerConfig
-from learner.steps.shares import Bounds, Counts, PipelineStoppedError, Served, ShareQueue, Shares
+from learner.steps.shares import Bounds, PackCounts, PipelineStoppedError, ServedVersion, ShareQueue, Shares
 from shared.errors import ConfigError, SyncError
 
 RATIOS = st.sampled_from([0.0, 0.01, 0.1, 0.3, 0.5, 0.75, 1.0])
@@ -88,14 +88,14 @@ def test_queues_of_several_ranks(
     queues = [
         ShareQueue(
             bounds,
-            served=Served(ver=1, updates=0),
+            served=ServedVersion(ver=1, updates=0),
             size=lambda share, rank=rank: sizes[rank] if share % 3 == 2 else SAMPLES_PER_PACK * PACKS_PER_STEP,  # type: ignore[misc]
             samples_per_pack=SAMPLES_PER_PACK,
             call_size=call_packs * SAMPLES_PER_PACK,
         )
         for rank in range(world_size)
     ]
-    served, first = Served(ver=1, updates=0), 0
+    served, first = ServedVersion(ver=1, updates=0), 0
     for step in range(12):
         for queue in queues:
             queue.want(range(first, first + 4))
@@ -107,10 +107,10 @@ def test_queues_of_several_ranks(
                 queue._drop(chance.choice(queue.queue), "oldest")
         learns = chance.random() < 0.5
         if chance.random() < 0.3 or (learns and queues[0].sync_due):
-            served = Served(ver=served.ver + 1, updates=step, syncs=served.syncs + queues[0].sync_due)
+            served = ServedVersion(ver=served.ver + 1, updates=step, syncs=served.syncs + queues[0].sync_due)
             move(queues, served)
         if step - served.updates >= lag:
-            served = Served(ver=served.ver + 1, updates=step, syncs=served.syncs + queues[0].sync_due)
+            served = ServedVersion(ver=served.ver + 1, updates=step, syncs=served.syncs + queues[0].sync_due)
             move(queues, served)
         if learns:
             share = until_ready(queues)
@@ -136,7 +136,7 @@ def work(queue: ShareQueue) -> None:
     assert not places or max(places.values()) == 1, "a place is queued twice"
 
 
-def move(queues: list[ShareQueue], served: Served) -> None:
+def move(queues: list[ShareQueue], served: ServedVersion) -> None:
     for queue in queues:
         queue.request_fence()
         assert not queue.may_start
@@ -168,7 +168,7 @@ def check_taken(queue: ShareQueue, share: int, step: int) -> None:
 
 def one_queue() -> ShareQueue:
     bounds = Bounds(start_below=2, keep_at_most=4, version_window=1, max_update_lag=3)
-    made = ShareQueue(bounds, served=Served(ver=5, updates=0), size=lambda _: 4, samples_per_pack=2, call_size=4)
+    made = ShareQueue(bounds, served=ServedVersion(ver=5, updates=0), size=lambda _: 4, samples_per_pack=2, call_size=4)
     made.want([0, 1])
     return made
 
@@ -179,7 +179,9 @@ def test_rollouts_a_little_slower_than_learning_cost_little(rollout_time: int, l
     runs Channel-A; the weights are synced after each Channel-B step. With a window of one sync, Channel-B can't run
     three times in a row where rollouts are slower: whatever it learns was made in the last two steps."""
     bounds = Bounds(start_below=16, keep_at_most=24, version_window=1)
-    queue = ShareQueue(bounds, served=Served(ver=0, updates=0), size=lambda _: 8, samples_per_pack=1, call_size=1)
+    queue = ShareQueue(
+        bounds, served=ServedVersion(ver=0, updates=0), size=lambda _: 8, samples_per_pack=1, call_size=1
+    )
     channels, first, left = [], 0, 0.0  # ticks until the call in flight ends
     for step in range(60):
         queue.want(range(first, first + 3))
@@ -187,7 +189,7 @@ def test_rollouts_a_little_slower_than_learning_cost_little(rollout_time: int, l
             queue.request_fence()
             if queue.in_flight is not None:
                 queue.finish_call()
-            queue.complete_fence(Served(ver=queue.served.ver + 1, updates=step, syncs=queue.served.syncs + 1))
+            queue.complete_fence(ServedVersion(ver=queue.served.ver + 1, updates=step, syncs=queue.served.syncs + 1))
             left = 0.0
         complete = sorted(queue.complete())
         channels.append("B" if complete else "A")
@@ -210,7 +212,7 @@ def test_a_sync_without_a_new_version_is_an_error() -> None:
     queue = one_queue()
     queue.request_fence()
     with pytest.raises(SyncError, match="ver 5 after ver 5"):
-        queue.complete_fence(Served(ver=5, updates=1, syncs=1))
+        queue.complete_fence(ServedVersion(ver=5, updates=1, syncs=1))
     with pytest.raises(SyncError):
         queue.check()
 
@@ -246,7 +248,7 @@ def queue_of(*, keep: int, size: int, call_size: int, start_below: int = 4) -> S
     """Packs hold two samples."""
     bounds = Bounds(start_below=start_below, keep_at_most=keep, version_window=2)
     return ShareQueue(
-        bounds, served=Served(ver=5, updates=0), size=lambda _: size, samples_per_pack=2, call_size=call_size
+        bounds, served=ServedVersion(ver=5, updates=0), size=lambda _: size, samples_per_pack=2, call_size=call_size
     )
 
 
@@ -286,7 +288,7 @@ def test_of_other_shares_the_oldest_weights_give_way_first() -> None:
     queue = queue_of(keep=4, size=4, call_size=4)
     made(queue, 1)
     queue.request_fence()
-    queue.complete_fence(Served(ver=6, updates=1, syncs=1))
+    queue.complete_fence(ServedVersion(ver=6, updates=1, syncs=1))
     assert made(queue, 2, 1) == []
     assert made(queue, 0, 1, 2) == [(1, "oldest"), (1, "oldest")]
 
@@ -294,12 +296,12 @@ def test_of_other_shares_the_oldest_weights_give_way_first() -> None:
 def test_counts_add_up_over_shares() -> None:
     """Ages are summed: what a share's packs were old when they were learned."""
     queue = queue_of(keep=8, size=4, call_size=4)
-    assert queue.counts == Counts()
+    assert queue.counts == PackCounts()
     assert set(asdict(queue.counts).values()) == {0}
     for share, (syncs, step) in enumerate([(1, 3), (2, 7)]):
         made(queue, share)
         queue.request_fence()
-        queue.complete_fence(Served(ver=5 + syncs, updates=step - 1, syncs=syncs))
+        queue.complete_fence(ServedVersion(ver=5 + syncs, updates=step - 1, syncs=syncs))
         assert not queue.sync_due
         queue.take(share, step)
         assert queue.sync_due, "the servers lack what is learned from it"
