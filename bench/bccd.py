@@ -89,7 +89,7 @@ METHODS: Mapping[str, Arm] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class BccdRun:
     """One method on one kind of labels with one seed. `base`: no step; the model is scored as it is."""
 
     labels: Labels
@@ -105,8 +105,8 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan(Experiment):
-    """The plan that a command asks for."""
+class BccdExperiment(Experiment):
+    """The experiment that a command asks for."""
 
     data: Path
     size: Size
@@ -117,7 +117,7 @@ class Plan(Experiment):
     batch_size: int
     learning_rate: float
     max_new_tokens: int
-    slots: list[Slot[Run]]
+    slots: list[Slot[BccdRun]]
 
     @property
     def base(self) -> Path:
@@ -154,7 +154,7 @@ def main(
     if on_gpu:
         os.environ.setdefault("OMP_NUM_THREADS", "2")  # many processes share the cores
     serve = servers and torch.cuda.device_count() > 1 and importlib.util.find_spec("vllm") is not None
-    plan = Plan(
+    experiment = BccdExperiment(
         data=data,
         out=out,
         work=work or out / "work",
@@ -173,27 +173,27 @@ def main(
     if unknown := set(wanted) - set(METHODS):
         raise typer.BadParameter(f"no such method: {', '.join(sorted(unknown))}; there are: {'; '.join(METHODS)}")
     kinds: list[Labels] = ["missing", "published"] if labels == "both" else [labels]  # type: ignore[list-item]
-    runs = [Run(kind, name, FIRST_SEED + i) for i in range(seeds) for kind in kinds for name in wanted]
-    sys.exit(_run(plan, [] if only_stage1 else runs))
+    runs = [BccdRun(kind, name, FIRST_SEED + i) for i in range(seeds) for kind in kinds for name in wanted]
+    sys.exit(_run(experiment, [] if only_stage1 else runs))
 
 
-def _run(plan: Plan, runs: Sequence[Run]) -> int:
+def _run(experiment: BccdExperiment, runs: Sequence[BccdRun]) -> int:
     """Everything, and a report whatever happens; the exit code."""
-    plan.make_folders()
+    experiment.make_folders()
 
     def work(processes: Processes) -> None:
-        prepare(plan)
-        write_init(plan)
-        for slot in plan.slots if runs else ():  # the first sync brings the base model's weights
-            images = Folders.of(plan.data).images.resolve()
-            slot.open(processes, plan.runs_dir, plan.init, images, eager=False)
-        train_base(plan, processes)
-        _compare(plan, processes, runs)
+        prepare(experiment)
+        write_init(experiment)
+        for slot in experiment.slots if runs else ():  # the first sync brings the base model's weights
+            images = Folders.of(experiment.data).images.resolve()
+            slot.open(processes, experiment.runs_dir, experiment.init, images, eager=False)
+        train_base(experiment, processes)
+        _compare(experiment, processes, runs)
 
-    return exit_code_of(work, lambda: report(plan.out))
+    return exit_code_of(work, lambda: report(experiment.out))
 
 
-def _slots(serve: bool, number: int | None) -> list[Slot[Run]]:
+def _slots(serve: bool, number: int | None) -> list[Slot[BccdRun]]:
     """Places for runs. With servers, those of a slot and its learner are on different GPUs, because NCCL wants it."""
     num_gpus = torch.cuda.device_count()
     if serve:
@@ -203,57 +203,57 @@ def _slots(serve: bool, number: int | None) -> list[Slot[Run]]:
     return [Slot(index=i, has_server=False, learner_devices=(i % num_gpus,)) for i in range(number or 12)]
 
 
-def write_init(plan: Plan) -> None:
+def write_init(experiment: BccdExperiment) -> None:
     """Write the model before stage 1: the demo's checkpoint, which finds digits; three new words are tokens of it."""
-    shape, trained = (SHAPES["tiny"], None) if plan.size == "tiny" else (SHAPES["demo"], TRAINED)
-    write_model(plan.init, shape, words=CLASSES, max_pixels=WIDTH * HEIGHT, trained=trained)
+    shape, trained = (SHAPES["tiny"], None) if experiment.size == "tiny" else (SHAPES["demo"], TRAINED)
+    write_model(experiment.init, shape, words=CLASSES, max_pixels=WIDTH * HEIGHT, trained=trained)
 
 
-def prepare(plan: Plan) -> None:
+def prepare(experiment: BccdExperiment) -> None:
     """The splits as JSONL."""
-    splits = {split: read_photographs(plan.data, split) for split in ("train", "val", "test")}
-    if plan.size == "tiny":
+    splits = {split: read_photographs(experiment.data, split) for split in ("train", "val", "test")}
+    if experiment.size == "tiny":
         splits = {split: photographs[:4] for split, photographs in splits.items()}
     for split, photographs in splits.items():
-        write_jsonl(photographs, plan.work / f"{split}.jsonl")
-    write_jsonl(without_labels(splits["train"], MISSING), plan.work / "train_missing.jsonl")
+        write_jsonl(photographs, experiment.work / f"{split}.jsonl")
+    write_jsonl(without_labels(splits["train"], MISSING), experiment.work / "train_missing.jsonl")
 
 
 # ---- the base model --------------------------------------------------------------------------------------------------
 
 
-def train_base(plan: Plan, processes: Processes) -> None:
+def train_base(experiment: BccdExperiment, processes: Processes) -> None:
     """Stage 1: `sft` on photographs, augmented; the checkpoint that is best on `val` is the base."""
-    if plan.base.is_dir():
+    if experiment.base.is_dir():
         return
     began = time.monotonic()
-    limit_s = min(plan.stage1_limit_s, plan.left_s())
-    steps = plan.stage1_steps or _steps_that_fit(plan, processes, limit_s)
-    learner = _start_stage1(plan, processes, "stage1", steps)
+    limit_s = min(experiment.stage1_limit_s, experiment.left_s())
+    steps = experiment.stage1_steps or _steps_that_fit(experiment, processes, limit_s)
+    learner = _start_stage1(experiment, processes, "stage1", steps)
     checkpoints = checkpoints_of(learner, limit_s - (time.monotonic() - began))
     events = read_events(learner.run_dir)
     scores = {e["global_step"]: e["metrics"]["f1@0.5"] for e in events if e["event"] == "eval"}
     best = max(checkpoints, key=lambda step: (scores.get(step, -1.0), step))
-    export(checkpoints[best], plan.base)
+    export(checkpoints[best], experiment.base)
     losses = [[e["global_step"], round(e["loss"], 3)] for e in events if e["event"] == "step"]
     told = {
         "seconds": round(time.monotonic() - began, 1),
         "steps": losses[-1][0],
-        "batch_size": plan.stage1_batch,
+        "batch_size": experiment.stage1_batch,
         "best_step": best,
         "val": {e["global_step"]: e["metrics"] for e in events if e["event"] == "eval"},
         "loss": losses[:: max(1, len(losses) // 40)],
         **circumstances(),
     }
-    write_atomically(plan.out / "stage1.json", json.dumps(told, indent=1) + "\n")
+    write_atomically(experiment.out / "stage1.json", json.dumps(told, indent=1) + "\n")
     shown = ", ".join(f"{step}: {score:.3f}" for step, score in scores.items())
     say(f"stage 1: {told['steps']} steps in {told['seconds']} s; F1@0.5 on val by step {shown}; best {best}")
 
 
-def _steps_that_fit(plan: Plan, processes: Processes, limit_s: float) -> int:
+def _steps_that_fit(experiment: BccdExperiment, processes: Processes, limit_s: float) -> int:
     """A short run says what a start and a step take, so that the schedule of the learning rate ends with the time."""
     began = time.monotonic()
-    learner = _start_stage1(plan, processes, "probe", PROBE_STEPS)
+    learner = _start_stage1(experiment, processes, "probe", PROBE_STEPS)
     learner.wait(limit_s)
     step_s = median(step["step_s"] for step in steps_of(read_events(learner.run_dir))[PROBE_STEPS // 2 :])
     probe_s = time.monotonic() - began
@@ -263,20 +263,24 @@ def _steps_that_fit(plan: Plan, processes: Processes, limit_s: float) -> int:
     return max(EVALUATIONS, steps)
 
 
-def _start_stage1(plan: Plan, processes: Processes, name: str, steps: int) -> LearnerRun:
-    folder = plan.runs_dir
+def _start_stage1(experiment: BccdExperiment, processes: Processes, name: str, steps: int) -> LearnerRun:
+    folder = experiment.runs_dir
     shutil.rmtree(folder / name, ignore_errors=True)
     every = None if name == "probe" else max(1, steps // EVALUATIONS)
     config = base_config(
-        plan.init,
-        plan.work / "train.jsonl",
+        experiment.init,
+        experiment.work / "train.jsonl",
         folder / name,
         steps=steps,
-        batch_size=plan.stage1_batch,
+        batch_size=experiment.stage1_batch,
         learning_rate=7e-4,
-        global_max_length=max(4096, 800 * plan.stage1_batch),
-        matching={**HF, "decoding": {"temperature": 0.0, "max_new_tokens": plan.max_new_tokens}},
-        data={"val": str(plan.work / "val.jsonl"), "num_workers": _workers(all_cores=True), "augment": dict(AUGMENT)},
+        global_max_length=max(4096, 800 * experiment.stage1_batch),
+        matching={**HF, "decoding": {"temperature": 0.0, "max_new_tokens": experiment.max_new_tokens}},
+        data={
+            "val": str(experiment.work / "val.jsonl"),
+            "num_workers": _workers(all_cores=True),
+            "augment": dict(AUGMENT),
+        },
         training={
             "weight_decay": 0.05,
             "eval_steps": every,
@@ -291,44 +295,44 @@ def _start_stage1(plan: Plan, processes: Processes, name: str, steps: int) -> Le
 # ---- the methods -----------------------------------------------------------------------------------------------------
 
 
-def _compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
-    left = plan.unfinished(runs)
-    if any(_is_ahead(run) for run in left) and not plan.slots[0].has_server:
+def _compare(experiment: BccdExperiment, processes: Processes, runs: Sequence[BccdRun]) -> None:
+    left = experiment.unfinished(runs)
+    if any(_is_ahead(run) for run in left) and not experiment.slots[0].has_server:
         say("rollouts ahead of learning need servers, so two GPUs and vLLM: left out")
         left = [run for run in left if not _is_ahead(run)]
     if not left:
         return
-    plan.compare(
+    experiment.compare(
         processes,
-        wait_open(plan.slots, 150.0),
+        wait_open(experiment.slots, 150.0),
         left,
-        config=lambda run, slot: _run_config(plan, run, slot),
-        keep=lambda run: _keep_result(plan, run),
+        config=lambda run, slot: _run_config(experiment, run, slot),
+        keep=lambda run: _keep_result(experiment, run),
     )
 
 
-def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
+def _run_config(experiment: BccdExperiment, run: BccdRun, slot: Slot[BccdRun]) -> dict[str, Any]:
     method = METHODS[run.method]
     is_grpo = method.grpo is not None
     return arms.run_config(
         method,
-        model=plan.base,
-        train=plan.work / ("train.jsonl" if run.labels == "published" else "train_missing.jsonl"),
-        test=plan.work / "test.jsonl",
-        run_dir=plan.run_dir(run),
-        steps=plan.steps,
+        model=experiment.base,
+        train=experiment.work / ("train.jsonl" if run.labels == "published" else "train_missing.jsonl"),
+        test=experiment.work / "test.jsonl",
+        run_dir=experiment.run_dir(run),
+        steps=experiment.steps,
         # A batch of grpo counts rollouts: half as many photographs, with a group of each.
-        batch_size=plan.batch_size // 2 * GROUP if is_grpo else plan.batch_size,
+        batch_size=experiment.batch_size // 2 * GROUP if is_grpo else experiment.batch_size,
         engine={"decode_batch_size": 128, "vllm": slot.vllm()} if slot.server else HF,
-        max_new_tokens=plan.max_new_tokens,
-        global_max_length=900 * plan.batch_size,  # a whole batch fits one row without groups
+        max_new_tokens=experiment.max_new_tokens,
+        global_max_length=900 * experiment.batch_size,  # a whole batch fits one row without groups
         data_workers=_workers(all_cores=False),
         training={
             "seed": run.seed,
-            "packing_buffer": max(64, plan.batch_size),
-            "learning_rate": plan.learning_rate * (GRPO_RATE if is_grpo else 1.0),
+            "packing_buffer": max(64, experiment.batch_size),
+            "learning_rate": experiment.learning_rate * (GRPO_RATE if is_grpo else 1.0),
             "lr_scheduler_type": "cosine",
-            "warmup_steps": plan.steps // 10,
+            "warmup_steps": experiment.steps // 10,
             # Packed Channel-B learns while it rolls out, which needs a server.
             "packing": method.stage2_ab is None or slot.server is not None,
             "eval_on_start": _scores_base(run),
@@ -336,12 +340,12 @@ def _run_config(plan: Plan, run: Run, slot: Slot[Run]) -> dict[str, Any]:
     )
 
 
-def _scores_base(run: Run) -> bool:
+def _scores_base(run: BccdRun) -> bool:
     """One run of each kind of labels scores the model that all begin with."""
     return run.method == "sft" and run.seed == FIRST_SEED
 
 
-def _is_ahead(run: Run) -> bool:
+def _is_ahead(run: BccdRun) -> bool:
     return METHODS[run.method].stage2_ab is AHEAD
 
 
@@ -358,11 +362,11 @@ def _workers(*, all_cores: bool) -> int:
 # ---- results ---------------------------------------------------------------------------------------------------------
 
 
-def _keep_result(plan: Plan, run: Run) -> None:
+def _keep_result(experiment: BccdExperiment, run: BccdRun) -> None:
     """Keep what the report needs of a run that has ended."""
-    target, run_dir = run.result(plan.out), plan.run_dir(run)
+    target, run_dir = run.result(experiment.out), experiment.run_dir(run)
     if _scores_base(run):
-        base = Run(run.labels, "base", FIRST_SEED).result(plan.out)
+        base = BccdRun(run.labels, "base", FIRST_SEED).result(experiment.out)
         write_result(run_dir, "base", FIRST_SEED, base, at_start=True)
         _add(base, run_dir, which=0)
     write_result(run_dir, run.method, run.seed, target)

@@ -277,7 +277,7 @@ class Proxy:
 
 
 @dataclass
-class Server:
+class ProxiedServer:
     """A server and its proxy, both on `node` or on the loopback."""
 
     table: Path
@@ -355,7 +355,7 @@ class Server:
         self._proxy.join(5)
 
 
-class VllmServer(Server):
+class VllmServer(ProxiedServer):
     """A real server of `model`, forked from a process that has imported vLLM. `table`: the folder of the scenes."""
 
     def start(self) -> None:
@@ -477,7 +477,13 @@ def write_samples(path: Path) -> None:
 
 
 def learner_config(
-    model: Path, train: Path, folder: Path, servers: Sequence[Server], *, scale: Scale = TENSORS, ahead: bool = False
+    model: Path,
+    train: Path,
+    folder: Path,
+    servers: Sequence[ProxiedServer],
+    *,
+    scale: Scale = TENSORS,
+    ahead: bool = False,
 ) -> dict[str, Any]:
     entries = [{"base_url": server.url, "group_port": server.group_port} for server in servers]
     server = {"servers": entries, "timeout_s": scale.timeout_s, "infer_timeout_s": scale.infer_timeout_s}
@@ -542,7 +548,7 @@ class Campaign:
         self._write_config()
         self._start_run()
 
-    def _tensor_servers(self) -> Sequence[Server]:
+    def _tensor_servers(self) -> Sequence[ProxiedServer]:
         from bench.models import text_model
         from learner.config.load import config_of
 
@@ -553,9 +559,9 @@ class Campaign:
         config["custom"] = {"trainer_variant": "sft"}
         write_table(self._model, self._train, table, config_of(config))
         nodes = [self._nodes.get(f"server{i}") for i in range(TENSORS.num_servers)]
-        return [Server(table, folder / f"server{i}", node, self._shapes) for i, node in enumerate(nodes)]
+        return [ProxiedServer(table, folder / f"server{i}", node, self._shapes) for i, node in enumerate(nodes)]
 
-    def _vllm_servers(self) -> Sequence[Server]:
+    def _vllm_servers(self) -> Sequence[ProxiedServer]:
         from bench.models import demo_model
         from deploy.demo.build_data import Build, build
 

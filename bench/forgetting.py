@@ -91,7 +91,7 @@ REGIMES: Mapping[str, NewTask] = {
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arm(study.Arm):
+class ForgettingArm(study.StudyArm):
     """`old_share`: scenes of the old task in training, as a share of those of the new one."""
 
     old_share: float = 0.0
@@ -100,19 +100,19 @@ class Arm(study.Arm):
 
 _SFT: Mapping[str, Any] = {"variant": "sft", "steps": 120, "evaluations": 15}
 _GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 3e-5, "batch_size": 16, "steps": 80, "evaluations": 8}
-ARMS: Mapping[str, Arm] = {
-    "sft": Arm(**_SFT),
-    "sft, a tenth of old data": Arm(old_share=0.1, **_SFT),
-    "rollout matching": Arm(loss=TUNED),
-    "rollout matching, keep_unmatched": Arm(loss=KEPT),
-    "grpo": Arm(grpo={"credit": "object"}, **_GRPO),
-    "sft, LoRA": Arm(lora=True, **_SFT),
-    "grpo, LoRA and KL": Arm(grpo={"credit": "object", "kl_weight": 0.02}, lora=True, **_GRPO),
+ARMS: Mapping[str, ForgettingArm] = {
+    "sft": ForgettingArm(**_SFT),
+    "sft, a tenth of old data": ForgettingArm(old_share=0.1, **_SFT),
+    "rollout matching": ForgettingArm(loss=TUNED),
+    "rollout matching, keep_unmatched": ForgettingArm(loss=KEPT),
+    "grpo": ForgettingArm(grpo={"credit": "object"}, **_GRPO),
+    "sft, LoRA": ForgettingArm(lora=True, **_SFT),
+    "grpo, LoRA and KL": ForgettingArm(grpo={"credit": "object", "kl_weight": 0.02}, lora=True, **_GRPO),
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class ForgettingRun:
     regime: str
     arm: str
     seed: int
@@ -126,9 +126,9 @@ class Run:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan(Experiment):
+class ForgettingExperiment(Experiment):
     engine: Mapping[str, Any]
-    slots: Sequence[Slot[Run]]
+    slots: Sequence[Slot[ForgettingRun]]
     run_s: float
     base_steps: int
     scenes: int
@@ -179,7 +179,7 @@ def main(
         raise typer.BadParameter("--device cuda: torch finds no GPU here; wanted a GPU, or --device cpu")
     gpu = torch.cuda.is_available() and device != Device.cpu
     number = slots if gpu else 1
-    plan = Plan(
+    experiment = ForgettingExperiment(
         out=out,
         work=work,
         deadline=time.monotonic() + seconds - REPORT_S,
@@ -191,23 +191,23 @@ def main(
         val=val,
         test=test,
     )
-    chosen = [Run(r, a, FIRST_SEED + i) for i in range(seeds) for r in regime or REGIMES for a in arm or ARMS]
-    sys.exit(exit_code_of(lambda processes: _work(plan, processes, chosen), lambda: report(plan.out)))
+    chosen = [ForgettingRun(r, a, FIRST_SEED + i) for i in range(seeds) for r in regime or REGIMES for a in arm or ARMS]
+    sys.exit(exit_code_of(lambda processes: _work(experiment, processes, chosen), lambda: report(experiment.out)))
 
 
-def _work(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
-    plan.make_folders()
-    (plan.out / "bases").mkdir(parents=True, exist_ok=True)
+def _work(experiment: ForgettingExperiment, processes: Processes, runs: Sequence[ForgettingRun]) -> None:
+    experiment.make_folders()
+    (experiment.out / "bases").mkdir(parents=True, exist_ok=True)
     regimes = list(dict.fromkeys(run.regime for run in runs))
-    write_data(plan, regimes)
-    make_bases(plan, processes, regimes)
-    plan.compare(
+    write_data(experiment, regimes)
+    make_bases(experiment, processes, regimes)
+    experiment.compare(
         processes,
-        plan.slots,
+        experiment.slots,
         runs,
-        config=lambda run, slot: run_config(plan, run),
-        keep=lambda run: keep_result(plan, run),
-        run_limit_s=plan.run_s,
+        config=lambda run, slot: run_config(experiment, run),
+        keep=lambda run: keep_result(experiment, run),
+        run_limit_s=experiment.run_s,
         keeps_stopped=True,
     )
 
@@ -215,27 +215,30 @@ def _work(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
 # ---- data and bases --------------------------------------------------------------------------------------------------
 
 
-def write_data(plan: Plan, regimes: Iterable[str]) -> None:
+def write_data(experiment: ForgettingExperiment, regimes: Iterable[str]) -> None:
     """Write per regime: `teaching` (the base's), `train` and `mixed` (with old scenes), `val`, and tests `old` and
     `new`."""
-    teaching, tenth = 8 * plan.scenes, -(-plan.scenes // 10)
-    build(Build(train=teaching, val=0, test=0, seed=4), plan.work / "data" / "teaching")
-    build(Build(train=plan.scenes + tenth, val=plan.val, test=plan.test, seed=3), plan.work / "data" / "scenes")
-    known = _rows(plan.work / "data" / "teaching", "train")
-    train, val, test = (_rows(plan.work / "data" / "scenes", split) for split in ("train", "val", "test"))
+    teaching, tenth = 8 * experiment.scenes, -(-experiment.scenes // 10)
+    build(Build(train=teaching, val=0, test=0, seed=4), experiment.work / "data" / "teaching")
+    build(
+        Build(train=experiment.scenes + tenth, val=experiment.val, test=experiment.test, seed=3),
+        experiment.work / "data" / "scenes",
+    )
+    known = _rows(experiment.work / "data" / "teaching", "train")
+    train, val, test = (_rows(experiment.work / "data" / "scenes", split) for split in ("train", "val", "test"))
     for regime in regimes:
         task, few = REGIMES[regime], round(NEW_SHARE * len(known))
-        mine = of_new_task(train[: plan.scenes], task)
+        mine = of_new_task(train[: experiment.scenes], task)
         parts = {
             "teaching": known[few:] + of_new_task(known[:few], task),
             "train": mine,
-            "mixed": mine + train[plan.scenes :],
+            "mixed": mine + train[experiment.scenes :],
             "val": of_new_task(val, task),
             OLD: test,
             NEW: of_new_task(test, task),
         }
         for part, rows in parts.items():
-            study.write_rows(plan.data(regime, part), rows)
+            study.write_rows(experiment.data(regime, part), rows)
 
 
 def _rows(folder: Path, split: str) -> list[Row]:
@@ -251,57 +254,57 @@ def of_new_task(rows: Iterable[Row], task: NewTask) -> list[Row]:
     return [row for row in made if row["objects"]]
 
 
-def make_bases(plan: Plan, processes: Processes, regimes: Iterable[str]) -> None:
+def make_bases(experiment: ForgettingExperiment, processes: Processes, regimes: Iterable[str]) -> None:
     """Make the bases, side by side on a GPU. Raises CheckpointError if one fails."""
-    missing = [regime for regime in regimes if not plan.base(regime).is_dir()]
-    for together in [missing] if plan.on_gpu else [[regime] for regime in missing]:
+    missing = [regime for regime in regimes if not experiment.base(regime).is_dir()]
+    for together in [missing] if experiment.on_gpu else [[regime] for regime in missing]:
         started = {
             regime: start_learner(
                 processes,
-                plan.runs_dir,
+                experiment.runs_dir,
                 f"base-{regime}",
                 base_config(
                     CHECKPOINT,
-                    plan.data(regime, "teaching"),
-                    plan.runs_dir / f"base-{regime}",
-                    steps=plan.base_steps,
-                    batch_size=min(64, 8 * plan.scenes),
+                    experiment.data(regime, "teaching"),
+                    experiment.runs_dir / f"base-{regime}",
+                    steps=experiment.base_steps,
+                    batch_size=min(64, 8 * experiment.scenes),
                     learning_rate=7e-4,
                     global_max_length=16384,
-                    data={"num_workers": 2 if plan.on_gpu else 0},
+                    data={"num_workers": 2 if experiment.on_gpu else 0},
                     training={"overwrite": True},  # replaces what an interrupted command left
                 ),
                 ranks=None,
-                devices=plan.slots[0].learner_devices,
+                devices=experiment.slots[0].learner_devices,
             )
             for regime in together
         }
         for regime, learner in started.items():
-            export(max(checkpoints_of(learner, plan.left_s()).items())[1], plan.base(regime))
-            say(f"base {regime}: {plan.left_s():.0f} s left")
+            export(max(checkpoints_of(learner, experiment.left_s()).items())[1], experiment.base(regime))
+            say(f"base {regime}: {experiment.left_s():.0f} s left")
 
 
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def run_config(plan: Plan, run: Run) -> dict[str, Any]:
+def run_config(experiment: ForgettingExperiment, run: ForgettingRun) -> dict[str, Any]:
     arm = ARMS[run.arm]
-    batch_size = min(arm.batch_size, plan.scenes) * arm.group
+    batch_size = min(arm.batch_size, experiment.scenes) * arm.group
     config = arms.run_config(
         arm,
-        model=plan.base(run.regime),
-        train=plan.data(run.regime, "mixed" if arm.old_share else "train"),
-        test=plan.data(run.regime, "val"),
-        run_dir=plan.run_dir(run),
+        model=experiment.base(run.regime),
+        train=experiment.data(run.regime, "mixed" if arm.old_share else "train"),
+        test=experiment.data(run.regime, "val"),
+        run_dir=experiment.run_dir(run),
         steps=arm.steps,
         batch_size=batch_size,
-        engine=plan.engine,
+        engine=experiment.engine,
         max_new_tokens=192,
         global_max_length=320 * batch_size,
-        data_workers=1 if plan.on_gpu else 0,
+        data_workers=1 if experiment.on_gpu else 0,
         training={
             "seed": run.seed,
-            "bf16": plan.on_gpu,
+            "bf16": experiment.on_gpu,
             "packing_buffer": max(64, batch_size),
             "learning_rate": arm.rate * (5 if arm.lora else 1),
             "lr_scheduler_type": "constant",
@@ -310,15 +313,15 @@ def run_config(plan: Plan, run: Run) -> dict[str, Any]:
             "eval_steps": max(1, arm.steps // arm.evaluations),
         },
     )
-    config["data"]["retain"] = [{"name": name, "val": str(plan.data(run.regime, name))} for name in (OLD, NEW)]
+    config["data"]["retain"] = [{"name": name, "val": str(experiment.data(run.regime, name))} for name in (OLD, NEW)]
     if arm.lora:
         config["model"]["lora"] = {"r": 16, "alpha": 32}
     return config
 
 
-def keep_result(plan: Plan, run: Run) -> None:
+def keep_result(experiment: ForgettingExperiment, run: ForgettingRun) -> None:
     """Keep each whole evaluation: step, seconds of training, validation F1, and the counts of both tests' scenes."""
-    run_dir = plan.run_dir(run)
+    run_dir = experiment.run_dir(run)
     events = read_events(run_dir)
     seconds: dict[int, float] = {0: 0.0}
     for step in steps_of(events):
@@ -337,7 +340,7 @@ def keep_result(plan: Plan, run: Run) -> None:
         if event["event"] == "eval"
     ]
     result = {"arm": run.arm, "seed": run.seed, "course": course, **circumstances()}
-    write_atomically(run.result(plan.out), json.dumps(result) + "\n")
+    write_atomically(run.result(experiment.out), json.dumps(result) + "\n")
     say(f"{run.folder}: {len(course)} evaluations, new-task F1 {max((one['val'] for one in course), default=0.0):.3f}")
 
 

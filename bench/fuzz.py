@@ -177,7 +177,7 @@ def _changed(value: Any, rng: random.Random) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Kind:
+class FileKind:
     """Files by their names, those of them that are damaged, and how a folder with them is read."""
 
     files: Mapping[str, bytes]
@@ -215,7 +215,7 @@ def _json(value: Any) -> bytes:
     return json.dumps(value).encode()
 
 
-def kinds() -> dict[str, Kind]:
+def kinds() -> dict[str, FileKind]:
     """Return every kind of file."""
     image = {"images/1.png": _png()}
     row = {
@@ -258,11 +258,11 @@ def kinds() -> dict[str, Kind]:
     labels = b"0 0.5 0.5 0.2 0.2\n1 0.1 0.1 0.2 0.1 0.2 0.3\n"
     data_yaml = b"path: .\ntrain: images\nval: [images]\nnames:\n  0: cat\n  1: dog\nnc: 2\n"
     return {
-        "jsonl": Kind(files={**image, "d.jsonl": rows}, damaged=("d.jsonl",), read=_split("d.jsonl")),
-        "coco": Kind(files={**image, "d.json": coco}, damaged=("d.json",), read=_split("d.json", format="coco")),
-        "coco outlines": Kind(files={**image, "d.json": coco}, damaged=("d.json",), read=_split("d.json", "poly")),
-        "voc": Kind(files={**image, "xml/1.xml": voc}, damaged=("xml/1.xml",), read=_split("xml")),
-        "yolo": Kind(
+        "jsonl": FileKind(files={**image, "d.jsonl": rows}, damaged=("d.jsonl",), read=_split("d.jsonl")),
+        "coco": FileKind(files={**image, "d.json": coco}, damaged=("d.json",), read=_split("d.json", format="coco")),
+        "coco outlines": FileKind(files={**image, "d.json": coco}, damaged=("d.json",), read=_split("d.json", "poly")),
+        "voc": FileKind(files={**image, "xml/1.xml": voc}, damaged=("xml/1.xml",), read=_split("xml")),
+        "yolo": FileKind(
             files={**image, "labels/1.txt": labels, "data.yaml": data_yaml},
             damaged=("labels/1.txt", "data.yaml"),
             read=_split("data.yaml:train", "poly", on_bad_record="clip"),
@@ -270,18 +270,18 @@ def kinds() -> dict[str, Kind]:
         "checkpoint": _checkpoint(),
         "report": _run_folder(),
         "servers": _servers(),
-        "config": Kind(
+        "config": FileKind(
             files={"run.yaml": b"base: base.yaml\n" + _config(), "base.yaml": _config()},
             damaged=("run.yaml", "base.yaml"),
             read=_load_config,
             may_be_pipes=("run.yaml",),
         ),
-        "fields": Kind(
+        "fields": FileKind(
             files={**image, "d.jsonl": b"\n".join(_json({**row, "fields": {"total": "12.50"}}) for _ in range(2))},
             damaged=("d.jsonl",),
             read=lambda folder: list(read_fields(str(folder / "d.jsonl"), DataConfig(train="x"))),
         ),
-        "calibration": Kind(
+        "calibration": FileKind(
             files={"c.json": (Path(__file__).parents[1] / "learner/predict/calibration.json").read_bytes()},
             damaged=("c.json",),
             read=lambda folder: read_calibration(folder / "c.json"),
@@ -289,7 +289,7 @@ def kinds() -> dict[str, Kind]:
     }
 
 
-def _checkpoint() -> Kind:
+def _checkpoint() -> FileKind:
     state = _json({"global_step": 7, "ver": 3, "cursor": {"epoch": 0, "batch": 2}, "config_digest": "abc"})
     others = {
         "model.safetensors": b"x",
@@ -309,10 +309,10 @@ def _checkpoint() -> Kind:
         return None
 
     files = {**others, "manifest.json": json.dumps(manifest).encode()}
-    return Kind(files=files, damaged=("manifest.json", "trainer_state.json"), read=read)
+    return FileKind(files=files, damaged=("manifest.json", "trainer_state.json"), read=read)
 
 
-def _run_folder() -> Kind:
+def _run_folder() -> FileKind:
     events: list[dict[str, Any]] = [
         {"event": "data", "time": 1.0, "train": 3, "evaluation": 2, "bad_records": {"train": {"no_area": {"drop": 1}}}},
         {"event": "sync", "time": 2.0, "ver": 1, "mode": "full", "fallback": "", "seconds": 0.5, "bytes": 100},
@@ -328,10 +328,10 @@ def _run_folder() -> Kind:
         "eval/step_1.jsonl": _json(scene) + b"\n",
         "groups.jsonl": _json({"global_step": 1, "groups": [{"id": "1", "rewards": [0.1, 0.5]}]}) + b"\n",
     }
-    return Kind(files=files, damaged=tuple(files), read=lambda folder: write_report(folder))
+    return FileKind(files=files, damaged=tuple(files), read=lambda folder: write_report(folder))
 
 
-def _servers() -> Kind:
+def _servers() -> FileKind:
     server = {"base_url": "http://a:1", "state": "serving", "since_s": 1.0, "because": ""}
     state = {"time": 1.0, "min_servers": 1, "served": {"ver": 3}, "servers": [server]}
 
@@ -341,7 +341,7 @@ def _servers() -> Kind:
 
     request = _json({"action": "add", "base_url": "http://b:1", "group_port": 5})
     files = {"servers/state.json": _json(state), "servers/requests/1.json": request}
-    return Kind(files=files, damaged=tuple(files), read=read)
+    return FileKind(files=files, damaged=tuple(files), read=read)
 
 
 def _config() -> bytes:
@@ -390,7 +390,7 @@ def _alarm(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def run_case(kind: Kind, folder: Path, rng: random.Random, ends: Ends) -> None:
+def run_case(kind: FileKind, folder: Path, rng: random.Random, ends: Ends) -> None:
     """Damage one file of the kind, or the way to it, and read."""
     name = rng.choice(kind.damaged)
     path = folder / name

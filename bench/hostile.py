@@ -466,12 +466,12 @@ async def _events() -> AsyncGenerator[str]:
 
 
 @dataclass
-class Answers:
+class AnswerCounts:
     num_cases: int = 0
     statuses: dict[int, int] = field(default_factory=dict)
     defects: list[str] = field(default_factory=list)  # 5xx, and what is no answer at all
 
-    def add(self, other: Answers) -> None:
+    def add(self, other: AnswerCounts) -> None:
         self.num_cases += other.num_cases
         self.defects += other.defects
         for status, number in other.statuses.items():
@@ -482,7 +482,7 @@ class Caller:
     """Sends bodies to one path, each to a server that no earlier one has changed."""
 
     def __init__(self, path: str) -> None:
-        self.path, self.answers = path, Answers()
+        self.path, self.answers = path, AnswerCounts()
         self._http = _client()
 
     async def send(self, content: bytes) -> None:
@@ -514,7 +514,7 @@ async def _document() -> dict[str, Any]:
         return found
 
 
-def _call(job: tuple[str, bool, int]) -> Answers:
+def _call(job: tuple[str, bool, int]) -> AnswerCounts:
     """Send so many bodies to one path, which fit its schema or do not."""
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis import GenerationMode
@@ -546,7 +546,7 @@ def _call(job: tuple[str, bool, int]) -> Answers:
 def calls(num_cases: int, processes: int = 2) -> list[Figure]:
     """Half of the bodies fit the schema, half do not."""
     say(f"calls: {num_cases} bodies")
-    answers, begin = Answers(), time.monotonic()
+    answers, begin = AnswerCounts(), time.monotonic()
     described = asyncio.run(_document())["paths"]
     paths = [path for path, methods in described.items() if "requestBody" in methods.get("post", {})]
     jobs = [(path, fits, -(-num_cases // (2 * len(paths)))) for path in paths for fits in (True, False)]

@@ -105,7 +105,7 @@ async def direct(engine: VllmEngine, call: InferCall) -> int:
     return sum(len(generation.response_token_ids) for generations in answers for generation in generations)
 
 
-class Served:
+class ServedApp:
     """The app under uvicorn on the running event loop; use as a context."""
 
     def __init__(self, engine: VllmEngine, config: ServerConfig) -> None:
@@ -201,7 +201,7 @@ def _images(folder: Path, num_requests: int, rounds: int) -> list[Figure]:
     requests = [RolloutInferRequest(messages=messages, images=[str(image)]) for image in chosen]
 
     async def rates_of(engine: VllmEngine) -> dict[str, list[float]]:
-        with Client(config) as client, Served(engine, config):
+        with Client(config) as client, ServedApp(engine, config):
             sides: dict[str, Side] = {
                 "http": lambda i: client.infer(_call(requests, i, IMAGE_MAX_TOKENS, seed=1000 * i)),
                 "direct": lambda i: direct(engine, _call(requests, i, IMAGE_MAX_TOKENS, seed=1000 * i)),
@@ -256,7 +256,7 @@ async def _text_rates(
     rounds: int,
 ) -> tuple[dict[str, list[float]], dict[int, float]]:
     """Rates by side, and by `decode_batch_size`."""
-    with Client(config) as client, Served(engine, config):
+    with Client(config) as client, ServedApp(engine, config):
         sides: dict[str, Side] = {
             "straight to the engine": lambda i: direct(engine, _call(requests, i, MAX_TOKENS, seed=None)),
             "through /infer/": lambda i: client.infer(_call(requests, i, MAX_TOKENS, seed=None)),

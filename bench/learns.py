@@ -35,7 +35,7 @@ from bench.learns_arms import (
     BASE,
     REFERENCE,
     SEEDS,
-    Run,
+    LearnsRun,
     Settings,
     all_runs,
     choose,
@@ -65,13 +65,13 @@ class Stage1:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan(Experiment):
-    """The plan that the command line asks for. Without runs: stage 1 alone."""
+class LearnsExperiment(Experiment):
+    """The experiment that the command line asks for. Without runs: stage 1 alone."""
 
     settings: Settings
     stage1: Stage1
     data: Build  # the arms train and are tested on it
-    runs: tuple[Run, ...]
+    runs: tuple[LearnsRun, ...]
     slots_per_gpu: int
     eager: bool
     run_limit_s: float
@@ -108,7 +108,7 @@ def main(
     wanted = choose(arms, arm or (), labels_are_complete=annotation_dropout == 0)
     if torch.cuda.is_available():
         os.environ.setdefault("OMP_NUM_THREADS", "2")  # many processes share the cores
-    plan = Plan(
+    experiment = LearnsExperiment(
         settings=Settings(
             model=out / "base" if stage1_steps else CHECKPOINT,
             data=folder / "data",
@@ -137,68 +137,68 @@ def main(
         deadline=time.monotonic() + limit_s - _REPORT_S,
         run_limit_s=run_limit_s,
     )
-    sys.exit(_run(plan, [BASE, *arms]))
+    sys.exit(_run(experiment, [BASE, *arms]))
 
 
-def _run(plan: Plan, order: Sequence[str]) -> int:
+def _run(experiment: LearnsExperiment, order: Sequence[str]) -> int:
     """All phases, and a report with the arms in `order` whatever happens; the exit code."""
-    plan.make_folders()
-    plan.settings.data.mkdir(parents=True, exist_ok=True)
-    return exit_code_of(lambda processes: _carry_out(plan, processes), lambda: _report(plan.out, order))
+    experiment.make_folders()
+    experiment.settings.data.mkdir(parents=True, exist_ok=True)
+    return exit_code_of(lambda processes: _carry_out(experiment, processes), lambda: _report(experiment.out, order))
 
 
-def _carry_out(plan: Plan, processes: Processes) -> None:
+def _carry_out(experiment: LearnsExperiment, processes: Processes) -> None:
     """Carry out all phases. Raises ProjectError if one cannot be carried out."""
-    settings, num_gpus, num_cores = plan.settings, torch.cuda.device_count(), os.cpu_count() or 1
+    settings, num_gpus, num_cores = experiment.settings, torch.cuda.device_count(), os.cpu_count() or 1
 
-    def open_all(*, eager: bool) -> list[Slot[Run]]:
+    def open_all(*, eager: bool) -> list[Slot[LearnsRun]]:
         # The first sync brings the weights, so a server can start with any model of the same shape, before stage 1.
-        slots: list[Slot[Run]] = make_slots(num_gpus, plan.slots_per_gpu) if plan.runs else []
+        slots: list[Slot[LearnsRun]] = make_slots(num_gpus, experiment.slots_per_gpu) if experiment.runs else []
         for slot in slots:
             slot.open(processes, settings.runs, CHECKPOINT, settings.data, eager=eager)
         return slots
 
-    opening = open_all(eager=plan.eager)
+    opening = open_all(eager=experiment.eager)
     began = time.monotonic()
-    build(plan.data, settings.data, workers=num_cores)
-    if plan.stage1.steps and not settings.model.is_dir():
-        first = Build(train=plan.stage1.scenes, val=0, test=0, style=plan.data.style, seed=1)
-        build(first, plan.work / "stage1_data", workers=num_cores)
+    build(experiment.data, settings.data, workers=num_cores)
+    if experiment.stage1.steps and not settings.model.is_dir():
+        first = Build(train=experiment.stage1.scenes, val=0, test=0, style=experiment.data.style, seed=1)
+        build(first, experiment.work / "stage1_data", workers=num_cores)
         say(f"data: {time.monotonic() - began:.0f} s")
-        train_stage1(processes, plan.stage1, plan.work, settings.model, num_gpus, num_cores)
-    if not plan.runs:
+        train_stage1(processes, experiment.stage1, experiment.work, settings.model, num_gpus, num_cores)
+    if not experiment.runs:
         return
     ready = wait_open(opening, _SERVERS_READY_S)
-    if not ready and not plan.eager:
+    if not ready and not experiment.eager:
         say("no server with CUDA graphs: once more without")
         ready = wait_open(open_all(eager=True), _SERVERS_READY_S)
-    _compare(plan, processes, ready)
+    _compare(experiment, processes, ready)
 
 
-def _compare(plan: Plan, processes: Processes, slots: Sequence[Slot[Run]]) -> None:
-    settings = plan.settings
-    lengths = Lengths(results=plan.out / "results", run_dirs=plan.runs_dir, steps=settings.steps)
+def _compare(experiment: LearnsExperiment, processes: Processes, slots: Sequence[Slot[LearnsRun]]) -> None:
+    settings = experiment.settings
+    lengths = Lengths(results=experiment.out / "results", run_dirs=experiment.runs_dir, steps=settings.steps)
 
-    def config(run: Run, slot: Slot[Run]) -> dict[str, Any]:
+    def config(run: LearnsRun, slot: Slot[LearnsRun]) -> dict[str, Any]:
         steps = lengths.num_steps(run)
         assert steps is not None, "a run begins when its length is known"
         return run_config(run, settings, slot.vllm(), steps)
 
-    def keep(run: Run) -> None:
-        run_dir = plan.run_dir(run)
+    def keep(run: LearnsRun) -> None:
+        run_dir = experiment.run_dir(run)
         if run.evaluates_first:
-            write_result(run_dir, BASE, FIRST_SEED, plan.out / "results" / f"{BASE}.json", at_start=True)
-        write_result(run_dir, run.arm.name, run.seed, run.result(plan.out))
+            write_result(run_dir, BASE, FIRST_SEED, experiment.out / "results" / f"{BASE}.json", at_start=True)
+        write_result(run_dir, run.arm.name, run.seed, run.result(experiment.out))
         say(f"{run.folder}: {_last_evaluation(run_dir)}")
 
-    plan.compare(
+    experiment.compare(
         processes,
         slots,
-        plan.runs,
+        experiment.runs,
         config=config,
         keep=keep,
         can_start=lambda run: lengths.num_steps(run) is not None,
-        run_limit_s=plan.run_limit_s,
+        run_limit_s=experiment.run_limit_s,
     )
 
 
@@ -227,7 +227,7 @@ class Lengths:
     run_dirs: Path
     steps: int
 
-    def num_steps(self, run: Run) -> int | None:
+    def num_steps(self, run: LearnsRun) -> int | None:
         """Return the number of steps; None if it is not known yet."""
         if not run.arm.wall:
             return self.steps
@@ -243,7 +243,7 @@ class Lengths:
         if ended:
             return median(ended)
         for seed in range(FIRST_SEED, FIRST_SEED + SEEDS):
-            run_dir = self.run_dirs / Run(arm=ARMS[arm], seed=seed).folder
+            run_dir = self.run_dirs / LearnsRun(arm=ARMS[arm], seed=seed).folder
             seconds = [step["step_s"] for step in steps_of(read_events(run_dir))]
             if len(seconds) >= _STEPS_TO_MEASURE:
                 return median(seconds)

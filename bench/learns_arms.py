@@ -40,7 +40,7 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arm(arms.Arm):
+class LearnsArm(arms.Arm):
     name: str
     loss: Mapping[str, Any] = field(default_factory=lambda: TUNED)
     rate: float = 1.0  # factor of the learning rate
@@ -52,38 +52,38 @@ def _ab(b_ratio: float, **ahead: Any) -> dict[str, Any]:
     return {"schedule": {"b_ratio": b_ratio}, "async_actor_learner": ahead}
 
 
-def _arms() -> Iterator[Arm]:
+def _arms() -> Iterator[LearnsArm]:
     ab: dict[str, Any] = {"variant": "stage2_ab_training"}
     sft: dict[str, Any] = {"variant": "sft", "loss": {}}
-    yield Arm(name="sft", seeds=SEEDS, **sft)
-    yield Arm(name=REFERENCE, seeds=SEEDS)
-    yield Arm(name="stage2_ab_training", stage2_ab=_ab(0.5), seeds=SEEDS, **ab)
-    yield Arm(name="sft, equal time", seeds=SEEDS, wall=True, **sft)
-    yield Arm(name="stage2_ab_training, equal time", stage2_ab=_ab(0.5), seeds=SEEDS, wall=True, **ab)
-    yield Arm(name="temperature 1", decoding={"temperature": 1.0})
-    yield Arm(name="default loss", loss={})
-    yield Arm(name="cut at the last match", loss={**TUNED, "prefix_end": "last_match"})
-    yield Arm(name="not cut, closer taught", loss={"matched_desc_weight": 1.0, "overrun_close_weight": 1.0})
-    yield Arm(name=KEPT, loss={**TUNED, "keep_unmatched": True}, seeds=SEEDS)
-    yield Arm(name="no names taught", loss={**TUNED, "matched_desc_weight": 0.0})
-    yield Arm(name="prefix not supervised", loss={"matched_coordinate_weight": 0.0, "prefix_end": "first_miss"})
-    yield Arm(name="coordinates of weight 0.25", loss={**TUNED, "matched_coordinate_weight": 0.25})
-    yield Arm(name="missed objects in random order", loss={**TUNED, "missed_order": "random"})
-    yield Arm(name="IoU threshold 0.5", task={"iou_threshold": 0.5})
-    yield Arm(name="b_ratio 0.25", stage2_ab=_ab(0.25), **ab)
-    yield Arm(name="b_ratio 0.75", stage2_ab=_ab(0.75), **ab)
-    yield Arm(name="sft, rate x 3", rate=3.0, **sft)
-    yield Arm(name="rollout_matching_sft, rate x 3", rate=3.0)
-    yield Arm(name="sft, rate / 3", rate=1 / 3, **sft)
-    yield Arm(name="rollout_matching_sft, rate / 3", rate=1 / 3)
+    yield LearnsArm(name="sft", seeds=SEEDS, **sft)
+    yield LearnsArm(name=REFERENCE, seeds=SEEDS)
+    yield LearnsArm(name="stage2_ab_training", stage2_ab=_ab(0.5), seeds=SEEDS, **ab)
+    yield LearnsArm(name="sft, equal time", seeds=SEEDS, wall=True, **sft)
+    yield LearnsArm(name="stage2_ab_training, equal time", stage2_ab=_ab(0.5), seeds=SEEDS, wall=True, **ab)
+    yield LearnsArm(name="temperature 1", decoding={"temperature": 1.0})
+    yield LearnsArm(name="default loss", loss={})
+    yield LearnsArm(name="cut at the last match", loss={**TUNED, "prefix_end": "last_match"})
+    yield LearnsArm(name="not cut, closer taught", loss={"matched_desc_weight": 1.0, "overrun_close_weight": 1.0})
+    yield LearnsArm(name=KEPT, loss={**TUNED, "keep_unmatched": True}, seeds=SEEDS)
+    yield LearnsArm(name="no names taught", loss={**TUNED, "matched_desc_weight": 0.0})
+    yield LearnsArm(name="prefix not supervised", loss={"matched_coordinate_weight": 0.0, "prefix_end": "first_miss"})
+    yield LearnsArm(name="coordinates of weight 0.25", loss={**TUNED, "matched_coordinate_weight": 0.25})
+    yield LearnsArm(name="missed objects in random order", loss={**TUNED, "missed_order": "random"})
+    yield LearnsArm(name="IoU threshold 0.5", task={"iou_threshold": 0.5})
+    yield LearnsArm(name="b_ratio 0.25", stage2_ab=_ab(0.25), **ab)
+    yield LearnsArm(name="b_ratio 0.75", stage2_ab=_ab(0.75), **ab)
+    yield LearnsArm(name="sft, rate x 3", rate=3.0, **sft)
+    yield LearnsArm(name="rollout_matching_sft, rate x 3", rate=3.0)
+    yield LearnsArm(name="sft, rate / 3", rate=1 / 3, **sft)
+    yield LearnsArm(name="rollout_matching_sft, rate / 3", rate=1 / 3)
 
 
-ARMS: Mapping[str, Arm] = {arm.name: arm for arm in _arms()}
+ARMS: Mapping[str, LearnsArm] = {arm.name: arm for arm in _arms()}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Run:
-    arm: Arm
+class LearnsRun:
+    arm: LearnsArm
     seed: int
 
     @property
@@ -99,33 +99,33 @@ class Run:
         return self.arm.name == "sft" and self.seed == FIRST_SEED
 
 
-def read_arm(text: str) -> Arm:
-    """Read one more arm, given as a JSON object of `Arm`'s fields. Raises ConfigError."""
+def read_arm(text: str) -> LearnsArm:
+    """Read one more arm, given as a JSON object of `LearnsArm`'s fields. Raises ConfigError."""
     try:
-        return Arm(**json.loads(text))
+        return LearnsArm(**json.loads(text))
     except (TypeError, ValueError) as error:
         raise ConfigError(
             "an arm cannot be read",
             found=f"{text[:200]}: {error}",
-            wanted=f"a JSON object with some of {', '.join(f.name for f in fields(Arm))}",
+            wanted=f"a JSON object with some of {', '.join(f.name for f in fields(LearnsArm))}",
             remedy='such as {"name": "cooler", "decoding": {"temperature": 0.5}}',
         ) from error
 
 
-def choose(known: Mapping[str, Arm], names: Collection[str], *, labels_are_complete: bool) -> list[Arm]:
+def choose(known: Mapping[str, LearnsArm], names: Collection[str], *, labels_are_complete: bool) -> list[LearnsArm]:
     """The arms with these names, else all that fit the labels; and always those that are not in ARMS."""
     chosen = names or [name for name in ARMS if name != KEPT or not labels_are_complete]
     return [arm for name, arm in known.items() if name in chosen or name not in ARMS]
 
 
-def all_runs(of: Iterable[Arm], most_seeds: int = SEEDS) -> list[Run]:
+def all_runs(of: Iterable[LearnsArm], most_seeds: int = SEEDS) -> list[LearnsRun]:
     """Return all runs, the most important first: a seed of each main arm, then the next seed; then arms with one
     seed."""
-    runs = [Run(arm=arm, seed=FIRST_SEED + i) for arm in of for i in range(min(arm.seeds, most_seeds))]
+    runs = [LearnsRun(arm=arm, seed=FIRST_SEED + i) for arm in of for i in range(min(arm.seeds, most_seeds))]
     return sorted(runs, key=lambda run: (run.arm.seeds == 1, run.arm.wall, run.seed))
 
 
-def run_config(run: Run, settings: Settings, vllm: Mapping[str, Any], steps: int) -> dict[str, Any]:
+def run_config(run: LearnsRun, settings: Settings, vllm: Mapping[str, Any], steps: int) -> dict[str, Any]:
     """Return the learner's configuration; `vllm` is its section of that name."""
     return arms.run_config(
         run.arm,

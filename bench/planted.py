@@ -188,7 +188,7 @@ def planted_learner(config: Path, faults: str, out: Path, flag: Path) -> None:
 # ---- the benchmark ---------------------------------------------------------------------------------------------------
 
 
-class World:
+class FaultTable:
     """The servers and runs of one table, in `folder`."""
 
     def __init__(self, processes: Processes, folder: Path) -> None:
@@ -247,7 +247,7 @@ class World:
 def measure(folder: Path) -> list[Mapping[str, Any]]:
     """Measure, and return the rows of the table."""
     with supervised() as processes:
-        world = World(processes, folder)
+        world = FaultTable(processes, folder)
         server = world.serve("server", world.model)
         server.wait_ready()
         say("the server is ready")

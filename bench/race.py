@@ -77,7 +77,7 @@ class Race:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Result:
+class SideResult:
     """`steps`: each one's seconds by name, the warm-up included; `sync/NAME` and `rollout/NAME` are parts of phases.
     `start`: seconds from the process's start until it said so. `gpu`: its use after the warm-up."""
 
@@ -93,7 +93,7 @@ class Result:
         return median(step.get(name, 0.0) for step in self.steps[WARM_UP_STEPS:] or self.steps[-1:])
 
 
-class Results:
+class RaceResults:
     """FILE: what each side has measured so far."""
 
     def __init__(self, path: Path, work: Mapping[str, Any]) -> None:
@@ -107,13 +107,13 @@ class Results:
                 wanted=str(self._work),
                 remedy="choose another --out, or give the options of that race",
             )
-        self.sides = {side["side"]: Result(**side) for side in before.get("sides", [])}
+        self.sides = {side["side"]: SideResult(**side) for side in before.get("sides", [])}
         self.floors: Mapping[str, float] = before.get("floors", {})
 
     def lacks(self, side: str) -> bool:
         return side not in self.sides or not self.sides[side].ended
 
-    def put(self, result: Result) -> None:
+    def put(self, result: SideResult) -> None:
         self.sides[result.side] = result
         self.write()
 
@@ -123,12 +123,12 @@ class Results:
 
 
 @dataclass(kw_only=True, slots=True)
-class Watched:
+class RunningSide:
     """A side that runs: what it said is printed and kept when it says so."""
 
     side: str
     read: Callable[[], tuple[Mapping[str, float], Sequence[Mapping[str, float]]]]  # its start and its steps so far
-    results: Results
+    results: RaceResults
     began_s: float = field(default_factory=time.monotonic)
     _num_said: int = 0
 
@@ -154,10 +154,10 @@ class Watched:
         first: GpuUse | None = next(iter(used.values()), None)
         self.results.put(self._result(ended=True, gpu={} if first is None else asdict(first)))
 
-    def _result(self, *, ended: bool, gpu: Mapping[str, float]) -> Result:
+    def _result(self, *, ended: bool, gpu: Mapping[str, float]) -> SideResult:
         start, steps = self.read()
         run_s = time.monotonic() - self.began_s
-        return Result(side=self.side, ended=ended, run_s=run_s, steps=steps, start=start, gpu=gpu)
+        return SideResult(side=self.side, ended=ended, run_s=run_s, steps=steps, start=start, gpu=gpu)
 
 
 def _phases(step: Mapping[str, float]) -> str:
@@ -198,7 +198,7 @@ def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
     )
 
 
-def run_ours(processes: Processes, folder: Path, race: Race, results: Results) -> None:
+def run_ours(processes: Processes, folder: Path, race: Race, results: RaceResults) -> None:
     config = learner_settings(race, folder / "ours")
     began_at = time.time()
     learner = start_learner(processes, folder, "ours", config, ranks=None, devices=[0] if race.on_gpu else ())
@@ -208,7 +208,7 @@ def run_ours(processes: Processes, folder: Path, race: Race, results: Results) -
         said = {event["event"]: event["time"] - began_at for event in events if event["event"] in ("plan", "data")}
         return said, steps_with_parts(events)
 
-    Watched(side="ours", read=read, results=results).run(learner.wait, race.limit_s)
+    RunningSide(side="ours", read=read, results=results).run(learner.wait, race.limit_s)
 
 
 def steps_with_parts(events: Events) -> list[dict[str, float]]:
@@ -227,7 +227,7 @@ def steps_with_parts(events: Events) -> list[dict[str, float]]:
     return found
 
 
-def run_trl(processes: Processes, folder: Path, race: Race, results: Results) -> None:
+def run_trl(processes: Processes, folder: Path, race: Race, results: RaceResults) -> None:
     """Run TRL in a process of its own, which writes what it has reached, and the seconds of each step."""
     said, log = folder / "trl.jsonl", folder / "trl.log"
     paths = {"model": str(race.model), "data": str(race.data), "out": str(said), "prompt": PROMPT}
@@ -251,7 +251,7 @@ def run_trl(processes: Processes, folder: Path, race: Race, results: Results) ->
         if code:
             raise ServerError("TRL's side failed", found=f"exit code {code}; {last_words(log)}", wanted="0")
 
-    Watched(side="trl", read=read, results=results).run(wait, race.limit_s)
+    RunningSide(side="trl", read=read, results=results).run(wait, race.limit_s)
 
 
 def enlarged(data: Path, folder: Path, number: int) -> Path:
@@ -309,7 +309,7 @@ def floors(race: Race, num_tokens: float) -> dict[str, float]:
     return {"step_s": sum(found.values()), **found, "bandwidth_gb_s": bandwidth / 1e9, "rate_tflop_s": rate / 1e12}
 
 
-def table(results: Sequence[Result]) -> str:
+def table(results: Sequence[SideResult]) -> str:
     """Return medians after the warm-up; the factor is over the first side."""
     phases = [name for name in PHASES if any(one.median_s(name) >= 0.005 for one in results)]
     head = ["side", "step s", *(name.removesuffix("_s") for name in phases), "first step s", "busy", "memory GB", "x"]
@@ -328,7 +328,7 @@ def table(results: Sequence[Result]) -> str:
     return "\n".join(markdown_table(head, rows))
 
 
-def parts_lines(result: Result) -> list[str]:
+def parts_lines(result: SideResult) -> list[str]:
     """Return where a sync's and a generation call's time goes, one line each: medians in seconds."""
     lines = []
     for phase in ("sync", "rollout"):
@@ -378,7 +378,7 @@ def race_of(
     )
 
 
-def run_side(side: Side, race: Race, results: Results, logs: Path) -> bool:
+def run_side(side: Side, race: Race, results: RaceResults, logs: Path) -> bool:
     """Return True if it ended well."""
     run = {"ours": run_ours, "trl": run_trl}[side]
     folder = Path(tempfile.mkdtemp(prefix="race-"))
@@ -423,7 +423,7 @@ def main(
     same = {name: value for name, value in asdict(race).items() if name not in ("limit_s", "data", "model")}
     failed = False
     try:
-        results = Results(out, {"model": size, "data": data.name, "images": photographs, **same})
+        results = RaceResults(out, {"model": size, "data": data.name, "images": photographs, **same})
     except ProjectError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)

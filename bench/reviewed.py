@@ -102,7 +102,7 @@ class Data:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class ReviewedRun:
     """One training run. `budget`: how many suggestions were reviewed before it; None: there was no review."""
 
     data: Data
@@ -116,7 +116,7 @@ class Run:
         return file_name(f"{self.data.name}-{self.name}-{self.seed}")
 
 
-class Results:
+class ReviewedResults:
     """The JSON file: by data set, the ranks, and by run and seed F1@0.5 with its interval."""
 
     def __init__(self, path: Path) -> None:
@@ -127,10 +127,10 @@ class Results:
         found: dict[str, Any] = self.content["data"].setdefault(data.name, {"runs": {}})
         return found
 
-    def has(self, run: Run) -> bool:
+    def has(self, run: ReviewedRun) -> bool:
         return str(run.seed) in self.of(run.data)["runs"].get(run.name, {})
 
-    def keep(self, run: Run, found: Mapping[str, Any]) -> None:
+    def keep(self, run: ReviewedRun, found: Mapping[str, Any]) -> None:
         self.of(run.data)["runs"].setdefault(run.name, {})[str(run.seed)] = found
         self.save()
 
@@ -161,7 +161,7 @@ def main(
     gpus = torch.cuda.device_count() if device != Device.cpu else 0
     # Programs see all GPUs unless they are told which, and each would take all cores for itself.
     os.environ |= {"OMP_NUM_THREADS": "2"} if gpus else {"CUDA_VISIBLE_DEVICES": ""}
-    results = Results(out)
+    results = ReviewedResults(out)
 
     def compare(processes: Processes) -> None:
         sets = [digits(work, scenes), *([cells(work, bccd)] if bccd is not None else [])]
@@ -178,16 +178,20 @@ def main(
     sys.exit(exit_code_of(compare, lambda: print(tables(results.content["data"]))))
 
 
-def runs_of(sets: Sequence[Data], arm: Sequence[str] | None, budget: Sequence[int] | None, seeds: int) -> list[Run]:
+def runs_of(
+    sets: Sequence[Data], arm: Sequence[str] | None, budget: Sequence[int] | None, seeds: int
+) -> list[ReviewedRun]:
     """Return the runs, a seed after the other, the longest first."""
     found = []
     for seed in range(FIRST_SEED, FIRST_SEED + seeds):
         for name in reversed(list(WITHOUT_REVIEW)):
             if arm is None or name in arm:
-                found += [Run(data=data, name=name, arm=WITHOUT_REVIEW[name], seed=seed) for data in reversed(sets)]
+                found += [
+                    ReviewedRun(data=data, name=name, arm=WITHOUT_REVIEW[name], seed=seed) for data in reversed(sets)
+                ]
         for number in budget if budget is not None else BUDGETS:
             name = f"{number} reviewed, sft"
-            found += [Run(data=data, name=name, arm=SFT, seed=seed, budget=number) for data in reversed(sets)]
+            found += [ReviewedRun(data=data, name=name, arm=SFT, seed=seed, budget=number) for data in reversed(sets)]
     return found
 
 
@@ -310,20 +314,24 @@ def judge(
 # ---- runs ------------------------------------------------------------------------------------------------------------
 
 
-def _slots(gpus: int, number: int) -> list[Slot[Run]]:
+def _slots(gpus: int, number: int) -> list[Slot[ReviewedRun]]:
     """The engine is in the learner's process. Neighbours are on different GPUs."""
     devices = [(i % gpus,) for i in range(gpus * number)] if gpus else [()]
     return [Slot(index=i, has_server=False, learner_devices=own) for i, own in enumerate(devices)]
 
 
 def run_them(
-    processes: Processes, runs: list[Run], results: Results, slots: Sequence[Slot[Run]], deadline: float
+    processes: Processes,
+    runs: list[ReviewedRun],
+    results: ReviewedResults,
+    slots: Sequence[Slot[ReviewedRun]],
+    deadline: float,
 ) -> None:
     """Run every run, several side by side, as far as the time goes. A result is kept as soon as its run has ended."""
     say(f"{len(runs)} runs, {len(slots)} at a time, {deadline - time.monotonic():.0f} s left")
     told: dict[str, dict[str, Any]] = {}
 
-    def start(run: Run, slot: Slot[Run]) -> LearnerRun:
+    def start(run: ReviewedRun, slot: Slot[ReviewedRun]) -> LearnerRun:
         work = run.data.work
         shutil.rmtree(work / run.folder, ignore_errors=True)  # removes what an interrupted run left
         train, told[run.folder] = run.data.gaps / "train.jsonl", {}
@@ -332,7 +340,7 @@ def run_them(
         config = config_of(run, train)
         return start_learner(processes, work, run.folder, config, ranks=None, devices=slot.learner_devices)
 
-    def ended(run: Run, code: int | None) -> None:
+    def ended(run: ReviewedRun, code: int | None) -> None:
         run_dir = run.data.work / run.folder
         if code != 0:
             say(f"{run.folder}: exit code {code}: {last_words(run_dir.with_name(f'{run.folder}.log'))}")
@@ -350,7 +358,7 @@ def run_them(
     )
 
 
-def config_of(run: Run, train: Path) -> dict[str, Any]:
+def config_of(run: ReviewedRun, train: Path) -> dict[str, Any]:
     data, is_grpo = run.data, run.arm.grpo is not None
     return run_config(
         run.arm,
@@ -374,7 +382,7 @@ def config_of(run: Run, train: Path) -> dict[str, Any]:
     )
 
 
-def score_of(run: Run, run_dir: Path) -> dict[str, Any]:
+def score_of(run: ReviewedRun, run_dir: Path) -> dict[str, Any]:
     """Return F1@0.5 on the test scenes, after the last step."""
     events = read_events(run_dir)
     scored = [event for event in events if event["event"] == "eval"][-1]

@@ -124,7 +124,7 @@ POINTS = (
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredTimes:
     """Seconds of each call of a 4B model's servers, and of learning one sample on a rank."""
 
     calls_s: Sequence[float]
@@ -132,12 +132,12 @@ class Measured:
 
 
 @cache
-def measured() -> Measured:
+def measured() -> MeasuredTimes:
     runs = json.loads(SOURCE.read_text())["runs"]
     run = next(run for run in runs if (run["topology"], run["mode"]) == SOURCE_RUN)
     spans = [span for step in run["timeline"] for span in step["spans"]]
     calls = sorted(end - begin for name, _, begin, end in spans if name.startswith("http"))
-    return Measured(calls, run["phases_s"]["learn_s"] / SOURCE_SAMPLES)
+    return MeasuredTimes(calls, run["phases_s"]["learn_s"] / SOURCE_SAMPLES)
 
 
 def seconds_of(seed: int) -> float:
@@ -177,7 +177,7 @@ class TimedEngine(TensorEngine):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Place:
+class ServerPlace:
     """The place where a server listens. Servers with one GPU's name never share a group."""
 
     host: str
@@ -189,18 +189,18 @@ class Place:
         return {"base_url": f"http://{self.host}:{HTTP_PORT + self.index}", "group_port": GROUP_PORT + self.index}
 
 
-def machines_of(point: Point) -> list[list[Place]]:
+def machines_of(point: Point) -> list[list[ServerPlace]]:
     """Return the servers of each machine. Servers that are to share a group have one address, and GPUs of their own."""
     per_machine = min(MAX_PER_MACHINE, max(1, point.servers // 8))
     places = []
     for i in range(point.servers):
         machine, index = (0, i) if point.group == 0 else divmod(i, per_machine)
         gpu = "shared" if point.group == 1 else f"gpu{i}"
-        places.append(Place(host=f"127.77.{machine // 250}.{machine % 250 + 1}", index=index, gpu=gpu))
+        places.append(ServerPlace(host=f"127.77.{machine // 250}.{machine % 250 + 1}", index=index, gpu=gpu))
     return [places[i : i + per_machine] for i in range(0, point.servers, per_machine)]
 
 
-def run_machine(places: Sequence[Place], table: Path, log: Path) -> None:
+def run_machine(places: Sequence[ServerPlace], table: Path, log: Path) -> None:
     """Run the servers of one machine as a process, until it is killed."""
     with log.open("ab") as out:
         os.dup2(out.fileno(), 1)
@@ -217,7 +217,7 @@ def run_machine(places: Sequence[Place], table: Path, log: Path) -> None:
     asyncio.run(serve_all())
 
 
-async def _listen(place: Place, table: Mapping[str, Any]) -> None:
+async def _listen(place: ServerPlace, table: Mapping[str, Any]) -> None:
     """Listen as `serving.serve` does, without looking ten times a second whether to end."""
     config = ServerConfig(model="tensors", host=place.host, port=HTTP_PORT + place.index)
     app = create_app(RolloutService(TimedEngine(table, place.gpu), config, ""), None)
@@ -234,7 +234,7 @@ async def _listen(place: Place, table: Mapping[str, Any]) -> None:
 
 
 @dataclass
-class Told:
+class CollectiveTraffic:
     """The amount that the collectives of this process have carried."""
 
     number: int = 0
@@ -246,7 +246,7 @@ class EchoRanks(Ranks):
     """Rank 0 of `world_size` ranks that all say what rank 0 says. Messages are pickled and read as with gloo; nothing
     travels."""
 
-    told: Told = field(default_factory=Told)
+    told: CollectiveTraffic = field(default_factory=CollectiveTraffic)
 
     def all_reduce_max(self, value: float) -> float:
         self.told.number += 1
@@ -285,7 +285,7 @@ def learn(config: Path, num_ranks: int, notes: Path, log: Path) -> None:
 
     os.environ |= {"WORLD_SIZE": str(num_ranks), "RANK": "0"}
     torch.set_num_threads(1)
-    told, used = Told(), {"sync": 0.0, "agree": 0.0}
+    told, used = CollectiveTraffic(), {"sync": 0.0, "agree": 0.0}
     lines = notes.open("w", buffering=1)
 
     def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
@@ -448,7 +448,7 @@ def _start(stack: contextlib.ExitStack, work: Callable[..., None], *args: Any) -
     return process
 
 
-def _wait_for(places: Sequence[Place], limit_s: float) -> None:
+def _wait_for(places: Sequence[ServerPlace], limit_s: float) -> None:
     deadline = time.monotonic() + limit_s
     with httpx.Client(trust_env=False, timeout=5.0) as client:
         for place in places:

@@ -69,7 +69,7 @@ def main(
         own = result["data"].setdefault(name, {})
         if "seconds" in own and (cost_only or "scores" in own):
             continue
-        data = Measured(name, work / name, backend="hf" if backend == "hf" else "vllm", bccd=bccd)
+        data = MeasuredCheckpoint(name, work / name, backend="hf" if backend == "hf" else "vllm", bccd=bccd)
         with data.answers:
             for part, measure in (("scores", data.scores), ("seconds", data.seconds)):
                 if part not in own and not (cost_only and part == "scores"):
@@ -78,7 +78,7 @@ def main(
                     say(f"{name}: {part}: {own[part]}")
 
 
-class Measured:
+class MeasuredCheckpoint:
     """One checkpoint with its validation and its test images."""
 
     def __init__(self, name: str, folder: Path, *, backend: Backend, bccd: Path | None) -> None:

@@ -79,7 +79,7 @@ F1 = "f1@0.5"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Arm(arms.Arm):
+class StudyArm(arms.Arm):
     """`steps` and `batch_size` (samples) of a run, and how often it is evaluated."""
 
     rate: float = 1e-4
@@ -91,29 +91,31 @@ class Arm(arms.Arm):
 
 
 _GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 3e-5, "batch_size": 16, "steps": 80, "evaluations": 8}
-ARMS: Mapping[str, Arm] = {
-    "sft": Arm(variant="sft", steps=120, evaluations=15),
-    "sft on completed labels": Arm(variant="sft", steps=120, evaluations=15, complete={}),
-    "sft on completed labels, 8 answers": Arm(variant="sft", steps=120, evaluations=15, complete={"rollouts": 8}),
-    "sft on labels completed twice": Arm(variant="sft", steps=120, evaluations=15, complete={"refresh": 40}),
-    "sft on completed labels, votes as weights": Arm(
+ARMS: Mapping[str, StudyArm] = {
+    "sft": StudyArm(variant="sft", steps=120, evaluations=15),
+    "sft on completed labels": StudyArm(variant="sft", steps=120, evaluations=15, complete={}),
+    "sft on completed labels, 8 answers": StudyArm(variant="sft", steps=120, evaluations=15, complete={"rollouts": 8}),
+    "sft on labels completed twice": StudyArm(variant="sft", steps=120, evaluations=15, complete={"refresh": 40}),
+    "sft on completed labels, votes as weights": StudyArm(
         variant="sft", steps=120, evaluations=15, complete={"weight_by_votes": True}
     ),
-    "rollout matching on completed labels": Arm(loss=KEPT, complete={}),
-    "grpo on completed labels": Arm(grpo={}, complete={}, **_GRPO),
-    "rollout matching": Arm(loss=TUNED),
-    "rollout matching, keep_unmatched": Arm(loss=KEPT),
-    "grpo": Arm(grpo={}, **_GRPO),
-    "grpo, object credit": Arm(grpo={"credit": "object"}, **_GRPO),
-    "grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 1.0}, **_GRPO),
-    "grpo and rollout matching": Arm(grpo={"credit": "object", "matching_weight": 1.0}, loss=TUNED, **_GRPO),
-    "sft, then grpo": Arm(grpo={"credit": "object"}, after_sft=True, **_GRPO),
-    "sft, then grpo and sft": Arm(grpo={"credit": "object", "sft_weight": 0.3}, after_sft=True, **_GRPO),
-    "sft, then grpo on soft IoU": Arm(grpo={"credit": "object"}, reward={"soft_iou": 1.0}, after_sft=True, **_GRPO),
-    "sft, then rollout matching": Arm(loss=TUNED, after_sft=True, rate=5e-5),
-    "sft, coordinates smoothed": Arm(variant="sft", steps=120, evaluations=15, loss={"coordinate_smoothing": 0.5}),
-    "rollout matching, prefix repaired": Arm(loss={"prefix_repair": True, "matched_desc_weight": 1.0}),
-    "recipe": Arm(variant="sft", steps=120, evaluations=15, recipe=True),
+    "rollout matching on completed labels": StudyArm(loss=KEPT, complete={}),
+    "grpo on completed labels": StudyArm(grpo={}, complete={}, **_GRPO),
+    "rollout matching": StudyArm(loss=TUNED),
+    "rollout matching, keep_unmatched": StudyArm(loss=KEPT),
+    "grpo": StudyArm(grpo={}, **_GRPO),
+    "grpo, object credit": StudyArm(grpo={"credit": "object"}, **_GRPO),
+    "grpo and sft": StudyArm(grpo={"credit": "object", "sft_weight": 1.0}, **_GRPO),
+    "grpo and rollout matching": StudyArm(grpo={"credit": "object", "matching_weight": 1.0}, loss=TUNED, **_GRPO),
+    "sft, then grpo": StudyArm(grpo={"credit": "object"}, after_sft=True, **_GRPO),
+    "sft, then grpo and sft": StudyArm(grpo={"credit": "object", "sft_weight": 0.3}, after_sft=True, **_GRPO),
+    "sft, then grpo on soft IoU": StudyArm(
+        grpo={"credit": "object"}, reward={"soft_iou": 1.0}, after_sft=True, **_GRPO
+    ),
+    "sft, then rollout matching": StudyArm(loss=TUNED, after_sft=True, rate=5e-5),
+    "sft, coordinates smoothed": StudyArm(variant="sft", steps=120, evaluations=15, loss={"coordinate_smoothing": 0.5}),
+    "rollout matching, prefix repaired": StudyArm(loss={"prefix_repair": True, "matched_desc_weight": 1.0}),
+    "recipe": StudyArm(variant="sft", steps=120, evaluations=15, recipe=True),
 }
 
 
@@ -277,7 +279,7 @@ class Regime:
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class StudyRun:
     regime: Regime
     arm: str
     seed: int
@@ -299,15 +301,15 @@ class Run:
         return out / "results" / self.regime.name / f"{self._name}.json"
 
     @property
-    def first(self) -> Run | None:
+    def first(self) -> StudyRun | None:
         """The run that this one goes on from."""
         return replace(self, arm="sft", rate=1.0) if ARMS[self.arm].after_sft else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan(Experiment):
+class StudyExperiment(Experiment):
     bccd: Path | None
-    slots: list[Slot[Run]]
+    slots: list[Slot[StudyRun]]
     engine: Mapping[str, Any]
     run_s: float | None
     knows_steps: int
@@ -326,7 +328,7 @@ class Plan(Experiment):
     def features(self, regime: Regime) -> Path:
         return self.out / "features" / f"{regime.name}.json"
 
-    def stopped(self, run: Run) -> Path:
+    def stopped(self, run: StudyRun) -> Path:
         """Return the weights of a run that others go on from."""
         return self.out / "stopped" / run.folder
 
@@ -358,7 +360,7 @@ def main(
     devices = (0,) if gpu else ()
     if gpu:
         os.environ.setdefault("OMP_NUM_THREADS", "1")  # many processes share the cores
-    plan = Plan(
+    experiment = StudyExperiment(
         out=out,
         work=work,
         bccd=bccd,
@@ -378,13 +380,13 @@ def main(
         raise typer.BadParameter("the arm recipe needs --run-seconds, the time that it has")
     regimes = [Regime.read(name) for name in regime or ()]
     runs = [
-        Run(one, name, FIRST_SEED + i, times)
+        StudyRun(one, name, FIRST_SEED + i, times)
         for i in range(seeds)
         for one in regimes
         for name in arm or ARMS
         for times in rate or (1.0,)
     ]
-    sys.exit(_run(plan, runs, regimes if features else ()))
+    sys.exit(_run(experiment, runs, regimes if features else ()))
 
 
 def engine(vllm: bool, slots: int) -> dict[str, Any]:
@@ -395,46 +397,50 @@ def engine(vllm: bool, slots: int) -> dict[str, Any]:
     return {"decode_batch_size": 256, "vllm": {"mode": "colocate", "tensor_parallel_size": 1, **share}}
 
 
-def _run(plan: Plan, runs: Sequence[Run], predicted: Sequence[Regime]) -> int:
-    plan.make_folders()
-    for made in (plan.out / "bases", plan.out / "stopped", plan.out / "features"):
+def _run(experiment: StudyExperiment, runs: Sequence[StudyRun], predicted: Sequence[Regime]) -> int:
+    experiment.make_folders()
+    for made in (experiment.out / "bases", experiment.out / "stopped", experiment.out / "features"):
         made.mkdir(parents=True, exist_ok=True)
 
     def work(processes: Processes) -> None:
-        write_data(plan, {run.regime for run in runs})
-        make_bases(plan, processes, {run.regime.base for run in runs})
-        measure_features(plan, processes, predicted)
-        compare(plan, processes, runs)
+        write_data(experiment, {run.regime for run in runs})
+        make_bases(experiment, processes, {run.regime.base for run in runs})
+        measure_features(experiment, processes, predicted)
+        compare(experiment, processes, runs)
 
-    return exit_code_of(work, lambda: report(plan.out))
+    return exit_code_of(work, lambda: report(experiment.out))
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
 
 
-def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
+def write_data(experiment: StudyExperiment, regimes: Iterable[Regime]) -> None:
     """Write per regime `REGIME.train.jsonl`, `REGIME.val.jsonl`, `REGIME.test.jsonl`, the last two also as
     `REGIME.eval.jsonl`; for the bases `teaching/HABIT.jsonl`."""
     began = time.monotonic()
     if any(not regime.is_bccd for regime in regimes):
         workers = os.cpu_count() or 1
-        build(Build(train=plan.pool, val=plan.val, test=plan.test, seed=3), plan.work / "data", workers=workers)
-        build(Build(train=plan.pool, val=0, test=0, seed=4), plan.work / "teaching", workers=workers)
-        rows = read_rows(plan.work / "teaching" / "train.jsonl")
+        build(
+            Build(train=experiment.pool, val=experiment.val, test=experiment.test, seed=3),
+            experiment.work / "data",
+            workers=workers,
+        )
+        build(Build(train=experiment.pool, val=0, test=0, seed=4), experiment.work / "teaching", workers=workers)
+        rows = read_rows(experiment.work / "teaching" / "train.jsonl")
         for name, habit in HABITS.items():
             rng = np.random.default_rng(5)
             write_rows(
-                plan.work / "teaching" / f"{name}.jsonl",
+                experiment.work / "teaching" / f"{name}.jsonl",
                 [
                     row | ({"objects": habit.of_labels(row["objects"], rng)} if rng.random() < HABIT_SHARE else {})
                     for row in rows
                 ],
             )
     for regime in regimes:
-        train, val, test = _photographs(plan) if regime.is_bccd else _digits(plan, regime)
+        train, val, test = _photographs(experiment) if regime.is_bccd else _digits(experiment, regime)
         if regime.fault:
             train, val = _faulty(train, regime, seed=6), _faulty(val, regime, seed=7)
-        folder = plan.work / ("bccd" if regime.is_bccd else "data")
+        folder = experiment.work / ("bccd" if regime.is_bccd else "data")
         write_rows(folder / f"{regime.name}.train.jsonl", train)
         write_rows(folder / f"{regime.name}.val.jsonl", val)
         write_rows(folder / f"{regime.name}.test.jsonl", test)
@@ -442,19 +448,19 @@ def write_data(plan: Plan, regimes: Iterable[Regime]) -> None:
     say(f"data: {time.monotonic() - began:.0f} s")
 
 
-def _digits(plan: Plan, regime: Regime) -> tuple[list[Row], list[Row], list[Row]]:
-    train, val, test = (read_rows(plan.work / "data" / f"{split}.jsonl") for split in ("train", "val", "test"))
+def _digits(experiment: StudyExperiment, regime: Regime) -> tuple[list[Row], list[Row], list[Row]]:
+    train, val, test = (read_rows(experiment.work / "data" / f"{split}.jsonl") for split in ("train", "val", "test"))
     return train[: regime.scenes], val, test
 
 
-def _photographs(plan: Plan) -> tuple[list[Row], list[Row], list[Row]]:
-    if plan.bccd is None:
+def _photographs(experiment: StudyExperiment) -> tuple[list[Row], list[Row], list[Row]]:
+    if experiment.bccd is None:
         raise typer.BadParameter("the regimes bccd and bccd-missing need --bccd")
-    (plan.work / "bccd").mkdir(parents=True, exist_ok=True)
+    (experiment.work / "bccd").mkdir(parents=True, exist_ok=True)
     found = []
     for split in ("train", "val", "test"):
-        path = plan.work / "bccd" / f"{split}.jsonl"
-        write_jsonl(read_photographs(plan.bccd, split), path)
+        path = experiment.work / "bccd" / f"{split}.jsonl"
+        write_jsonl(read_photographs(experiment.bccd, split), path)
         found.append([{**row, "id": f"{split}-{row['id']}"} for row in read_rows(path)])
     return found[0], found[1], found[2]
 
@@ -475,119 +481,126 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 # ---- base models -----------------------------------------------------------------------------------------------------
 
 
-def make_bases(plan: Plan, processes: Processes, names: Iterable[str]) -> None:
+def make_bases(experiment: StudyExperiment, processes: Processes, names: Iterable[str]) -> None:
     """`knows` first, `half-taught` beside it, then those that come from it, side by side."""
     wanted = set(names) - set(MODELS)
     if wanted & set(HABITS):
         wanted.add(KNOWS)
     rounds = [[KNOWS, HALF], list(HABITS)]
     for names_now in rounds:
-        missing = [name for name in names_now if name in wanted and not plan.base(name).is_dir()]
-        started = {name: _start_base(plan, processes, name) for name in missing}
+        missing = [name for name in names_now if name in wanted and not experiment.base(name).is_dir()]
+        started = {name: _start_base(experiment, processes, name) for name in missing}
         for name, learner in started.items():
-            (checkpoint,) = checkpoints_of(learner, plan.left_s()).values()
-            export(checkpoint, plan.base(name))
-            say(f"base {name}: {plan.left_s():.0f} s left")
+            (checkpoint,) = checkpoints_of(learner, experiment.left_s()).values()
+            export(checkpoint, experiment.base(name))
+            say(f"base {name}: {experiment.left_s():.0f} s left")
 
 
-def _start_base(plan: Plan, processes: Processes, name: str) -> LearnerRun:
-    folder = plan.runs_dir
+def _start_base(experiment: StudyExperiment, processes: Processes, name: str) -> LearnerRun:
+    folder = experiment.runs_dir
     shutil.rmtree(folder / f"base-{name}", ignore_errors=True)
     habit = HABITS.get(name)
-    steps = max(1, round(plan.steps_share * habit.steps)) if habit else plan.knows_steps // (6 if name == HALF else 1)
+    steps = (
+        max(1, round(experiment.steps_share * habit.steps))
+        if habit
+        else experiment.knows_steps // (6 if name == HALF else 1)
+    )
     config = base_config(
-        plan.base(KNOWS) if habit else CHECKPOINT,
-        plan.work / "teaching" / f"{name if habit else 'train'}.jsonl",
+        experiment.base(KNOWS) if habit else CHECKPOINT,
+        experiment.work / "teaching" / f"{name if habit else 'train'}.jsonl",
         folder / f"base-{name}",
         steps=steps,
         batch_size=64,
         learning_rate=2e-4 if habit else 7e-4,
         global_max_length=16384,
-        data={"num_workers": 2 if plan.on_gpu else 0},
+        data={"num_workers": 2 if experiment.on_gpu else 0},
     )
-    return start_learner(processes, folder, f"base-{name}", config, ranks=None, devices=plan.slots[0].learner_devices)
+    return start_learner(
+        processes, folder, f"base-{name}", config, ranks=None, devices=experiment.slots[0].learner_devices
+    )
 
 
 # ---- what predict-gain measures --------------------------------------------------------------------------------------
 
 
-def measure_features(plan: Plan, processes: Processes, regimes: Sequence[Regime]) -> None:
+def measure_features(experiment: StudyExperiment, processes: Processes, regimes: Sequence[Regime]) -> None:
     """Measure each regime's base model on its training and validation data."""
-    queue = [regime for regime in regimes if not plan.features(regime).is_file()]
+    queue = [regime for regime in regimes if not experiment.features(regime).is_file()]
 
     def start(regime: Regime, slot: Slot[Regime]) -> LearnerRun:
-        config = run_config(plan, Run(regime, "rollout matching", FIRST_SEED))
+        config = run_config(experiment, StudyRun(regime, "rollout matching", FIRST_SEED))
         train = Path(config["data"]["train"])
         config["data"] |= {"val": str(train.with_name(f"{regime.name}.val.jsonl")), "test": None}
-        path = plan.runs_dir / f"features-{regime.name}.yaml"
+        path = experiment.runs_dir / f"features-{regime.name}.yaml"
         write_yaml(path, config, "bench")
         argv = [sys.executable, "-m", "learner", "predict-gain", "--config", str(path)]
-        argv += ["--json", str(plan.features(regime))]
+        argv += ["--json", str(experiment.features(regime))]
         log = path.with_suffix(".log")
         process = processes.start(f"features {regime.name}", argv, devices=visible(*slot.learner_devices), log=log)
         return LearnerRun(process=process, log=log, run_dir=path.parent)
 
     def ended(regime: Regime, code: int | None) -> None:
-        log = plan.runs_dir / f"features-{regime.name}.log"
+        log = experiment.runs_dir / f"features-{regime.name}.log"
         say(f"features of {regime.name}: {'measured' if code == 0 else last_words(log)}")
 
     slots = [
-        Slot[Regime](index=slot.index, has_server=False, learner_devices=slot.learner_devices) for slot in plan.slots
+        Slot[Regime](index=slot.index, has_server=False, learner_devices=slot.learner_devices)
+        for slot in experiment.slots
     ]
     run_all(
         slots,
         next_run=lambda: queue.pop(0) if queue else None,
         start=start,
         ended=ended,
-        deadline=plan.deadline,
-        run_limit_s=plan.left_s(),
+        deadline=experiment.deadline,
+        run_limit_s=experiment.left_s(),
     )
 
 
 # ---- the runs --------------------------------------------------------------------------------------------------------
 
 
-def compare(plan: Plan, processes: Processes, runs: Sequence[Run]) -> None:
-    plan.compare(
+def compare(experiment: StudyExperiment, processes: Processes, runs: Sequence[StudyRun]) -> None:
+    experiment.compare(
         processes,
-        plan.slots,
+        experiment.slots,
         runs,
-        config=lambda run, slot: run_config(plan, run),
-        keep=lambda run: keep_result(plan, run),
-        command=lambda run: recipe_command(plan) if ARMS[run.arm].recipe else (),
-        can_start=lambda run: run.first is None or plan.stopped(run.first).is_dir(),
-        run_limit_s=min(plan.left_s(), plan.run_s or plan.left_s()),
-        keeps_stopped=plan.run_s is not None,
+        config=lambda run, slot: run_config(experiment, run),
+        keep=lambda run: keep_result(experiment, run),
+        command=lambda run: recipe_command(experiment) if ARMS[run.arm].recipe else (),
+        can_start=lambda run: run.first is None or experiment.stopped(run.first).is_dir(),
+        run_limit_s=min(experiment.left_s(), experiment.run_s or experiment.left_s()),
+        keeps_stopped=experiment.run_s is not None,
     )
 
 
-def recipe_command(plan: Plan) -> list[str]:
+def recipe_command(experiment: StudyExperiment) -> list[str]:
     """The recipe ends by itself, a little before its time as a run is over."""
-    assert plan.run_s is not None, "refused by main"
-    return ["recipe", "--minutes", f"{RECIPE_SHARE * plan.run_s / 60:.3f}"]
+    assert experiment.run_s is not None, "refused by main"
+    return ["recipe", "--minutes", f"{RECIPE_SHARE * experiment.run_s / 60:.3f}"]
 
 
-def run_config(plan: Plan, run: Run) -> dict[str, Any]:
+def run_config(experiment: StudyExperiment, run: StudyRun) -> dict[str, Any]:
     arm, regime = ARMS[run.arm], run.regime
-    steps = max(2, round(arm.steps * plan.steps_share))
+    steps = max(2, round(arm.steps * experiment.steps_share))
     every = max(1, steps // arm.evaluations)
-    data = plan.work / ("bccd" if regime.is_bccd else "data")
+    data = experiment.work / ("bccd" if regime.is_bccd else "data")
     batch_size = min(arm.batch_size, regime.scenes) * arm.group
     config = arms.run_config(
         arm,
-        model=plan.stopped(run.first) if run.first else plan.base(regime.base),
+        model=experiment.stopped(run.first) if run.first else experiment.base(regime.base),
         train=data / f"{regime.name}.train.jsonl",
         test=data / f"{regime.name}.eval.jsonl",
-        run_dir=plan.run_dir(run),
+        run_dir=experiment.run_dir(run),
         steps=steps,
         batch_size=batch_size,
-        engine=plan.engine,
+        engine=experiment.engine,
         max_new_tokens=512 if regime.is_bccd else 192,
         global_max_length=(900 if regime.is_bccd else 320) * batch_size,
-        data_workers=1 if plan.on_gpu else 0,
+        data_workers=1 if experiment.on_gpu else 0,
         training={
             "seed": run.seed,
-            "bf16": plan.on_gpu,
+            "bf16": experiment.on_gpu,
             "packing_buffer": max(64, batch_size),
             "learning_rate": arm.rate * run.rate,
             "lr_scheduler_type": "constant",
@@ -614,9 +627,9 @@ class Evaluated:
     scenes: dict[str, dict[str, float]]  # test scenes' counts
 
 
-def keep_result(plan: Plan, run: Run) -> None:
+def keep_result(experiment: StudyExperiment, run: StudyRun) -> None:
     """Keep the course of a run, and the test scenes at the step that validation chose. `base`: at step 0."""
-    run_dir = plan.run_dir(run)
+    run_dir = experiment.run_dir(run)
     if ARMS[run.arm].recipe:
         course, steps = _recipe_course(run_dir)
     else:
@@ -626,7 +639,7 @@ def keep_result(plan: Plan, run: Run) -> None:
         say(f"{run.folder}: stopped before its first evaluation")
         return
     best = _best(course)
-    before = {} if run.first is None else json.loads(run.first.result(plan.out).read_text())
+    before = {} if run.first is None else json.loads(run.first.result(experiment.out).read_text())
     result = {
         "arm": run.label,
         "seed": run.seed,
@@ -645,19 +658,19 @@ def keep_result(plan: Plan, run: Run) -> None:
     if ARMS[run.arm].variant == "sft" and run.seed == FIRST_SEED and run.rate == 1.0:
         base = {**result, "arm": "base", "steps": 0, "train_s": 0.0, "whole_s": 0.0, "val": course[0].val}
         base |= {"course": [], "scenes": course[0].scenes}
-        _write(run.result(plan.out).with_name(f"base-{run.seed}.json"), base)
+        _write(run.result(experiment.out).with_name(f"base-{run.seed}.json"), base)
     if run.arm == "sft" and run.rate == 1.0:
-        _keep_weights(plan, run, run_dir, best.step)
-    _write(run.result(plan.out), result)
+        _keep_weights(experiment, run, run_dir, best.step)
+    _write(run.result(experiment.out), result)
     say(f"{run.folder}: step {best.step}, val {best.val[SELECTED_BY]:.3f}, test {best.test[F1]:.3f}")
 
 
-def _keep_weights(plan: Plan, run: Run, run_dir: Path, step: int) -> None:
+def _keep_weights(experiment: StudyExperiment, run: StudyRun, run_dir: Path, step: int) -> None:
     """Keep weights for the runs that go on from here. Step 0: the base itself."""
     if step:
-        export(run_dir / f"checkpoint-{step}", plan.stopped(run))
+        export(run_dir / f"checkpoint-{step}", experiment.stopped(run))
     else:
-        shutil.copytree(plan.base(run.regime.base), plan.stopped(run), dirs_exist_ok=True)
+        shutil.copytree(experiment.base(run.regime.base), experiment.stopped(run), dirs_exist_ok=True)
     for checkpoint in run_dir.glob("checkpoint-*"):
         shutil.rmtree(checkpoint)
 

@@ -77,8 +77,8 @@ def test_a_folder_without_the_data_set_says_where_to_get_it(tmp_path: Path) -> N
 
 @pytest.mark.parametrize("served", [True, False], ids=["served", "in process"])
 def test_every_method_is_a_configuration_that_the_learner_takes(served: bool, tmp_path: Path) -> None:
-    slot: Slot[bccd.Run] = Slot(index=0, has_server=served)
-    plan = bccd.Plan(
+    slot: Slot[bccd.BccdRun] = Slot(index=0, has_server=served)
+    experiment = bccd.BccdExperiment(
         data=tmp_path,
         out=tmp_path / "out",
         work=tmp_path / "work",
@@ -98,11 +98,11 @@ def test_every_method_is_a_configuration_that_the_learner_takes(served: bool, tm
             slot.server = Server(process=processes.start("x", [sys.executable, "-c", ""]), url="http://127.0.0.1:9")
         for name, method in bccd.METHODS.items():
             if served or method.stage2_ab is not bccd.AHEAD:
-                one = bccd.Run("missing", name, 17)
-                write_yaml(tmp_path / "run.yaml", bccd._run_config(plan, one, slot), "test")
+                one = bccd.BccdRun("missing", name, 17)
+                write_yaml(tmp_path / "run.yaml", bccd._run_config(experiment, one, slot), "test")
                 config = load_config(str(tmp_path / "run.yaml"), world_size=1)
                 assert config.custom.trainer_variant == method.variant
-                assert config.training.output_dir == str(plan.run_dir(one))
+                assert config.training.output_dir == str(experiment.run_dir(one))
 
 
 def test_the_base_is_trained_on_augmented_photographs() -> None:

@@ -13,14 +13,23 @@ import typer
 
 from bench import forgetting, study
 from bench.experiment.runner import Slot
-from bench.forgetting import ARMS, REGIMES, Plan, Run, at_level, compared, level_of, run_config
+from bench.forgetting import (
+    ARMS,
+    REGIMES,
+    ForgettingExperiment,
+    ForgettingRun,
+    at_level,
+    compared,
+    level_of,
+    run_config,
+)
 from deploy.demo.scenes import DIGIT_WORDS
 from learner.config.load import load_config
 from shared.config.parse import write_yaml
 
 
-def plan(folder: Path) -> Plan:
-    return Plan(
+def experiment(folder: Path) -> ForgettingExperiment:
+    return ForgettingExperiment(
         out=folder / "out",
         work=folder / "work",
         deadline=0.0,
@@ -37,7 +46,7 @@ def plan(folder: Path) -> Plan:
 def test_every_arm_is_a_configuration_that_the_learner_takes(tmp_path: Path) -> None:
     for name, arm in ARMS.items():
         path = tmp_path / "run.yaml"
-        write_yaml(path, run_config(plan(tmp_path), Run("even", name, 17)), "test")
+        write_yaml(path, run_config(experiment(tmp_path), ForgettingRun("even", name, 17)), "test")
         config = load_config(str(path), world_size=1)
         assert config.custom.trainer_variant == arm.variant
         assert [one.name for one in config.data.retain] == ["old", "new"]
@@ -58,7 +67,7 @@ def test_a_new_task_has_a_prompt_and_labels_of_its_own(regime: str) -> None:
 
 def test_the_data_of_a_regime(tmp_path: Path) -> None:
     """Old scenes of `mixed` are none of the new task's, and both tests have the same scenes."""
-    made = plan(tmp_path)
+    made = experiment(tmp_path)
     forgetting.write_data(made, ["even"])
     parts = {name: study.read_rows(made.data("even", name)) for name in ("train", "mixed", "old", "new", "teaching")}
     prompts = {name: {row["messages"][0]["content"] for row in rows} for name, rows in parts.items()}
@@ -113,7 +122,7 @@ def test_nobody_learned() -> None:
 
 def test_the_report_is_made_of_the_results_that_there_are(tmp_path: Path) -> None:
     for arm in ("sft", "grpo"):
-        path = Run("even", arm, 17).result(tmp_path)
+        path = ForgettingRun("even", arm, 17).result(tmp_path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps({"arm": arm, "seed": 17, "course": course((0.4, 9), (0.6, 7))}))
     forgetting.report(tmp_path)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 import bench.fuzz
-from bench.fuzz import Ends, Kind, _tagged, damaged, fuzz, kinds, run_case
+from bench.fuzz import Ends, FileKind, _tagged, damaged, fuzz, kinds, run_case
 
 
 @pytest.mark.parametrize("name", list(kinds()))
@@ -35,7 +35,7 @@ def test_waiting_for_the_writer_of_a_pipe_is_a_traceback(tmp_path: Path, monkeyp
         except OSError:
             return None
 
-    kind, ends = Kind(files={"a": b"1"}, damaged=("a",), read=read), Ends()
+    kind, ends = FileKind(files={"a": b"1"}, damaged=("a",), read=read), Ends()
     kind.write(tmp_path)
     for i in range(300):
         run_case(kind, tmp_path, random.Random(i), ends)

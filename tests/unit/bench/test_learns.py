@@ -17,8 +17,8 @@ from bench.learns_arms import (
     KEPT,
     REFERENCE,
     SEEDS,
-    Arm,
-    Run,
+    LearnsArm,
+    LearnsRun,
     Settings,
     all_runs,
     choose,
@@ -54,13 +54,13 @@ def settings(folder: Path) -> Settings:
 
 @pytest.mark.parametrize("served", [True, False], ids=["served", "colocated"])
 def test_every_arm_is_a_configuration_that_the_learner_takes(served: bool, tmp_path: Path) -> None:
-    slot: Slot[Run] = Slot(index=0)
+    slot: Slot[LearnsRun] = Slot(index=0)
     if served:
         with supervised() as processes:
             slot.server = Server(process=python(processes, ""), url="http://127.0.0.1:9000")
     for arm in ARMS.values():
         path = tmp_path / "run.yaml"
-        write_yaml(path, run_config(Run(arm=arm, seed=17), settings(tmp_path), slot.vllm(), 48), "test")
+        write_yaml(path, run_config(LearnsRun(arm=arm, seed=17), settings(tmp_path), slot.vllm(), 48), "test")
         config = load_config(str(path), world_size=1)
         assert config.custom.trainer_variant == arm.variant
         assert config.training.max_steps == 48
@@ -97,11 +97,11 @@ def test_an_arm_can_be_added_in_words() -> None:
 def test_equal_time_is_known_once_both_that_it_is_made_of_have_come_some_way(tmp_path: Path) -> None:
     results, runs = tmp_path / "results", tmp_path / "runs"
     results.mkdir()
-    run = Run(arm=ARMS["sft, equal time"], seed=17)
+    run = LearnsRun(arm=ARMS["sft, equal time"], seed=17)
     lengths = Lengths(results=results, run_dirs=runs, steps=48)
     assert lengths.num_steps(run) is None
     write_result(write_run(tmp_path / "sft", steps=10, step_s=0.5, hits=[5]), "sft", 17, results / "sft.json")
-    assert lengths.num_steps(Run(arm=ARMS["b_ratio 0.25"], seed=17)) == 48
+    assert lengths.num_steps(LearnsRun(arm=ARMS["b_ratio 0.25"], seed=17)) == 48
     write_run(runs / f"{REFERENCE}-17", steps=19, step_s=4.0, hits=[5])
     assert lengths.num_steps(run) is None
     under_way = write_run(runs / f"{REFERENCE}-18", steps=20, step_s=5.0, hits=[5])
@@ -113,7 +113,7 @@ def test_equal_time_is_known_once_both_that_it_is_made_of_have_come_some_way(tmp
 
 
 def test_without_names_the_arms_are_those_that_fit_the_labels() -> None:
-    added = Arm(name="cooler")
+    added = LearnsArm(name="cooler")
     arms = {**ARMS, added.name: added}
     assert choose(arms, (), labels_are_complete=False) == list(arms.values())
     assert choose(arms, (), labels_are_complete=True) == [arm for arm in arms.values() if arm.name != KEPT]

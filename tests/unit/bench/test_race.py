@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from bench.race import LARGE, Result, Results, Watched, enlarged, parts_lines, steps_with_parts, table
+from bench.race import LARGE, RaceResults, RunningSide, SideResult, enlarged, parts_lines, steps_with_parts, table
 from deploy.launch import supervised
 from shared.errors import ConfigError, DeadlineError
 from tests.unit.bench.test_runs import started
@@ -46,16 +46,16 @@ def test_steps_are_kept_when_a_side_is_cut_off(tmp_path: Path) -> None:
         raise DeadlineError("the side did not end in time")
 
     with pytest.raises(DeadlineError):
-        Watched(side="ours", read=read, results=Results(out, WORK)).run(cut_off, 5.0)
-    results = Results(out, WORK)
+        RunningSide(side="ours", read=read, results=RaceResults(out, WORK)).run(cut_off, 5.0)
+    results = RaceResults(out, WORK)
     assert results.lacks("ours")
     assert results.lacks("trl")
     assert results.sides["ours"].steps == steps
     assert "cut off" in table([results.sides["ours"]])
 
     steps += [step(seconds) for seconds in (3.0, 2.0, 1.0)]
-    Watched(side="ours", read=read, results=results).run(lambda timeout_s, *, until: until(), 5.0)
-    again = Results(out, WORK)
+    RunningSide(side="ours", read=read, results=results).run(lambda timeout_s, *, until: until(), 5.0)
+    again = RaceResults(out, WORK)
     assert not again.lacks("ours")
     assert again.lacks("trl")
     assert again.sides["ours"].median_s("step_s") == 1.5
@@ -64,19 +64,19 @@ def test_steps_are_kept_when_a_side_is_cut_off(tmp_path: Path) -> None:
 
 def test_a_file_of_another_race_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "race.json"
-    Results(out, WORK).write()
+    RaceResults(out, WORK).write()
     before = out.read_bytes()
     with pytest.raises(ConfigError, match="another race"):
-        Results(out, {**WORK, "steps": 5})
+        RaceResults(out, {**WORK, "steps": 5})
     assert out.read_bytes() == before
 
 
 def test_a_side_that_hangs_is_stopped(tmp_path: Path) -> None:
     """What it had said is in the file."""
-    results = Results(tmp_path / "race.json", WORK)
+    results = RaceResults(tmp_path / "race.json", WORK)
     with supervised() as processes:
         run = started(processes, tmp_path, "import time; time.sleep(60)")
-        watched = Watched(side="ours", read=lambda: ({}, [step(2.0)]), results=results)
+        watched = RunningSide(side="ours", read=lambda: ({}, [step(2.0)]), results=results)
         with pytest.raises(DeadlineError):
             watched.run(run.wait, 0.3)
         assert run.process.popen.poll() is not None
@@ -85,7 +85,7 @@ def test_a_side_that_hangs_is_stopped(tmp_path: Path) -> None:
 
 def test_the_factor_is_over_the_first_side() -> None:
     sides = [
-        Result(side=name, ended=True, run_s=9.0, steps=[step(seconds)] * 3, start={}, gpu={})
+        SideResult(side=name, ended=True, run_s=9.0, steps=[step(seconds)] * 3, start={}, gpu={})
         for name, seconds in (("ours", 2.0), ("trl", 8.0))
     ]
     assert table(sides).splitlines()[-1].split("|")[-2].strip() == "4.00"

@@ -8,7 +8,17 @@ from typing import Any
 import pytest
 
 from bench.experiment.arms import FIRST_SEED
-from bench.reviewed import BUDGETS, WITHOUT_REVIEW, Data, Results, Run, config_of, judge, runs_of, tables
+from bench.reviewed import (
+    BUDGETS,
+    WITHOUT_REVIEW,
+    Data,
+    ReviewedResults,
+    ReviewedRun,
+    config_of,
+    judge,
+    runs_of,
+    tables,
+)
 from learner.config.load import load_config
 from learner.records import DetectionObject, Sample
 from shared.config.parse import write_yaml
@@ -18,8 +28,8 @@ def data(folder: Path, name: str = "digits") -> Data:
     return Data(name=name, work=folder / name, model=folder / "model", steps=3, max_new_tokens=16, row_tokens=4608)
 
 
-def run_of(folder: Path, seed: int = FIRST_SEED) -> Run:
-    return Run(data=data(folder), name="sft", arm=WITHOUT_REVIEW["sft"], seed=seed)
+def run_of(folder: Path, seed: int = FIRST_SEED) -> ReviewedRun:
+    return ReviewedRun(data=data(folder), name="sft", arm=WITHOUT_REVIEW["sft"], seed=seed)
 
 
 def test_every_run_is_a_configuration_that_the_learner_takes(tmp_path: Path) -> None:
@@ -46,14 +56,14 @@ def test_the_reviewer_accepts_each_missing_object_once_and_with_its_own_name() -
 
 def test_what_is_in_the_file_is_not_done_again(tmp_path: Path) -> None:
     file = tmp_path / "out.json"
-    Results(file).keep(run_of(tmp_path), {"f1@0.5": 0.5})
-    again = Results(file)
+    ReviewedResults(file).keep(run_of(tmp_path), {"f1@0.5": 0.5})
+    again = ReviewedResults(file)
     assert again.has(run_of(tmp_path))
     assert not again.has(run_of(tmp_path, FIRST_SEED + 1))
 
 
 def test_the_table_has_the_mean_of_the_seeds(tmp_path: Path) -> None:
-    results = Results(tmp_path / "out.json")
+    results = ReviewedResults(tmp_path / "out.json")
     for seed, f1 in ((FIRST_SEED, 0.5), (FIRST_SEED + 1, 0.7)):
         found = {"f1@0.5": f1, "interval": [0.4, 0.8], "recall@0.5": 0.5, "precision@0.5": 0.5, "accepted": 7}
         results.keep(run_of(tmp_path, seed), found)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import statistics
 
-from bench.scale import POINTS, EchoRanks, Point, Told, machines_of, measured, seconds_of
+from bench.scale import POINTS, CollectiveTraffic, EchoRanks, Point, machines_of, measured, seconds_of
 
 
 def test_servers_of_a_group_have_one_address_and_gpus_of_their_own() -> None:
@@ -36,7 +36,7 @@ def test_answers_take_what_the_committed_run_measured() -> None:
 
 
 def test_other_ranks_say_what_rank_0_says() -> None:
-    told = Told()
+    told = CollectiveTraffic()
     ranks = EchoRanks(rank=0, world_size=3, told=told)
     assert ranks.all_gather_object({"lost": 1}) == [{"lost": 1}] * 3
     assert ranks.broadcast_object("weights") == "weights"

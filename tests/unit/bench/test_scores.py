@@ -44,7 +44,7 @@ class Truthful:
 
 def test_answers_are_made_once_also_if_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(scores, "SCENES", 5)
-    data = scores.Measured(scores.DIGITS, tmp_path, backend="hf", bccd=None)
+    data = scores.MeasuredCheckpoint(scores.DIGITS, tmp_path, backend="hf", bccd=None)
     first, second, third = (Truthful(data.task, killed_at=at) for at in (4, -1, -1))
     data.answers = first  # type: ignore[assignment]
     with pytest.raises(KeyboardInterrupt):
@@ -85,7 +85,7 @@ def test_a_part_that_is_in_the_file_is_not_measured_again(tmp_path: Path, monkey
                 raise KeyboardInterrupt
             return {"K=0": {}}
 
-    monkeypatch.setattr(scores, "Measured", Counted)
+    monkeypatch.setattr(scores, "MeasuredCheckpoint", Counted)
     out = tmp_path / "scores.json"
     with pytest.raises(KeyboardInterrupt):
         scores.main(out=out, work=tmp_path, only=[scores.DIGITS])

@@ -11,13 +11,13 @@ import typer
 
 from bench import study
 from bench.experiment.runner import Slot
-from bench.study import ARMS, FAULTS, Plan, Regime, Run, run_config
+from bench.study import ARMS, FAULTS, Regime, StudyExperiment, StudyRun, run_config
 from learner.config.load import load_config
 from shared.config.parse import write_yaml
 
 
-def plan(folder: Path) -> Plan:
-    return Plan(
+def experiment(folder: Path) -> StudyExperiment:
+    return StudyExperiment(
         out=folder / "out",
         work=folder / "work",
         deadline=0.0,
@@ -36,9 +36,9 @@ def plan(folder: Path) -> Plan:
 @pytest.mark.parametrize("regime", ["demo-32", "stops-early-1000-missing", "bccd"])
 def test_every_arm_is_a_configuration_that_the_learner_takes(regime: str, tmp_path: Path) -> None:
     for name, arm in ARMS.items():
-        run = Run(Regime.read(regime), name, 17, 0.5)
+        run = StudyRun(Regime.read(regime), name, 17, 0.5)
         path = tmp_path / "run.yaml"
-        write_yaml(path, run_config(plan(tmp_path), run), "test")
+        write_yaml(path, run_config(experiment(tmp_path), run), "test")
         config = load_config(str(path), world_size=1)
         assert config.custom.trainer_variant == arm.variant
         assert config.training.learning_rate == arm.rate * 0.5
@@ -46,7 +46,9 @@ def test_every_arm_is_a_configuration_that_the_learner_takes(regime: str, tmp_pa
 
 def test_runs_have_files_of_their_own(tmp_path: Path) -> None:
     regimes = [Regime.read(name) for name in ("demo-32", "demo-32-missing", "bccd")]
-    runs = [Run(regime, arm, seed, rate) for regime in regimes for arm in ARMS for seed in (17, 18) for rate in (1, 2)]
+    runs = [
+        StudyRun(regime, arm, seed, rate) for regime in regimes for arm in ARMS for seed in (17, 18) for rate in (1, 2)
+    ]
     assert len({run.folder for run in runs}) == len({run.result(tmp_path) for run in runs}) == len(runs)
 
 
@@ -57,9 +59,9 @@ def test_an_unknown_regime_is_refused(name: str) -> None:
 
 
 def test_an_arm_after_sft_goes_on_from_the_run_of_its_seed_and_regime() -> None:
-    run = Run(Regime.read("demo-32"), "sft, then grpo", 18, 0.5)
-    assert run.first == Run(run.regime, "sft", 18)
-    assert Run(run.regime, "grpo", 18).first is None
+    run = StudyRun(Regime.read("demo-32"), "sft, then grpo", 18, 0.5)
+    assert run.first == StudyRun(run.regime, "sft", 18)
+    assert StudyRun(run.regime, "grpo", 18).first is None
 
 
 @pytest.mark.parametrize("name", ["demo-32", "stops-early-200-missing", "half-taught-32-small20", "bccd-extra10"])
@@ -123,6 +125,6 @@ def test_the_stages_of_a_recipe_are_one_course(tmp_path: Path) -> None:
 def test_a_recipe_has_the_time_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="run-seconds"):
         study.main(out=tmp_path, arm=["recipe"], regime=["demo-32"], colocate=False)
-    told = study.recipe_command(replace(plan(tmp_path), run_s=120.0))
+    told = study.recipe_command(replace(experiment(tmp_path), run_s=120.0))
     assert told[:2] == ["recipe", "--minutes"]
     assert 1.0 < float(told[2]) < 2.0
