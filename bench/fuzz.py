@@ -217,6 +217,27 @@ def _json(value: Any) -> bytes:
 
 def kinds() -> dict[str, FileKind]:
     """Return every kind of file."""
+    return {
+        **_annotations(),
+        "checkpoint": _checkpoint(),
+        "report": _run_folder(),
+        "servers": _servers(),
+        "config": FileKind(
+            files={"run.yaml": b"base: base.yaml\n" + _config(), "base.yaml": _config()},
+            damaged=("run.yaml", "base.yaml"),
+            read=_load_config,
+            may_be_pipes=("run.yaml",),
+        ),
+        "calibration": FileKind(
+            files={"c.json": (Path(__file__).parents[1] / "learner/predict/calibration.json").read_bytes()},
+            damaged=("c.json",),
+            read=lambda folder: read_calibration(folder / "c.json"),
+        ),
+    }
+
+
+def _annotations() -> dict[str, FileKind]:
+    """Return annotations in every format."""
     image = {"images/1.png": _png()}
     row = {
         "messages": [{"role": "user", "content": "<image>?"}],
@@ -267,24 +288,10 @@ def kinds() -> dict[str, FileKind]:
             damaged=("labels/1.txt", "data.yaml"),
             read=_split("data.yaml:train", "poly", on_bad_record="clip"),
         ),
-        "checkpoint": _checkpoint(),
-        "report": _run_folder(),
-        "servers": _servers(),
-        "config": FileKind(
-            files={"run.yaml": b"base: base.yaml\n" + _config(), "base.yaml": _config()},
-            damaged=("run.yaml", "base.yaml"),
-            read=_load_config,
-            may_be_pipes=("run.yaml",),
-        ),
         "fields": FileKind(
             files={**image, "d.jsonl": b"\n".join(_json({**row, "fields": {"total": "12.50"}}) for _ in range(2))},
             damaged=("d.jsonl",),
             read=lambda folder: list(read_fields(str(folder / "d.jsonl"), DataConfig(train="x"))),
-        ),
-        "calibration": FileKind(
-            files={"c.json": (Path(__file__).parents[1] / "learner/predict/calibration.json").read_bytes()},
-            damaged=("c.json",),
-            read=lambda folder: read_calibration(folder / "c.json"),
         ),
     }
 

@@ -165,34 +165,8 @@ def run_mode(
     limit_s: float,
 ) -> dict[str, Any]:
     """Return the figures of one mode. Raises ServerError or DeadlineError if the run failed."""
-    mode, run = MODES[name], name.replace(", ", "-").replace(" ", "_")
-    batch, per_device, tokens = (32, 8, 512) if on_gpu else (4, 2, 48)
-    config = learner_config(
-        model,
-        data,
-        folder / run,
-        steps=steps,
-        batch_size=batch,
-        per_device=per_device,
-        variant="stage2_ab_training" if "stage2_ab" in mode else "rollout_matching_sft",
-        matching={
-            "decode_batch_size": 64,
-            "decoding": {"temperature": 1.0, "max_new_tokens": tokens},
-            "vllm": served_by(
-                server,
-                enable_lora=mode["sync"] == "adapter",
-                sync={"mode": mode["sync"], "fallback_to_full": False, "staging": mode.get("staging", "none")},
-            ),
-        },
-        loss=LOSS,
-        model={"dtype": "bfloat16", "gradient_checkpointing": on_gpu, **mode["model"]},
-        training={"learning_rate": 1e-4 if "lora" in mode["model"] else 1e-5, "bf16": True, "save_on_end": False},
-        task={"container": "array", "coordinates": "digits"},
-        logging={"trackers": [], "progress_bar": False},
-        stage2_ab=mode.get("stage2_ab"),
-        data={**photographs(data), "num_workers": 8 if on_gpu else 0},
-        global_max_length=16_384 if on_gpu else 4096,
-    )
+    run = name.replace(", ", "-").replace(" ", "_")
+    config = _run_config(MODES[name], folder / run, server, model, data, steps=steps, on_gpu=on_gpu)
     began = time.monotonic()
     learner = start_learner(processes, folder, run, config, ranks=1, devices=[1] if on_gpu else ())
     num_steps = lambda: len(steps_of(read_events(learner.run_dir)))  # noqa: E731
@@ -215,6 +189,38 @@ def run_mode(
             f"merge gap {sync['merge_gap']:.4f}"
         )
     return {"mode": name, "run_s": round(time.monotonic() - began, 1), **_told(events, gpus), **error}
+
+
+def _run_config(
+    mode: Mapping[str, Any], run_dir: Path, server: Server, model: Path, data: Path, *, steps: int, on_gpu: bool
+) -> dict[str, Any]:
+    batch, per_device, tokens = (32, 8, 512) if on_gpu else (4, 2, 48)
+    return learner_config(
+        model,
+        data,
+        run_dir,
+        steps=steps,
+        batch_size=batch,
+        per_device=per_device,
+        variant="stage2_ab_training" if "stage2_ab" in mode else "rollout_matching_sft",
+        matching={
+            "decode_batch_size": 64,
+            "decoding": {"temperature": 1.0, "max_new_tokens": tokens},
+            "vllm": served_by(
+                server,
+                enable_lora=mode["sync"] == "adapter",
+                sync={"mode": mode["sync"], "fallback_to_full": False, "staging": mode.get("staging", "none")},
+            ),
+        },
+        loss=LOSS,
+        model={"dtype": "bfloat16", "gradient_checkpointing": on_gpu, **mode["model"]},
+        training={"learning_rate": 1e-4 if "lora" in mode["model"] else 1e-5, "bf16": True, "save_on_end": False},
+        task={"container": "array", "coordinates": "digits"},
+        logging={"trackers": [], "progress_bar": False},
+        stage2_ab=mode.get("stage2_ab"),
+        data={**photographs(data), "num_workers": 8 if on_gpu else 0},
+        global_max_length=16_384 if on_gpu else 4096,
+    )
 
 
 def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> dict[str, Any]:

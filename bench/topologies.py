@@ -172,15 +172,9 @@ def main(
         build_data(
             Build(train=(steps + 4) * samples, val=0, test=0, style="hard"), work.data, workers=os.cpu_count() or 1
         )
-        for one in wanted:
-            if not one.fits(num_gpus, shared=shared):
-                say(f"{one.name} left out: this machine has {num_gpus} GPUs")
-                continue
-            for row in _topology(one, work, out):
-                rows.append(row)
-                write_atomically(
-                    out / "topologies.json", json.dumps({**circumstances(), "runs": rows}, indent=1) + "\n"
-                )
+        for row in _rows(wanted, num_gpus, shared, work, out):
+            rows.append(row)
+            write_atomically(out / "topologies.json", json.dumps({**circumstances(), "runs": rows}, indent=1) + "\n")
     except KeyboardInterrupt:
         say("interrupted")
     finally:
@@ -189,6 +183,17 @@ def main(
     write_atomically(out / "topologies.md", text)
     print(text, flush=True)
     sys.exit(not rows or any("error" in row for row in rows))
+
+
+def _rows(
+    topologies: Sequence[Topology], num_gpus: int, shared: bool, work: Workload, out: Path
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per mode of each topology that this machine has the GPUs for."""
+    for one in topologies:
+        if one.fits(num_gpus, shared=shared):
+            yield from _topology(one, work, out)
+        else:
+            say(f"{one.name} left out: this machine has {num_gpus} GPUs")
 
 
 def _topology(topology: Topology, work: Workload, out: Path) -> Iterator[dict[str, Any]]:

@@ -114,6 +114,22 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
 
 def _routes(service: RolloutService) -> list[Route]:
     """The learner's calls."""
+    return [*_state_routes(service), *_rollout_routes(service), *_sync_routes(service)]
+
+
+def _get(path: str, handler: Handler, says: str, replies: Any = None, **described: Any) -> Route:
+    return Route(method="GET", path=path, handler=handler, says=says, replies=replies or _STATUS, **described)
+
+
+def _post(
+    path: str, handler: Handler, says: str, call: type[BaseModel] | None, replies: Any = None, **described: Any
+) -> Route:
+    replies = replies or _STATUS
+    return Route(method="POST", path=path, handler=handler, says=says, call=call, replies=replies, **described)
+
+
+def _state_routes(service: RolloutService) -> list[Route]:
+    """What the server is and does: probes, status and metrics."""
 
     async def health(request: Request) -> Response:
         service.check_alive()
@@ -132,6 +148,31 @@ def _routes(service: RolloutService) -> list[Route]:
     async def metrics(request: Request) -> Response:
         return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
+    alive, ready_now = ({"status": word, "server_id": "4c1f0f0c2a3b"} for word in ("ok", "ready"))
+    return [
+        _get("/health", health, "Is the server alive? Needs no token.", answer=alive, when="alive; 503 if not"),
+        _get(
+            "/ready",
+            ready,
+            "Does it answer rollouts now? Not while weights change, and not after a failed sync. Needs no token.",
+            answer=ready_now,
+            when="ready; 503 with the reason if not",
+        ),
+        _get("/status", status, "What it serves, and what it is doing.", {JSON: ServerStatus}),
+        _get(
+            "/get_world_size",
+            world_size,
+            "Its number of GPUs: tensor-parallel times data-parallel size.",
+            {JSON: WorldSizeReply},
+            answer=WorldSizeReply(world_size=1),
+        ),
+        _get("/metrics", metrics, "Counters in Prometheus' text format.", {"text/plain": None}),
+    ]
+
+
+def _rollout_routes(service: RolloutService) -> list[Route]:
+    """What the served weights answer, and how they score answers."""
+
     async def infer(request: Request) -> Response:
         call = await read_body(request, InferCall)
         if NDJSON in request.headers.get("accept", ""):
@@ -147,13 +188,48 @@ def _routes(service: RolloutService) -> list[Route]:
         await service.reset_prefix_cache()
         return JSONResponse({"status": "reset"})
 
+    return [
+        _post(
+            "/infer",
+            infer,
+            "Rollouts: one answer per request, in order. A request is seeded with its own `seed`, or, if it has none, "
+            "by the call's and its place (`RequestConfig`). A request whose `uuid` was answered before gets the same "
+            f"answer again. With `Accept: {NDJSON}`, one `AnswerLine` per request, as each ends.",
+            InferCall,
+            {JSON: list[RolloutOutput], NDJSON: AnswerLine},
+            example=InferCall(
+                infer_requests=[_PROMPT], request_config=RequestConfig(max_tokens=512, temperature=0.7, seed=7)
+            ),
+            answer=[_OUTPUT],
+        ),
+        _post(
+            "/score",
+            score,
+            "Log-probabilities of given answers, by the weights that are served.",
+            ScoreCall,
+            {JSON: ScoreReply},
+            example=ScoreCall(items=[ScoreItem(request=_PROMPT, response_token_ids=[1294])]),
+            answer=ScoreReply(ver=0, logprobs=[[-0.25]], prompt_token_ids=[[151644, 872, 198]]),
+        ),
+        _post(
+            "/reset_prefix_cache",
+            reset_prefix_cache,
+            "Empty the caches of prefixes and images.",
+            None,
+            answer={"status": "reset"},
+        ),
+    ]
+
+
+def _sync_routes(service: RolloutService) -> list[Route]:
+    """New weights: a learner's group, and the updates that it sends."""
+
     async def init_communicator(request: Request) -> Response:
         await _while_connected(request, service.updates.open_group(await read_body(request, InitCommunicatorCall)))
         return JSONResponse({"status": "joined"})
 
     async def stage_weights(request: Request) -> Response:
-        call = await read_body(request, StageWeightsCall)
-        return _json(await _while_connected(request, service.updates.stage(call)))
+        return _json(await _while_connected(request, service.updates.stage(await read_body(request, StageWeightsCall))))
 
     async def update_weights(request: Request) -> Response:
         call = await read_body(request, UpdateWeightsCall)
@@ -167,65 +243,8 @@ def _routes(service: RolloutService) -> list[Route]:
         await service.updates.close_group(await read_body(request, CloseCommunicatorCall))
         return JSONResponse({"status": "closed"})
 
-    def get(path: str, handler: Handler, says: str, replies: Any = None, **described: Any) -> Route:
-        return Route(method="GET", path=path, handler=handler, says=says, replies=replies or _STATUS, **described)
-
-    def post(
-        path: str, handler: Handler, says: str, call: type[BaseModel] | None, replies: Any = None, **described: Any
-    ) -> Route:
-        replies = replies or _STATUS
-        return Route(method="POST", path=path, handler=handler, says=says, call=call, replies=replies, **described)
-
-    alive, ready_now = ({"status": word, "server_id": "4c1f0f0c2a3b"} for word in ("ok", "ready"))
-    outputs = {JSON: list[RolloutOutput], NDJSON: AnswerLine}
     return [
-        get("/health", health, "Is the server alive? Needs no token.", answer=alive, when="alive; 503 if not"),
-        get(
-            "/ready",
-            ready,
-            "Does it answer rollouts now? Not while weights change, and not after a failed sync. Needs no token.",
-            answer=ready_now,
-            when="ready; 503 with the reason if not",
-        ),
-        get("/status", status, "What it serves, and what it is doing.", {JSON: ServerStatus}),
-        get(
-            "/get_world_size",
-            world_size,
-            "Its number of GPUs: tensor-parallel times data-parallel size.",
-            {JSON: WorldSizeReply},
-            answer=WorldSizeReply(world_size=1),
-        ),
-        get("/metrics", metrics, "Counters in Prometheus' text format.", {"text/plain": None}),
-        post(
-            "/infer",
-            infer,
-            "Rollouts: one answer per request, in order. A request is seeded with its own `seed`, or, if it has none, "
-            "by the call's and its place (`RequestConfig`). A request whose `uuid` was answered before gets the same "
-            f"answer again. With `Accept: {NDJSON}`, one `AnswerLine` per request, as each ends.",
-            InferCall,
-            outputs,
-            example=InferCall(
-                infer_requests=[_PROMPT], request_config=RequestConfig(max_tokens=512, temperature=0.7, seed=7)
-            ),
-            answer=[_OUTPUT],
-        ),
-        post(
-            "/score",
-            score,
-            "Log-probabilities of given answers, by the weights that are served.",
-            ScoreCall,
-            {JSON: ScoreReply},
-            example=ScoreCall(items=[ScoreItem(request=_PROMPT, response_token_ids=[1294])]),
-            answer=ScoreReply(ver=0, logprobs=[[-0.25]], prompt_token_ids=[[151644, 872, 198]]),
-        ),
-        post(
-            "/reset_prefix_cache",
-            reset_prefix_cache,
-            "Empty the caches of prefixes and images.",
-            None,
-            answer={"status": "reset"},
-        ),
-        post(
+        _post(
             "/init_communicator",
             init_communicator,
             "Join the group of a learner for weight syncs. A new learner replaces the old one.",
@@ -233,7 +252,7 @@ def _routes(service: RolloutService) -> list[Route]:
             answer={"status": "joined"},
             when="all members have joined",
         ),
-        post(
+        _post(
             "/stage_weights",
             stage_weights,
             "Receive the weights of an update beside the model, which goes on to serve, and check their bytes. "
@@ -241,21 +260,21 @@ def _routes(service: RolloutService) -> list[Route]:
             StageWeightsCall,
             {JSON: StageWeightsReply},
         ),
-        post(
+        _post(
             "/update_weights",
             update_weights,
             "Receive one update. The call stays open until the new weights are checked and served, or have failed.",
             UpdateWeightsCall,
             {JSON: UpdateWeightsReply},
         ),
-        post(
+        _post(
             "/expect_scores",
             expect_scores,
             "The learner's own log-probabilities of the canary of an update. The server compares, and decides.",
             ExpectScoresCall,
             answer={"status": "noted"},
         ),
-        post(
+        _post(
             "/close_communicator",
             close_communicator,
             "Leave the learner's group.",
