@@ -190,12 +190,11 @@ def test_a_line_that_only_another_process_executes_is_tried_with_all_direct_test
         f"    assert sums.LIMIT\n    assert subprocess.run([sys.executable, '-c', {code!r}]).returncode == 0\n"
     )
     monkeypatch.setattr(mutants, "ROOT", source)
-    place = mutants.Copy(source, tmp_path / "copy")
+    mutants._begin(source, tmp_path, float("inf"))  # as a process of the pool begins
     file = "tests/unit/shared/test_started.py"
-    known = {file: place.lines(file, ["shared/sums.py"])}
+    known = {file: mutants._lines_of((file, "", ["shared/sums.py"]))}
     more = next(one for one in draw(["shared/sums.py"], 99, 0) if one.change == "Add to Sub")
     less = next(one for one in draw(["shared/sums.py"], 99, 0) if one.change == "Lt to LtE")
-    monkeypatch.setattr(mutants, "_worker", (place, float("inf")), raising=False)
     rows = [mutants._judge(mutants._job(one, known)) for one in (more, less)]
     assert [(row["outcome"], row["tests"], row["executed_by"]) for row in rows if row] == [
         ("killed", "other processes", 0),
