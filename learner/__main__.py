@@ -44,7 +44,7 @@ import typer
 from learner.run.environment import GLOO_VARIABLE, gloo_interface, keep_compiled, prepare_for_vllm, shorten_turns
 from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
-from shared.processes import end_with_parent
+from shared.processes import FEW_SHAPES, end_with_parent
 from shared.version import Version
 
 if TYPE_CHECKING:
@@ -707,6 +707,8 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
         prepare_for_vllm(os.environ)
     if config.model.compile:
         keep_compiled(os.environ)
+    for name, value in FEW_SHAPES.items():
+        os.environ.setdefault(name, value)
     if interface := gloo_interface(os.environ):
         os.environ[GLOO_VARIABLE] = interface
     shorten_turns()

@@ -32,6 +32,7 @@ from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
 from shared.masking import masked, masked_in
 from shared.packages import missing_package
+from shared.processes import FEW_SHAPES
 from shared.tokens import read_token
 from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
@@ -198,10 +199,7 @@ def _prepare_environment(config: ServerConfig) -> None:
         "VLLM_HOST_IP": "127.0.0.1",
         "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves; they are killed then
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
-        # Without a GPU, oneDNN and torch's layer above it (ideep) each keep what they have prepared for 1,024 shapes of
-        # matrices, ideep 270 KB a shape. Images have new shapes again and again.
-        "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32",
-        "LRU_CACHE_CAPACITY": "32",
+        **FEW_SHAPES,
     }
     if "kv_cache_memory_bytes" not in config.engine_args:  # the variable would win
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)

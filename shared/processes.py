@@ -3,6 +3,10 @@
 `end_with_parent` asks the kernel for a signal at the parent's end, so SIGKILL of the parent counts too. The request
 survives `exec`, but children do not inherit it: each generation asks for itself. A rollout server's engine processes
 have a guard of their own (`rollout_server.processes`).
+
+`FEW_SHAPES` are variables of a process that computes on CPU, set before torch is loaded. oneDNN, and ideep, torch's
+layer above it, each keep what they have prepared for 1,024 shapes of matrices; ideep has 270 KB for each. Images have
+new shapes again and again, so that this memory would grow for hours.
 """
 
 from __future__ import annotations
@@ -10,7 +14,9 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+from collections.abc import Mapping
 
+FEW_SHAPES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _PR_SET_PDEATHSIG = 1
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that a child can call it between fork and exec
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import subprocess
 import sys
@@ -87,3 +88,17 @@ def test_a_run_shortens_the_turns_of_its_threads(tmp_path: Path) -> None:
         assert before / 10 > TURN_S
     finally:
         sys.setswitchinterval(before)
+
+
+def test_what_is_kept_for_each_shape_of_an_image_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only this variable bounds it, and the user's own value stays."""
+    path = tmp_path / "run.yaml"
+    write_yaml(path, minimal())
+    monkeypatch.setattr(os, "environ", {"LRU_CACHE_CAPACITY": "7"})
+    before = sys.getswitchinterval()
+    try:
+        _rank_config(str(path), ())
+    finally:
+        sys.setswitchinterval(before)
+    assert os.environ["LRU_CACHE_CAPACITY"] == "7"
+    assert os.environ["ONEDNN_PRIMITIVE_CACHE_CAPACITY"] == "32"
