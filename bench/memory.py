@@ -1,12 +1,15 @@
-"""Memory of a rollout server over many requests, none of whose images has been seen before.
+"""Memory of a rollout server over many requests, and of a learner over many photographs, none of them seen before.
 
-In: how many requests. Out: memory of the server and all its children (proportional set size) at equal distances, and
-how far it moves after the first fifth. The model is tiny and answers one token, so that the time goes into what is kept
-per request: images, prompts, answers. Images have up to 25,000 sizes.
+`measure`, the server. In: how many requests. Out: memory of the server and all its children (proportional set size) at
+equal distances, and how far it moves after the first fifth. The model is tiny and answers one token, so that the time
+goes into what is kept per request: images, prompts, answers. Images have up to 25,000 sizes.
 
 What is kept on purpose has a limit, and grows up to it: vLLM's processed images (`mm_processor_cache_gb`, 4 GiB). They
 are few here, so that the limit is reached within the first fifth. The KV cache, which has its size from the start, is
 small, so that it hides nothing.
+
+`learner`: memory of a learner and its children, loader processes included, at equal distances over one epoch of `sft`
+on photographs (JPEG) of many sizes, and how far it moves after the first fifth. The model is tiny.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import io
+import json
 import time
 from collections.abc import AsyncIterator, Iterator, Mapping
 from pathlib import Path
@@ -25,7 +29,7 @@ from PIL import Image
 
 from bench.figures import Figure, sampled
 from bench.models import vision_model
-from bench.runs import say, serve
+from bench.runs import learner_config, read_events, say, serve, start_learner, steps_of
 from bench.watch import resident_bytes
 from deploy.launch import supervised
 
@@ -45,17 +49,48 @@ def measure(folder: Path, *, num_requests: int = 20_000, max_s: float = 720.0) -
     with supervised() as processes:
         server = serve(processes, folder, "server", config)
         looks = asyncio.run(_load(server.url, server.pid, num_requests, max_s))
-    yield from figures(looks)
+    yield from figures(looks, "requests, each with a new image", "the server")
 
 
-def figures(looks: Mapping[int, float]) -> list[Figure]:
-    """`looks`: MiB by the number of answered requests."""
+def learner(
+    folder: Path, *, num_photographs: int = 10_000, batch_size: int = 20, num_workers: int = 2, max_s: float = 1500.0
+) -> Iterator[Figure]:
+    """Raises DeadlineError after `max_s`, ServerError if the run fails."""
+    model, data = vision_model(folder, "tiny"), _photographs(folder / "photographs", num_photographs)
+    config = learner_config(
+        model,
+        data,
+        folder / "run",
+        steps=num_photographs // batch_size,
+        batch_size=batch_size,
+        variant="sft",
+        data={"num_workers": num_workers},
+        logging={"trackers": [], "progress_bar": False},
+    )
+    looks: dict[int, float] = {}
+    with supervised() as processes:
+        run = start_learner(processes, folder, "run", config)
+        every = max(1, num_photographs // NUM_LOOKS)
+
+        def look() -> bool:
+            num = batch_size * len(steps_of(read_events(folder / "run")))
+            if num >= max(looks, default=0) + every:
+                looks[num] = resident_bytes(run.pid) / 2**20
+                say(f"{num} photographs: {looks[num]:.0f} MiB")
+            return False
+
+        run.wait(max_s, until=look)
+    yield from figures(looks, "photographs, each new", "the learner")
+
+
+def figures(looks: Mapping[int, float], what: str, whose: str) -> list[Figure]:
+    """`looks`: MiB by the number of `what` that are done."""
     most = max(looks)
     warm = [mib for num, mib in looks.items() if num >= _WARM_UP_SHARE * most]
     drift = max(abs(mib / warm[0] - 1) for mib in warm)
     return [
-        Figure(name="requests, each with a new image", value=float(most), unit="requests"),
-        sampled("memory of the server, children included", list(looks.values()), "MiB"),
+        Figure(name=what, value=float(most), unit=what.partition(",")[0]),
+        sampled(f"memory of {whose}, children included", list(looks.values()), "MiB"),
         Figure(name="memory after the first fifth", value=warm[0], unit="MiB"),
         Figure(name="memory at the end", value=warm[-1], unit="MiB"),
         Figure(name="drift after the first fifth", value=drift, unit="share", wanted=WANTED_DRIFT, at_least=False),
@@ -107,3 +142,20 @@ def _image(rng: np.random.Generator) -> str:
     out = io.BytesIO()
     Image.fromarray(rng.integers(0, 256, (height, width, 3), np.uint8)).save(out, "BMP")
     return base64.b64encode(out.getvalue()).decode()
+
+
+def _photographs(folder: Path, number: int) -> Path:
+    """JPEGs of random blots, each with one object, and the annotations' file."""
+    folder.mkdir()
+    rng, rows = np.random.default_rng(0), []
+    for i in range(number):
+        width, height = (int(side) for side in rng.integers(*_SIDES, 2))
+        blots = Image.fromarray(rng.integers(0, 256, (8, 8, 3), np.uint8)).resize((width, height))
+        blots.save(folder / f"{i:05d}.jpg")
+        box = [width // 4, height // 4, width // 2, height // 2]
+        turn = {"role": "user", "content": "<image>Detect every blot."}
+        row = {"id": str(i), "images": [f"{i:05d}.jpg"], "width": width, "height": height, "messages": [turn]}
+        rows.append(row | {"objects": [{"bbox_2d": box, "desc": "blot"}]})
+    path = folder / "train.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return path

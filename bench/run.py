@@ -90,7 +90,7 @@ PARTS: Mapping[Part, Sequence[Job]] = {
         _cuda(1, "bench.infer:measure", size="0.6B"),
         _cuda(1, "bench.infer:measure", size="4B"),
     ],
-    "memory": [_try("bench.memory:measure")],
+    "memory": [_try("bench.memory:measure"), _try("bench.memory:learner")],
     "several": [_cuda(4, "bench.sync:full", size="4B", servers=3)],
     "learning": [
         _cuda(1, "bench.learning:measure", size="4B"),
