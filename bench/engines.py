@@ -38,9 +38,10 @@ def colocated_engine(
     offload: Offload | None = None,
     ranks: Ranks = ONE_RANK,
     lora_rank: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> Iterator[ColocatedEngine]:
-    """Yield an engine in float32, on one rank."""
-    engine = start(config, model, offload, ranks, lora_rank)
+    """Yield an engine on one rank."""
+    engine = start(config, model, offload, ranks, lora_rank, dtype)
     yield engine
     engine.close()
 
@@ -51,6 +52,7 @@ def start(
     offload: Offload | None = None,
     ranks: Ranks = ONE_RANK,
     lora_rank: int = 0,
+    dtype: torch.dtype = torch.float32,
 ) -> ColocatedEngine:
     environment: dict[str, str] = {}
     prepare_for_vllm(environment)
@@ -59,7 +61,7 @@ def start(
         return ColocatedEngine(
             config,
             model=str(model),
-            dtype=torch.float32,
+            dtype=dtype,
             ranks=ranks,
             tensor_parallel_size=1,
             offload=offload or Offload(tuple, ranks.device),
@@ -77,9 +79,12 @@ def colocate_sync(
 ) -> Sync:
     canary = Canary(
         items=[item],
-        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids)], whole=True),
+        scorer=CanaryScorer(
+            policy, [(item.prompt, item.response_token_ids)], whole=True, quantization=config.vllm.quantization
+        ),
         tolerance=config.vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
+        quantization=config.vllm.quantization,
     )
     graph = load_graph(policy, engine, ranks)
     delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks, graph=graph)

@@ -55,7 +55,9 @@ def server_sync(
     `learner_logprobs`."""
     config = config or backend.config.vllm
     scorer = scorer or scorer_of(learner_logprobs)
-    checked = Canary(items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance)
+    checked = Canary(
+        items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance, quantization=config.quantization
+    )
     delivery = ServerDelivery(
         backend,
         config,

@@ -1,10 +1,11 @@
 """The learner's half of the canary: the log-probabilities of fixed answers under the weights that travel (D14).
 
 In: a policy and fixed answers. Out: a `CanaryScorer`, to be called at every sync. It scores the answers with the values
-that are sent: merged, and rounded to the type that travels. A server with exactly these values gives the same
-log-probabilities, except for differences between kernels. What merging and rounding changed is reported separately, as
-`merge_gap`. It needs a second pass, with the weights as trained. Where a pass is slow, only every `MERGE_GAP_EVERY`th
-sync makes it, and the others report the last gap.
+that are sent: merged, and rounded to the type that travels. Where the engine quantises weights, the pass does it too,
+one layer at a time. A server with exactly these values gives the same log-probabilities, except for differences between
+kernels. What merging, rounding and quantising changed is reported separately, as `merge_gap`. It needs a second pass,
+with the weights as trained. Where a pass is slow, only every `MERGE_GAP_EVERY`th sync makes it, and the others report
+the last gap.
 
 On CUDA, each forward pass of answers without images is captured once as a CUDA graph. A replay takes 10 ms for a model
 of 4B; launching every kernel from Python takes several times as long. With images the pass is captured with what it
@@ -18,6 +19,7 @@ from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -28,6 +30,7 @@ from learner.policy.packed import PackedInputs
 from learner.policy.pass_graph import PassGraph
 from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
+from shared.quantization import Quantization
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
 Modules = Set[torch.nn.Module]
@@ -37,8 +40,8 @@ Within = Callable[[Modules], AbstractContextManager[Checksums]]  # encloses a pa
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryScores:
-    """Natural log-probabilities per answer under the weights that travel. `merge_gap`: their mean absolute difference
-    from the log-probabilities under the weights as trained, nats per token.
+    """Natural log-probabilities per answer under the weights that are served. `merge_gap`: their mean absolute
+    difference from the log-probabilities under the weights as trained, nats per token.
 
     Reading the log-probabilities waits for the device. So whoever can sends weights first."""
 
@@ -56,10 +59,20 @@ MERGE_GAP_EVERY = 10  # syncs, where passes are not captured
 
 class CanaryScorer:
     """`checksums`: whether the scores come with checksums of the weights. `whole`: a pass with images may be captured
-    as one graph. That takes memory, and no other thread may wait for the device at the second call."""
+    as one graph. That takes memory, and no other thread may wait for the device at the second call. `quantization`: of
+    the engines."""
 
-    def __init__(self, policy: Policy, answers: Answers, *, checksums: bool = True, whole: bool = False) -> None:
+    def __init__(
+        self,
+        policy: Policy,
+        answers: Answers,
+        *,
+        checksums: bool = True,
+        whole: bool = False,
+        quantization: Quantization = "none",
+    ) -> None:
         self._policy, self._answers, self._with_checksums, self._whole = policy, answers, checksums, whole
+        self._quantization: Quantization = quantization
         self._trained = RepeatedLogprobs(policy, answers)
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
@@ -68,7 +81,13 @@ class CanaryScorer:
         weight per layer; otherwise the adapter travels by itself."""
         if (dtype, merged) not in self._sent:
             self._sent[dtype, merged] = _Sent(
-                self._policy, self._answers, dtype, merged=merged, checksums=self._with_checksums, whole=self._whole
+                self._policy,
+                self._answers,
+                dtype,
+                merged=merged,
+                checksums=self._with_checksums,
+                whole=self._whole,
+                quantization=self._quantization,
             )
         way = self._sent[dtype, merged]
         if way.scorer is None:
@@ -102,21 +121,25 @@ class _Sent:
         merged: bool,
         checksums: bool,
         whole: bool,
+        quantization: Quantization,
     ) -> None:
         self._policy, self._dtype, self.merged = policy, dtype, merged
+        self._quantization: Quantization = quantization
         self.number, self.merge_gap = 0, 0.0
         model = policy.model
-        replaced = list(replaced_modules(model, dtype, merged=merged))  # finding them takes longer than a pass
+        # Finding them takes longer than a pass.
+        replaced = list(replaced_modules(model, dtype, merged=merged, quantization=quantization))
 
         def within(without: Modules) -> AbstractContextManager[Checksums]:
             called = [(name, module) for name, module in replaced if module not in without]
-            return as_sent(model, dtype, merged=merged, replaced=called, checksums=checksums)
+            how: dict[str, Any] = {"merged": merged, "quantization": quantization, "checksums": checksums}
+            return as_sent(model, dtype, replaced=called, **how)
 
         self.scorer = RepeatedLogprobs(policy, answers, within, whole=whole) if replaced else None
 
     @cached_property
     def unreplaced(self) -> dict[str, torch.Tensor]:
-        return unreplaced(self._policy.model, self._dtype, merged=self.merged)
+        return unreplaced(self._policy.model, self._dtype, merged=self.merged, quantization=self._quantization)
 
 
 def _as_trained(_: Modules) -> AbstractContextManager[Checksums]:

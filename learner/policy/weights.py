@@ -26,7 +26,9 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from learner.policy.sharding import is_part, whole, whole_copy
 from shared.errors import ConfigError
+from shared.quantization import Quantization, is_quantised
 from shared.sync.buckets import spec_of
+from shared.sync.fp8 import round_trip
 from shared.wire import TensorSpec
 
 _BASE = ".base_layer."
@@ -122,11 +124,13 @@ def as_sent(
     dtype: torch.dtype | None,
     *,
     merged: bool,
+    quantization: Quantization = "none",
     replaced: Sequence[tuple[str, torch.nn.Module]] | None = None,
     checksums: bool = True,
 ) -> Iterator[Checksums]:
     """Forward passes inside use the values that travel: each weight rounded to `dtype` (None: as trained) and, if
-    `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
+    `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`. `quantization`: what the
+    engine makes of these values; the checksums are of what travels.
 
     The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
     holds one more layer, never one more model. A sharded model's weights are whole at that time. Yields the checksums
@@ -136,22 +140,28 @@ def as_sent(
     used: Checksums = {}
     noted = used if checksums else None
     with ExitStack() as hooks:
-        for name, module in replaced_modules(model, dtype, merged=merged) if replaced is None else replaced:
+        if replaced is None:
+            replaced = list(replaced_modules(model, dtype, merged=merged, quantization=quantization))
+        for name, module in replaced:
+            quantised = quantization == "fp8" and _is_quantised(name, module)
             if merged and isinstance(module, LoraLayer):
-                swap = _Swap(module.get_base_layer(), partial(_merged, module, dtype), name, noted, adapted=module)
+                base, values = module.get_base_layer(), partial(_merged, module, dtype)
+                swap = _Swap(base, values, name, noted, adapted=module, quantised=quantised)
             else:
-                swap = _Swap(module, partial(_cast_all, module, dtype), name, noted)
+                swap = _Swap(module, partial(_cast_all, module, dtype), name, noted, quantised=quantised)
             hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
             hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
         yield used
 
 
-def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
+def unreplaced(
+    model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool, quantization: Quantization = "none"
+) -> dict[str, torch.Tensor]:
     """Return the weights that travel as they are trained, by the checkpoint's name: those that `as_sent` does not
     replace."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
-        for module_name, module in replaced_modules(model, dtype, merged=merged)
+        for module_name, module in replaced_modules(model, dtype, merged=merged, quantization=quantization)
         for name in (module.get_base_layer() if isinstance(module, LoraLayer) else module)._parameters
     }
     own = ((name.replace(_BASE, "."), tensor) for name, tensor in _own_state(model).items())
@@ -159,21 +169,24 @@ def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: boo
 
 
 def replaced_modules(
-    model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool
+    model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool, quantization: Quantization = "none"
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules whose own weights can travel with other values than are trained, by name: an adapted layer as a
-    whole, without its parts."""
+    """Yield the modules whose own weights can be served with other values than are trained, by name: an adapted layer
+    as a whole, without its parts."""
     adapted = {module for module in model.modules() if merged and isinstance(module, LoraLayer)}
-    parts = {part for layer in adapted for part in layer.modules()}
+    parts = {part for layer in adapted for part in layer.modules()} - adapted
     for name, module in model.named_modules():
-        if module in adapted or (module not in parts and _is_rounded(module, dtype)):
+        if module in parts:
+            continue
+        changes = _is_rounded(module, dtype) or (quantization == "fp8" and _is_quantised(name, module))
+        if module in adapted or changes:
             yield name, module
 
 
 class _Swap:
     """Replaces `owner`'s parameters with `values()` while a forward pass runs, and notes their checksums in `used`, if
     anybody reads them. `name`: the module's in the checkpoint. `adapted`: the layer around `owner`, if the values
-    contain its adapter."""
+    contain its adapter. `quantised`: the engine quantises the weight."""
 
     def __init__(
         self,
@@ -181,10 +194,12 @@ class _Swap:
         values: Callable[[], dict[str, torch.Tensor]],
         name: str,
         used: Checksums | None,
+        *,
         adapted: LoraLayer | None = None,
+        quantised: bool = False,
     ) -> None:
         self._owner, self._values, self._adapted = owner, values, adapted
-        self._name, self._used = name, used
+        self._name, self._used, self._quantised = name, used, quantised
         self._trained = owner._parameters
 
     def enter(self, *_: Any) -> None:
@@ -195,7 +210,8 @@ class _Swap:
                 self._used[f"{self._name}.{name}".replace(_BASE, ".")] = checksum(value)
             trained = self._trained[name]
             assert trained is not None, "only parameters that exist are replaced"
-            replaced[name] = _parameter(value.to(trained.dtype))
+            served = round_trip(value) if self._quantised and name == "weight" else value
+            replaced[name] = _parameter(served.to(trained.dtype))
         self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
             self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft adds none
@@ -209,6 +225,11 @@ class _Swap:
 def _is_rounded(module: torch.nn.Module, dtype: torch.dtype | None) -> bool:
     own = module._parameters.values()
     return dtype is not None and any(p is not None and p.is_floating_point() and p.dtype != dtype for p in own)
+
+
+def _is_quantised(name: str, module: torch.nn.Module) -> bool:
+    """`name`: the module's, or that of the layer below an adapter."""
+    return isinstance(module, (torch.nn.Linear, LoraLayer)) and is_quantised(name.removesuffix(_BASE.rstrip(".")))
 
 
 def _cast_all(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

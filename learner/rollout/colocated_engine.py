@@ -51,6 +51,7 @@ from shared.generation import (
     scoring,
     stop_token_ids,
 )
+from shared.quantization import check_device, check_model, vllm_arguments
 from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only, adapter_request
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
@@ -89,6 +90,11 @@ class ColocatedEngine:
         self._asleep = self._stays_awake = False
         self._num_loads = 0
         folder = model_folder(model, "model.path")
+        if config.vllm.quantization == "fp8":
+            key, device = f"{ROLLOUT}.vllm.quantization", ranks.device
+            capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+            check_device(key, kind=device.type, capability=capability)
+            check_model(key, folder)
         with offload.away(), _keeping_random_state(ranks.device):
             self._llm = self._start(folder)
             self._sleep()
@@ -272,6 +278,7 @@ class ColocatedEngine:
             "enable_sleep_mode": self._sleeps,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
+            **vllm_arguments(vllm.quantization),
         }
         if self.max_lora_rank:
             args |= {"enable_lora": True, "max_lora_rank": self.max_lora_rank, "max_loras": 1}

@@ -20,6 +20,7 @@ from shared.aio import gather
 from shared.checkpoint import differences
 from shared.errors import ProjectError, PromptMismatchError, ServerMismatchError, ServerUnreachableError
 from shared.pixels import ImageProcessing
+from shared.quantization import Quantization
 from shared.waits import time_limit
 from shared.wire import ScoreCall, ScoreReply, ServerStatus
 
@@ -44,6 +45,7 @@ def server_check(
     architecture: Mapping[str, str],
     prompts: Sequence[CanaryItem],
     image_processing: ImageProcessing | None = None,
+    quantization: Quantization = "none",
 ) -> CheckServer:
     """Does a server have the learner's model, and read its prompts and their images alike (R03, R16, R45)?
 
@@ -54,6 +56,7 @@ def server_check(
 
     def check(client: ServerClient, status: ServerStatus) -> None:
         check_architecture(client.base_url, status, architecture)
+        check_quantization(client.base_url, status, quantization)
         for item in prompts:
             if status.gate == "poisoned":
                 return  # it scores nothing before the first sync, whose own check then covers the prompt
@@ -73,6 +76,18 @@ def check_architecture(base_url: str, status: ServerStatus, architecture: Mappin
             found=f"{'; '.join(found[:5])} ({status.model})",
             wanted="the architecture of model.path",
             remedy="start the server with the model that the learner starts from",
+        )
+
+
+def check_quantization(base_url: str, status: ServerStatus, wanted: Quantization) -> None:
+    """Raises ServerMismatchError if the server's weights are of another kind than those that the canary is scored
+    with."""
+    if status.quantization != wanted:
+        raise ServerMismatchError(
+            f"{base_url}: the server holds its weights in another way than the learner expects",
+            found=f"quantization: {status.quantization}",
+            wanted=f"quantization: {wanted} (vllm.quantization)",
+            remedy="set the same in the server's configuration and in the learner's",
         )
 
 

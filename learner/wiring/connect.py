@@ -103,9 +103,11 @@ def connect_sync(
             answers,
             checksums=not isinstance(backend, ColocateBackend),
             whole=isinstance(backend, ColocateBackend),
+            quantization=vllm.quantization,
         ),
         tolerance=vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
+        quantization=vllm.quantization,
     )
     weights: WeightSource = policy
     adapter: AdapterSource | None = _synced_adapter(config, policy)
@@ -120,6 +122,7 @@ def connect_sync(
             architecture=signature(policy.model.config.to_dict()),
             prompts=prompts,
             image_processing=policy.encoder.image_processing,
+            quantization=vllm.quantization,
         )
         check_servers(backend, check, ranks=ranks)
         sync_ranks: SyncRanks = ranks

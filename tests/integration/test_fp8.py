@@ -1,0 +1,35 @@
+"""Real vLLM in FP8, on CPU, inside the learner's process: syncs, their canary, adapters (R08, R09)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from bench.tiny_models import build_qwen3_vl
+from learner.policy.parallel import Ranks
+from tests import fp8
+from tests.fp8 import SPOILS, Spoil, World
+
+pytestmark = [pytest.mark.integration, pytest.mark.slow]
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    folder = tmp_path_factory.mktemp("fp8") / "model"
+    build_qwen3_vl(folder)
+    with fp8.started(folder, Ranks()) as world:
+        yield world
+
+
+def test_syncs_are_quantised_on_the_way_and_change_the_answers(world: World) -> None:
+    fp8.check_syncs(world)
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_wrong_layer_is_found(world: World, spoil: Spoil) -> None:
+    fp8.check_fault(world, spoil)
+
+
+def test_an_adapter_lies_on_weights_in_fp8(world: World) -> None:
+    fp8.check_adapters(world)
