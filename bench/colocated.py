@@ -1,14 +1,19 @@
 """Measure where a colocated sync and its rollouts spend their time: `python -m bench.colocated --data BCCD --out FILE`.
 
-The race's run (`bench.race`) is built in this process, without its training steps, so nothing is compiled for learning.
-In turn: a sync, and the rollouts of a step. One of each is profiled. Then come syncs whose canary launches every kernel
-of the learner's layers from Python, in place of CUDA graphs. Last, the engine alone gets the same prompts, each
-rendered by itself, as the rollouts ask for them, and without seeds, log-probabilities, images, or all of these.
+The race's run (`bench.race`) is built in a process of its own, without its training steps, so nothing is compiled for
+learning. In turn: a sync, and the rollouts of a step. The first sync is sampled: what compiles there, and in which
+functions its time goes. Then come syncs in several ways: as in a run, and without each of the CUDA graphs that a
+sync replays. Before each the adapter is changed a little, so the canary checks what was replayed. One way waits for the
+device at the end of each part, so that its work counts where it was launched. Merging alone is timed too, against the
+operations of peft one by one. One sync and one call of rollouts are profiled. Last, the engine alone gets the same
+prompts, each rendered by itself, as the rollouts ask for them, and without seeds, log-probabilities, images, or all of
+these.
 
-Out: FILE with the seconds and parts of each sync and rollout, and the engine's seconds alone. In `STEM-logs` beside
-it: what Python did (`sync.txt`, `rollouts.txt`, by cProfile) and what the device did (`sync-device.txt`,
-`rollouts-device.txt`, by torch's profiler). Profiled calls are slower, so read only shares there. Without a GPU:
-`--size tiny`.
+Out: FILE with the seconds and parts of each sync and rollout, the engine's seconds alone, and `exit`: the process's
+exit code, and lines of vLLM's allocator among its last words. In `STEM-logs` beside it: `run.log`, all that the process
+said; `first-sync.txt`; what Python did (`sync.txt`, `rollouts.txt`, by cProfile) and what the device did
+(`sync-device.txt`, `rollouts-device.txt`, by torch's profiler). Profiled calls are slower, so read only shares there.
+Without a GPU: `--size tiny`.
 
 With `--engines` there is no learner. Instead bare vLLM makes the same rollouts, in ENGINES one after the other: as in a
 run, in a process of its own, and with other settings. FILE gets the seconds of each.
@@ -21,10 +26,14 @@ import io
 import json
 import os
 import pstats
+import subprocess
+import sys
 import tempfile
+import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any
@@ -39,7 +48,11 @@ from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
 
 _LINES = 60  # a profile shows so many
-WAYS: dict[str, tuple[str, ...]] = {
+SAMPLE_S = 0.02
+INSIDE = "BENCH_COLOCATED_INSIDE"  # is set in the process that measures
+ALLOCATOR = "cumem"
+WARM_UP_SYNCS = 3  # each way begins with so many: they capture anew
+ALONE: dict[str, tuple[str, ...]] = {
     "as the rollouts": (),
     "no seeds": ("seeds",),
     "no logprobs": ("logprobs",),
@@ -93,12 +106,91 @@ class World:
         assert self.trainer.sync is not None
         self.parts = dict(self.trainer.sync.sync().parts)
 
+    @property
+    def _delivery(self) -> Any:
+        assert self.trainer.sync is not None
+        return self.trainer.sync._delivery
+
+    @property
+    def _scorers(self) -> list[Any]:
+        """The canary's, where weights travel otherwise than they are trained."""
+        return [way.scorer for way in self._delivery._canary.scorer._sent.values() if way.scorer is not None]
+
+    @property
+    def captured(self) -> dict[str, bool]:
+        """What a sync replays now."""
+        graph, scorers = self._delivery._graph, self._scorers
+        by_layers = [one._layers for one in scorers if one._whole is None and one._layers is not None]
+        return {
+            "pass": any(one._whole is not None for one in scorers),
+            "layers": any(layers.is_captured for layers in by_layers),
+            "load": graph is not None and graph.is_captured,
+        }
+
+    def capture_layers(self) -> None:
+        """Capture the canary's layers one by one from now on."""
+        for scorer in self._scorers:
+            scorer._whole = None
+
     def launch_layers(self) -> None:
         """Run the canary's layers from Python from now on."""
-        assert self.trainer.sync is not None
-        scorer: Any = self.trainer.sync._delivery._canary.scorer  # type: ignore[attr-defined]
-        for way in scorer._sent.values():
-            way.scorer._layers = None
+        for scorer in self._scorers:
+            scorer._whole = scorer._layers = None
+
+    def launch_loads(self) -> None:
+        """Run merges and copies from Python from now on."""
+        self._delivery._graph = None
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Let each part of a sync wait for the device at its end."""
+        delivery, part = self._delivery, self._delivery._part
+
+        @contextmanager
+        def waited(name: str) -> Iterator[None]:
+            with part(name):
+                yield
+                self._wait()
+
+        delivery._part = waited
+        try:
+            yield
+        finally:
+            del delivery._part
+
+    def change(self) -> None:
+        """Change the adapter a little, in place of a step: the canary then sees whether these weights arrive."""
+        import torch
+
+        with torch.no_grad():
+            for _, parameter in self.trainer.policy.trainable:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-4)
+
+    def merges(self) -> dict[str, float]:
+        """Seconds of merging all adapters once, each the best of five: as a sync does, and as peft does, one operation
+        after the other."""
+        import torch
+        from peft.tuners.lora import LoraLayer
+
+        from learner.policy.weights import merged_weight
+
+        layers: list[Any] = [one for one in self.trainer.policy.model.modules() if isinstance(one, LoraLayer)]
+        dtype = self.engine.dtype
+
+        @torch.no_grad()
+        def by_peft() -> None:
+            for layer in layers:
+                (name,) = layer.active_adapters
+                delta = (layer.lora_B[name].weight @ layer.lora_A[name].weight).mul_(layer.scaling[name])
+                delta.add_(layer.get_base_layer().weight).to(dtype)
+
+        @torch.no_grad()
+        def by_sync() -> None:
+            for layer in layers:
+                merged_weight(layer, dtype)
+
+        ways = {"as a sync": by_sync, "one by one": by_peft}
+        return {name: min(self.timed(way) for _ in range(5)) for name, way in ways.items()} if layers else {}
 
     def rollouts(self) -> None:
         (rollouts,) = self.backend.generate_window(self._window, global_step=1)
@@ -119,6 +211,58 @@ class World:
         vllm.reset_encoder_cache()
         with self.engine.awake():
             return self.timed(lambda: self.engine._run(prompts, params))
+
+
+@contextmanager
+def sampled(file: Path) -> Iterator[None]:
+    """Look every SAMPLE_S where this thread is. FILE gets the share of the time spent in and below each function, and
+    the kernels that triton compiled, by the second."""
+    began, here, ended = time.perf_counter(), threading.get_ident(), threading.Event()
+    below: Counter[str] = Counter()
+
+    def look() -> None:
+        while not ended.wait(SAMPLE_S):
+            frame, names = sys._current_frames().get(here), set()
+            while frame is not None:
+                code = frame.f_code
+                names.add(f"{'/'.join(Path(code.co_filename).parts[-3:])}:{code.co_firstlineno} {code.co_qualname}")
+                frame = frame.f_back
+            below.update(names)
+            below["all"] += 1
+
+    compiled: list[str] = []
+    with compiling(lambda name: compiled.append(f"{time.perf_counter() - began:7.2f} s  {name}")):
+        watcher = threading.Thread(target=look, name="samples", daemon=True)
+        watcher.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            watcher.join(timeout=5.0)
+    total = max(1, below.pop("all", 0))
+    lines = [f"{count / total:6.1%}  {name}" for name, count in below.most_common(150)]
+    file.write_text("\n".join(["compiled by triton:", *compiled, "", f"{total} samples:", *lines]) + "\n")
+
+
+@contextmanager
+def compiling(tell: Callable[[str], None]) -> Iterator[None]:
+    """`tell` hears the name of each kernel that triton has compiled. Nothing without triton."""
+    try:
+        from triton import knobs
+    except ImportError:
+        yield
+        return
+    before = knobs.runtime.jit_post_compile_hook
+
+    def heard(**kwargs: Any) -> Any:
+        tell(str(getattr(kwargs.get("fn"), "name", "?")))
+        return before(**kwargs) if before is not None else None
+
+    knobs.runtime.jit_post_compile_hook = heard
+    try:
+        yield
+    finally:
+        knobs.runtime.jit_post_compile_hook = before
 
 
 @contextmanager
@@ -181,6 +325,113 @@ def bare(race: Race, environment: Mapping[str, str], arguments: Mapping[str, Any
     return {"start_s": start_s, "seconds": seconds, "tokens": sum(len(o.outputs[0].token_ids) for o in outputs)}
 
 
+def inside(race: Race, out: Path, rounds: int, syncs: int, *, brief: bool, options: Mapping[str, Any]) -> None:
+    """Measure in this process."""
+    logs = out.with_name(f"{out.stem}-logs")
+    prepare_for_vllm(os.environ)
+    found: dict[str, Any] = {"sync": [], "rollouts": [], "ways": {}, "alone": {}}
+
+    def keep() -> None:
+        write_atomically(out, json.dumps({**circumstances(), **options, **found}, indent=1) + "\n")
+
+    with tempfile.TemporaryDirectory(prefix="colocated-") as folder, ExitStack() as stack:
+        began = time.monotonic()
+        world = World(race, Path(folder) / "run", stack)
+        found["start_s"] = time.monotonic() - began
+        scheduler = world.engine._llm.llm_engine.vllm_config.scheduler_config
+        found["async_scheduling"] = getattr(scheduler, "async_scheduling", None)
+        say(f"built in {found['start_s']:.0f} s; vLLM schedules ahead: {found['async_scheduling']}")
+        for i in range(rounds):
+            for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):
+                with sampled(logs / "first-sync.txt") if i == 0 and name == "sync" else nullcontext():
+                    row = {"seconds": world.timed(work), **world.parts}
+                found[name].append(row)
+                say(f"{name}: {_row(row)}")
+            world.change()
+        found["tokens"] = world.num_tokens
+        keep()
+        _ways(world, found, syncs, keep)
+        found["merges"] = world.merges()
+        say(f"merging alone: {_row(found['merges'])}")
+        keep()
+        for name, work in () if brief else (("sync", world.sync), ("rollouts", world.rollouts)):
+            with profiled(logs, name, on_gpu=world.on_gpu):
+                work()
+        for name, without in () if brief else ALONE.items():
+            found["alone"][name] = [world.alone(without) for _ in range(3)]
+            say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
+            keep()
+    print((logs / "first-sync.txt").read_text().partition("\n\n")[0], flush=True)
+    _summary(found, brief=brief)
+    keep()
+
+
+def _ways(world: World, found: dict[str, Any], syncs: int, keep: Callable[[], None]) -> None:
+    """Syncs in each way. Each way leaves out what the one before it had, so that one start is enough."""
+
+    def nothing() -> None:
+        """As in a run."""
+
+    ways: dict[str, tuple[Callable[[], None], AbstractContextManager[None]]] = {
+        "as in a run": (nothing, nullcontext()),
+        "as in a run, waiting for the device after each part": (nothing, world.waiting()),
+        "layers captured one by one": (world.capture_layers, nullcontext()),
+        "layers one by one, loads launched": (world.launch_loads, nullcontext()),
+        "nothing captured": (world.launch_layers, nullcontext()),
+        "nothing captured, waiting for the device after each part": (nothing, world.waiting()),
+    }
+    for name, (leave_out, within) in ways.items():
+        leave_out()
+        rows = []
+        with within:
+            for _ in range(WARM_UP_SYNCS + syncs):
+                world.change()
+                rows.append({"seconds": world.timed(world.sync), **world.parts})
+        found["ways"][name] = {"captured": world.captured, "syncs": rows[WARM_UP_SYNCS:]}
+        found["ways"][name]["median"] = {part: median(row[part] for row in rows[WARM_UP_SYNCS:]) for part in rows[-1]}
+        say(f"{name}, median of {syncs}: {_row(found['ways'][name]['median'])}; captured: {world.captured}")
+        keep()
+
+
+def _summary(found: dict[str, Any], *, brief: bool) -> None:
+    first, run = found["sync"][0], found["ways"]["as in a run"]["median"]
+    rollouts = median(row["seconds"] for row in found["rollouts"][2:])
+    print(f"first sync {_row(first)}", flush=True)
+    print(f"sync {_row(run)}", flush=True)
+    print(f"rollouts {rollouts:.3f} s", flush=True)
+    if not brief:
+        found["share_of_engine"] = median(found["alone"]["as the rollouts"]) / rollouts
+        print(f"the engine alone: {found['share_of_engine']:.3f} of the rollouts", flush=True)
+
+
+def _row(parts: Mapping[str, float]) -> str:
+    return ", ".join(f"{part} {value:.3f}" for part, value in parts.items())
+
+
+def outside(out: Path) -> int:
+    """Run this call again in a process of its own, and note how it ended. Its exit code."""
+    logs = out.with_name(f"{out.stem}-logs")
+    logs.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "bench.colocated", *sys.argv[1:]]
+    with (logs / "run.log").open("w") as log:
+        process = subprocess.Popen(
+            command, env={**os.environ, INSIDE: "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+        assert process.stdout is not None
+        for line in process.stdout:
+            log.write(line)
+            print(line, end="", flush=True)
+        code = process.wait()
+    words = [line.strip() for line in (logs / "run.log").read_text().splitlines() if ALLOCATOR in line]
+    errors = [line for line in words if "rror" in line]
+    if out.is_file():
+        found = json.loads(out.read_text())
+        write_atomically(out, json.dumps({**found, "exit": {"code": code, "allocator": errors}}, indent=1) + "\n")
+    seen = f"{len(errors)} times: {errors[0]}" if errors else "not seen"
+    print(f"exit code {code}; an error of vLLM's allocator: {seen}", flush=True)
+    return code
+
+
 def main(
     data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
     out: Annotated[Path, typer.Option(help="Result file.")],
@@ -188,9 +439,10 @@ def main(
     photographs: Annotated[Photographs, typer.Option(help="large: scaled to 1,024 image tokens.")] = "published",
     size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
     rounds: Annotated[int, typer.Option(min=3, help="The first two are warm-up.")] = 6,
+    syncs: Annotated[int, typer.Option(min=1, help="In each way, after the warm-up.")] = 8,
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
-    brief: Annotated[bool, typer.Option(help="Without the engine alone, and without profiles.")] = False,
+    brief: Annotated[bool, typer.Option(help="Only syncs and rollouts: no profiles, no engine alone.")] = False,
     engines: Annotated[bool, typer.Option(help="Bare vLLM in several settings, without a learner.")] = False,
 ) -> None:
     """Measure syncs and rollouts, and where their time goes."""
@@ -203,46 +455,10 @@ def main(
             say(f"{name}: " + ", ".join(f"{one:.3f}" for one in rows[name]["seconds"]))
             write_atomically(out, json.dumps({**circumstances(), **options, "engines": rows}, indent=1) + "\n")
         return
-    logs = out.with_name(f"{out.stem}-logs")
-    logs.mkdir(parents=True, exist_ok=True)
-    prepare_for_vllm(os.environ)
-    found: dict[str, Any] = {"sync": [], "rollouts": [], "sync_without_graphs": [], "alone": {}}
-
-    def keep() -> None:
-        write_atomically(out, json.dumps({**circumstances(), **options, **found}, indent=1) + "\n")
-
-    with tempfile.TemporaryDirectory(prefix="colocated-") as folder, ExitStack() as stack:
-        began = time.monotonic()
-        world = World(race, Path(folder) / "run", stack)
-        found["start_s"] = time.monotonic() - began
-        scheduler = world.engine._llm.llm_engine.vllm_config.scheduler_config
-        found["async_scheduling"] = getattr(scheduler, "async_scheduling", None)
-        say(f"built in {found['start_s']:.0f} s; vLLM schedules ahead: {found['async_scheduling']}")
-        for _ in range(rounds):
-            for name, work in (("sync", world.sync), ("rollouts", world.rollouts)):
-                row = {"seconds": world.timed(work), **world.parts}
-                found[name].append(row)
-                say(f"{name}: " + ", ".join(f"{part} {value:.3f}" for part, value in row.items()))
-        found["tokens"] = world.num_tokens
-        keep()
-        for name, work in () if brief else (("sync", world.sync), ("rollouts", world.rollouts)):
-            with profiled(logs, name, on_gpu=world.on_gpu):
-                work()
-        world.launch_layers()
-        for _ in range(3):
-            found["sync_without_graphs"].append({"seconds": world.timed(world.sync), **world.parts})
-            say("sync without graphs: " + ", ".join(f"{part} {value:.3f}" for part, value in world.parts.items()))
-        keep()
-        for name, without in () if brief else WAYS.items():
-            found["alone"][name] = [world.alone(without) for _ in range(3)]
-            say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
-            keep()
-    sync_s, whole = (median(row["seconds"] for row in found[name][2:]) for name in ("sync", "rollouts"))
-    print(f"sync {sync_s:.3f} s, rollouts {whole:.3f} s", flush=True)
-    if not brief:
-        found["share_of_engine"] = median(found["alone"]["as the rollouts"]) / whole
-        keep()
-        print(f"the engine alone: {found['share_of_engine']:.3f} of the rollouts", flush=True)
+    if os.environ.get(INSIDE):
+        inside(race, out, rounds, syncs, brief=brief, options=options)
+    else:
+        sys.exit(outside(out))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ it gave before: a capture that fails leaves torch's generators unusable.
 from __future__ import annotations
 
 import logging
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -89,7 +90,9 @@ def no_waits(device: torch.device) -> Iterator[None]:
         yield
         return
     before = torch.cuda.get_sync_debug_mode()
-    torch.cuda.set_sync_debug_mode("error")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # that torch may not see every wait
+        torch.cuda.set_sync_debug_mode("error")
     try:
         yield
     finally:
