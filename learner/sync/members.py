@@ -3,28 +3,34 @@ every rank.
 
 In: servers that a rank has lost, what the user and the cluster ask for, and servers that failed a sync. Out: the next
 `Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve and to those
-that are ready to; only who has completed it serves (D15, R40).
+that are ready to; only who has completed it serves (D15, R40). `ReturnWatch` looks at those that are left out from
+time to time, so that nobody has to wait to learn which are back.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from typing import TypeVar
 
 from learner.records import ServerChange
+from learner.rollout.client import HEALTH_TIMEOUT_S
 from learner.rollout.control import ServerControl, ServerRequest
 from learner.rollout.discovery import Discovery
 from learner.rollout.membership import Member, Membership
 from learner.rollout.server_backend import ServerBackend
 from learner.sync.fitness import on_rank_0
-from learner.sync.returning import ReturnWatch
 from learner.sync.source import SyncRanks
 from shared.errors import ProjectError
+from shared.waits import awake_s, time_limit
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
+BACK_OFF_S = 10.0  # wait after a server could not join; doubled each time
+MAX_BACK_OFF_S = 600.0
 
 
 class Members:
@@ -115,3 +121,45 @@ class Members:
     def _requests(self, membership: Membership) -> list[ServerRequest]:
         asked = self._control.take() if self._control else []
         return asked + (self._discovery.take(membership) if self._discovery else [])
+
+
+class ReturnWatch:
+    """A server is ready when it has just answered `/status/` with a model that fits. One that was refused is tried
+    again later and later."""
+
+    def __init__(self, backend: ServerBackend) -> None:
+        self._backend = backend
+        self._followed: dict[str, float] = {}  # base_url -> `awake_s` before which it is not tried
+        self._ready: frozenset[str] = frozenset()
+        self._watching: Future[None] | None = None
+
+    def follow(self, members: Collection[Member]) -> None:
+        """Look at these from now on, and at no others."""
+        kept = {member.base_url: self._followed.get(member.base_url, 0.0) for member in members}
+        self._followed, self._ready = kept, self._ready & kept.keys()
+        if kept and (self._watching is None or self._watching.done()):
+            self._watching = self._backend.loop.submit(self._watch())
+
+    def refused(self, member: Member) -> None:
+        """It failed a sync. The first time it may come back at once."""
+        wait_s = min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (member.failures - 2)) if member.failures > 1 else 0.0
+        self._followed[member.base_url] = awake_s() + wait_s
+
+    def ready(self) -> list[str]:
+        """Return the servers that may join the next sync."""
+        now, ready = awake_s(), self._ready
+        return [base_url for base_url, not_before in self._followed.items() if base_url in ready and now >= not_before]
+
+    async def _watch(self) -> None:
+        while followed := tuple(self._followed):
+            answered = await asyncio.gather(*(self._is_ready(base_url) for base_url in followed))
+            self._ready = frozenset(url for url, ready in zip(followed, answered, strict=True) if ready)
+            await asyncio.sleep(self._backend.timeouts.poll_s)
+
+    async def _is_ready(self, base_url: str) -> bool:
+        try:
+            async with time_limit(HEALTH_TIMEOUT_S):
+                await self._backend.look(self._backend.client(base_url), 0.0)
+        except (ProjectError, TimeoutError):
+            return False
+        return True
