@@ -94,7 +94,7 @@ class RowTimes:
 
 
 @dataclass(kw_only=True, slots=True)
-class Measured:
+class WayTimes:
     """The measurements of one way."""
 
     rows: list[RowTimes] = field(default_factory=list)
@@ -119,7 +119,7 @@ def measure(
     shorten_turns()
     model, data = vision_model(folder, size), folder / "jitter-data"
     build_data(Build(train=2 * SAMPLES, val=0, test=0, style="hard"), data)
-    measured: dict[Way, Measured] = {}
+    measured: dict[Way, WayTimes] = {}
     with supervised() as processes:
         settings = small_server(
             model,
@@ -145,12 +145,12 @@ def measure(
             }
             for _ in range(ROUNDS):
                 for way in BESIDE_A_SERVER:
-                    learner.measure(measured.setdefault(way, Measured()), rows, beside[way])
+                    learner.measure(measured.setdefault(way, WayTimes()), rows, beside[way])
             for way in BESIDE_A_SERVER:
                 learner.look_closely(measured[way], rows, beside[way])
             measured["beside"].answers, measured["beside"].answers_cpu_s = producing.answers, producing.cpu_s
         processes.forget(server.process)
-    alone = measured.setdefault("alone", Measured())
+    alone = measured.setdefault("alone", WayTimes())
     for _ in range(ROUNDS):
         learner.measure(alone, rows, nothing)
     learner.look_closely(alone, rows, nothing)
@@ -190,7 +190,7 @@ def run_config(
     )
 
 
-def figures(measured: Mapping[Way, Measured]) -> Iterator[Figure]:
+def figures(measured: Mapping[Way, WayTimes]) -> Iterator[Figure]:
     """Yield what a row took in each way, and what it took more beside rollouts."""
     for way, found in measured.items():
         yield sampled(f"{way}: a row", [row.wall_s for row in found.rows], "s")
@@ -217,7 +217,7 @@ def figures(measured: Mapping[Way, Measured]) -> Iterator[Figure]:
         yield Figure(name="the rollouts' threads on a core, per answer", value=value, unit="ms")
 
 
-def shown(way: Way, found: Measured) -> str:
+def shown(way: Way, found: WayTimes) -> str:
     """Return the lines at which each thread stood most often."""
     text = [f"{way}: where the threads stand"]
     for name, lines in found.lines.items():
@@ -242,12 +242,12 @@ class Learner:
         self._policy: Policy = load_policy(config.model, device=self._device, bf16=on_gpu)
         say(f"not compiled: {self._policy.why_not_compiled}" if self._policy.why_not_compiled else "compiled")
 
-    def measure(self, found: Measured, rows: int, beside: Callable[[], Any]) -> None:
+    def measure(self, found: WayTimes, rows: int, beside: Callable[[], Any]) -> None:
         """Learn `rows` rows inside `beside()`."""
         with beside():
             found.rows += self.rows(rows)
 
-    def look_closely(self, found: Measured, rows: int, beside: Callable[[], Any]) -> None:
+    def look_closely(self, found: WayTimes, rows: int, beside: Callable[[], Any]) -> None:
         """Look at the same under profilers. Their times do not count."""
         with beside():
             with sampling() as found.lines:

@@ -69,7 +69,7 @@ class Away:
     back_s: float | None = None
 
 
-class World:
+class ServersAndRun:
     """Servers and a run, in `folder`. `rows`: the faults whose servers are back. For one thread."""
 
     def __init__(
@@ -292,7 +292,7 @@ def main(
 
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, supervised() as processes:
         try:
-            world = World(
+            world = ServersAndRun(
                 processes, Path(folder), servers=servers, on_gpu=gpu, infer_timeout_s=infer_timeout_s, rows=rows
             )
             say(f"servers ready after {time.monotonic() - began:.0f} s")
@@ -313,11 +313,11 @@ def main(
     sys.exit(1 if broken else 0)
 
 
-def _more_serve(world: World, before: int) -> bool:
+def _more_serve(world: ServersAndRun, before: int) -> bool:
     return world.num_serving > before
 
 
-def make_faults(world: World, kills: int, freezes: int, seconds: float, write: Callable[[], None]) -> None:
+def make_faults(world: ServersAndRun, kills: int, freezes: int, seconds: float, write: Callable[[], None]) -> None:
     """Make what is left while there is time, then wait until all servers serve."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:

@@ -112,7 +112,7 @@ async def _cancel_others() -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Job:
+class _StreamJob:
     """The parts that stay the same during one `stream`."""
 
     asked: Requests
@@ -316,7 +316,7 @@ class ServerBackend(StreamingBackend):
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()
         pictures = sent_pictures(asked.samples, self._images)
-        job = _Job(
+        job = _StreamJob(
             asked=asked,
             requests=[
                 infer_request(
@@ -372,7 +372,7 @@ class ServerBackend(StreamingBackend):
                 remedy="lower max_new_tokens, or raise max_model_len in the server's configuration",
             )
 
-    async def _generate(self, job: _Job, on_answer: Answered[Rollout]) -> None:
+    async def _generate(self, job: _StreamJob, on_answer: Answered[Rollout]) -> None:
         place = {
             "rank": self._rank,
             "num_ranks": self._num_ranks,
@@ -404,7 +404,7 @@ class ServerBackend(StreamingBackend):
         )
         await dispatcher.run()
 
-    async def _send(self, job: _Job, base_url: str, batch: Batch, answered: Answered[Rollout]) -> None:
+    async def _send(self, job: _StreamJob, base_url: str, batch: Batch, answered: Answered[Rollout]) -> None:
         client, patience = self.client(base_url), self.timeouts.patience(has_others=self.usable().is_elastic)
         micro_step_idx, first_req_idx = job.asked.indices[batch.start]
         seed = job.asked.seeds[batch.start]

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from bench.jitter import Measured, RowTimes, figures, sampling, schedule, shown
+from bench.jitter import RowTimes, WayTimes, figures, sampling, schedule, shown
 
 
 def busy(until: threading.Event) -> None:
@@ -40,13 +40,13 @@ def test_a_sampling_profiler_names_threads_and_leaves_out_those_that_wait() -> N
         works.join()
     assert "waits" not in lines
     assert any("test_jitter.py" in line and line.endswith("busy") for line in lines["works"])
-    assert "busy" in shown("beside", Measured(lines=lines))
+    assert "busy" in shown("beside", WayTimes(lines=lines))
 
 
 def test_a_row_that_waits_for_the_lock_is_told_from_one_that_waits_for_a_core() -> None:
     """Beside rollouts: 0.3 s of a row of 1 s are neither on a core nor waiting for one."""
-    alone = Measured(rows=[RowTimes(wall_s=0.5, cpu_s=0.5, runnable_s=0.0, device_s=0.4)], kernels_s=0.1)
-    beside = Measured(rows=[RowTimes(wall_s=1.0, cpu_s=0.5, runnable_s=0.2)], answers=50, answers_cpu_s=0.1)
+    alone = WayTimes(rows=[RowTimes(wall_s=0.5, cpu_s=0.5, runnable_s=0.0, device_s=0.4)], kernels_s=0.1)
+    beside = WayTimes(rows=[RowTimes(wall_s=1.0, cpu_s=0.5, runnable_s=0.2)], answers=50, answers_cpu_s=0.1)
     found = {figure.name: figure.value for figure in figures({"alone": alone, "beside": beside})}
     assert found["beside: it waits for the device or the lock"] == pytest.approx(0.3)
     assert found["alone: it waits for the device or the lock"] == 0.0
