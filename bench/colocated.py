@@ -118,7 +118,7 @@ class World:
 
     @property
     def captured(self) -> dict[str, bool]:
-        """What a sync replays now."""
+        """The graphs that a sync replays now, by name."""
         graph, scorers = self._delivery._graph, self._scorers
         by_layers = [one._layers for one in scorers if one._whole is None and one._layers is not None]
         return {
@@ -167,8 +167,8 @@ class World:
                 parameter.add_(torch.randn_like(parameter), alpha=1e-4)
 
     def merges(self) -> dict[str, float]:
-        """Seconds of merging all adapters once, each the best of five: as a sync does, and as peft does, one operation
-        after the other."""
+        """Return the seconds of merging all adapters once, each the best of five: as a sync does, and as peft does, one
+        operation after the other."""
         import torch
         from peft.tuners.lora import LoraLayer
 
@@ -370,7 +370,7 @@ def _ways(world: World, found: dict[str, Any], syncs: int, keep: Callable[[], No
     """Syncs in each way. Each way leaves out what the one before it had, so that one start is enough."""
 
     def nothing() -> None:
-        """As in a run."""
+        """Leave it as in a run."""
 
     ways: dict[str, tuple[Callable[[], None], AbstractContextManager[None]]] = {
         "as in a run": (nothing, nullcontext()),

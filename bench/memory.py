@@ -145,7 +145,7 @@ def _image(rng: np.random.Generator) -> str:
 
 
 def _photographs(folder: Path, number: int) -> Path:
-    """JPEGs of random blots, each with one object, and the annotations' file."""
+    """Write JPEGs of random blots, each with one object; return the annotations' file."""
     folder.mkdir()
     rng, rows = np.random.default_rng(0), []
     for i in range(number):

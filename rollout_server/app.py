@@ -129,7 +129,7 @@ def _post(
 
 
 def _state_routes(service: RolloutService) -> list[Route]:
-    """What the server is and does: probes, status and metrics."""
+    """Return the routes of what the server is and does: probes, status and metrics."""
 
     async def health(request: Request) -> Response:
         service.check_alive()
@@ -171,7 +171,7 @@ def _state_routes(service: RolloutService) -> list[Route]:
 
 
 def _rollout_routes(service: RolloutService) -> list[Route]:
-    """What the served weights answer, and how they score answers."""
+    """Return the routes of what the served weights answer, and of how they score answers."""
 
     async def infer(request: Request) -> Response:
         call = await read_body(request, InferCall)
@@ -222,7 +222,7 @@ def _rollout_routes(service: RolloutService) -> list[Route]:
 
 
 def _sync_routes(service: RolloutService) -> list[Route]:
-    """New weights: a learner's group, and the updates that it sends."""
+    """Return the routes of new weights: a learner's group, and the updates that it sends."""
 
     async def init_communicator(request: Request) -> Response:
         await _while_connected(request, service.updates.open_group(await read_body(request, InitCommunicatorCall)))

@@ -25,7 +25,7 @@ _KEPT = "re:.*visual.*"  # vLLM's name of the vision tower, in every family that
 
 
 def vllm_arguments(quantization: Quantization) -> dict[str, Any]:
-    """Further arguments of vLLM's `EngineArgs`."""
+    """Return further arguments of vLLM's `EngineArgs`."""
     if quantization == "none":
         return {}
     return {"quantization": "fp8_per_channel", "quantization_config": {"ignore": [_KEPT]}}
@@ -37,8 +37,8 @@ def is_quantised(name: str) -> bool:
 
 
 def check_device(key: str, *, kind: str, capability: tuple[int, int] | None = None) -> None:
-    """`kind`: `cuda`, `cpu`; `capability`: the GPU's compute capability. Raises ConfigError if FP8 is not possible, or
-    of no use, on this device."""
+    """Check that FP8 is possible, and of use, on this device. `kind`: `cuda`, `cpu`; `capability`: the GPU's compute
+    capability. Raises ConfigError if not."""
     if kind == "cuda" and capability is not None and capability >= LEAST_CAPABILITY:
         return
     found = f"compute capability {'.'.join(map(str, capability))}" if capability else f"a {kind.upper()} without a GPU"
@@ -51,8 +51,8 @@ def check_device(key: str, *, kind: str, capability: tuple[int, int] | None = No
 
 
 def check_model(key: str, folder: str) -> None:
-    """`folder`: the checkpoint's. Raises ConfigError for families of which it is not known which layers the engine
-    quantises, such as mixtures of experts."""
+    """Check that the checkpoint in `folder` is of a family of which it is known which layers the engine quantises.
+    Raises ConfigError for others, such as mixtures of experts."""
     config = json_in(Path(folder) / "config.json")
     family = str(config.get("model_type", "")) if isinstance(config, dict) else ""
     if family not in TESTED:

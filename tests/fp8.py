@@ -113,7 +113,7 @@ def check_syncs(world: World) -> None:
         receipt = world.sync(policy)
         assert receipt.num_tensors == len(policy.weight_specs())
         assert receipt.canary_gap < FP8_TOLERANCE
-        assert receipt.merge_gap > 0  # what quantising changed
+        assert receipt.merge_gap > 0  # quantising changes something
         with world.engine.awake():
             check_served(world, dict(policy.named_weights(torch.bfloat16)))
         said.append(world.answers(policy))

@@ -228,7 +228,7 @@ def _is_rounded(module: torch.nn.Module, dtype: torch.dtype | None) -> bool:
 
 
 def _is_quantised(name: str, module: torch.nn.Module) -> bool:
-    """`name`: the module's, or that of the layer below an adapter."""
+    """Return whether the engine quantises a layer. `name`: the module's, or that of the layer below an adapter."""
     return isinstance(module, (torch.nn.Linear, LoraLayer)) and is_quantised(name.removesuffix(_BASE.rstrip(".")))
 
 

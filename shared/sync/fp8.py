@@ -28,6 +28,6 @@ def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def round_trip(weight: torch.Tensor) -> torch.Tensor:
-    """The values that are left of a weight `[N, K]`, in its own dtype: quantised, and multiplied out again."""
+    """Return the values that are left of a weight `[N, K]`, in its own dtype: quantised, and multiplied out again."""
     values, scale = quantised(weight)
     return torch.mul(values.to(weight.dtype), scale).to(weight.dtype)

@@ -1,4 +1,4 @@
-"""What `bench.colocated` says of a first sync, and of how its process ended."""
+"""Tests of what `bench.colocated` says of a first sync, and of how its process ended."""
 
 from __future__ import annotations
 

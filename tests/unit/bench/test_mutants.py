@@ -190,7 +190,7 @@ def test_a_line_that_only_another_process_executes_is_tried_with_all_direct_test
         f"    assert sums.LIMIT\n    assert subprocess.run([sys.executable, '-c', {code!r}]).returncode == 0\n"
     )
     monkeypatch.setattr(mutants, "ROOT", source)
-    mutants._begin(source, tmp_path, float("inf"))  # as a process of the pool begins
+    mutants._begin(source, tmp_path, float("inf"))  # a process of the pool begins so
     file = "tests/unit/shared/test_started.py"
     known = {file: mutants._lines_of((file, "", ["shared/sums.py"]))}
     more = next(one for one in draw(["shared/sums.py"], 99, 0) if one.change == "Add to Sub")

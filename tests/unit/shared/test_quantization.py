@@ -102,7 +102,7 @@ def test_what_works_is_taken() -> None:
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A model of a tested family, of which nothing else is read before the refusal."""
+    """Return a model of a tested family, of which nothing else is read before the refusal."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
     return tmp_path
 

@@ -39,14 +39,15 @@ def base_name(name: str) -> str:
 
 
 def layers(model: torch.nn.Module) -> dict[str, torch.nn.Linear]:
-    """The layers that the engine quantises, by name."""
+    """Return the layers that the engine quantises, by name."""
     found = {base_name(name): layer for name, layer in model.named_modules() if isinstance(layer, torch.nn.Linear)}
     return {name: layer for name, layer in found.items() if is_quantised(name)}
 
 
 @torch.no_grad()
 def engine(path: Path, sent: dict[str, torch.Tensor], *, inputs: bool) -> Policy:
-    """A model that holds what was sent as an FP8 engine holds it. `inputs`: its layers' inputs are quantised too."""
+    """Return a model that holds what was sent as an FP8 engine holds it. `inputs`: its layers' inputs are quantised
+    too."""
     served = policy_of(path)
     wanted = dict(served.model.named_parameters())
     for name, tensor in sent.items():
@@ -66,7 +67,7 @@ def scores(policy: Policy, quantization: Any = "fp8", *, merged: bool = True) ->
 
 
 def gap(learner: list[list[float]], served: Policy) -> float:
-    """The canary's own comparison. Raises CanaryError."""
+    """Compare as the canary does; return the mean gap. Raises CanaryError."""
     reply = ScoreReply(ver=1, logprobs=served.logprobs(answers(served)), prompt_token_ids=[[], []])
     return compare(learner, reply, tolerance=FP8_TOLERANCE, what="", name_of=str).mean
 
@@ -100,7 +101,7 @@ def test_the_policy_stays_as_it_was_and_the_checksums_are_of_what_was_sent(tiny_
     before = {name: tensor.clone() for name, tensor in policy.model.named_parameters()}
     found = CanaryScorer(policy, answers(policy), quantization="fp8")(torch.bfloat16, merged=True)
     assert found.logprobs != policy.logprobs(answers(policy))
-    assert found.merge_gap > 0  # what quantising changed is reported
+    assert found.merge_gap > 0  # the change by quantising is reported
     for name, tensor in policy.model.named_parameters():
         assert torch.equal(tensor, before[name]), name
     sent = dict(policy.named_weights(torch.bfloat16))

@@ -1,4 +1,4 @@
-"""What is left of a weight in FP8, against a slow search through all values that float8_e4m3fn has."""
+"""Tests of what is left of a weight in FP8, against a slow search through all values that float8_e4m3fn has."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shared.sync.fp8 import FP8_MAX, LEAST_SCALE, quantised, round_trip
 
 
 def all_values() -> list[float]:
-    """Without NaN, the smallest first; one zero."""
+    """Return all values but NaN, the smallest first; one zero."""
     codes = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn).to(torch.float32)
     return sorted(set(codes[~codes.isnan()].tolist()))
 
@@ -24,7 +24,8 @@ VALUES = all_values()
 
 
 def nearest(value: float) -> float:
-    """The nearest value of float8_e4m3fn. Of two equally near ones the one whose last bit is 0: every other one."""
+    """Return the nearest value of float8_e4m3fn. Of two equally near ones the one whose last bit is 0: every other
+    one."""
     exact = Fraction(value)
     distances = [abs(exact - Fraction(one)) for one in VALUES]
     least = min(distances)
@@ -34,7 +35,7 @@ def nearest(value: float) -> float:
 
 
 def slow(row: list[float]) -> tuple[list[float], float]:
-    """A row's values and scale. The divisions round to float32 as the device's do."""
+    """Return a row's values and scale. The divisions round to float32 as the device's do."""
     largest = torch.tensor(max(map(abs, row)), dtype=torch.float32)
     scale = torch.maximum(largest / torch.tensor(FP8_MAX), torch.tensor(LEAST_SCALE, dtype=torch.float32))
     scaled = [float(torch.tensor(value, dtype=torch.float32) / scale) for value in row]

@@ -205,7 +205,7 @@ def test_without_a_layout_of_the_checkpoint_vllm_reloads_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: bool
 ) -> None:
     """As on CPU. What a loader does not name counts as not written."""
-    heads = SimpleNamespace(ParallelLMHead=torch.nn.Bilinear)  # of which this model has none
+    heads = SimpleNamespace(ParallelLMHead=torch.nn.Bilinear)  # this model has none of these
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.vocab_parallel_embedding", heads)
     model = Served(tied=False)
     load = _load(tmp_path, model, monkeypatch)
