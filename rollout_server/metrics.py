@@ -38,6 +38,7 @@ class Metrics:
         self._read("rollout_weights_version", "The version served", lambda: gate.ver)
         self._read("rollout_syncs_completed", "Weight syncs", lambda: totals.completed)
         self._read("rollout_syncs_failed", "Weight syncs that poisoned the server", lambda: totals.failed)
+        self._read("rollout_sync_deltas", "Weight syncs that came as changes of the last one", lambda: totals.deltas)
         self._read("rollout_sync_bytes", "Bytes received in all syncs", lambda: totals.num_bytes)
         self._read("rollout_sync_seconds", "Time of all syncs", lambda: totals.seconds)
         self._read(

@@ -7,6 +7,9 @@ Invariants: buffers are allocated once, before the first byte is received, and u
 buckets; what does not fit beside the model, its KV cache and its activations is refused with the figures; nothing is
 loaded that did not arrive whole.
 
+An update may travel as changes of the weights that were staged last (`shared.sync.delta`). They are applied to the
+buffers, which still hold those weights. What the model serves is not touched by that either.
+
 With place `device` the bytes are received where they wait, so serving them is one copy on the device. With `host` they
 wait in page-locked memory, and only the buckets under way are on the device. Without a GPU both are the same memory.
 """
@@ -20,7 +23,8 @@ import torch
 
 from shared.errors import StagingError
 from shared.sync.buckets import SEAL_BYTES, unpack
-from shared.wire import Bucket, Place
+from shared.sync.delta import SEALS_BYTES, patch
+from shared.wire import Bucket, Delta, Place
 
 SPARE_BYTES = 256 << 20  # left for what else allocates: NCCL, digests, the copies of a load
 _GB = 1e9
@@ -38,6 +42,8 @@ class Staging:
     ) -> None:
         self.place, self.sizes = place, [bucket.num_bytes + SEAL_BYTES for bucket in buckets]
         self.is_whole = False
+        self.weights = ""  # the digest of what is kept, once it is whole
+        self._delta: Delta | None = None
         self._device = device
         self._on_device = place == "device" or device.type == "cpu"
         self._buckets: Sequence[Bucket] = buckets
@@ -45,16 +51,37 @@ class Staging:
         _check_fits(sum(self.sizes), device if self._on_device else torch.device("cpu"), activation_bytes)
         self._buffers = self._allocate()
 
-    def begin(self, buckets: Sequence[Bucket], place: Place) -> bool:
-        """Make room for another update, in the same memory; False if it needs other buffers."""
-        self.is_whole, self._num_kept, self._num_tensors = False, 0, 0
-        self._buckets = buckets
-        return place == self.place and self.sizes == [bucket.num_bytes + SEAL_BYTES for bucket in buckets]
+    def begin(self, buckets: Sequence[Bucket], place: Place, delta: Delta | None = None) -> bool:
+        """Make room for another update, in the same memory; False if it needs other buffers, or other weights than
+        are kept."""
+        fits = place == self.place and self.sizes == [bucket.num_bytes + SEAL_BYTES for bucket in buckets]
+        fits = fits and (delta is None or (self.is_whole and delta.base == self.weights))
+        self.is_whole, self.weights, self._num_kept, self._num_tensors = False, "", 0, 0
+        self._buckets, self._delta = buckets, delta
+        return fits
+
+    def travels_changed(self, index: int) -> bool:
+        """Return True if bucket `index` comes as changes of the one that is kept."""
+        return self._delta is not None and self._delta.sizes[index] < self._buckets[index].num_bytes
+
+    def travel_size(self, index: int) -> int:
+        """Return the bytes of bucket `index` on the wire, with its seals."""
+        if self._delta is not None and self.travels_changed(index):
+            return self._delta.sizes[index] + SEALS_BYTES
+        return self.sizes[index]
+
+    def patched(self, index: int, changes: torch.Tensor) -> torch.Tensor:
+        """Apply changes, which must be those that the learner sealed; the new bucket with the seal that it must have,
+        uint8 `[bytes]` on the device. Raises SyncError."""
+        bucket = self._buffers[index].to(self._device)  # the buffer itself, if it is there
+        patch(bucket[:-SEAL_BYTES], changes[:-SEALS_BYTES])
+        bucket[-SEAL_BYTES:] = changes[-SEALS_BYTES:-SEAL_BYTES]
+        return bucket
 
     def buffer(self, index: int) -> torch.Tensor | None:
         """Return the buffer that receives bucket `index`: uint8 `[bytes]`; None: any buffer, because the bucket is kept
         elsewhere."""
-        return self._buffers[index] if self._on_device else None
+        return self._buffers[index] if self._on_device and not self.travels_changed(index) else None
 
     def kept(self) -> Iterable[Iterable[tuple[str, torch.Tensor]]]:
         """Return the tensors of each bucket, as checkpoint names and views. The weights must be whole."""
@@ -98,7 +125,9 @@ class Staging:
     def _allocate(self) -> list[torch.Tensor]:
         where = {"device": self._device} if self._on_device else {"device": "cpu", "pin_memory": True}
         try:
-            return [torch.empty(size, dtype=torch.uint8, **where) for size in self.sizes]
+            # Zeros: what lies between tensors never comes where only tensors are copied, and seals cover it.
+            allocate = torch.empty if self._on_device else torch.zeros
+            return [allocate(size, dtype=torch.uint8, **where) for size in self.sizes]
         except RuntimeError as error:  # torch.OutOfMemoryError is one; so is what CUDA says of page-locked memory
             found = f"{sum(self.sizes) / _GB:.2f} GB could not be allocated: {str(error).splitlines()[0][:200]}"
             raise _refused(found, "as much memory in one piece per bucket", self._on_device) from error

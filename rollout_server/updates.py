@@ -41,7 +41,7 @@ from shared.errors import (
     RequestError,
     SyncError,
 )
-from shared.sync.buckets import num_bucket_bytes
+from shared.sync.buckets import ALIGNMENT_BYTES, num_bucket_bytes
 from shared.waits import Deadline, time_limit
 from shared.wire import (
     BUCKETS,
@@ -68,7 +68,8 @@ class SyncTotals:
 
     completed: int = 0
     failed: int = 0
-    num_bytes: int = 0
+    num_bytes: int = 0  # received
+    deltas: int = 0  # of the completed ones, those that came as changes
     seconds: float = 0.0
     last_seconds: float = 0.0
     pause_seconds: float = 0.0  # time in which no call was let in though none was in flight
@@ -79,7 +80,7 @@ class SyncTotals:
     def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
         """Add a completed update."""
         self.completed += 1
-        self.num_bytes += reply.num_bytes
+        self.num_bytes += reply.received_bytes
         self.seconds += reply.seconds
         self.last_seconds = reply.seconds
         self.pause_seconds += reply.pause_s
@@ -95,6 +96,8 @@ class StagedWeights:
     ver: int
     mode: Literal["full", "adapter"]
     num_bytes: int
+    received_bytes: int
+    is_delta: bool
     seconds: float  # that they took to arrive
 
 
@@ -135,6 +138,7 @@ class WeightUpdates:
         """Receive and check new weights while the old ones serve. Raises StagingError if they do not fit, SyncError,
         CommunicatorError, DigestError or DeadlineError. The group is left then, and the old weights serve on."""
         _check_sizes(call.buckets)
+        _check_delta(call)
         call = self._bounded(call)
         self._check_allowed(call)
         async with self._alone():
@@ -152,11 +156,24 @@ class WeightUpdates:
                 await self._leave(str(error) or type(error).__name__)
                 raise
             num_bytes, seconds = _num_bytes(call), time.monotonic() - start
+            received_bytes = num_bytes if call.delta is None else sum(call.delta.sizes)
             self._staged = StagedWeights(
-                incarnation=call.incarnation, ver=call.ver, mode=call.mode, num_bytes=num_bytes, seconds=seconds
+                incarnation=call.incarnation,
+                ver=call.ver,
+                mode=call.mode,
+                num_bytes=num_bytes,
+                received_bytes=received_bytes,
+                is_delta=call.delta is not None,
+                seconds=seconds,
             )
             self.totals.staged_bytes = num_bytes
-        return StageWeightsReply(ver=call.ver, num_bytes=num_bytes, num_tensors=replies[0].num_tensors, seconds=seconds)
+        return StageWeightsReply(
+            ver=call.ver,
+            num_bytes=num_bytes,
+            received_bytes=received_bytes,
+            num_tensors=replies[0].num_tensors,
+            seconds=seconds,
+        )
 
     async def replace_weights(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
         """Receive, check and serve new weights, or serve those that were staged. Raises SyncError, CommunicatorError,
@@ -192,10 +209,13 @@ class WeightUpdates:
             finally:
                 self._expected = None
             end = time.monotonic()
+        if staged and staged.is_delta:
+            self.totals.deltas += 1
         return self.totals.count(
             UpdateWeightsReply(
                 ver=call.ver,
                 num_bytes=staged.num_bytes if staged else _num_bytes(call),
+                received_bytes=staged.received_bytes if staged else _num_bytes(call),
                 num_tensors=loaded.num_tensors,
                 seconds=end - start,
                 drain_s=drained - start,
@@ -416,6 +436,22 @@ def _check_sizes(buckets: Sequence[Bucket]) -> None:
                 wanted=f"{wanted} bytes for {len(bucket.tensors)} tensors",
                 remedy="run the same version of this project on both sides",
             ).as_status(400)
+
+
+def _check_delta(call: StageWeightsCall) -> None:
+    """Raises SyncError if these can't be changes of its buckets."""
+    if call.delta is None:
+        return
+    sizes, full = call.delta.sizes, [bucket.num_bytes for bucket in call.buckets]
+    fits = len(sizes) == len(full)
+    fits = fits and all(size <= of and size % ALIGNMENT_BYTES == 0 for size, of in zip(sizes, full, strict=True))
+    if call.mode != "full" or not fits:
+        raise SyncError(
+            "the changes do not fit their buckets",
+            found=f"mode {call.mode}, {len(sizes)} sizes for {len(full)} buckets, {sum(sizes)} of {sum(full)} bytes",
+            wanted=f"mode full, and for each bucket a multiple of {ALIGNMENT_BYTES} bytes, at most its own size",
+            remedy="run the same version of this project on both sides",
+        ).as_status(400)
 
 
 def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:

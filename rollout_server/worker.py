@@ -30,12 +30,13 @@ from shared.errors import CommunicatorError, DeadlineError, DigestError, Project
 from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only
 from shared.sync.buckets import SEAL_BYTES, is_sealed, seal_key, unpack
 from shared.sync.calls import Operation
+from shared.sync.delta import FORM
 from shared.sync.digest import digest
 from shared.sync.group import Communicator, start_join
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.sync.meeting import num_strangers
 from shared.waits import Deadline
-from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall
+from shared.wire import BUCKETS, Bucket, Delta, ErrorBody, InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall
 
 P = ParamSpec("P")
 BUCKETS_AHEAD = 2  # buckets that travel while another one is loaded
@@ -111,17 +112,20 @@ class SyncWorker:
 
     @_answering
     def sync_stage(self, stage: str, buckets: str) -> WorkerReply:
-        """Begin to receive this `StageWeightsCall` beside the model, which goes on to serve. Raises StagingError."""
+        """Begin to receive this `StageWeightsCall` beside the model, which goes on to serve. Raises StagingError, and
+        SyncError for changes of other weights than are kept."""
         self._end_receiving()
         call = StageWeightsCall.model_validate_json(stage).model_copy(update={"buckets": _read(buckets)})
         staging = self._sync_staging
-        if staging is None or not staging.begin(call.buckets, call.place):
+        if staging is None or not staging.begin(call.buckets, call.place, call.delta):
             del staging
+            if call.delta is not None:
+                raise _not_kept(call.delta)
             self._drop_staged()  # its memory counts as free for the next one
             # vLLM measured this itself. It measured nothing on CPU, and if `kv_cache_memory_bytes` was given.
             activations = getattr(self, "peak_activation_memory", None)
             self._sync_staging = staging = Staging(call.buckets, call.place, self.device, activation_bytes=activations)
-        self._sync_receiving = Receiving(call, self._joined().result(), staging, staging.buffer)
+        self._sync_receiving = Receiving(call, self._joined().result(), staging, staging)
         return WorkerReply(done=False, runs_meanwhile=True)
 
     @_answering
@@ -211,6 +215,15 @@ def _read(buckets: str) -> list[Bucket]:
     return BUCKETS.validate_json(buckets)
 
 
+def _not_kept(delta: Delta) -> SyncError:
+    return SyncError(
+        "these are changes of weights that this worker does not keep",
+        found="other weights, or none",
+        wanted=f"those with the digest {delta.base}, staged last, in buckets of the same sizes",
+        remedy="send all of the weights: the learner does so by itself",
+    ).as_status(409)
+
+
 class Load(Protocol):
     """The receiver of the tensors: `open`, `add` per bucket, then `finish`; `close` in every case."""
 
@@ -257,17 +270,17 @@ class Loading:
 
 
 class Receiving:
-    """Begins to receive when it is made. The model is first touched by `advance`, on vLLM's own thread. `buffer_of`:
-    where bucket i is received; None: anywhere."""
+    """Begins to receive when it is made. The model is first touched by `advance`, on vLLM's own thread. `staging`: its
+    buffers receive the buckets, which may be changes of what it keeps; None: any buffers, and all buckets are whole."""
 
     def __init__(
         self,
         update: UpdateWeightsCall | StageWeightsCall,
         communicator: Communicator,
         load: Load,
-        buffer_of: Callable[[int], torch.Tensor | None] = lambda index: None,
+        staging: Staging | None = None,
     ) -> None:
-        self._update, self._buffer_of = update, buffer_of
+        self._update, self._staging = update, staging
         self._communicator = communicator
         self._load = load
         self._deadline = Deadline(update.timeout_s)
@@ -293,12 +306,14 @@ class Receiving:
                 return WorkerReply(done=False)
             self._incoming.popleft()
             self._receive()
-            self._check_seal(buffer)
+            buffer = self._checked(buffer)
             self._seals.update(bytes(buffer[-SEAL_BYTES:].tolist()))
             self._load.add(unpack(buffer, self._update.buckets[self._num_loaded].tensors))
             self._num_loaded += 1
         if self._reply is None:
             self._reply = WorkerReply(num_tensors=self._load.finish(), weights=self._seals.hexdigest())
+            if self._staging is not None:
+                self._staging.weights = self._reply.weights
         return self._reply
 
     def close(self) -> None:
@@ -320,16 +335,25 @@ class Receiving:
                     wanted="all buckets",
                     remedy="raise the learner's sync timeout",
                 )
-            size = buckets[self._num_asked].num_bytes + SEAL_BYTES
-            buffer = self._buffer_of(self._num_asked)
+            index, staging = self._num_asked, self._staging
+            size = buckets[index].num_bytes + SEAL_BYTES if staging is None else staging.travel_size(index)
+            buffer = None if staging is None else staging.buffer(index)
             if buffer is None:
                 buffer = torch.empty(size, dtype=torch.uint8, device=self._communicator.device)
             self._incoming.append((buffer, self._communicator.start_broadcast(buffer, src, left_s)))
             self._num_asked += 1
 
-    def _check_seal(self, buffer: torch.Tensor) -> None:
+    def _checked(self, buffer: torch.Tensor) -> torch.Tensor:
+        """Return the next bucket, whole and with the right seal. Raises DigestError, SyncError."""
+        if self._staging is not None and self._staging.travels_changed(self._num_loaded):
+            self._check_seal(buffer, form=FORM)
+            buffer = self._staging.patched(self._num_loaded, buffer)
+        self._check_seal(buffer)
+        return buffer
+
+    def _check_seal(self, buffer: torch.Tensor, form: bytes = b"") -> None:
         index, ver = self._num_loaded, self._update.ver
-        if not is_sealed(buffer, key=self._communicator.seal_key, ver=ver, index=index):
+        if not is_sealed(buffer, key=self._communicator.seal_key, ver=ver, index=index, form=form):
             raise DigestError(
                 f"bucket {index} of {len(self._update.buckets)} arrived with other bytes",
                 found=f"{buffer.numel()} bytes whose digest does not match their seal",

@@ -158,8 +158,15 @@ SYNC = (
     Metric("ver", "weight version", "what the servers have since this sync; it rises by one"),
     Metric("mode", "", "`full` or `adapter`"),
     Metric("seconds", "s", "the whole sync, all checks included"),
-    Metric("num_bytes", "bytes", "sent"),
-    Metric("num_tensors", "tensors", "sent"),
+    Metric("num_bytes", "bytes", "of the weights"),
+    Metric("num_tensors", "tensors", "of the weights"),
+    Metric(
+        "sent_bytes",
+        "bytes",
+        "of the weights as they travelled, without seals; fewer than `num_bytes` if changes were sent (`sync.delta`), "
+        "0 in colocated runs",
+    ),
+    Metric("full_because", "", "with `sync.delta: on`, why all weights travelled and not what changed; else empty"),
     Metric("canary_gap", "nats per token", "mean difference between the learner's and the server's log-probabilities"),
     Metric("canary_gap_max", "nats", "largest difference at one token"),
     Metric("merge_gap", "nats per token", "effect of merging and rounding: weights as trained against weights as sent"),

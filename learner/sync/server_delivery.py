@@ -8,7 +8,8 @@ and sealed while the buckets before it travel, and the learner scores the canary
 below an adapter are an update of their own version, which also heals a poisoned server.
 
 With `sync.staging` an update has two parts. `stage` sends the buckets, and the servers serve on; the learner scores its
-canary. `deliver` of the same weights then only makes them served.
+canary. `deliver` of the same weights then only makes them served. With `sync.delta` every full update has these two
+parts, because changes are applied to what servers have staged before (`kept.py`).
 
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. A failure that
 is no single server's is repeated once.
@@ -20,7 +21,7 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -30,7 +31,7 @@ import torch
 
 from learner.config.sections.vllm import VllmConfig
 from learner.policy.canary_scores import CanaryScores
-from learner.policy.weights import Checksums, checksum
+from learner.policy.weights import Checksums
 from learner.records import ServerChange
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.control import ServerControl
@@ -51,6 +52,7 @@ from learner.sync.broadcast_groups import (
 )
 from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
 from learner.sync.fitness import CheckServer, all_outcomes, check_adapter, check_new, look
+from learner.sync.kept import KeptWeights, Outgoing, Parcel, whole_parcels
 from learner.sync.members import Members
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode
@@ -62,9 +64,17 @@ from shared.errors import (
     StagingError,
     SyncError,
 )
-from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
+from shared.sync.buckets import DTYPES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
-from shared.wire import Bucket, ServedWeights, ServerStatus, StageWeightsCall, UpdateWeightsCall, UpdateWeightsReply
+from shared.wire import (
+    Bucket,
+    Place,
+    ServedWeights,
+    ServerStatus,
+    StageWeightsCall,
+    UpdateWeightsCall,
+    UpdateWeightsReply,
+)
 
 T = TypeVar("T")
 GOODBYE_S = 3.0  # time for servers to hear that a failed sync is over
@@ -84,6 +94,8 @@ class StagedUpdate:
     ver: int
     num_bytes: int
     num_tensors: int
+    sent_bytes: int
+    full_because: str
     learner: CanaryScores
     seals: Sequence[torch.Tensor]
     seconds: float  # that they took
@@ -116,6 +128,10 @@ class ServerDelivery:
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
         self._staged: StagedUpdate | None = None
         self._staging = config.sync.staging  # rank 0's choice; "none" once a server had no room
+        self._kept = KeptWeights() if config.sync.delta == "on" else None  # rank 0's copy
+        self._no_room = ""  # the words of a server without room
+        self._not_serving = ""  # a server that did not serve when it was joined, until the first update
+        self._delta_is_out = False  # True while a delta was sent and has not been acknowledged
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
         self._known: set[str] = set()  # server processes that were found to fit, by their ids
         self._asked: list[Post] = []  # calls of the try under way
@@ -134,9 +150,13 @@ class ServerDelivery:
     # ---- after a failure -------------------------------------------------------------------------------------------
 
     def recover(self, error: ProjectError) -> bool:
+        # After a delta, or without room, the next try sends other bytes. So it is worth making whatever the rules say.
+        differs, self._delta_is_out = self._delta_is_out or isinstance(error, StagingError), False
         # Weights that are not finite stay so: another try would send the same ones.
-        if self._backend.membership.min_servers == "all" or isinstance(error, NotFiniteError):
+        if isinstance(error, NotFiniteError):
             return False
+        if self._backend.membership.min_servers == "all":
+            return differs
         gone, accused_by = self._gone(), self._accused
         self._accused = {}
         for base_url, found in gone.items():
@@ -145,7 +165,7 @@ class ServerDelivery:
         newcomers = {url: found for url, found in accused_by.items() if url in out and url not in gone}
         for base_url, found in newcomers.items():
             self.members.leave_out(base_url, found)
-        if gone or newcomers:
+        if gone or newcomers or differs:
             return True
         if not self._repeated:
             self._repeated = True
@@ -191,6 +211,8 @@ class ServerDelivery:
         self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
         # A plan depends on the type that travels, which may be another one now.
         self._plans.clear()
+        idle = [(member.base_url, status.gate) for member, status in statuses if status.gate != "serving"]
+        self._not_serving = f"{idle[0][0]} was {idle[0][1]}" if idle else ""
         self._asked = []
         try:
             self._groups = open_groups(
@@ -248,50 +270,80 @@ class ServerDelivery:
         return self._config.sync.staging != "none"
 
     def stage(self, source: WeightSource, mode: Mode, ver: int) -> None:
-        begin, self._staged = time.monotonic(), None
-        place = self._staging
-        if place == "none":
-            return
+        self._staged = None
+        if self._staging != "none":
+            try:
+                self._staged = self._stage(source, mode, ver, self._staging)
+            finally:
+                self._accused = {}  # nothing failed that had to be delivered
+
+    def _stage(self, source: WeightSource, mode: Mode, ver: int, place: Place) -> StagedUpdate:
+        begin = time.monotonic()
+        outgoing = self._outgoing(source, mode, ver)
         call = StageWeightsCall(
             incarnation=self._groups.incarnation,
             ver=ver,
             mode=mode,
             place=place,
             buckets=self._plan(source),
+            delta=outgoing.delta,
             timeout_s=self._config.server.timeout_s,
         )
         posts = [(link, link.post(link.client.stage_weights(call, link.patience))) for link in self._groups.links]
+        self._delta_is_out = call.delta is not None
         try:
-            under_way, sums, seals = self._send(source, call, posts)
+            under_way, sums, seals = self._send(outgoing.parcels, posts)
             learner = self._canary.scorer(self._dtype, mode == "full")
             check_sent(call.buckets, sums, learner.checksums)
             await_all(under_way, posts)
-        except StagingError:
-            self._staging = "none"  # it would not fit the next time either
+        except BaseException as error:
+            if isinstance(error, StagingError):
+                self._staging, self._no_room = "none", str(error)  # it would not fit the next time either
+            self._accused = accused(posts)
             cancel(posts)
             raise
-        except BaseException:
-            cancel(posts)
-            raise
+        self._delta_is_out = False
+        if self._kept is not None and mode == "full":
+            self._kept.acknowledge(_digest_of(seals))
         num_bytes, num_tensors = _size(call.buckets)
-        self._staged = StagedUpdate(
+        return StagedUpdate(
             source=source,
             mode=mode,
             ver=ver,
             num_bytes=num_bytes,
             num_tensors=num_tensors,
+            sent_bytes=sum(call.delta.sizes) if call.delta else num_bytes,
+            full_because=outgoing.full_because,
             learner=learner,
             seals=seals,
             seconds=time.monotonic() - begin,
         )
 
+    def _outgoing(self, source: WeightSource, mode: Mode, ver: int) -> Outgoing:
+        """Return the buckets to be staged, whole or as changes."""
+        buckets = self._sealed(source, ver)
+        if self._kept is None:
+            return Outgoing(parcels=whole_parcels(buckets))
+        if mode != "full":
+            self._kept.forget("an adapter was staged since the last full sync")
+            return Outgoing(parcels=whole_parcels(buckets))
+        return self._kept.outgoing(buckets, key=self._groups.seal_key, ver=ver, device=self._device)
+
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         staged, self._staged = self._staged, None
-        if staged is not None and (staged.source, staged.mode, staged.ver) == (source, mode, ver):
+        if staged is not None and (staged.source, staged.mode, staged.ver) != (source, mode, ver):
+            staged = None
+        staged_s, full_because = staged.seconds if staged else 0.0, ""
+        if staged is None and self._kept is not None and mode == "full":
+            full_because = self._no_room or self._not_serving
+            if not full_because:
+                staged = self._stage(source, mode, ver, "host" if self._staging == "none" else self._staging)
+        if staged is not None:
+            full_because = staged.full_because
             replies, learner, weights = self._switch_to_staged(staged)
         else:
-            staged = None
             replies, learner, weights = self._send_and_switch(source, mode, ver, items=self._canary.items)
+        self._not_serving = ""
         reply = next(iter(replies.values()))
         delivered = Delivered(
             mode=mode,
@@ -300,7 +352,9 @@ class ServerDelivery:
             gap=worst_gap([self._gap(learner, reply, base_url) for base_url, reply in replies.items()]),
             merge_gap=learner.merge_gap,
             pause_s=max(reply.pause_s for reply in replies.values()),
-            staged_s=staged.seconds if staged else 0.0,
+            staged_s=staged_s,
+            sent_bytes=staged.sent_bytes if staged else reply.num_bytes,
+            full_because=full_because,
         )
         served = ServedWeights(ver=ver, incarnation=self._groups.incarnation, weights=weights)
         membership = self._backend.membership.sized((url, status.world_size) for url, status in self._statuses.items())
@@ -314,6 +368,8 @@ class ServerDelivery:
 
     def leave(self, *, abort: bool) -> None:
         self._staged = None
+        if self._kept is not None:
+            self._kept.forget("the last try failed" if abort else "the servers of the group have changed")
         groups, self._groups = self._groups, ServerGroups((), "", b"")
         out = {member.base_url for member in self._backend.membership.out}
         # A server that is gone would only use up the wait below.
@@ -348,7 +404,7 @@ class ServerDelivery:
         posts = [(link, link.post(link.client.update_weights(call, link.patience))) for link in self._groups.links]
         told: Posts = []
         try:
-            under_way, sums, seals = self._send(source, call, posts)
+            under_way, sums, seals = self._send(whole_parcels(self._sealed(source, ver)), posts)
             learner = NO_SCORES
             if items:  # scored while the last buckets travel
                 learner = self._canary.scorer(self._dtype, mode == "full")
@@ -397,27 +453,27 @@ class ServerDelivery:
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
         """Return the digest as the server makes it: of the seals; an adapter's together with that of the weights below
         it."""
-        digest = hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
+        digest = _digest_of(seals)
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
         self._full_weights = digest
         return digest
 
-    def _send(
-        self, source: WeightSource, call: StageWeightsCall | UpdateWeightsCall, posts: Posts
-    ) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
+    def _sealed(self, source: WeightSource, ver: int) -> Iterator[torch.Tensor]:
+        plan = [bucket.tensors for bucket in self._plan(source)]
+        key, dtype = self._groups.seal_key, self._dtype
+        return sealed_buckets(source, plan, key=key, ver=ver, dtype=dtype, device=self._device)
+
+    def _send(self, parcels: Iterable[Parcel], posts: Posts) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
         """Give every bucket to every group; the buckets that are still under way, every bucket's checksum and seal."""
-        plan = [bucket.tensors for bucket in call.buckets]
         under_way: deque[Sent] = deque()
         sums, seals = [], []
-        key, dtype = self._groups.seal_key, self._dtype
-        for bucket in sealed_buckets(source, plan, key=key, ver=call.ver, dtype=dtype, device=self._device):
+        for parcel in parcels:
             if len(under_way) > SENT_AHEAD:
                 await_all(under_way.popleft(), posts, replies=False)
-            under_way.append(self._groups.broadcast(bucket))
-            sums.append(checksum(bucket[:-SEAL_BYTES]))
-            # A view would keep the whole bucket in memory.
-            seals.append(bucket[-SEAL_BYTES:].clone())
+            under_way.append(self._groups.broadcast(parcel.travels))
+            sums.append(parcel.checksum)
+            seals.append(parcel.seal)
         return [part for sent in under_way for part in sent], sums, seals
 
     def _plan(self, source: WeightSource) -> list[Bucket]:
@@ -450,6 +506,11 @@ def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: 
             remedy="something changed weights while they were sent, or sent old ones: is the policy used by another "
             "thread? If not, this is a defect of the weight source; the servers serve nothing until the next sync",
         )
+
+
+def _digest_of(seals: Sequence[torch.Tensor]) -> str:
+    """Return the digest of whole weights, of the seals of their buckets."""
+    return hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def _size(buckets: Sequence[Bucket]) -> tuple[int, int]:

@@ -43,6 +43,8 @@ class Delivered:
     merge_gap: float  # nats per token: what merging and rounding changed (D14)
     pause_s: float = 0.0  # the same as in `SyncReceipt`, and so is the next
     staged_s: float = 0.0
+    sent_bytes: int = 0
+    full_because: str = ""
 
 
 class Delivery(Protocol):
@@ -193,6 +195,8 @@ class Sync:
             merge_gap=delivered.merge_gap,
             pause_s=delivered.pause_s,
             staged_s=delivered.staged_s,
+            sent_bytes=delivered.sent_bytes,
+            full_because=delivered.full_because,
             fallback=reason,
             parts=parts,
         )

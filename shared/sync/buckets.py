@@ -126,18 +126,19 @@ def seal_key(secret: bytes) -> bytes:
     return hmac.digest(secret, b"seal", hashlib.sha256)
 
 
-def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> None:
-    """Write the seal of bucket `index` of the update to `ver`, once for each of them. Does not wait for the device."""
-    buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, key, ver, index))
+def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int, form: bytes = b"") -> None:
+    """Write the seal of bucket `index` of the update to `ver`, once for each of them and each `form` in which it
+    travels. Does not wait for the device."""
+    buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, key, ver, index, form))
 
 
-def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> bool:
+def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int, form: bytes = b"") -> bool:
     """Return True if the bytes are those that were sealed. Waits for the device, once."""
-    return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, key, ver, index))
+    return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, key, ver, index, form))
 
 
-def _seal(buffer: torch.Tensor, key: bytes, ver: int, index: int) -> torch.Tensor:
-    return digest(buffer[:-SEAL_BYTES], key, struct.pack("<QQ", ver, index))
+def _seal(buffer: torch.Tensor, key: bytes, ver: int, index: int, form: bytes) -> torch.Tensor:
+    return digest(buffer[:-SEAL_BYTES], key, struct.pack("<QQ", ver, index) + form)
 
 
 def _aligned(num_bytes: int) -> int:

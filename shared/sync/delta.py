@@ -13,7 +13,10 @@ A small step of training changes few of the bfloat16 values that travel: 0.4% at
 - whole: all words as they are now.
 
 The bytes begin with a table, int32 `[segments, 3]`: form, number of values, bytes of places. Then come each segment's
-places, filled up to an even number of bytes, and its values. Everything runs on the device where the buckets are.
+places, filled up to an even number of bytes, and its values. Zeros fill the whole up to a multiple of 16 bytes.
+
+On the wire two seals follow (`sealed`): that of the new bucket, and one over everything before it. So changed bytes are
+never applied, and changes of the wrong bytes are found. Everything runs on the device where the buckets are.
 """
 
 from __future__ import annotations
@@ -23,8 +26,11 @@ from collections.abc import Iterator
 import torch
 
 from shared.errors import SyncError
+from shared.sync.buckets import ALIGNMENT_BYTES, SEAL_BYTES, seal
 
 SEGMENT_WORDS = 1 << 20
+SEALS_BYTES = 2 * SEAL_BYTES  # behind the changes
+FORM = b"changes"  # of the seal over them: no seal of a bucket has it
 _GAPS, _BITS, _WHOLE = range(3)
 _LONG = 255  # a byte of the gaps that ends at no changed word
 _WORD_BYTES, _COLUMNS = 2, 3
@@ -37,7 +43,7 @@ _ONE_EACH = sum(1 << 9 * i for i in range(8)) - (1 << 64)  # written as a signed
 def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
     """The changes from `old` to `new`: uint8 `[bytes]` on their device. None if they are no shorter than `new`.
 
-    Both are uint8 `[n]`, contiguous, n a multiple of 16.
+    Both are uint8 `[n]`, contiguous, n a multiple of 16, without seals.
     """
     _check_pair(new, old)
     device, rows, parts = new.device, [], list[torch.Tensor]()
@@ -50,9 +56,19 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
         parts += [places, values.view(torch.uint8)]
         num_bytes += places.numel() + values.nbytes
     table = torch.tensor(rows, dtype=torch.int32).reshape(-1, _COLUMNS)
-    if num_bytes + table.nbytes >= new.numel():
+    num_bytes += table.nbytes
+    filling = -num_bytes % ALIGNMENT_BYTES
+    if num_bytes + filling >= new.numel():
         return None
+    parts.append(new.new_zeros(filling))
     return torch.cat([table.view(-1).view(torch.uint8).to(device), *parts])
+
+
+def sealed(changes: torch.Tensor, bucket_seal: torch.Tensor, *, key: bytes, ver: int, index: int) -> torch.Tensor:
+    """The changes as they travel, with both seals. `bucket_seal`: uint8 `[SEAL_BYTES]`, that of the new bucket."""
+    travels = torch.cat([changes, bucket_seal, bucket_seal])
+    seal(travels, key=key, ver=ver, index=index, form=FORM)
+    return travels
 
 
 def patch(old: torch.Tensor, changes: torch.Tensor) -> None:
@@ -70,7 +86,7 @@ def patch(old: torch.Tensor, changes: torch.Tensor) -> None:
         values = left[end:values_end].view(torch.int16)
         _patch_segment(segment, form, left[:num_places], values)
         left = left[values_end:]
-    if left.numel():
+    if left.numel() >= ALIGNMENT_BYTES:
         raise _malformed(f"{left.numel()} bytes after the last segment")
 
 

@@ -237,6 +237,41 @@ def test_staged_weights_are_served_after_the_sync_and_not_before(
     assert ([r.response_token_ids for r in after] != old, {r.ver for r in after}) == (True, {second.ver})
 
 
+def change_few(policy: Policy, seed: int, share: float = 0.004) -> None:
+    """As a small step changes the values that travel."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for parameter in policy.model.parameters():
+            chosen = torch.rand(parameter.shape, generator=generator) < share
+            parameter[chosen] += 0.5 * parameter.abs().mean()
+
+
+def test_changes_alone_bring_the_served_model_to_the_learner_s(
+    connect: Callable[..., ServerBackend],
+    start_sync: Callable[..., Sync],
+    policy: Policy,
+    samples: list[Sample],
+) -> None:
+    """R09, R10: sync after sync, with fewer bytes; a new group begins with all weights again."""
+    backend = connect()
+    sync = start_sync(backend, delta="on")
+    receipts = [sync.sync()]
+    for seed in (1, 2):
+        change_few(policy, seed)
+        receipts.append(sync.sync())
+    assert [bool(receipt.full_because) for receipt in receipts] == [True, False, False]
+    for receipt in receipts:
+        assert receipt.canary_gap_max < EXACT_TOLERANCE
+        assert receipt.num_tensors == len(policy.weight_specs())
+    assert all(receipt.sent_bytes < 0.1 * receipts[0].sent_bytes for receipt in receipts[1:])
+    assert {rollout.ver for rollout in generate(backend, samples)} == {receipts[-1].ver}
+    newcomer = start_sync(connect(), delta="on")
+    change_few(policy, 3)
+    receipt = newcomer.sync()
+    assert (bool(receipt.full_because), receipt.sent_bytes) == (True, receipt.num_bytes)
+    assert receipt.canary_gap_max < EXACT_TOLERANCE
+
+
 def test_the_canary_tells_a_model_that_is_not_the_learner_s(
     connect: Callable[..., ServerBackend],
     start_sync: Callable[..., Sync],

@@ -39,6 +39,13 @@ class SyncConfig(Section):
         "none",
         req="R09",
     )
+    delta: Literal["off", "on"] = key(
+        "`mode: server`: `on`: full syncs send exactly what changed since the last one, or all weights if that would "
+        "not save much. For slow links and small learning rates. The learner and each worker keep a copy of the weights"
+        " in the host's memory; with `staging: device` the workers keep it on the device",
+        "off",
+        req="R09",
+    )
     canary_samples: int = key("prompts that learner and server both score after a sync", 2, req="R09", ge=1)
     canary_tolerance: float | None = key(
         "largest mean difference between the learner's and the server's scores; null: 0.01 if both compute in "
@@ -138,4 +145,16 @@ def fp8_needs_16_bits(config: RunConfig) -> Iterator[Mistake]:
         )
 
 
-RULES: tuple[Rule, ...] = (adapter_sync, staging_needs_servers, fp8_needs_16_bits)
+def delta_needs_servers(config: RunConfig) -> Iterator[Mistake]:
+    """Nothing travels to a colocated engine, so there is no delta either."""
+    vllm = config.rollout_matching.vllm
+    if config.rollout_matching.rollout_backend == "vllm" and vllm.mode == "colocate" and vllm.sync.delta == "on":
+        yield Mistake(
+            path=f"{ROLLOUT}.vllm.sync.delta",
+            found="on with vllm.mode: colocate",
+            wanted="off: a colocated engine loads the policy's weights in place",
+            remedy="remove the key, or set vllm.mode: server",
+        )
+
+
+RULES: tuple[Rule, ...] = (adapter_sync, staging_needs_servers, delta_needs_servers, fp8_needs_16_bits)

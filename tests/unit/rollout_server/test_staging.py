@@ -21,9 +21,10 @@ from rollout_server.worker import SyncWorker
 from shared.addresses import free_port
 from shared.errors import DigestError, StagingError
 from shared.sync.buckets import SEAL_BYTES, pack, seal, seal_key
+from shared.sync.delta import encode, sealed
 from shared.sync.group import Communicator, start_join
 from shared.wire import BUCKETS as BUCKETS_TYPE
-from shared.wire import InitCommunicatorCall, StageWeightsCall
+from shared.wire import Delta, InitCommunicatorCall, StageWeightsCall
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_app import error, open_group, push, request, serve, update
 from tests.unit.rollout_server.test_worker import BUCKETS, PLAN, TENSORS, RememberingLoad
@@ -139,6 +140,36 @@ def test_staging_that_fails_leaves_the_old_weights_serving() -> None:
 
 
 @pytest.mark.parametrize(
+    "wrong",
+    [{"sizes": []}, {"sizes": [16, 16]}, {"sizes": [48]}, {"sizes": [15]}, {"mode": "adapter", "sizes": [16]}],
+)
+def test_changes_that_fit_no_bucket_are_refused(wrong: dict[str, Any]) -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        mode = wrong.get("mode", "full")
+        call = stage(mode=mode, delta={"base": "", "sizes": wrong["sizes"]})
+        assert error(await http.post("/stage_weights/", json=call)) == (400, "SyncError")
+        assert ("sync_stage" in engine.called(), service.gate.state, await answer(http)) == (False, "serving", 0)
+
+    serve(check, enable_lora=True)
+
+
+def test_bytes_that_arrived_are_counted_and_so_are_deltas() -> None:
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        for ver, delta in ((1, None), (2, {"base": "", "sizes": [16]})):
+            staged = (await http.post("/stage_weights/", json=stage(ver=ver, delta=delta))).json()
+            assert (staged["num_bytes"], staged["received_bytes"]) == (32, 16 if delta else 32)
+            done = (await push(http, update(ver=ver, staged=True))).json()
+            assert (done["num_bytes"], done["received_bytes"]) == (32, 16 if delta else 32)
+        text = (await http.get("/metrics/")).text
+        assert "rollout_sync_deltas 1.0" in text
+        assert "rollout_sync_bytes 48.0" in text
+
+    serve(check)
+
+
+@pytest.mark.parametrize(
     ("wrong", "status"),
     [
         ({"ver": 2}, (409, "SyncError")),
@@ -237,8 +268,8 @@ class Pair:
     def said(reply: str) -> WorkerReply:
         return WorkerReply.model_validate_json(reply)
 
-    def stage(self, ver: int, place: str = "device") -> WorkerReply:
-        call = StageWeightsCall(incarnation="a", ver=ver, place=place, buckets=[], timeout_s=5.0)  # type: ignore[arg-type]
+    def stage(self, ver: int, place: str = "device", delta: Delta | None = None) -> WorkerReply:
+        call = StageWeightsCall(incarnation="a", ver=ver, place=place, buckets=[], delta=delta, timeout_s=5.0)
         return self.said(self.worker.sync_stage(call.model_dump_json(), BUCKETS_TYPE.dump_json(BUCKETS).decode()))
 
     def send(self, ver: int, tensors: dict[str, torch.Tensor], *, flip: bool = False) -> WorkerReply:
@@ -247,6 +278,35 @@ class Pair:
             seal(buffer, key=self._key, ver=ver, index=index)
             buffer[3] ^= flip
             self.learner.start_broadcast(buffer, src=1)
+        return self.received()
+
+    def send_changes(
+        self, ver: int, old: dict[str, torch.Tensor], new: dict[str, torch.Tensor], *, flip: int | None = None
+    ) -> tuple[WorkerReply, int]:
+        """Stage `new` as changes of `old`. `flip`: the byte of the second bucket's changes that arrives as another."""
+        outgoing, sizes = [], []
+        for index, specs in enumerate(PLAN):
+            before, after = (pack(specs, tensors, "cpu") for tensors in (old, new))
+            seal(after, key=self._key, ver=ver, index=index)
+            changes = encode(after[:-SEAL_BYTES], before[:-SEAL_BYTES])
+            assert changes is not None
+            sizes.append(changes.numel())
+            outgoing.append(sealed(changes, after[-SEAL_BYTES:], key=self._key, ver=ver, index=index))
+        if flip is not None:
+            outgoing[1][flip] ^= 1
+        reply = self.stage(ver, delta=Delta(base=self.kept, sizes=sizes))
+        if reply.error is not None:
+            return reply, sum(sizes)
+        for buffer in outgoing:
+            self.learner.start_broadcast(buffer, src=1)
+        return self.received(), sum(sizes)
+
+    @property
+    def kept(self) -> str:
+        assert self.worker._sync_staging is not None
+        return self.worker._sync_staging.weights
+
+    def received(self) -> WorkerReply:
         replies: list[WorkerReply] = []
 
         def ended() -> bool:
@@ -297,6 +357,81 @@ def test_nothing_is_loaded_that_was_not_staged_whole(pair: Pair) -> None:
         assert error is not None
         assert error.what == "no staged weights are kept"
     assert worker.loads == []
+
+
+def one_changed(tensors: dict[str, torch.Tensor], at: int) -> dict[str, torch.Tensor]:
+    changed = {name: tensor.clone() for name, tensor in tensors.items()}
+    for tensor in changed.values():
+        tensor[at] += 1.0
+    return changed
+
+
+def test_changes_make_the_new_weights_of_those_that_are_kept(pair: Pair) -> None:
+    """Update after update, and the served model is touched by the load alone."""
+    worker, tensors = pair.worker, TENSORS
+    assert pair.stage(1).error is None
+    first = pair.send(1, tensors)
+    for ver in (2, 3):
+        new = one_changed(tensors, at=7 * ver)
+        reply, num_bytes = pair.send_changes(ver, tensors, new)
+        assert (reply.error, reply.num_tensors, len(worker.loads)) == (None, len(TENSORS), ver - 2)
+        assert num_bytes < sum(bucket.num_bytes for bucket in BUCKETS) // 10
+        pair.said(worker.sync_load("full"))
+        loaded = pair.said(worker.sync_poll(5.0))
+        assert (loaded.done, loaded.weights == reply.weights != first.weights) == (True, True)
+        assert all(torch.equal(worker.loads[-1].loaded[name], tensor) for name, tensor in new.items())
+        tensors = new
+    assert pair.stage(4).error is None
+    whole = pair.send(4, tensors)
+    assert (whole.error, whole.num_tensors) == (None, len(TENSORS))
+
+
+@pytest.mark.parametrize("flip", [0, 5, 20, -33, -32, -17, -16, -1])
+def test_changes_with_another_byte_load_nothing(pair: Pair, flip: int) -> None:
+    """Wherever it is: in the table, a place, a value, or one of both seals."""
+    assert pair.stage(1).error is None
+    pair.send(1, TENSORS)
+    reply, _ = pair.send_changes(2, TENSORS, one_changed(TENSORS, at=3), flip=flip)
+    assert reply.error is not None
+    assert reply.error.error == "DigestError"
+    assert pair.said(pair.worker.sync_load("full")).error is not None
+    assert pair.worker.loads == []
+
+
+def test_changes_of_other_weights_are_refused_before_they_travel(pair: Pair) -> None:
+    """By what the digest names; and if it named the wrong ones, by the seal of what came out."""
+    assert pair.stage(1).error is None
+    pair.send(1, TENSORS)
+    changes = Delta(base="00" * 16, sizes=[bucket.num_bytes for bucket in BUCKETS])
+    error = pair.said(
+        pair.worker.sync_stage(
+            StageWeightsCall(incarnation="a", ver=2, buckets=[], delta=changes, timeout_s=5.0).model_dump_json(),
+            BUCKETS_TYPE.dump_json(BUCKETS).decode(),
+        )
+    ).error
+    assert error is not None
+    assert (error.error, "00" * 16 in error.wanted) == ("SyncError", True)
+
+
+def test_changes_of_weights_that_were_not_kept_do_not_pass_the_seal(pair: Pair) -> None:
+    assert pair.stage(1).error is None
+    pair.send(1, TENSORS)
+    others = one_changed(TENSORS, at=9)
+    reply, _ = pair.send_changes(2, others, one_changed(others, at=3))
+    assert reply.error is not None
+    assert reply.error.error == "DigestError"
+    assert pair.worker.loads == []
+
+
+def test_changes_after_weights_that_never_arrived_whole_are_refused(pair: Pair) -> None:
+    assert pair.stage(1).error is None
+    kept = pair.send(1, TENSORS).weights
+    assert pair.stage(2).error is None
+    assert pair.send(2, TENSORS, flip=True).error is not None
+    changes = Delta(base=kept, sizes=[0] * len(BUCKETS))
+    error = pair.stage(3, delta=changes).error
+    assert error is not None
+    assert error.what.startswith("these are changes of weights")
 
 
 def test_what_does_not_fit_is_refused_with_the_figures(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:

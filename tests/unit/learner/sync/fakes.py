@@ -7,6 +7,7 @@ a canary really depends on the bytes that arrived.
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import json
 import queue
 import threading
@@ -20,9 +21,10 @@ import torch
 
 from learner.records import EncodedPrompt
 from learner.sync.canary import CanaryItem
-from shared.errors import CanaryError, CommunicatorError, CoverageError, DigestError, ProjectError
+from shared.errors import CanaryError, CommunicatorError, CoverageError, DigestError, ProjectError, SyncError
 from shared.sync.buckets import SEAL_BYTES, is_sealed, num_bucket_bytes, seal_key, spec_of, unpack
 from shared.sync.calls import Operation
+from shared.sync.delta import FORM, SEALS_BYTES, patch
 from shared.wire import ExpectScoresCall, StageWeightsCall, TensorSpec, UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
 
@@ -171,6 +173,10 @@ class FakeServer:
     expected: ExpectScoresCall | None = None
     refuses_stage: ProjectError | None = None
     staged: dict[str, torch.Tensor] = field(default_factory=dict)  # that wait; what is served is `tensors`
+    stages: list[StageWeightsCall] = field(default_factory=list)
+    kept: list[torch.Tensor] = field(default_factory=list)  # buckets that were staged last
+    kept_weights: str = ""  # their digest
+    gate: str = "serving"
 
     def __post_init__(self) -> None:
         get, post, url = self.router.get, self.router.post, self.base_url
@@ -188,7 +194,7 @@ class FakeServer:
         return httpx.Response(200, json=self._state())
 
     def _state(self) -> dict[str, Any]:
-        state = {"ver": self.ver, "world_size": self.world_size, "dtype": self.dtype}
+        state = {"ver": self.ver, "world_size": self.world_size, "dtype": self.dtype, "gate": self.gate}
         return fakes.status(**state, max_lora_rank=self.max_lora_rank)
 
     async def _init(self, request: httpx.Request) -> httpx.Response:
@@ -205,7 +211,8 @@ class FakeServer:
 
     async def _stage(self, request: httpx.Request) -> httpx.Response:
         call = StageWeightsCall.model_validate_json(request.content)
-        self.log.append(f"stage {call.ver} {call.place}")
+        self.log.append(f"stage {call.ver} {call.place}" + (" delta" if call.delta else ""))
+        self.stages.append(call)
         try:
             if self.refuses_stage:
                 raise self.refuses_stage
@@ -268,7 +275,11 @@ class FakeServer:
 
     def _receive(self, call: UpdateWeightsCall | StageWeightsCall) -> dict[str, torch.Tensor]:
         received: dict[str, torch.Tensor] = {}
-        inbox = self.groups[-1].inbox
+        inbox, key = self.groups[-1].inbox, seal_key(self.secrets[-1])
+        delta = call.delta if isinstance(call, StageWeightsCall) else None
+        kept, self.kept = self.kept, []
+        if delta is not None and delta.base != self.kept_weights:
+            raise SyncError("changes of other weights")
         for i, bucket in enumerate(call.buckets):
             if self.fails_after_bucket and self.fails_after_bucket[0] == i:
                 raise self.fails_after_bucket[1]
@@ -279,12 +290,23 @@ class FakeServer:
             taken.set()
             if self.flips_a_bit:
                 buffer[0] ^= 1
+            if delta is not None and delta.sizes[i] < bucket.num_bytes:
+                assert buffer.numel() == delta.sizes[i] + SEALS_BYTES
+                if not is_sealed(buffer, key=key, ver=call.ver, index=i, form=FORM):
+                    raise DigestError(f"the changes of bucket {i} differ")
+                patch(kept[i][:-SEAL_BYTES], buffer[:-SEALS_BYTES])
+                kept[i][-SEAL_BYTES:] = buffer[-SEALS_BYTES:-SEAL_BYTES]
+                buffer = kept[i]
             assert buffer.numel() == bucket.num_bytes + SEAL_BYTES
-            if not is_sealed(buffer, key=seal_key(self.secrets[-1]), ver=call.ver, index=i):
+            if not is_sealed(buffer, key=key, ver=call.ver, index=i):
                 raise DigestError(f"bucket {i} differs")
+            self.kept.append(buffer)
             received |= {name: tensor.clone() for name, tensor in unpack(buffer, bucket.tensors)}
         if not received:
             raise CoverageError("nothing was written")
+        if isinstance(call, StageWeightsCall):
+            seals = b"".join(bytes(buffer[-SEAL_BYTES:].tolist()) for buffer in self.kept)
+            self.kept_weights = hashlib.blake2b(seals, digest_size=16).hexdigest()
         return received
 
     def _score(self, request: httpx.Request) -> httpx.Response:

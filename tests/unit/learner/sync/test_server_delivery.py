@@ -433,3 +433,140 @@ def test_other_pixels_name_server_and_sample() -> None:
     with pytest.raises(ServerMismatchError, match=r"http://a\.test") as caught:
         check_vision(URLS[0], pictured, reply(vision.pixel_values.flip(0)), check)
     assert item.sample.sample_id in caught.value.what
+
+
+# ---- changes only ----------------------------------------------------------------------------------------------------
+
+
+def change_one(weights: Weights) -> None:
+    """As a small step does: nearly all values stay."""
+    weights.tensors["embed"] = weights.tensors["embed"].clone()
+    weights.tensors["embed"][3, 3] += 0.25
+
+
+def same_weights(servers: list[FakeServer], weights: Weights) -> bool:
+    return all(torch.equal(server.tensors[name], t) for server in servers for name, t in weights.tensors.items())
+
+
+def test_after_the_first_sync_only_changes_travel(build: Build, servers: list[FakeServer], weights: Weights) -> None:
+    """R09. All parts of a sync stay: checked bytes, the learner's scores, the version."""
+    sync = build(delta="on")
+    first = sync.sync()
+    assert (first.full_because, first.sent_bytes) == ("it was the first full sync of this run", first.num_bytes)
+    for ver in (2, 3):
+        change_one(weights)
+        receipt = sync.sync()
+        assert (receipt.ver, receipt.full_because, receipt.staged_s) == (ver, "", 0.0)
+        assert 0 < receipt.sent_bytes < receipt.num_bytes == first.num_bytes
+        assert same_weights(servers, weights)
+    for server in servers:
+        wanted = ["init", "stage 1 host", "update 1"]
+        assert server.log == [*wanted, "stage 2 host delta", "update 2", "stage 3 host delta", "update 3"]
+
+
+def test_all_weights_travel_where_nearly_all_have_changed(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    """The next delta is one of these weights."""
+    sync = build(delta="on")
+    sync.sync()
+    weights.step()
+    receipt = sync.sync()
+    assert receipt.sent_bytes == receipt.num_bytes
+    assert "of the bytes" in receipt.full_because
+    change_one(weights)
+    assert sync.sync().full_because == ""
+    assert same_weights(servers, weights)
+    assert servers[0].log[1::2] == ["stage 1 host", "stage 2 host", "stage 3 host delta"]
+
+
+def test_weights_that_were_staged_ahead_are_changes_too(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    sync = build(delta="on", staging="device")
+    sync.sync()
+    change_one(weights)
+    sync.stage()
+    receipt = sync.sync()
+    assert (receipt.full_because, receipt.staged_s > 0.0, same_weights(servers, weights)) == ("", True, True)
+    assert receipt.sent_bytes < receipt.num_bytes
+    assert servers[0].log[1:] == ["stage 1 device", "update 1", "stage 2 device delta", "update 2"]
+
+
+def loses_what_it_kept(server: FakeServer) -> None:
+    server.kept_weights = "of another update"
+
+
+def gets_other_bytes_once(server: FakeServer) -> None:
+    server.flips_a_bit = True
+
+
+def loses_the_wire(server: FakeServer) -> None:
+    server.drops_the_wire = True
+
+
+def leaves_after_a_bucket(server: FakeServer) -> None:
+    server.fails_after_bucket = (1, CommunicatorError("gone"))
+
+
+@pytest.mark.parametrize("min_servers", ["all", 1])
+@pytest.mark.parametrize("breaks", [loses_what_it_kept, gets_other_bytes_once, loses_the_wire, leaves_after_a_bucket])
+def test_a_delta_that_fails_becomes_a_full_sync(
+    breaks: Callable[[FakeServer], None],
+    min_servers: Any,
+    build: Build,
+    servers: list[FakeServer],
+    backends: list[ServerBackend],
+    weights: Weights,
+) -> None:
+    """With a new group, and whatever `min_servers` says: a delta that is lost is no reason to end a run."""
+    sync = build(delta="on")
+    sync.sync()
+    membership = backends[0].membership
+    backends[0].adopt(replace(membership, min_servers=min_servers))
+    change_one(weights)
+    breaks(servers[1])
+    join = servers[1]._init
+
+    async def mended(request: Any) -> Any:
+        servers[1].flips_a_bit = servers[1].drops_the_wire = False
+        servers[1].fails_after_bucket = None
+        return await join(request)
+
+    servers[1].router.post(f"{URLS[1]}/init_communicator/").mock(side_effect=mended)
+    receipt = sync.sync()
+    assert (receipt.ver, receipt.full_because) == (2, "the last try failed")
+    assert receipt.sent_bytes == receipt.num_bytes
+    assert same_weights(servers, weights)
+    assert servers[0].log[3:] == ["stage 2 host delta", "close", "init", "stage 2 host", "update 2"]
+    change_one(weights)
+    assert sync.sync().full_because == ""
+    assert same_weights(servers, weights)
+
+
+def test_a_server_without_room_gets_all_weights_from_then_on(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    sync = build(delta="on")
+    servers[0].refuses_stage = StagingError("no room", found="8.9 GB of weights")
+    for ver in (1, 2):
+        weights.step()
+        receipt = sync.sync()
+        assert (receipt.ver, "8.9 GB" in receipt.full_because, receipt.sent_bytes) == (ver, True, receipt.num_bytes)
+        assert same_weights(servers, weights)
+    assert [entry for entry in servers[0].log if "stage" in entry] == ["stage 1 host"]
+
+
+def test_a_server_that_does_not_serve_gets_all_weights_first(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    """Staging needs weights that are served meanwhile."""
+    servers[1].gate = "poisoned"
+    sync = build(delta="on")
+    receipt = sync.sync()
+    assert (receipt.full_because, servers[1].log) == (f"{URLS[1]} was poisoned", ["init", "update 1"])
+    change_one(weights)
+    assert sync.sync().full_because == "it was the first full sync of this run"
+    change_one(weights)
+    assert sync.sync().full_because == ""
+    assert same_weights(servers, weights)
