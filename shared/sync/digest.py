@@ -16,15 +16,19 @@ from __future__ import annotations
 
 import hashlib
 import struct
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 ROWS, COLUMNS, LANES = 8, 1024, 2
 PAIRS = ROWS * COLUMNS
 BLOCK_WORDS = 2 * PAIRS
 
 _BLOCKS_AT_ONCE = 8  # used on CPU: the temporaries stay in the cache
+_BLOCKS_A_THREAD = 64  # at least, or a thread costs more than it saves
 
 
 def digest(buffer: torch.Tensor, key: bytes = b"", nonce: bytes = b"") -> torch.Tensor:
@@ -55,16 +59,37 @@ def _block_sums(data: torch.Tensor, key: bytes, level: int) -> torch.Tensor:
 
         return block_sums(words, keys, rows=ROWS, columns=COLUMNS)
     num_full, block = len(words) // BLOCK_WORDS, BLOCK_WORDS
-    parts = [*words[: num_full * block].view(num_full, 2, PAIRS).split(_BLOCKS_AT_ONCE)]
+    found = [_full_block_sums(words[: num_full * block].view(num_full, 2, PAIRS), keys)]
     if num_full * block < len(words) or not num_full:
         rest = words[num_full * block :]
-        parts.append(torch.nn.functional.pad(rest, (0, block - len(rest))).view(1, 2, PAIRS))
-    return torch.cat([torch.stack([_lane_sums(part, keys, j) for j in range(LANES)], dim=1) for part in parts])
+        padded = torch.nn.functional.pad(rest, (0, block - len(rest))).view(1, 2, PAIRS)
+        found.append(_full_block_sums(padded, keys))
+    return torch.cat(found)
 
 
-def _lane_sums(part: torch.Tensor, keys: torch.Tensor, lane: int) -> torch.Tensor:
-    first, second = (part[:, i] + keys[i, lane : lane + PAIRS] for i in range(2))
-    return (first.long() * second).sum(dim=1)
+def _full_block_sums(blocks: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
+    """Return the sums of int32 `[blocks, 2, PAIRS]` on CPU. Many blocks are shared by as many threads as torch may use.
+
+    In numpy, whose `einsum` multiplies and adds in one pass: torch would write each product to memory first.
+    """
+    sums = torch.empty(len(blocks), LANES, dtype=torch.int64)
+    num_threads = max(1, min(torch.get_num_threads(), len(blocks) // _BLOCKS_A_THREAD))
+    if num_threads == 1:
+        _sum_blocks(blocks.numpy(), keys.numpy(), sums.numpy())
+        return sums
+    size = -(-len(blocks) // num_threads)
+    with ThreadPoolExecutor(num_threads) as threads:
+        shares = zip(blocks.split(size), sums.split(size), strict=True)
+        list(threads.map(lambda share: _sum_blocks(share[0].numpy(), keys.numpy(), share[1].numpy()), shares))
+    return sums
+
+
+def _sum_blocks(blocks: NDArray[np.int32], keys: NDArray[np.int32], sums: NDArray[np.int64]) -> None:
+    for start in range(0, len(blocks), _BLOCKS_AT_ONCE):
+        part = blocks[start : start + _BLOCKS_AT_ONCE]
+        for lane in range(LANES):
+            first, second = (part[:, i] + keys[i, lane : lane + PAIRS] for i in range(2))  # wraps in 32 bits
+            np.einsum("bp,bp->b", first, second, out=sums[start : start + len(part), lane], dtype=np.int64)
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:

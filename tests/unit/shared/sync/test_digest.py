@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import threading
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shared.sync import digest as digest_module
 from shared.sync.digest import BLOCK_WORDS, LANES, PAIRS, digest
 from tests.examples import examples
 
@@ -74,6 +77,24 @@ def test_digest_equals_the_reference(data: bytes, key: bytes, nonce: bytes) -> N
 def test_digest_equals_the_reference_over_a_block_s_border(num_bytes: int) -> None:
     buffer = torch.randint(0, 256, (num_bytes,), dtype=torch.uint8, generator=torch.manual_seed(0))
     assert of(buffer) == reference_digest(buffer.numpy().tobytes())
+
+
+def test_threads_share_the_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R09: on CPU. Whoever sums a block, its sums land in its place."""
+    buffer = torch.randint(0, 256, (7 * BLOCK_BYTES + 12,), dtype=torch.uint8, generator=torch.manual_seed(1))
+    alone = of(buffer, b"k")
+    monkeypatch.setattr(digest_module, "_BLOCKS_A_THREAD", 2)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    names: set[str] = set()
+    sum_blocks = digest_module._sum_blocks
+
+    def noted(*args: Any) -> None:
+        names.add(threading.current_thread().name)
+        sum_blocks(*args)
+
+    monkeypatch.setattr(digest_module, "_sum_blocks", noted)
+    assert of(buffer, b"k") == alone
+    assert names - {threading.current_thread().name}
 
 
 def test_many_blocks_take_a_level_more() -> None:
