@@ -46,6 +46,7 @@ from bench.race import GROUP, Photographs, Race, apart, learner_settings, race_o
 from bench.runs import read_events, say
 from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
+from shared.quantization import Quantization
 
 _LINES = 60  # a profile shows so many
 SAMPLE_S = 0.02
@@ -71,7 +72,7 @@ ENGINES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 class World:
     """The race's run, ready for its first step."""
 
-    def __init__(self, race: Race, run_dir: Path, stack: ExitStack) -> None:
+    def __init__(self, race: Race, run_dir: Path, stack: ExitStack, *, quantization: Quantization = "none") -> None:
         import torch
 
         from learner.config.load import config_of
@@ -81,7 +82,9 @@ class World:
         from learner.rollout.colocate import ColocateBackend
         from learner.wiring.build import build, load_data
 
-        config = config_of(learner_settings(race, run_dir), world_size=1)
+        settings = learner_settings(race, run_dir)
+        settings["custom"]["extra"]["rollout_matching"]["vllm"]["quantization"] = quantization
+        config = config_of(settings, world_size=1)
         ranks = init_ranks({}, timeout_s=60.0)
         stack.callback(ranks.close)
         self.trainer = build(config, resolve(config, 1), ranks, token=None, stack=stack)
@@ -104,7 +107,9 @@ class World:
 
     def sync(self) -> None:
         assert self.trainer.sync is not None
-        self.parts = dict(self.trainer.sync.sync().parts)
+        receipt = self.trainer.sync.sync()
+        self.parts = dict(receipt.parts)
+        self.gaps = {"canary_gap": receipt.canary_gap, "merge_gap": receipt.merge_gap}
 
     @property
     def _delivery(self) -> Any:

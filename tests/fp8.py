@@ -143,16 +143,18 @@ def _parts(served: str) -> list[str]:
 
 
 def one_is_stale(weights: Weights) -> None:
-    name = next(name for name in weights if name.endswith("layers.1.mlp.down_proj.weight"))
+    """A whole layer has weights of another time."""
     torch.manual_seed(0)
-    weights[name] = weights[name].std() * torch.randn_like(weights[name])
+    for name in weights:
+        if ".language_model.layers.1." in name and name.endswith("_proj.weight"):
+            weights[name] = weights[name].std() * torch.randn_like(weights[name])
 
 
 def two_are_swapped(weights: Weights) -> None:
-    first, second = (
-        next(name for name in weights if name.endswith(f"layers.{i}.mlp.down_proj.weight")) for i in (0, 1)
-    )
-    weights[first], weights[second] = weights[second], weights[first]
+    for name in list(weights):
+        if ".language_model.layers.0." in name and name.endswith("_proj.weight"):
+            other = name.replace("layers.0.", "layers.1.")
+            weights[name], weights[other] = weights[other], weights[name]
 
 
 SPOILS: list[Spoil] = [one_is_stale, two_are_swapped]
@@ -161,7 +163,7 @@ SPOILS: list[Spoil] = [one_is_stale, two_are_swapped]
 def check_fault(world: World, spoil: Spoil) -> None:
     """A wrong layer is found, and the next sync mends it."""
     policy = world.policy()
-    change(policy, 7, scale=2.0)
+    change(policy, 7, scale=1.0)
     world.sync(policy)
     with pytest.raises(CanaryError, match="mean gap"):
         world.sync(policy, spoil=spoil)

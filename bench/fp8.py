@@ -1,0 +1,188 @@
+"""Rollouts and syncs in FP8 against bfloat16, and what the answers lose: `python -m bench.fp8 --data BCCD --out FILE`.
+
+Two parts, each once per kind of engine, in a process of its own:
+
+- "speed": the race's run (`bench.race`: 4B, LoRA, 8 photographs x 8 rollouts, so 64 at once) is built without its
+  training steps. In turn: a sync, and the rollouts of a step. Rates are those of the engine.
+- "f1": the demo's checkpoint answers held-out scenes greedily. The scenes and the weights are the same for both kinds.
+
+Out: FILE with what each part gave, as soon as it has ended; a part that is in FILE already is not measured again. The
+table says medians after the warm-up, their ratios, and what issue 37 wants of them. Exit code 1 if something of it
+does not hold. Without a GPU engines refuse FP8: `--size tiny --kind none` tries the rest.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+
+from bench.colocated import World
+from bench.figures import Figure, circumstances, median, show
+from bench.models import CHECKPOINT
+from bench.photographs import Size
+from bench.race import Race, apart, race_of
+from bench.runs import learner_config, say
+from deploy.demo.build_data import Build
+from deploy.demo.build_data import build as build_data
+from learner.run.environment import prepare_for_vllm
+from learner.run.files import write_atomically
+from shared.quantization import Quantization
+
+WARM_UP = 2  # rounds
+WANTED_RATE, WANTED_SYNC, WANTED_F1 = 1.3, 1.3, 0.005
+KINDS: tuple[Quantization, ...] = ("none", "fp8")
+_MOST_TOKENS = 256  # of an answer to a demo's scene
+
+
+def speed(race: Race, kind: Quantization, rounds: int) -> dict[str, Any]:
+    """Return the seconds and parts of each sync and of each step's rollouts, in this process."""
+    prepare_for_vllm(os.environ)
+    found: dict[str, Any] = {"sync": [], "rollouts": []}
+    with tempfile.TemporaryDirectory(prefix="fp8-") as folder, ExitStack() as stack:
+        began = time.monotonic()
+        world = World(race, Path(folder) / "run", stack, quantization=kind)
+        found["start_s"] = time.monotonic() - began
+        say(f"{kind}: built in {found['start_s']:.0f} s")
+        for _ in range(rounds):
+            row = {"seconds": world.timed(world.sync), **world.parts, **world.gaps}
+            found["sync"].append(row)
+            say(f"{kind}: sync: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
+            row = {"seconds": world.timed(world.rollouts), **world.parts, "tokens": world.num_tokens}
+            found["rollouts"].append(row)
+            say(f"{kind}: rollouts: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
+    return found
+
+
+def accuracy(data: Path, kind: Quantization) -> dict[str, Any]:
+    """Return the metrics of greedy answers to the held-out scenes of `data`, in this process."""
+    prepare_for_vllm(os.environ)
+    from learner.config.load import config_of
+    from learner.config.plan import resolve
+    from learner.policy.parallel import init_ranks
+    from learner.steps.evaluation import evaluate
+    from learner.wiring.build import build, load_data
+
+    with tempfile.TemporaryDirectory(prefix="fp8-") as folder, ExitStack() as stack:
+        vllm = {"mode": "colocate", "quantization": kind, "gpu_memory_utilization": 0.3, "max_model_len": 1024}
+        settings = learner_config(
+            CHECKPOINT.resolve(),
+            data / "train.jsonl",
+            Path(folder) / "run",
+            steps=1,
+            batch_size=1,
+            matching={
+                "decode_batch_size": 64,
+                "decoding": {"temperature": 0.0, "max_new_tokens": _MOST_TOKENS},
+                "vllm": vllm | {"enforce_eager": True},
+            },
+            data={"val": str(data / "val.jsonl")},
+            task={"container": "index_map", "coordinates": "tokens"},
+            logging={"trackers": [], "progress_bar": False},
+            global_max_length=4608,
+        )
+        config = config_of(settings, world_size=1)
+        ranks = init_ranks({}, timeout_s=60.0)
+        stack.callback(ranks.close)
+        trainer = build(config, resolve(config, 1), ranks, token=None, stack=stack)
+        assert trainer.sync is not None
+        receipt = trainer.sync.sync()
+        began = time.monotonic()
+        samples = load_data(config, trainer.task, trainer.policy.encoder).val
+        found = evaluate(trainer.backend, samples, trainer.task, ranks, global_step=0)
+        gaps = {"canary_gap": receipt.canary_gap, "merge_gap": receipt.merge_gap}
+        say(f"{kind}: f1 {found.metrics['f1@0.5']:.4f} on {len(samples)} scenes")
+        return {"seconds": time.monotonic() - began, "scenes": len(samples), **gaps, "metrics": dict(found.metrics)}
+
+
+class Fp8Results:
+    """FILE: the parts that have ended, by name and kind."""
+
+    def __init__(self, path: Path, what: Mapping[str, Any]) -> None:
+        self._path, self._what = path, what
+        before = json.loads(path.read_text()) if path.is_file() else {}
+        self.parts: dict[str, Any] = before.get("parts", {})
+
+    def put(self, name: str, part: Mapping[str, Any]) -> None:
+        """Keep what a part gave, with the machine on which it ran."""
+        self.parts[name] = {**circumstances(), **part}
+        self.write([])
+
+    def write(self, figures: Sequence[Figure]) -> None:
+        """Write FILE, `figures` included."""
+        found = {"what": dict(self._what), "figures": [asdict(figure) for figure in figures], "parts": self.parts}
+        write_atomically(self._path, json.dumps({**circumstances(), **found}, indent=1, default=str) + "\n")
+
+
+def figures(parts: Mapping[str, Any]) -> list[Figure]:
+    """Return the medians of all parts, and the ratios of those that both kinds have."""
+    found: list[Figure] = []
+    rates, syncs, scores = {}, {}, {}
+    for kind in KINDS:
+        if (run := parts.get(f"speed {kind}")) is not None:
+            rates[kind] = [row["tokens"] / row["engine"] for row in run["rollouts"][WARM_UP:]]
+            syncs[kind] = [row["seconds"] for row in run["sync"][WARM_UP:]]
+            found.append(Figure(name=f"tokens/s, {kind}", value=median(rates[kind]), unit="1/s", samples=rates[kind]))
+            found.append(Figure(name=f"sync, {kind}", value=median(syncs[kind]), unit="s", samples=syncs[kind]))
+            gaps = [row["canary_gap"] for row in run["sync"]]
+            found.append(Figure(name=f"canary's gap, {kind}", value=max(gaps), unit="nats", samples=gaps))
+        if (run := parts.get(f"f1 {kind}")) is not None:
+            scores[kind] = run["metrics"]["f1@0.5"]
+            found.append(Figure(name=f"F1@0.5, {kind}, {run['scenes']} scenes", value=scores[kind], unit=""))
+    if len(rates) == len(KINDS):
+        ratio = median(rates["fp8"]) / median(rates["none"])
+        found.append(Figure(name="tokens/s, fp8 / none", value=ratio, unit="", wanted=WANTED_RATE))
+        ratio = median(syncs["fp8"]) / median(syncs["none"])
+        found.append(Figure(name="sync, fp8 / none", value=ratio, unit="", wanted=WANTED_SYNC, at_least=False))
+    if len(scores) == len(KINDS):
+        lost = abs(scores["none"] - scores["fp8"])
+        found.append(Figure(name="F1@0.5, difference", value=lost, unit="", wanted=WANTED_F1, at_least=False))
+    return found
+
+
+def main(
+    data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
+    out: Annotated[Path, typer.Option(help="Result file; what it has is kept.")],
+    size: Annotated[Size, typer.Option(help="Of the model of the speed.")] = "4B",
+    kind: Annotated[list[str] | None, typer.Option(help="none, fp8; again for each. Both if not given.")] = None,
+    part: Annotated[list[str] | None, typer.Option(help="speed, f1; again for each. Both if not given.")] = None,
+    rounds: Annotated[int, typer.Option(min=WARM_UP + 1, help="The first two are warm-up.")] = 6,
+    whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
+    share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
+    scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes of the demo.")] = 1000,
+    scratch: Annotated[Path, typer.Option(help="For the model and the scenes, kept there.")] = Path("/dev/shm"),
+) -> None:
+    """Measure both kinds of engine, and compare them."""
+    kinds = [one for one in KINDS if kind is None or one in kind]
+    results = Fp8Results(out, {"size": size, "whole_model": whole_model, "rounds": rounds, "scenes": scenes})
+    if part is None or "speed" in part:
+        options: dict[str, Any] = {"size": size, "photographs": "published", "whole_model": whole_model}
+        race = race_of(data, scratch, steps=rounds, share=share, **options)
+        for one in kinds:
+            if f"speed {one}" not in results.parts:
+                results.put(f"speed {one}", apart(speed, race, one, rounds))
+    if part is None or "f1" in part:
+        folder = scratch / "fp8-scenes"
+        folder.mkdir(parents=True, exist_ok=True)
+        build_data(Build(train=8, val=scenes, test=0, seed=37), folder, workers=os.cpu_count() or 1)
+        for one in kinds:
+            if f"f1 {one}" not in results.parts:
+                results.put(f"f1 {one}", apart(accuracy, folder, one))
+    found = figures(results.parts)
+    results.write(found)
+    show(found, Console())
+    sys.exit(any(figure.good is False for figure in found))
+
+
+if __name__ == "__main__":
+    typer.run(main)

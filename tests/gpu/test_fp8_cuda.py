@@ -1,0 +1,95 @@
+"""FP8 engines on CUDA: a colocated one and a server, synced in bfloat16 and checked by the canary (R08, R09)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.policy.canary_scores import CanaryScorer
+from learner.policy.parallel import Ranks
+from learner.rollout.server_backend import ServerBackend
+from learner.sync.canary import FP8_TOLERANCE, CanaryItem
+from shared.addresses import free_port
+from shared.errors import CanaryError
+from tests import fp8
+from tests.fp8 import SPOILS, Spoil, Spoiled, World
+from tests.gpu.devices import OTHER, SHARED, needs_gpus
+from tests.gpu.servers import answers, change, load, samples, server_on
+from tests.syncs import server_sync
+
+pytest.importorskip("vllm")
+HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
+pytestmark = [
+    pytest.mark.gpu,
+    needs_gpus(1),
+    pytest.mark.skipif(not HAS_FP8, reason="needs a GPU of compute capability 8.9"),
+]
+CUDA = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def world(model: Path) -> Iterator[World]:
+    with fp8.started(model, Ranks(device=CUDA)) as world:
+        yield world
+
+
+def test_syncs_are_quantised_on_the_way_and_change_the_answers(world: World) -> None:
+    """To the bit: vLLM's kernel follows the rule that the canary is scored with."""
+    fp8.check_syncs(world)
+
+
+@pytest.mark.parametrize("spoil", SPOILS)
+def test_a_wrong_layer_is_found(world: World, spoil: Spoil) -> None:
+    fp8.check_fault(world, spoil)
+
+
+def test_an_adapter_lies_on_weights_in_fp8(world: World) -> None:
+    fp8.check_adapters(world)
+
+
+def test_a_server_in_fp8(model: Path, tmp_path: Path) -> None:
+    """R09, R10: it takes syncs one after the other, refuses a wrong layer, and is healed by the next sync."""
+    policy = load(model)
+    with server_on(str(OTHER), model, tmp_path, quantization="fp8") as running:
+        entries = [{"base_url": running.base_url, "group_port": free_port()}]
+        section = {
+            "decode_batch_size": 8,
+            "decoding": {"max_new_tokens": 24},
+            "vllm": {
+                "mode": "server",
+                "quantization": "fp8",
+                "server": {"servers": entries, "timeout_s": 60.0, "allow_shared_gpu": SHARED},
+                "sync": {"bucket_bytes": 1 << 20},
+            },
+        }
+        backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=0)
+        backend.connect()
+        assert [status.quantization for status in backend.statuses()] == ["fp8"]
+        canary = [
+            CanaryItem(sample=s, prompt=policy.encoder.encode(s), response_token_ids=tuple(range(20, 60)))
+            for s in samples(2)
+        ]
+        scored = [(item.prompt, item.response_token_ids) for item in canary]
+        scorer = CanaryScorer(policy, scored, quantization="fp8", checksums=False)
+        sync = server_sync(backend, policy, canary, list, scorer=scorer, device=policy.device)
+        try:
+            said = []
+            for seed in range(4):
+                change(policy, seed)
+                receipt = sync.sync()
+                assert receipt.num_tensors == len(policy.weight_specs())
+                assert receipt.canary_gap < FP8_TOLERANCE
+                said.append(answers(backend))
+            assert len({tuple(one) for one in said}) == 4
+            sync._weights = Spoiled(policy, SPOILS[0])
+            with pytest.raises(CanaryError, match="mean gap"):
+                sync.sync()
+            sync._weights = policy
+            assert sync.sync().canary_gap < FP8_TOLERANCE
+        finally:
+            sync.close()
+            backend.close()
