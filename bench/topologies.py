@@ -145,7 +145,6 @@ def main(
     scratch: Annotated[Path, typer.Option(help="For the model: large and fast.")] = Path("/dev/shm"),
 ) -> None:
     """Run every mode in every topology that this machine has the GPUs for; print a table."""
-    num_gpus = torch.cuda.device_count()
     wanted = [Topology.read(text) for text in topology or ["3+1", "2+2"]]
     if unknown := set(mode or ()) - MODES.keys():
         raise typer.BadParameter(f"found {sorted(unknown)}, wanted some of {list(MODES)}", param_hint="--mode")
@@ -164,7 +163,7 @@ def main(
             samples_per_step=samples,
             max_new_tokens=max_new_tokens,
             row_tokens=row_tokens,
-            num_gpus=num_gpus,
+            num_gpus=torch.cuda.device_count(),
             shared=shared,
             limit_s=limit_s,
             modes=tuple(mode or MODES),
@@ -172,7 +171,7 @@ def main(
         build_data(
             Build(train=(steps + 4) * samples, val=0, test=0, style="hard"), work.data, workers=os.cpu_count() or 1
         )
-        for row in _rows(wanted, num_gpus, shared, work, out):
+        for row in _rows(wanted, work, out):
             rows.append(row)
             write_atomically(out / "topologies.json", json.dumps({**circumstances(), "runs": rows}, indent=1) + "\n")
     except KeyboardInterrupt:
@@ -185,15 +184,13 @@ def main(
     sys.exit(not rows or any("error" in row for row in rows))
 
 
-def _rows(
-    topologies: Sequence[Topology], num_gpus: int, shared: bool, work: Workload, out: Path
-) -> Iterator[dict[str, Any]]:
+def _rows(topologies: Sequence[Topology], work: Workload, out: Path) -> Iterator[dict[str, Any]]:
     """Yield a row per mode of each topology that this machine has the GPUs for."""
     for one in topologies:
-        if one.fits(num_gpus, shared=shared):
+        if one.fits(work.num_gpus, shared=work.shared):
             yield from _topology(one, work, out)
         else:
-            say(f"{one.name} left out: this machine has {num_gpus} GPUs")
+            say(f"{one.name} left out: this machine has {work.num_gpus} GPUs")
 
 
 def _topology(topology: Topology, work: Workload, out: Path) -> Iterator[dict[str, Any]]:

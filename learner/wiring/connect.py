@@ -93,22 +93,7 @@ def connect_sync(
     assert not isinstance(backend, HfBackend), "the trained model itself generates"
     vllm = config.rollout_matching.vllm
     items = [_canary_item(sample, policy, task) for sample in samples[: vllm.sync.canary_samples]]
-    is_asked = ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend)
-    answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
-    canary = Canary(
-        items=items,
-        # A colocated engine takes the tensors themselves, so there is nothing to compare, and no thread that sends.
-        scorer=CanaryScorer(
-            policy,
-            answers,
-            checksums=not isinstance(backend, ColocateBackend),
-            whole=isinstance(backend, ColocateBackend),
-            quantization=vllm.quantization,
-        ),
-        tolerance=vllm.sync.canary_tolerance,
-        dtype=computes_in(policy),
-        quantization=vllm.quantization,
-    )
+    canary = _canary(config, policy, backend, items, ranks)
     weights: WeightSource = policy
     adapter: AdapterSource | None = _synced_adapter(config, policy)
     delivery: Delivery
@@ -209,6 +194,27 @@ def _probe(sample: Sample, policy: Policy) -> CanaryItem:
     """Return a sample's prompt, with the shortest answer."""
     return CanaryItem(
         sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=(policy.tokenizer.eos_token_id,)
+    )
+
+
+def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence[CanaryItem], ranks: Ranks) -> Canary:
+    """Make the check of a sync. Only ranks that compute the learner's scores are given answers."""
+    vllm = config.rollout_matching.vllm
+    is_asked = ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend)
+    answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
+    return Canary(
+        items=items,
+        # A colocated engine takes the tensors themselves, so there is nothing to compare, and no thread that sends.
+        scorer=CanaryScorer(
+            policy,
+            answers,
+            checksums=not isinstance(backend, ColocateBackend),
+            whole=isinstance(backend, ColocateBackend),
+            quantization=vllm.quantization,
+        ),
+        tolerance=vllm.sync.canary_tolerance,
+        dtype=computes_in(policy),
+        quantization=vllm.quantization,
     )
 
 
