@@ -22,6 +22,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -350,7 +351,21 @@ def summary(events: Events) -> dict[str, Any]:
         "sync_s": median(sync["seconds"] for sync in late),
         "synced_bytes": sum(sync["num_bytes"] for sync in syncs),
         "canary_gap_max": max(sync["canary_gap"] for sync in syncs),
+        **_answered(events),
         "timeline": [event for event in events if event["event"] == "timeline"],
+    }
+
+
+def _answered(events: Events) -> dict[str, Any]:
+    """How many requests each server answered, most first, and how many calls failed."""
+    calls = [call for event in events if event["event"] == "rollout_call" for call in event["calls"]]
+    answered: Counter[str] = Counter()
+    for call in calls:
+        if not call["error"]:
+            answered[call["base_url"]] += call["num_requests"]
+    return {
+        "requests_by_server": [number for _, number in answered.most_common()],
+        "failed_calls": sum(bool(call["error"]) for call in calls),
     }
 
 

@@ -194,3 +194,15 @@ def test_too_few_gpus_are_shared(tmp_path: Path, num_gpus: int, servers: list[li
     config = run_config(topology, next(iter(MODES)), ended_servers(3), few, tmp_path / "run")
     server = config["custom"]["extra"]["rollout_matching"]["vllm"]["server"]
     assert server["allow_shared_gpu"] == (num_gpus == 1), "servers that share a GPU without the learner need no leave"
+
+
+def test_each_servers_answers_and_failed_calls_are_counted() -> None:
+    def call(url: str, number: int, error: str = "") -> dict[str, object]:
+        return {"base_url": url, "num_requests": number, "error": error}
+
+    step = {"event": "step", "channel": "B", "metrics": {"step_s": 1.0, "learn_s": 0.6, "stage2_ab/rollout_s": 0.9}}
+    sync = {"event": "sync", "seconds": 0.1, "num_bytes": 1, "canary_gap": 0.0}
+    first = {"event": "rollout_call", "calls": [call("a", 4), call("b", 5), call("c", 3, "gone")]}
+    second = {"event": "rollout_call", "calls": [call("a", 4)]}
+    row = summary([*[step] * (WARM_UP_STEPS + 1), sync, first, second])
+    assert (row["requests_by_server"], row["failed_calls"]) == ([8, 5], 1)
