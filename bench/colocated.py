@@ -52,6 +52,7 @@ _LINES = 60  # a profile shows so many
 SAMPLE_S = 0.02
 INSIDE = "BENCH_COLOCATED_INSIDE"  # is set in the process that measures
 ALLOCATOR = "cumem"
+LAST_WORDS_S = 20.0  # compilers that outlive the process a little hold its output
 WARM_UP_SYNCS = 3  # each way begins with so many: they capture anew
 ALONE: dict[str, tuple[str, ...]] = {
     "as the rollouts": (),
@@ -353,8 +354,8 @@ def inside(race: Race, out: Path, rounds: int, syncs: int, *, brief: bool, optio
                 found[name].append(row)
                 say(f"{name}: {_row(row)}")
             world.change()
+            keep()
         found["tokens"] = world.num_tokens
-        keep()
         _ways(world, found, syncs, keep)
         found["merges"] = world.merges()
         say(f"merging alone: {_row(found['merges'])}")
@@ -418,15 +419,19 @@ def outside(out: Path) -> int:
     logs = out.with_name(f"{out.stem}-logs")
     logs.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "bench.colocated", *sys.argv[1:]]
-    with (logs / "run.log").open("w") as log:
-        process = subprocess.Popen(
-            command, env={**os.environ, INSIDE: "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
-        )
-        assert process.stdout is not None
-        for line in process.stdout:
-            log.write(line)
-            print(line, end="", flush=True)
-        code = process.wait()
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    process = subprocess.Popen(command, env={**os.environ, INSIDE: "1"}, **piped)
+
+    def pass_on() -> None:
+        with (logs / "run.log").open("w", buffering=1) as log:
+            for line in process.stdout or ():
+                log.write(line)
+                print(line, end="", flush=True)
+
+    reader = threading.Thread(target=pass_on, name="output", daemon=True)
+    reader.start()
+    code = process.wait()
+    reader.join(timeout=LAST_WORDS_S)
     words = [line.strip() for line in (logs / "run.log").read_text().splitlines() if ALLOCATOR in line]
     errors = [line for line in words if "rror" in line]
     if out.is_file():
