@@ -28,7 +28,7 @@ from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
-from rollout_server.openapi import JSON, in_words
+from rollout_server.openapi import JSON, Schema, in_words
 from rollout_server.service import RolloutService
 from rollout_server.updates import SyncTotals
 from shared.config.model import dotted, walk_keys
@@ -183,7 +183,7 @@ def _link(name: str) -> str:
     return f"[`{name}`](#{name.lower()})"
 
 
-def _type(schema: Mapping[str, Any]) -> str:
+def _type(schema: Schema) -> str:
     return in_words(schema, _link, lambda value: f"`{json.dumps(value)}`")
 
 

@@ -21,7 +21,7 @@ import sys
 import tempfile
 from pathlib import Path
 from types import FrameType
-from typing import Annotated, Any, NoReturn, TextIO
+from typing import Annotated, NoReturn, TextIO
 
 import typer
 
@@ -84,10 +84,10 @@ def _fail(error: Exception) -> NoReturn:
     sys.exit(error.exit_code)
 
 
-def resolved(config: ServerConfig) -> dict[str, Any]:
+def resolved(config: ServerConfig) -> dict[str, object]:
     """Return every key with its value, and the values derived from them."""
     derived = {"base_url": config.base_url, "group_host": config.group_host, "world_size": config.world_size}
-    values: dict[str, Any] = masked_in({**shown(config), **derived})
+    values: dict[str, object] = masked_in({**shown(config), **derived})
     return values
 
 

@@ -18,7 +18,7 @@ import functools
 import logging
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from contextlib import aclosing, suppress
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from fastapi import APIRouter, FastAPI, Request, Response
 from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
@@ -30,7 +30,7 @@ from rollout_server.bodies import hung_up, read_body
 from rollout_server.config import ServerConfig
 from rollout_server.guards import BodyLimit, Guard, error_response, refused
 from rollout_server.openai_api import ChatCall, CompletionCall, OpenAICall, OpenAIError, OpenAIErrorDetail
-from rollout_server.openapi import JSON, Route, document, page
+from rollout_server.openapi import JSON, Document, Replies, Route, document, page
 from rollout_server.service import RolloutService
 from shared.errors import ProjectError, RequestError
 from shared.wire import (
@@ -68,7 +68,7 @@ Handler = Callable[[Request], Awaitable[Response]]
 
 _OPEN = ("/health", "/ready")  # probes hold no token; these two say alive or ready, and which start of the server it is
 EVENTS = "text/event-stream"
-_STATUS: dict[str, Any] = {JSON: dict[str, str]}
+_STATUS: Replies = {JSON: dict[str, str]}
 
 # The examples of the API's description.
 _PROMPT = RolloutInferRequest(
@@ -96,10 +96,9 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     router = APIRouter(prefix=prefix)
     routes = _routes(service) + (_openai_routes(service) if service.config.openai_api else [])
     # FastAPI's own document knows no bodies, because the routes read them themselves.
-    app.openapi = functools.cache(  # type: ignore[method-assign]
-        lambda: document(routes, prefix=prefix, with_token=token is not None, open_paths=_OPEN)
-    )
-    for route in (*routes, *_documentation(app, service.config)):
+    api = functools.cache(lambda: document(routes, prefix=prefix, with_token=token is not None, open_paths=_OPEN))
+    app.openapi = lambda: dict(api())  # type: ignore[method-assign]
+    for route in (*routes, *_documentation(api, service.config)):
         for spelling in (route.path + "/", route.path):
             router.add_api_route(spelling, _with_errors(route.handler), methods=[route.method], response_model=None)
     app.include_router(router)
@@ -117,15 +116,34 @@ def _routes(service: RolloutService) -> list[Route]:
     return [*_state_routes(service), *_rollout_routes(service), *_sync_routes(service)]
 
 
-def _get(path: str, handler: Handler, says: str, replies: Any = None, **described: Any) -> Route:
-    return Route(method="GET", path=path, handler=handler, says=says, replies=replies or _STATUS, **described)
+def _get(
+    path: str, handler: Handler, says: str, replies: Replies = _STATUS, *, answer: object = None, when: str = "done"
+) -> Route:
+    return Route(method="GET", path=path, handler=handler, says=says, replies=replies, answer=answer, when=when)
 
 
 def _post(
-    path: str, handler: Handler, says: str, call: type[BaseModel] | None, replies: Any = None, **described: Any
+    path: str,
+    handler: Handler,
+    says: str,
+    call: type[BaseModel] | None,
+    replies: Replies = _STATUS,
+    *,
+    example: BaseModel | None = None,
+    answer: object = None,
+    when: str = "done",
 ) -> Route:
-    replies = replies or _STATUS
-    return Route(method="POST", path=path, handler=handler, says=says, call=call, replies=replies, **described)
+    return Route(
+        method="POST",
+        path=path,
+        handler=handler,
+        says=says,
+        call=call,
+        replies=replies,
+        example=example,
+        answer=answer,
+        when=when,
+    )
 
 
 def _state_routes(service: RolloutService) -> list[Route]:
@@ -301,7 +319,7 @@ def _openai_routes(service: RolloutService) -> list[Route]:
 
         return complete
 
-    replies: dict[str, Any] = {JSON: dict[str, Any], EVENTS: None}
+    replies: Replies = {JSON: dict[str, object], EVENTS: None}
 
     def route(method: str, path: str, handler: Handler, says: str, example: OpenAICall | None = None) -> Route:
         return Route(
@@ -310,7 +328,7 @@ def _openai_routes(service: RolloutService) -> list[Route]:
             handler=_with_errors(handler, _openai_error),
             says=says,
             call=type(example) if example else None,
-            replies=replies if example else {JSON: dict[str, Any]},
+            replies=replies if example else {JSON: dict[str, object]},
             error=OpenAIError,
             example=example,
             when="as OpenAI's; an error is an `OpenAIError`",
@@ -354,12 +372,12 @@ async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]
             yield b"data: " + bytes(_openai_error(_as_project_error("/v1/", error)).body) + b"\n\n"
 
 
-def _documentation(app: FastAPI, config: ServerConfig) -> list[Route]:
+def _documentation(api: Callable[[], Document], config: ServerConfig) -> list[Route]:
     async def openapi(request: Request) -> Response:
-        return JSONResponse(app.openapi())
+        return JSONResponse(api())
 
     async def docs(request: Request) -> Response:
-        return HTMLResponse(page(app.openapi()))
+        return HTMLResponse(page(api()))
 
     served = {"/openapi.json": (openapi, config.serve_openapi), "/docs": (docs, config.serve_docs)}
     return [
@@ -403,7 +421,7 @@ def _with_errors(handler: Handler, form: Callable[[ProjectError], Response] | No
     return route
 
 
-async def _while_connected(request: Request, call: Coroutine[Any, Any, T]) -> T:
+async def _while_connected(request: Request, call: Coroutine[object, None, T]) -> T:
     """Await `call`, and cancel it if the client hangs up. The body must have been read before."""
     working = asyncio.create_task(call)
     watching = asyncio.create_task(_hung_up(request))

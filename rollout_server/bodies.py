@@ -10,7 +10,7 @@ import asyncio
 import functools
 import time
 from types import UnionType
-from typing import Annotated, Any, TypeVar, Union, get_args, get_origin
+from typing import Annotated, TypeVar, Union, get_args, get_origin
 
 from fastapi import Request
 from pydantic import BaseModel, ValidationError
@@ -78,7 +78,7 @@ class _Turns:
             self._began = time.monotonic()
 
 
-def _check_number(value: Any, config: ServerConfig) -> None:
+def _check_number(value: object, config: ServerConfig) -> None:
     """Raises RequestError (413). To understand too many requests takes much longer than to count them."""
     for field in ("infer_requests", "items", "prompt"):
         items = value.get(field) if isinstance(value, dict) else None
@@ -86,7 +86,7 @@ def _check_number(value: Any, config: ServerConfig) -> None:
             check_number(field, len(items), config)
 
 
-def _check_tools(path: str, value: Any) -> None:
+def _check_tools(path: str, value: object) -> None:
     """Raises RequestError if an OpenAI client asks for tool calls."""
     if not isinstance(value, dict):
         return
@@ -100,7 +100,7 @@ def _check_tools(path: str, value: Any) -> None:
         )
 
 
-async def _num_objects(value: Any, turns: _Turns) -> int:
+async def _num_objects(value: object, turns: _Turns) -> int:
     """Objects and lists in it. Raises ValueError if there are too many, or too many fields: both cost far more than
     their bytes."""
     todo, num_seen = [value], 0
@@ -120,7 +120,7 @@ async def _num_objects(value: Any, turns: _Turns) -> int:
     return num_seen
 
 
-def _built(model: type[Body], value: Any, where: str) -> Body:
+def _built(model: type[Body], value: object, where: str) -> Body:
     """Raises _WrongError."""
     try:
         return model.model_validate(value)
@@ -131,10 +131,10 @@ def _built(model: type[Body], value: Any, where: str) -> Body:
         raise _WrongError("; ".join(wrong)) from error
 
 
-async def _built_in_turns(model: type[Body], value: Any, where: str, turns: _Turns) -> Body:
+async def _built_in_turns(model: type[Body], value: object, where: str, turns: _Turns) -> Body:
     """The same, with lists of objects built before the object that holds them. Raises _WrongError."""
     if isinstance(value, dict):
-        built: dict[str, Any] = {}
+        built: dict[str, object] = {}
         for name, item in _lists(model).items():
             items = value.get(name)
             if isinstance(items, list):
@@ -155,7 +155,7 @@ def _lists(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
     return {name: item for name, item in items.items() if item is not None}
 
 
-def _item_model(annotation: Any) -> type[BaseModel] | None:
+def _item_model(annotation: object) -> type[BaseModel] | None:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is list:
         return arguments[0] if isinstance(arguments[0], type) and issubclass(arguments[0], BaseModel) else None

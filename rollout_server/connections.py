@@ -16,9 +16,10 @@ from __future__ import annotations
 
 import asyncio
 import resource
-from typing import Any
 
+from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.server import ServerState
 
 from rollout_server.config import ServerConfig
 from shared.errors import ConfigError
@@ -76,8 +77,15 @@ class Waiting:
 class Connection(HttpToolsProtocol):
     """uvicorn's connection within these limits."""
 
-    def __init__(self, waiting: Waiting, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        waiting: Waiting,
+        config: Config,
+        server_state: ServerState,
+        app_state: dict[str, object],
+        _loop: asyncio.AbstractEventLoop | None = None,
+    ) -> None:
+        super().__init__(config, server_state, app_state, _loop)
         self._waiting, self._config = waiting, waiting.config
         self._num_idle_bytes = 0  # bytes since the last part of a body, or the end of the headers
         self._in_message = False  # the end of a request has not come

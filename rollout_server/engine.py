@@ -19,7 +19,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.openai_api import OpenAICall, OpenAILayer, given_back, image_parts, texts
@@ -51,6 +51,12 @@ from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
 from shared.waits import ends_within
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput, SamplingParams
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
@@ -209,7 +215,7 @@ class VllmEngine:
         if config.quantization == "fp8":
             _check_fp8(self._path)
         self._renderer = Renderer(self._path, config)
-        self._llm: Any = _start(_engine_args(self._path, config), config)
+        self._llm: AsyncLLM = _start(_engine_args(self._path, config), config)
         self._processes = descendants(os.getpid())  # those that decode images start later
         model_config = self._llm.model_config
         self.dtype = str(model_config.dtype).removeprefix("torch.")
@@ -220,7 +226,7 @@ class VllmEngine:
         self._caches_prefixes = bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
-        self._adapter: Any = None  # a LoRARequest
+        self._adapter: LoRARequest | None = None
         self._openai = OpenAILayer(
             self._llm, model=config.model_name, renderer=self._renderer, adapter=lambda: self._adapter
         )
@@ -252,7 +258,7 @@ class VllmEngine:
         self._check_length(len(answers[0].prompt_token_ids), _MAX_TOKENS, num_new)  # images were widened
         return answers
 
-    async def _generation(self, prompt: Prompt, params: Any, look: Look | None) -> Generation:
+    async def _generation(self, prompt: Prompt, params: SamplingParams, look: Look | None) -> Generation:
         output = await self._run(prompt, params, look)
         answer = read_generation(output, self._stop_ids, self._renderer.text_of)
         return answer if look is None else replace(answer, pixels=await look.result())
@@ -374,13 +380,13 @@ class VllmEngine:
         with contextlib.closing(self._renderer.decoders.share()) as share:
             yield await self._on_thread(self._renderer.render, request, share)
 
-    async def _on_thread(self, work: Callable[..., T], *arguments: Any) -> T:
+    async def _on_thread(self, work: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work, *arguments)
 
     def _look(self, request: RolloutInferRequest, prompt: Prompt) -> Look | None:
         return self._images.look(prompt) if request.pixels and prompt.images else None
 
-    async def _run(self, prompt: Prompt, params: Any, look: Look | None = None) -> Any:
+    async def _run(self, prompt: Prompt, params: SamplingParams, look: Look | None = None) -> RequestOutput:
         """Return the finished output. `look`: a look at what the vision tower is fed. Raises ServerBusyError if the
         engine gives the request back again and again."""
         for _ in range(TRIES):
@@ -439,7 +445,7 @@ def _check_fp8(path: str) -> None:
     check_model("quantization", path)
 
 
-def _start(engine_args: Any, config: ServerConfig) -> Any:
+def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:
     """Start an `AsyncLLM`.
 
     On CPU the engine's process is forked if this process has a single thread. A new process would spend half of the
@@ -473,11 +479,11 @@ def _gpus(num_workers: int) -> list[str]:
     return [] if current_platform.is_cpu() else [current_platform.get_device_uuid(i) for i in range(num_workers)]
 
 
-def _engine_args(path: str, config: ServerConfig) -> Any:
+def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    settings: dict[str, Any] = {
+    settings: dict[str, object] = {
         "model": path,
         "dtype": config.dtype,
         "seed": config.seed,

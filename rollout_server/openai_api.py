@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal, Protocol
 
 from pydantic import Field, FiniteFloat
 
@@ -43,6 +43,17 @@ from shared.wire import (
 )
 
 if TYPE_CHECKING:
+    from PIL import Image
+    from pydantic import BaseModel
+    from vllm import RequestOutput
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
+    from vllm.entrypoints.openai.completion.protocol import CompletionRequest
+    from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
+    from vllm.entrypoints.openai.models.serving import OpenAIServingModels
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.engine.async_llm import AsyncLLM
+
     from rollout_server.prompts import Renderer
 
 MOST_LOGPROBS = 20  # vLLM's own limit
@@ -123,7 +134,9 @@ class OpenAIError(WireModel):
 class OpenAILayer:
     """vLLM's serving classes over an `AsyncLLM`. `adapter` says what requests are answered with now."""
 
-    def __init__(self, llm: Any, *, model: str, renderer: Renderer, adapter: Callable[[], Any]) -> None:
+    def __init__(
+        self, llm: AsyncLLM, *, model: str, renderer: Renderer, adapter: Callable[[], LoRARequest | None]
+    ) -> None:
         self._client = _Client(llm, adapter)
         self._model = model
         self._renderer = renderer
@@ -132,7 +145,7 @@ class OpenAILayer:
     async def models(self) -> bytes:
         return _json(await self._started().models.show_available_models())
 
-    async def complete(self, call: OpenAICall, images: Sequence[Any], ver: int) -> bytes | AsyncGenerator[str]:
+    async def complete(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
         """Return the answer by the weights of version `ver`; with `call.stream` its events, as they come. `images` are
         those of the call's messages, in order. Raises RequestError, NotFiniteError, and what vLLM raises."""
         for _ in range(TRIES):
@@ -141,7 +154,7 @@ class OpenAILayer:
                 return self._events(call, images, ver, answer) if isinstance(answer, AsyncGenerator) else answer
         raise given_back()
 
-    async def _answer(self, call: OpenAICall, images: Sequence[Any], ver: int) -> bytes | AsyncGenerator[str]:
+    async def _answer(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
         """Try once. Raises _GivenBackError, or its events do, before the first one."""
         serving = self._started()
         watch = _Watch(ver=ver, n=call.n)
@@ -161,7 +174,7 @@ class OpenAILayer:
         return _json(answer)
 
     async def _events(
-        self, call: OpenAICall, images: Sequence[Any], ver: int, events: AsyncGenerator[str]
+        self, call: OpenAICall, images: Sequence[Image.Image], ver: int, events: AsyncGenerator[str]
     ) -> AsyncGenerator[str]:
         for _ in range(TRIES):
             try:
@@ -176,7 +189,7 @@ class OpenAILayer:
         await events.aclose()
         raise given_back()
 
-    def _chat_request(self, call: ChatCall, images: Sequence[Any]) -> Any:
+    def _chat_request(self, call: ChatCall, images: Sequence[Image.Image]) -> ChatCompletionRequest:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         self._renderer.check_template_kwargs(call.chat_template_kwargs)
@@ -222,7 +235,7 @@ def image_parts(call: OpenAICall) -> list[str]:
     return named
 
 
-def _content(message: Message, images: Iterator[Any]) -> str | list[dict[str, Any]]:
+def _content(message: Message, images: Iterator[Image.Image]) -> str | list[dict[str, object]]:
     if isinstance(message.content, str):
         return message.content
     return [
@@ -233,25 +246,31 @@ def _content(message: Message, images: Iterator[Any]) -> str | list[dict[str, An
     ]
 
 
-def _completion_request(call: OpenAICall) -> Any:
+def _completion_request(call: OpenAICall) -> CompletionRequest:
     from vllm.entrypoints.openai.completion.protocol import CompletionRequest
 
     # Clients that send token ids expect the prompt to be exactly what they sent, as for chats.
     return CompletionRequest(**_fields(call), add_special_tokens=False)
 
 
-def _fields(call: OpenAICall, without: set[str] | None = None) -> dict[str, Any]:
+def _fields(call: OpenAICall, without: set[str] | None = None) -> dict[str, object]:
     """Return what the client has set."""
     return call.model_dump(exclude_unset=True, exclude_none=True, exclude=without)
 
 
-def _json(answer: Any) -> bytes:
-    content: str = answer.model_dump_json()
-    return content.encode()
+def _json(answer: BaseModel) -> bytes:
+    return answer.model_dump_json().encode()
 
 
-def _refused(error: Any) -> RequestError:
+def _refused(error: _Refusal) -> RequestError:
     return RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
+
+
+class _Refusal(Protocol):
+    """vLLM's error in an answer."""
+
+    message: str
+    code: int | str  # the HTTP status
 
 
 class _GivenBackError(Exception):
@@ -278,7 +297,7 @@ class _Watch:
     num_tokens: Counter[int] = field(default_factory=Counter)  # keys are choices
     faults: list[Exception] = field(default_factory=list)
 
-    def versions(self, choice: int) -> list[dict[str, Any]]:
+    def versions(self, choice: int) -> list[dict[str, object]]:
         return [WeightVersionSpan(version=str(self.ver), start=0, end=self.num_tokens[choice]).model_dump()]
 
     def said(self, event: str) -> str:
@@ -311,13 +330,13 @@ async def _checked(events: AsyncGenerator[str], watch: _Watch) -> AsyncGenerator
 class _Client:
     """The engine as vLLM's layer sees it."""
 
-    def __init__(self, llm: Any, adapter: Callable[[], Any]) -> None:
+    def __init__(self, llm: AsyncLLM, adapter: Callable[[], LoRARequest | None]) -> None:
         self._llm, self._served_adapter = llm, adapter
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         return getattr(self._llm, name)
 
-    def generate(self, *args: Any, **kwargs: Any) -> AsyncGenerator[Any]:
+    def generate(self, *args: object, **kwargs: object) -> AsyncGenerator[RequestOutput]:
         """vLLM's layer calls it for each prompt, in order. Raises NotFiniteError, _GivenBackError."""
         watch = _watch.get()
         first = watch.num_prompts * watch.n
@@ -325,7 +344,9 @@ class _Client:
         outputs = self._llm.generate(*args, **{**kwargs, "lora_request": self._served_adapter()})
         return self._watched(outputs, watch, first)
 
-    async def _watched(self, outputs: AsyncGenerator[Any], watch: _Watch, first: int) -> AsyncGenerator[Any]:
+    async def _watched(
+        self, outputs: AsyncGenerator[RequestOutput], watch: _Watch, first: int
+    ) -> AsyncGenerator[RequestOutput]:
         """Yield one prompt's outputs and count their tokens. `first`: the choice that the prompt's first answer
         becomes."""
         async with contextlib.aclosing(outputs):
@@ -346,23 +367,23 @@ class _Client:
 class _Serving:
     """vLLM's own objects."""
 
-    models: Any
-    chat: Any
-    completion: Any
+    models: OpenAIServingModels
+    chat: OpenAIServingChat
+    completion: OpenAIServingCompletion
 
     @classmethod
-    def of(cls, client: Any, model: str) -> _Serving:
+    def of(cls, client: _Client, model: str) -> _Serving:
         from vllm.entrypoints.openai.chat_completion.serving import OpenAIServingChat
         from vllm.entrypoints.openai.completion.serving import OpenAIServingCompletion
         from vllm.entrypoints.openai.models.protocol import BaseModelPath
         from vllm.entrypoints.openai.models.serving import OpenAIServingModels
         from vllm.renderers.online_renderer import OnlineRenderer
 
-        template: dict[str, Any] = {"chat_template": None, "chat_template_content_format": "auto"}
+        template: dict[str, str | None] = {"chat_template": None, "chat_template_content_format": "auto"}
         models = OpenAIServingModels(client, [BaseModelPath(name=model, model_path=model)])
         renderer = OnlineRenderer(client.model_config, client.renderer, request_logger=None, **template)
         renderer.trust_request_mm_kwargs = True  # this module alone sets them (before vLLM 0.30 nobody asks)
-        common: dict[str, Any] = {"online_renderer": renderer, "request_logger": None}
+        common: dict[str, object] = {"online_renderer": renderer, "request_logger": None}
         return cls(
             models=models,
             chat=OpenAIServingChat(client, models, "assistant", **common, **template),

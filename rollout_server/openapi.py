@@ -12,9 +12,10 @@ import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, Literal, TypedDict, cast
 
 from pydantic import BaseModel, TypeAdapter
+from pydantic.json_schema import JsonSchemaMode
 from pydantic_core import to_jsonable_python
 from starlette.requests import Request
 from starlette.responses import Response
@@ -23,6 +24,71 @@ from shared.wire import ErrorBody
 
 JSON = "application/json"
 _PLACE = "#/components/schemas/{model}"
+
+
+# The type of a success by media type; None: not JSON. Python has no type for what stands in an annotation.
+Replies = Mapping[str, Any]
+
+# A type in JSON Schema, as pydantic writes it.
+Schema = TypedDict(
+    "Schema",
+    {
+        "$ref": str,
+        "anyOf": "list[Schema]",
+        "const": object,
+        "enum": list[object],
+        "type": str,
+        "items": "Schema",
+        "properties": "dict[str, Schema]",
+        "required": list[str],
+        "description": str,
+        "default": object,
+        "maxItems": int,
+        "minimum": float,
+        "maximum": float,
+        "exclusiveMinimum": float,
+        "exclusiveMaximum": float,
+    },
+    total=False,
+)
+
+
+class Content(TypedDict, total=False):
+    """A body in one media type."""
+
+    schema: Schema
+    example: object
+
+
+class Body(TypedDict, total=False):
+    """What a call takes, or what it answers."""
+
+    description: str
+    required: bool
+    content: dict[str, Content]
+
+
+class Operation(TypedDict, total=False):
+    summary: str
+    operationId: str
+    description: str
+    security: list[dict[str, list[str]]]
+    requestBody: Body
+    responses: dict[str, Body]
+
+
+class Components(TypedDict, total=False):
+    schemas: dict[str, Schema]
+    securitySchemes: dict[str, dict[str, str]]
+
+
+class Document(TypedDict):
+    """OpenAPI 3.1, the parts that this server uses."""
+
+    openapi: str
+    info: dict[str, str]
+    paths: dict[str, dict[str, Operation]]
+    components: Components
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,43 +101,45 @@ class Route:
     handler: Callable[[Request], Awaitable[Response]]
     says: str
     call: type[BaseModel] | None = None
-    replies: Mapping[str, Any]
+    replies: Replies
     error: type[BaseModel] = ErrorBody
     example: BaseModel | None = None
-    answer: Any = None
+    answer: object = None
     when: str = "done"
 
 
-def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_paths: Sequence[str]) -> dict[str, Any]:
+def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_paths: Sequence[str]) -> Document:
     """Return the document (OpenAPI 3.1)."""
     schemas, definitions = _schemas(routes)
-    paths: dict[str, Any] = {}
+    paths: dict[str, dict[str, Operation]] = {}
     for route in routes:
         operation = _operation(route, schemas)
         if with_token and route.path not in open_paths:
             operation["security"] = [{"token": []}]
         paths.setdefault(prefix + _spelled(route.path), {})[route.method.lower()] = operation
-    components: dict[str, Any] = {"schemas": definitions}
+    components: Components = {"schemas": definitions}
     if with_token:
         components["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
     info = {"title": "rollout server", "version": "1", "description": "Every path also answers without its last slash."}
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
-def _operation(route: Route, schemas: Mapping[str, Any]) -> dict[str, Any]:
+def _operation(route: Route, schemas: Mapping[str, Schema]) -> Operation:
     summary, *rest = re.split(r"(?<=[.?]) ", route.says, maxsplit=1)
-    operation: dict[str, Any] = {"summary": summary, "operationId": route.path.strip("/").replace("/", "_")}
+    operation: Operation = {"summary": summary, "operationId": route.path.strip("/").replace("/", "_")}
     if rest:
         operation["description"] = rest[0]
     if route.call is not None:
-        body = {"schema": schemas[_key(route, "call")]}
+        body: Content = {"schema": schemas[_key(route, "call")]}
         if route.example is not None:
             body["example"] = route.example.model_dump(mode="json", exclude_unset=True)
         operation["requestBody"] = {"required": True, "content": {JSON: body}}
-    success = {kind: {"schema": schemas[_key(route, kind)]} if reply else {} for kind, reply in route.replies.items()}
+    success: dict[str, Content] = {
+        kind: {"schema": schemas[_key(route, kind)]} if reply else {} for kind, reply in route.replies.items()
+    }
     if route.answer is not None:
         success[JSON]["example"] = to_jsonable_python(route.answer)
-    failure = {"description": "refused or failed", "content": {JSON: {"schema": schemas[_key(route, "error")]}}}
+    failure: Body = {"description": "refused or failed", "content": {JSON: {"schema": schemas[_key(route, "error")]}}}
     operation["responses"] = {"200": {"description": route.when, "content": success}, "default": failure}
     return operation
 
@@ -84,16 +152,16 @@ def _key(route: Route, part: str) -> str:
     return f"{route.method} {route.path} {part}"
 
 
-def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Any], dict[str, Any]]:
+def _schemas(routes: Sequence[Route]) -> tuple[dict[str, Schema], dict[str, Schema]]:
     """Return the schema of every body by `_key`, and the definitions that they refer to."""
-    inputs: list[tuple[str, Any, TypeAdapter[Any]]] = []
+    inputs: list[tuple[str, JsonSchemaMode, TypeAdapter[object]]] = []
     for route in routes:
         if route.call is not None:
             inputs.append((_key(route, "call"), "validation", TypeAdapter(route.call)))
         bodies = {**route.replies, "error": route.error}
         inputs += [(_key(route, kind), "serialization", TypeAdapter(body)) for kind, body in bodies.items() if body]
     schemas, rest = TypeAdapter.json_schemas(inputs, ref_template=_PLACE)
-    return {key: schema for (key, _), schema in schemas.items()}, rest.get("$defs", {})
+    return {key: cast(Schema, schema) for (key, _), schema in schemas.items()}, rest.get("$defs", {})
 
 
 # ---- the page ------------------------------------------------------------------------------------------------------
@@ -103,7 +171,7 @@ h2{border-top:1px solid #ccc;padding-top:1rem}code{background:#f4f4f4}a{color:#0
 td{text-align:left;padding:.15rem .8rem .15rem 0;vertical-align:top}"""
 
 
-def page(api: Mapping[str, Any]) -> str:
+def page(api: Document) -> str:
     """Return the document as HTML."""
     parts = [part for path, methods in api["paths"].items() for part in _operations(path, methods)]
     models = [part for name, schema in sorted(api["components"]["schemas"].items()) for part in _model(name, schema)]
@@ -115,7 +183,7 @@ def page(api: Mapping[str, Any]) -> str:
     )
 
 
-def _operations(path: str, methods: Mapping[str, Any]) -> Iterator[str]:
+def _operations(path: str, methods: Mapping[str, Operation]) -> Iterator[str]:
     for method, operation in methods.items():
         says = f"{operation['summary']} {operation.get('description', '')}"
         yield f"<h2>{method.upper()} <code>{escape(path)}</code></h2><p>{escape(says)}</p><ul>"
@@ -128,7 +196,7 @@ def _operations(path: str, methods: Mapping[str, Any]) -> Iterator[str]:
         yield "</ul>"
 
 
-def _model(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
+def _model(name: str, schema: Schema) -> Iterator[str]:
     yield f'<h2 id="{escape(name)}">{escape(name)}</h2><p>{escape(schema.get("description", ""))}</p><table>'
     required = schema.get("required", ())
     for field, about in schema.get("properties", {}).items():
@@ -138,13 +206,13 @@ def _model(name: str, schema: Mapping[str, Any]) -> Iterator[str]:
     yield "</table>"
 
 
-def _type(schema: Mapping[str, Any]) -> str:
+def _type(schema: Schema) -> str:
     return in_words(
         schema, lambda name: f'<a href="#{escape(name)}">{escape(name)}</a>', lambda value: escape(repr(value))
     )
 
 
-def in_words(schema: Mapping[str, Any], link: Callable[[str], str], shown: Callable[[Any], str]) -> str:
+def in_words(schema: Schema, link: Callable[[str], str], shown: Callable[[object], str]) -> str:
     """Return a type in words. `link` writes the name of a model, `shown` a value."""
     inner = functools.partial(in_words, link=link, shown=shown)
     if "$ref" in schema:
@@ -159,4 +227,9 @@ def in_words(schema: Mapping[str, Any], link: Callable[[str], str], shown: Calla
     return " ".join([str(schema.get("type", "anything")), *bounds])
 
 
-_BOUNDS = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<"}
+_BOUNDS: Mapping[Literal["minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"], str] = {
+    "minimum": "≥",
+    "maximum": "≤",
+    "exclusiveMinimum": ">",
+    "exclusiveMaximum": "<",
+}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from typing import Any
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, PixelShare, check_open
@@ -24,12 +23,14 @@ class Renderer:
     """Holds the model's processor, or its tokenizer where it has no processor."""
 
     def __init__(self, model_path: str, config: ServerConfig) -> None:
-        from transformers import AutoProcessor, PreTrainedTokenizerBase
+        from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin
 
         self.decoders = Decoders(config)
-        self._processor: Any = AutoProcessor.from_pretrained(model_path, trust_remote_code=config.trust_remote_code)
+        self._processor: ProcessorMixin | PreTrainedTokenizerBase = AutoProcessor.from_pretrained(
+            model_path, trust_remote_code=config.trust_remote_code
+        )
         is_tokenizer = isinstance(self._processor, PreTrainedTokenizerBase)
-        self.tokenizer: Any = self._processor if is_tokenizer else self._processor.tokenizer
+        self.tokenizer: PreTrainedTokenizerBase = self._processor if is_tokenizer else self._processor.tokenizer
         self._takes_images = not is_tokenizer
         self._longest_token = max(map(len, self.tokenizer.get_vocab()))
         self.max_model_len: int | None = None  # set once the engine knows it
@@ -90,7 +91,7 @@ class Renderer:
         assert isinstance(text, str)
         return text
 
-    def check_template_kwargs(self, kwargs: Mapping[str, Any]) -> None:
+    def check_template_kwargs(self, kwargs: Mapping[str, object]) -> None:
         """Raises RequestError for a name that is not a variable of the template but an argument of what renders it:
         one of these replaces the template."""
         arguments = sorted(self._template_arguments & kwargs.keys())

@@ -22,7 +22,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, 
 from contextlib import aclosing, asynccontextmanager, contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, named, score
@@ -338,7 +338,7 @@ class RecentAnswers(Generic[T]):
         self._size = size
         self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
 
-    async def get(self, uuid: str, fingerprint: str, compute: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def get(self, uuid: str, fingerprint: str, compute: Callable[[], Coroutine[object, None, T]]) -> T:
         """Return the answer of this uuid, or `compute()` if there is none. Raises RequestError if the uuid was used for
         another request, and whatever `compute` raises. If all who wait are cancelled, so is the computation."""
         entry = self._entries.get(uuid)
@@ -374,7 +374,7 @@ class RecentAnswers(Generic[T]):
             del self._entries[oldest]
 
 
-async def _beside(large: bool, work: Callable[..., T], *arguments: Any) -> T:
+async def _beside(large: bool, work: Callable[..., T], *arguments: object) -> T:
     """Large work runs on a thread, so that the event loop can go on."""
     return await asyncio.to_thread(work, *arguments) if large else work(*arguments)
 
@@ -393,7 +393,7 @@ def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int 
     return digest.hexdigest()
 
 
-def _feed(digest: hashlib.blake2b, value: Any) -> None:
+def _feed(digest: hashlib.blake2b, value: object) -> None:
     """Hash each value with its type and length, so that no two of them read alike. As JSON, a long text would be copied
     several times, while no other thread runs."""
     if isinstance(value, str):

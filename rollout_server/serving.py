@@ -6,7 +6,7 @@ import asyncio
 import functools
 import signal
 import socket
-from typing import Any
+from typing import TextIO
 
 import uvicorn
 
@@ -36,7 +36,7 @@ async def serve(
     config: ServerConfig,
     token: str | None,
     listener: socket.socket,
-    console: Any,
+    console: TextIO,
     *,
     server_id: str = "",
 ) -> int:

@@ -26,7 +26,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
@@ -108,7 +108,7 @@ class WeightUpdates:
         self._waiting_gate, self._gate = gate, gate.gate
         self._config = config
         self._lock = asyncio.Lock()
-        self._under_way: asyncio.Task[Any] | None = None
+        self._under_way: asyncio.Task[object] | None = None
         self._staged: StagedWeights | None = None
         self._expected: ExpectScoresCall | None = None
         self._expected_came = asyncio.Event()
@@ -352,12 +352,13 @@ async def load_and_score(
     rest = call.model_copy(update={"buckets": [], "canary": []})
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
     start = ("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode())
-    calls: list[Coroutine[Any, Any, Any]] = [
+    calls: list[Coroutine[object, None, list[WorkerReply] | None]] = [
         engine.on_workers(*(("sync_load", call.mode) if call.staged else start)),
         engine.reset_caches(),
         *([engine.on_workers("sync_clear_cache")] if clear_cache else []),
     ]
     started, *_ = await gather(calls)
+    assert started is not None, "workers answer"
     if all(reply.runs_meanwhile for reply in started):
         quick = await _score_behind_load(engine, call)
         if quick is not None:

@@ -19,7 +19,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Any, Concatenate, ParamSpec, Protocol
+from typing import Concatenate, ParamSpec, Protocol, TypeAlias
 
 import torch
 
@@ -39,6 +39,7 @@ from shared.waits import Deadline
 from shared.wire import BUCKETS, Bucket, Delta, ErrorBody, InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall
 
 P = ParamSpec("P")
+_Memory: TypeAlias = "torch.Tensor | Iterable[_Memory]"
 BUCKETS_AHEAD = 2  # buckets that travel while another one is loaded
 
 # This runs at import: the engine takes seconds to start, and the server may die meanwhile.
@@ -66,12 +67,30 @@ def _answering(
     return answer
 
 
+class _ModelRunner(Protocol):
+    """vLLM's, with the attributes that all its versions have."""
+
+    model: torch.nn.Module
+    kv_caches: _Memory
+
+
+class _Parallel(Protocol):
+    data_parallel_rank: int
+    world_size: int
+
+
+class _Settings(Protocol):
+    """vLLM's `VllmConfig`."""
+
+    parallel_config: _Parallel
+
+
 class SyncWorker:
     """Mixed into a vLLM worker, whose `device`, `model_runner`, `vllm_config` and `rank` it uses."""
 
     device: torch.device
-    model_runner: Any
-    vllm_config: Any
+    model_runner: _ModelRunner
+    vllm_config: _Settings
     rank: int
 
     _sync_joining: Operation[Communicator] | None = None
@@ -200,7 +219,7 @@ class SyncWorker:
                 return
 
 
-def _clear(kept: Any) -> None:
+def _clear(kept: _Memory) -> None:
     if isinstance(kept, torch.Tensor):
         # On CPU, most of it was never touched, and takes no memory until it is written.
         if kept.is_cuda or not torch.isfinite(kept.sum(dtype=torch.float32)):

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 _AT_A_TIME = 64
 
 
-async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+async def gather(calls: Iterable[Coroutine[object, None, T]]) -> list[T]:
     """Return all results in order. If one fails, the others are cancelled. When all have ended, the first error is
     raised, with its own cause. Many are started a few at a time, so that others get their turn on the event loop."""
     tasks: list[asyncio.Task[T]] = []
@@ -27,7 +27,7 @@ async def gather(calls: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     raise first  # outside of `except`, so that the group does not become its context
 
 
-async def relay(work: Callable[[Callable[[T], None]], Coroutine[Any, Any, None]]) -> AsyncGenerator[T]:
+async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, None]]) -> AsyncGenerator[T]:
     """Yields what `work(put)` puts, as it comes; then raises its error, if it failed. `work` never waits for whoever
     takes the items. Close the generator to cancel what is left of it."""
     ended: asyncio.Queue[tuple[T] | None] = asyncio.Queue()

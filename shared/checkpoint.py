@@ -15,7 +15,6 @@ import os
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 from shared.errors import ConfigError
 
@@ -59,11 +58,13 @@ _KEYS = (
 )
 
 
-def signature(config: Mapping[str, Any]) -> dict[str, str]:
+def signature(config: Mapping[str, object]) -> dict[str, str]:
     """Return `{"model_type": "qwen3_vl", "text_config.hidden_size": "2560", ...}`."""
     found = {}
     for section in _SECTIONS:
-        values = config.get(section) or {} if section else config
+        values = config.get(section) if section else config
+        if not isinstance(values, Mapping):
+            continue
         for key in _KEYS:
             if isinstance(value := values.get(key), int | str):
                 found[f"{section}.{key}" if section else key] = str(value)

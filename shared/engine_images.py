@@ -14,14 +14,19 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING
 
 from shared.generation import Prompt
 from shared.pixels import LEVELS, seen_image, settings_of
 from shared.wire import ProcessedImage, ProcessedImages
+
+if TYPE_CHECKING:
+    from vllm.inputs import EngineInput
+    from vllm.multimodal.inputs import MultiModalKwargsItem
+    from vllm.renderers import BaseRenderer
 
 _KEPT = 1024  # images, 2 KB each
 
@@ -32,7 +37,7 @@ Seen = Sequence[Future[ProcessedImage] | None]
 class EngineImages:
     """The images that one engine processes. `renderer` is the engine's. `threads` make the digests."""
 
-    def __init__(self, renderer: Any, threads: Executor) -> None:
+    def __init__(self, renderer: BaseRenderer, threads: Executor) -> None:
         self.renderer, self._threads = renderer, threads
         self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # keys are vLLM's hashes of images
         self._lock = threading.Lock()
@@ -56,9 +61,9 @@ class EngineImages:
             return
         render, found = self.renderer.process_for_engine, list[Seen]()
         # keys are the ids of their images, which `prompts` keep alive
-        known: dict[int, tuple[Prompt, Mapping[str, Any]]] = {}
+        known: dict[int, tuple[Prompt, EngineInput]] = {}
 
-        def process(asked: Any, arrival_time: float, **kwargs: Any) -> Any:
+        def process(asked: object, arrival_time: float, **kwargs: object) -> EngineInput:
             prompt, looks = prompts[len(found)], wanted[len(found)]
             whole, before = known.get(id(prompt.images), (prompt, None))
             rendered = None if before is None else beginning(whole, before, prompt)
@@ -79,13 +84,13 @@ class EngineImages:
         finally:
             del self.renderer.process_for_engine
 
-    def seen(self, rendered: Mapping[str, Any]) -> list[Future[ProcessedImage] | None]:
+    def seen(self, rendered: EngineInput) -> list[Future[ProcessedImage] | None]:
         """Begins the digests of a rendered prompt's images, in order."""
         hashes, items = (rendered.get(field, {}).get("image", ()) for field in ("mm_hashes", "mm_kwargs"))
         with self._lock:
             return [self._of(key, item) for key, item in zip(hashes, items, strict=True)]
 
-    def _of(self, key: str, item: Any) -> Future[ProcessedImage] | None:
+    def _of(self, key: str, item: MultiModalKwargsItem | None) -> Future[ProcessedImage] | None:
         if key not in self._known:
             values = {} if item is None else item.get_data()
             if "pixel_values" not in values:
@@ -119,7 +124,7 @@ class EngineImages:
         return settings_of(context.get_hf_processor().image_processor, overrides)
 
 
-def beginning(whole: Prompt, rendered: Mapping[str, Any], prompt: Prompt) -> dict[str, Any] | None:
+def beginning(whole: Prompt, rendered: EngineInput, prompt: Prompt) -> EngineInput | None:
     """Return `prompt` as vLLM renders it, cut from `whole`, which has the same images; None if it does not begin like
     it."""
     number = len(prompt.token_ids)
@@ -140,7 +145,7 @@ class Look:
         self._images, self._prompt = images, prompt
         self._seen: Seen = ()
 
-    async def render(self, **options: bool) -> Any:
+    async def render(self, **options: bool) -> EngineInput:
         """Return the prompt as the engine takes it, its images processed. It must be sent at once: what vLLM's cache
         knows counts as sent. For another try, render again."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt

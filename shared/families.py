@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from shared.errors import ConfigError
 from shared.reading import json_in
@@ -50,7 +49,7 @@ KNOWN_NOT_TO_WORK: Mapping[str, str] = {
 }
 
 
-def check_family(config: Mapping[str, Any], *, key: str, allow_untested: bool) -> None:
+def check_family(config: Mapping[str, object], *, key: str, allow_untested: bool) -> None:
     """Check the family of a model. `key` is the model's key in the configuration. Raises ConfigError for a family that
     is known not to work, and for one that nobody has tested unless that is allowed."""
     family = str(config.get("model_type", ""))
@@ -93,7 +92,7 @@ def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
         check_family(config, key=key, allow_untested=allow_untested)
 
 
-def _read(path: Path) -> dict[str, Any] | None:
+def _read(path: Path) -> dict[str, object] | None:
     try:
         found = json_in(path)
     except (OSError, ValueError):  # whoever loads the model says more about it

@@ -15,14 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Protocol
 
 from shared.canary import cached_positions
 from shared.errors import ConfigError, NotFiniteError, RequestError
-from shared.wire import ProcessedImages, RequestConfig
+from shared.wire import Content, ProcessedImages, RequestConfig, Turn
 
 if TYPE_CHECKING:
     from PIL import Image
+    from vllm import RequestOutput, SamplingParams
+    from vllm.config import ModelConfig
+    from vllm.outputs import CompletionOutput
 
 # Every vLLM engine on CPU needs this. A prefill in two chunks draws one random number too many. vLLM undoes that on
 # CUDA only: on CPU a seeded request that is split ends the engine ("CPU Generator does not use offset").
@@ -31,32 +34,34 @@ CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 IMAGE_PLACEHOLDER = "<image>"
 
 
-def render_messages(messages: Sequence[Mapping[str, Any]], num_images: int) -> list[dict[str, Any]]:
+def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
     """Turns as `{"role", "content": [{"type": "image"} | {"type": "text", "text"}]}`; content stays a plain string
     if there are no images, for text-only templates.
 
     Raises RequestError if the numbers of placeholders and images differ.
     """
-    if num_images == 0 and all(isinstance(m["content"], str) for m in messages):
-        if any(IMAGE_PLACEHOLDER in m["content"] for m in messages):
+    texts = [m["content"] for m in messages if isinstance(m["content"], str)]
+    if num_images == 0 and len(texts) == len(messages):
+        if any(IMAGE_PLACEHOLDER in text for text in texts):
             raise _count_error(messages, num_images)
         return [{"role": m["role"], "content": m["content"]} for m in messages]
-    turns = [{"role": m["role"], "content": _parts(m["content"])} for m in messages]
-    if num_images and not any(part["type"] == "image" for turn in turns for part in turn["content"]):
-        first_user = next((turn for turn in turns if turn["role"] == "user"), None)
+    contents = [_parts(m["content"]) for m in messages]
+    if num_images and not any(part["type"] == "image" for parts in contents for part in parts):
+        first_user = next((index for index, m in enumerate(messages) if m["role"] == "user"), None)
         if first_user is not None:
-            first_user["content"] = [{"type": "image"}] * num_images + first_user["content"]
-    if sum(part["type"] == "image" for turn in turns for part in turn["content"]) != num_images:
+            images: list[dict[str, object]] = [{"type": "image"} for _ in range(num_images)]
+            contents[first_user] = images + contents[first_user]
+    if sum(part["type"] == "image" for parts in contents for part in parts) != num_images:
         raise _count_error(messages, num_images)
-    return turns
+    return [{"role": m["role"], "content": parts} for m, parts in zip(messages, contents, strict=True)]
 
 
-def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _parts(content: Content) -> list[dict[str, object]]:
     if not isinstance(content, str):
         return [
             {"type": "text", "text": part["text"]} if part["type"] == "text" else {"type": "image"} for part in content
         ]
-    parts: list[dict[str, Any]] = []
+    parts: list[dict[str, object]] = []
     for i, text in enumerate(content.split(IMAGE_PLACEHOLDER)):
         if i:
             parts.append({"type": "image"})
@@ -65,7 +70,7 @@ def _parts(content: str | Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return parts
 
 
-def _count_error(messages: Sequence[Mapping[str, Any]], num_images: int) -> RequestError:
+def _count_error(messages: Sequence[Turn], num_images: int) -> RequestError:
     return RequestError(
         "image placeholders and images differ in number",
         found=f"{num_images} images for {len(messages)} turns: {[m['content'] for m in messages]!r}"[:300],
@@ -84,9 +89,9 @@ class Prompt:
     images: list[Image.Image]
     pixels: Mapping[str, int] | None = None
 
-    def for_engine(self) -> dict[str, Any]:
+    def for_engine(self) -> dict[str, object]:
         """Return the prompt as vLLM takes it."""
-        asked: dict[str, Any] = {"prompt_token_ids": self.token_ids}
+        asked: dict[str, object] = {"prompt_token_ids": self.token_ids}
         if self.images:
             asked["multi_modal_data"] = {"image": self.images}
             if self.pixels:
@@ -95,7 +100,7 @@ class Prompt:
 
 
 def limit_pixels(
-    processor: Any, *, min_pixels: int | None, max_pixels: int | None, keys: str
+    processor: object, *, min_pixels: int | None, max_pixels: int | None, keys: str
 ) -> Mapping[str, int] | None:
     """Make a Hugging Face processor resize images to these limits (width x height). Returns the value of
     `Prompt.pixels`, or None if both limits are the checkpoint's own. `keys` is the prefix of configuration keys in
@@ -105,8 +110,8 @@ def limit_pixels(
     """
     if min_pixels is None and max_pixels is None:
         return None
-    images: Any = getattr(processor, "image_processor", None)
-    if "min_pixels" not in getattr(getattr(images, "valid_kwargs", None), "__annotations__", {}):
+    images = getattr(processor, "image_processor", None)
+    if images is None or "min_pixels" not in getattr(getattr(images, "valid_kwargs", None), "__annotations__", {}):
         raise ConfigError(
             f"{keys}min_pixels, {keys}max_pixels: this model has no such limits",
             found=f"a {type(images or processor).__name__}",
@@ -154,7 +159,7 @@ class Scores:
     pixels: ProcessedImages | None = None  # None unless asked for
 
 
-def sampling_params(config: RequestConfig, seed: int | None) -> Any:
+def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
     """Return vLLM's settings for one answer."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
@@ -182,7 +187,7 @@ def sampling_params(config: RequestConfig, seed: int | None) -> Any:
     )
 
 
-def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]:
+def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, SamplingParams]:
     """Return the prompt and settings for vLLM to score a response. Read the output with `read_scores`."""
     from vllm import SamplingParams
 
@@ -190,12 +195,12 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Any]
     return whole, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0, detokenize=False)
 
 
-def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[Prompt, Any]]:
+def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[Prompt, SamplingParams]]:
     """Return one request for each of `cached_positions`. It reads the prefix cache and can only give the token that
     stands there. Requests with `prompt_logprobs` never read it. Read the outputs with `read_cached_score`."""
     from vllm import SamplingParams
 
-    def one(position: int) -> tuple[Prompt, Any]:
+    def one(position: int) -> tuple[Prompt, SamplingParams]:
         before = replace(prompt, token_ids=prompt.token_ids + response_token_ids[:position])
         # vLLM's log-probabilities are those from before the restriction to one token.
         only = [response_token_ids[position]]
@@ -209,7 +214,7 @@ def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[
 TRIES = 5  # tries of a request that the engine gives back
 
 
-def was_given_back(output: Any) -> bool:
+def was_given_back(output: RequestOutput) -> bool:
     """True if vLLM has ended a request without working on it, and wants it again.
 
     It keeps processed images on two sides of a pipe and sends only what the other side lacks. A request that is
@@ -218,7 +223,7 @@ def was_given_back(output: Any) -> bool:
     return any(completion.finish_reason == "error" for completion in output.outputs)
 
 
-def read_cached_score(output: Any) -> float:
+def read_cached_score(output: RequestOutput) -> float:
     """Return the natural log-probability of the one token. Raises NotFiniteError."""
     completion = output.outputs[0]
     logprob = float(completion.logprobs[0][completion.token_ids[0]].logprob)
@@ -227,7 +232,7 @@ def read_cached_score(output: Any) -> float:
 
 
 def read_generation(
-    output: Any, stop_token_ids: Collection[int], text_of: Callable[[list[int]], str] = lambda _: ""
+    output: RequestOutput, stop_token_ids: Collection[int], text_of: Callable[[list[int]], str] = lambda _: ""
 ) -> Generation:
     """Return the generation in vLLM's output. Without `text_of` it has a text only if there were stop strings. Raises
     NotFiniteError for its log-probabilities."""
@@ -248,7 +253,7 @@ def read_generation(
     )
 
 
-def check_logprobs(output: Any) -> None:
+def check_logprobs(output: RequestOutput) -> None:
     """Raises NotFiniteError if vLLM's output has log-probabilities of sampled tokens, and one is not finite."""
     for completion in output.outputs:
         # A part of a stream without tokens may repeat earlier rows.
@@ -256,7 +261,7 @@ def check_logprobs(output: Any) -> None:
         _check_finite([float(row[i].logprob) for row, i in rows])
 
 
-def _sampled_logprobs(completion: Any) -> list[float] | None:
+def _sampled_logprobs(completion: CompletionOutput) -> list[float] | None:
     """Return one log-probability per token, or None if they were not asked for. Raises NotFiniteError."""
     rows = getattr(completion, "logprobs", None)
     if rows is None:
@@ -271,7 +276,7 @@ def _sampled_logprobs(completion: Any) -> list[float] | None:
     return logprobs
 
 
-def read_scores(output: Any, num_scored: int) -> Scores:
+def read_scores(output: RequestOutput, num_scored: int) -> Scores:
     """Return the natural log-probabilities of the last `num_scored` tokens. Raises NotFiniteError."""
     token_ids = list(output.prompt_token_ids)
     rows = output.prompt_logprobs[-num_scored:]
@@ -295,7 +300,14 @@ def _check_finite(logprobs: list[float]) -> None:
         )
 
 
-def stop_token_ids(model_config: Any, tokenizer: Any) -> frozenset[int]:
+class _EndsAnswers(Protocol):
+    """A tokenizer of transformers."""
+
+    @property
+    def eos_token_id(self) -> int: ...
+
+
+def stop_token_ids(model_config: ModelConfig, tokenizer: _EndsAnswers) -> frozenset[int]:
     """Return the tokens that end an answer, from the checkpoint's generation settings and the tokenizer."""
     eos = model_config.try_get_generation_config().get("eos_token_id", [])
     ids = {eos} if isinstance(eos, int) else set(eos)

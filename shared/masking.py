@@ -13,9 +13,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import TypeVar, overload
 from urllib.parse import unquote
 
+V = TypeVar("V")
 MIN_CHARS = 4
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
@@ -79,7 +80,15 @@ def bare_url(url: str) -> str:
     return f"{scheme}{separator}{authority}{slash}{path}{'' if shown == url else '?...'}"
 
 
-def masked_in(value: Any) -> Any:
+@overload
+def masked_in(value: Mapping[str, V]) -> dict[str, V]: ...
+
+
+@overload
+def masked_in(value: object) -> object: ...
+
+
+def masked_in(value: object) -> object:
     """Return JSON's values, and tuples, without secrets. Keys of mappings are texts too."""
     if _pattern is None:
         return value

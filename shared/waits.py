@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import AsyncIterator, Callable
 from concurrent import futures
-from typing import Any, TypeVar
+from typing import TypeVar
 
 T = TypeVar("T")
 SLICE_S = 0.05  # time between looks at what cannot be waited for
@@ -94,7 +94,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
             timer.cancel()
 
 
-async def ends_within(limit_s: float, task: asyncio.Future[Any]) -> bool:
+async def ends_within(limit_s: float, task: asyncio.Future[object]) -> bool:
     """Return True if it ends in time. It goes on if it does not."""
     deadline = Deadline(limit_s)
     while not (await asyncio.wait({task}, timeout=deadline.left_s()))[0]:

@@ -10,9 +10,9 @@ retry after a lost reply never makes a second rollout.
 from __future__ import annotations
 
 import uuid as uuid_module
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Literal, TypeVar, get_args
 
 from pydantic import (
     BaseModel,
@@ -80,7 +80,7 @@ class ClientModel(WireModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_nulls(cls, data: Any) -> Any:
+    def _drop_nulls(cls, data: object) -> object:
         if not isinstance(data, dict):
             return data
         return {key: value for key, value in data.items() if value is not None or not cls._may_be_absent(key)}
@@ -102,8 +102,10 @@ class ClientModel(WireModel):
         return schema
 
 
-NoItems = Annotated[list[Any], Field(max_length=0)]  # empty, because this server does not have them
-NoFields = Annotated[dict[str, Any], Field(max_length=0)]
+NoItems = Annotated[list[object], Field(max_length=0)]  # empty, because this server does not have them
+NoFields = Annotated[dict[str, object], Field(max_length=0)]
+Content = str | Sequence[Mapping[str, object]]  # a chat turn's text, or its parts as chat templates take them
+Turn = Mapping[str, Content]  # a chat turn as plain data: its "role" and its "content"
 TemplateValue = bool | int | FiniteFloat | Annotated[str, Field(max_length=4096)] | None
 
 
@@ -155,7 +157,7 @@ class RolloutInferRequest(ClientModel):
         default=None, ge=0, lt=2**63, description="of its first answer; without it, it follows from the call's"
     )
     pixels: bool = Field(default=False, description="also what the vision tower is fed of the images")
-    data_dict: dict[str, Any] = Field(default={}, description="no effect")
+    data_dict: dict[str, object] = Field(default={}, description="no effect")
     chat_template_kwargs: dict[Name, TemplateValue] = Field(
         default={}, description="variables of the model's chat template, such as `enable_thinking`"
     )
@@ -214,7 +216,7 @@ class TokenLogprob(WireModel):
     token: str
     bytes: list[int] = Field(description="of `token`")
     logprob: float = Field(description="natural logarithm")
-    top_logprobs: list[Any] = []
+    top_logprobs: list[object] = []
 
 
 class ChoiceLogprobs(WireModel):

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from importlib import resources
-from typing import Any
 
 import typer
 
@@ -24,7 +23,7 @@ def json_schema(program: str) -> str:
     return (resources.files(package) / name).read_text(encoding="utf-8")
 
 
-def schema_option(program: str) -> Any:
+def schema_option(program: str) -> object:
     """Return the option `--schema`: it prints the schema and ends, whatever else is missing."""
     help = "Print the JSON Schema of this file, for editors."
     return typer.Option("--schema", help=help, callback=_printer(program), is_eager=True)

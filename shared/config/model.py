@@ -18,10 +18,12 @@ import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin
+from typing import Annotated, Any, Literal, TypeVar, Union, cast, get_args, get_origin, overload
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, PydanticUserError, TypeAdapter
+from pydantic.config import JsonDict
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
 
 from shared.errors import ConfigError, ProjectError
 from shared.masking import as_written, masked
@@ -32,6 +34,7 @@ ROOT = "(root)"
 _PLAIN_KEY = re.compile(r"[A-Za-z0-9_\-]+")
 
 KeyPath = tuple[str | int, ...]
+V = TypeVar("V")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,11 +133,18 @@ def hide(config: BaseModel, secrets: Mapping[str, str]) -> None:
 
 def shown(config: Section) -> dict[str, Any]:
     """Return all values as JSON takes them, without secrets."""
-    values: dict[str, Any] = without_secrets(config.model_dump(mode="json"), config._secrets)
-    return values
+    return without_secrets(config.model_dump(mode="json"), config._secrets)
 
 
-def without_secrets(value: Any, secrets: Mapping[str, str]) -> Any:
+@overload
+def without_secrets(value: dict[str, V], secrets: Mapping[str, str]) -> dict[str, V]: ...
+
+
+@overload
+def without_secrets(value: object, secrets: Mapping[str, str]) -> object: ...
+
+
+def without_secrets(value: object, secrets: Mapping[str, str]) -> object:
     """Return the value with these texts as they were written, and no secret in any other."""
     if isinstance(value, dict):
         return {name: without_secrets(one, secrets) for name, one in value.items()}
@@ -147,12 +157,12 @@ def without_secrets(value: Any, secrets: Mapping[str, str]) -> Any:
     return value if masked(value) == value else Hidden(as_written(value))
 
 
-def key(meaning: str, default: Any = ..., *, unit: str = "", req: str = "", **bounds: Any) -> Any:
+def key(meaning: str, default: object = ..., *, unit: str = "", req: str = "", **bounds: Any) -> Any:
     """Return a pydantic field. `meaning`, `unit` and `req` (requirement ids) go to CONFIG.md and the JSON Schema.
 
     A key without a default is required. `bounds` are pydantic's: `ge`, `gt`, `le`, `lt`, `min_length`, `pattern`.
     """
-    extra: dict[str, Any] = {name: text for name, text in (("unit", unit), ("requirement", req)) if text}
+    extra: JsonDict = {name: text for name, text in (("unit", unit), ("requirement", req)) if text}
     return Field(default, description=meaning, json_schema_extra=extra, **bounds)
 
 
@@ -165,7 +175,7 @@ def given(section: Section, name: str) -> str:
 
 Model = TypeVar("Model", bound=BaseModel)
 
-_WORDS = {
+_WORDS: Mapping[object, str] = {
     bool: "true or false",
     int: "an integer",
     float: "a number",
@@ -178,7 +188,7 @@ _WORDS = {
 # ---- types in words ------------------------------------------------------------------------------------------------
 
 
-def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
+def describe(annotation: object, metadata: tuple[object, ...] = ()) -> str:
     """Return a type with its bounds in words: `an integer >= 1 or null`."""
     origin, args = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
@@ -194,7 +204,7 @@ def describe(annotation: Any, metadata: tuple[Any, ...] = ()) -> str:
         return "a mapping"
     word = _WORDS.get(annotation, "a mapping" if origin is dict or annotation is dict else "a value")
     if annotation is str:
-        patterns = [item.pattern for item in metadata if getattr(item, "pattern", None)]
+        patterns = [found for item in metadata if (found := getattr(item, "pattern", None))]
         return word + _bounds(metadata, "length") + "".join(f" matching {pattern}" for pattern in patterns)
     return word + (_bounds(metadata, "value") if annotation in (int, float) else "")
 
@@ -203,7 +213,7 @@ def describe_field(field: FieldInfo) -> str:
     return describe(field.annotation, tuple(field.metadata))
 
 
-def _bounds(metadata: tuple[Any, ...], what: Literal["value", "length"]) -> str:
+def _bounds(metadata: tuple[object, ...], what: Literal["value", "length"]) -> str:
     names = ("ge", "gt", "le", "lt") if what == "value" else ("min_length", "", "max_length", "")
     said = {name: getattr(item, name) for item in metadata for name in names if name and hasattr(item, name)}
     low = said.get(names[0], said.get(names[1]))
@@ -221,7 +231,7 @@ def _bounds(metadata: tuple[Any, ...], what: Literal["value", "length"]) -> str:
 # ---- where keys are ------------------------------------------------------------------------------------------------
 
 
-def _alternatives(annotation: Any) -> Iterator[Any]:
+def _alternatives(annotation: object) -> Iterator[object]:
     if get_origin(annotation) is Annotated:
         yield from _alternatives(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
@@ -231,7 +241,7 @@ def _alternatives(annotation: Any) -> Iterator[Any]:
         yield annotation
 
 
-def section_of(annotation: Any) -> type[BaseModel] | None:
+def section_of(annotation: object) -> type[BaseModel] | None:
     """Return the model that a field's mapping is read into, or None."""
     for option in _alternatives(annotation):
         if isinstance(option, type) and issubclass(option, BaseModel):
@@ -239,7 +249,7 @@ def section_of(annotation: Any) -> type[BaseModel] | None:
     return None
 
 
-def item_of(annotation: Any) -> Any:
+def item_of(annotation: object) -> object:
     """Return the type of a list's items, or None."""
     for option in _alternatives(annotation):
         if get_origin(option) in (list, tuple):
@@ -260,7 +270,7 @@ def walk_keys(model: type[BaseModel], path: KeyPath = ()) -> Iterator[tuple[KeyP
 
 
 def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None:
-    annotation: Any = model
+    annotation: object = model
     for part in path:
         section = section_of(annotation)
         if isinstance(part, int):
@@ -272,7 +282,7 @@ def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None
     return section_of(annotation)
 
 
-def _type_at(model: type[BaseModel], path: KeyPath) -> Any:
+def _type_at(model: type[BaseModel], path: KeyPath) -> object:
     """Return the type of a key's value or of a list's item, with its bounds; None where the schema has none."""
     last = path[-1] if path else None
     if isinstance(last, int):
@@ -306,7 +316,7 @@ def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
 
 
 def mistake_of(
-    model: type[BaseModel], values: Mapping[str, Any], detail: Mapping[str, Any]
+    model: type[BaseModel], values: Mapping[str, object], detail: ErrorDetails
 ) -> tuple[KeyPath, Mistake, tuple[KeyPath, ...]]:
     """Return one error of pydantic as (path, mistake, every path whose value cannot be trusted)."""
     kind = detail["type"]
@@ -333,16 +343,16 @@ def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
     return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
 
 
-def _real_path(loc: tuple[str | int, ...], values: Any, *, keep_last: bool) -> KeyPath:
+def _real_path(loc: tuple[str | int, ...], values: object, *, keep_last: bool) -> KeyPath:
     """Pydantic's location without the names of union members, which are not keys."""
     path: list[str | int] = []
     for index, part in enumerate(loc):
-        length = len(values) if isinstance(values, list) else 0
-        known = part in values if isinstance(values, dict) else isinstance(part, int) and part < length
-        if known:
-            values = values[part]
-        if known or (keep_last and index == len(loc) - 1):
-            path.append(part)
+        inner = values if isinstance(values, dict) else dict(enumerate(values)) if isinstance(values, list) else {}
+        if part in inner:
+            values = inner[part]
+        elif not (keep_last and index == len(loc) - 1):
+            continue
+        path.append(part)
     return tuple(path)
 
 
@@ -359,7 +369,7 @@ def _unknown(model: type[BaseModel], path: KeyPath) -> tuple[Mistake, list[KeyPa
     return Mistake(path=dotted(path), found="an unknown key", wanted=wanted, remedy=remedy), meant
 
 
-def _remedy(value: Any, wanted: str, detail: Mapping[str, Any], annotation: Any) -> str:
+def _remedy(value: object, wanted: str, detail: ErrorDetails, annotation: object) -> str:
     if isinstance(value, float) and not math.isfinite(value):
         return "write a finite number"
     if isinstance(value, float) and "an integer" in wanted:
@@ -396,7 +406,7 @@ def _is_right_without_quotes(text: str, annotation: Any) -> bool:
 
 
 @functools.cache
-def _adapter(annotation: Any) -> TypeAdapter[Any]:
+def _adapter(annotation: Any) -> TypeAdapter[object]:
     return TypeAdapter(annotation)
 
 
@@ -407,14 +417,14 @@ class UntrustedValueError(Exception):
 class _RawValues:
     """Raw values that can be read like a model. A value at a `bad` path raises UntrustedValueError."""
 
-    def __init__(self, model: type[BaseModel], values: Mapping[str, Any], path: KeyPath, bad: set[KeyPath]) -> None:
+    def __init__(self, model: type[BaseModel], values: Mapping[str, object], path: KeyPath, bad: set[KeyPath]) -> None:
         self._model, self._values, self._path, self._bad = model, values, path, bad
 
     @property
     def model_fields_set(self) -> set[str]:
         return set(self._values) & set(self._model.model_fields)
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name: str) -> object:
         here = (*self._path, name)
         if here in self._bad or () in self._bad:
             raise UntrustedValueError(dotted(here))
@@ -425,13 +435,13 @@ class _RawValues:
             return field.get_default(call_default_factory=True)
         return self._shown(self._values[name], field.annotation, here)
 
-    def _from_class(self, name: str) -> Any:
+    def _from_class(self, name: str) -> object:
         attribute = getattr(self._model, name)
         if isinstance(attribute, property):
-            return cast(Callable[[Any], Any], attribute.fget)(self)
+            return cast(Callable[[object], object], attribute.fget)(self)
         return types.MethodType(attribute, self) if isinstance(attribute, types.FunctionType) else attribute
 
-    def _shown(self, value: Any, annotation: Any, path: KeyPath) -> Any:
+    def _shown(self, value: object, annotation: object, path: KeyPath) -> object:
         if path in self._bad:
             raise UntrustedValueError(dotted(path))
         section = section_of(annotation)
@@ -445,6 +455,6 @@ class _RawValues:
         return _adapter(annotation).validate_python(value)
 
 
-def trusted_view(model: type[Model], values: Mapping[str, Any], bad: set[KeyPath]) -> Model:
+def trusted_view(model: type[Model], values: Mapping[str, object], bad: set[KeyPath]) -> Model:
     """Return `values` as if they were a valid `model`; reading a wrong value raises UntrustedValueError."""
     return cast(Model, _RawValues(model, values, (), bad))

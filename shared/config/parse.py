@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -42,10 +42,11 @@ Model = TypeVar("Model", bound=BaseModel)
 Retired = Mapping[str, tuple[str, str]]  # dotted path -> (what is wanted, what to do)
 
 
-class Document(dict[str, Any]):
+class Document(dict[str, object]):
     """The values of a configuration and their lines. Mistakes of the YAML itself are kept here for `parse`."""
 
     def __init__(self, parsed: Parsed, source: str) -> None:
+        assert isinstance(parsed.value, dict), "only a mapping is read"
         super().__init__(parsed.value)
         self.lines = parsed.lines
         self.mistakes = tuple(parsed.mistakes)
@@ -64,7 +65,7 @@ def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ, overrides: 
 
 def parse(
     model: type[Model],
-    data: Mapping[str, Any],
+    data: Mapping[str, object],
     source: str | Path = "",
     *,
     retired: Retired | None = None,
@@ -102,9 +103,9 @@ def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mis
     return mistakes
 
 
-def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, Any], list[Mistake]]:
+def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, object], list[Mistake]]:
     """Return the values without retired keys, and without sections that held nothing else; and the mistakes so far."""
-    values: dict[str, Any] = copy.deepcopy(dict(document))
+    values: dict[str, object] = copy.deepcopy(dict(document))
     mistakes = list(document.mistakes)
     for path, (wanted, remedy) in retired.items():
         if _remove(values, path.split(".")):
@@ -112,7 +113,7 @@ def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, An
     return values, mistakes
 
 
-def _remove(values: dict[str, Any], keys: list[str]) -> bool:
+def _remove(values: dict[str, object], keys: list[str]) -> bool:
     head, *rest = keys
     if head not in values:
         return False
@@ -160,20 +161,20 @@ def _line_of(path: str, lines: Mapping[str, str]) -> str:
 class _Dumper(yaml.SafeDumper):
     """Quotes every string that YAML 1.1 or our own reader would read as another type."""
 
-    def ignore_aliases(self, data: Any) -> bool:
+    def ignore_aliases(self, data: object) -> bool:
         return True
 
 
 add_numbers(_Dumper)
 
 
-def dump_yaml(values: Mapping[str, Any]) -> str:
+def dump_yaml(values: Mapping[str, object]) -> str:
     """Return YAML that `load_yaml` reads back as `values`: plain mappings, lists, strings, numbers, booleans, nulls."""
     escaped = _escape(values)
     return yaml.dump(escaped, Dumper=_Dumper, sort_keys=False, allow_unicode=False, width=120)
 
 
-def _escape(value: Any) -> Any:
+def _escape(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _escape(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -183,7 +184,7 @@ def _escape(value: Any) -> Any:
     return value.replace("${", "$${") if isinstance(value, str) else value
 
 
-def write_yaml(path: Path, values: Mapping[str, Any], header: str = "") -> None:
+def write_yaml(path: Path, values: Mapping[str, object], header: str = "") -> None:
     """Write `values` to `path`, below `header` as comment lines. Raises OSError."""
     comment = "".join(f"# {line}\n" for line in header.splitlines())
     path.write_text(comment + dump_yaml(values), encoding="utf-8")

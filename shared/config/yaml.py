@@ -19,7 +19,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, overload
 
 import yaml
 from yaml.resolver import BaseResolver
@@ -27,6 +27,7 @@ from yaml.resolver import BaseResolver
 from shared.config.model import ConfigErrors, KeyPath, Mistake, dotted, show
 from shared.masking import is_secret, remember
 
+V = TypeVar("V")
 MAX_BYTES = 1 << 20
 MAX_DEPTH = 40
 MAX_VALUES = 20_000
@@ -75,7 +76,7 @@ def _boolean(text: str) -> bool:
     return text.lower() == "true"
 
 
-_SCALARS: dict[str, Callable[[str], Any]] = {
+_SCALARS: dict[str, Callable[[str], object]] = {
     "tag:yaml.org,2002:str": str,
     "tag:yaml.org,2002:int": _integer,
     "tag:yaml.org,2002:float": _number,
@@ -90,7 +91,7 @@ class Parsed:
     """The content of one file. `lines` maps dotted paths to `file:line`; values at `bad` paths cannot be trusted.
     `secrets`: texts that hold a variable whose name says that it is secret, and how they were written."""
 
-    value: Any = None
+    value: object = None
     lines: dict[str, str] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
     bad: set[KeyPath] = field(default_factory=set)
@@ -145,7 +146,7 @@ class _Builder:
         self.parsed = Parsed()
         self.num_values = 0
 
-    def build(self, node: yaml.Node, path: KeyPath) -> Any:
+    def build(self, node: yaml.Node, path: KeyPath) -> object:
         self.num_values += 1
         if self.num_values > MAX_VALUES or len(path) > MAX_DEPTH:
             wanted = f"at most {MAX_VALUES} values and {MAX_DEPTH} levels"
@@ -155,23 +156,26 @@ class _Builder:
         if isinstance(node, yaml.ScalarNode):
             return self._scalar(node, path)
         if node.tag not in _COLLECTIONS:
-            return self._refuse(node, path, f"the tag {node.tag!r}", "plain YAML", "remove the tag")
+            self._refuse(node, path, f"the tag {node.tag!r}", "plain YAML", "remove the tag")
+            return None
         if isinstance(node, yaml.SequenceNode):
             return [self.build(item, (*path, index)) for index, item in enumerate(node.value)]
         return self._mapping(node, path)
 
-    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> Any:
+    def _scalar(self, node: yaml.ScalarNode, path: KeyPath) -> object:
         construct = _SCALARS.get(node.tag)
         if construct is None:
-            return self._refuse(node, path, f"the tag {node.tag!r}", "plain YAML", "remove the tag")
+            self._refuse(node, path, f"the tag {node.tag!r}", "plain YAML", "remove the tag")
+            return None
         try:
             return construct(node.value)
         except ValueError:
             kind = node.tag.rpartition(":")[2]
-            return self._refuse(node, path, "text that does not fit its tag", f"a YAML {kind}", "fix the value")
+            self._refuse(node, path, "text that does not fit its tag", f"a YAML {kind}", "fix the value")
+            return None
 
-    def _mapping(self, node: yaml.Node, path: KeyPath) -> dict[str, Any]:
-        values: dict[str, Any] = {}
+    def _mapping(self, node: yaml.Node, path: KeyPath) -> dict[str, object]:
+        values: dict[str, object] = {}
         for key_node, value_node in node.value:
             if not isinstance(key_node, yaml.ScalarNode) or key_node.tag != "tag:yaml.org,2002:str":
                 text = str(key_node.value)[:40] if isinstance(key_node, yaml.ScalarNode) else "a collection"
@@ -237,14 +241,14 @@ class _Reader:
             ]
             raise ConfigErrors(mistakes=mistakes)
         merged = Parsed(value={})
-        for base in self._bases(path, parsed):
+        for base in self._bases(path, parsed.value, parsed):
             _overlay(merged, self.read(path.parent / base, (*chain, path.resolve())))
         _overlay(merged, parsed)
         return merged
 
-    def _bases(self, path: Path, parsed: Parsed) -> list[str]:
-        """Remove `base` from the file's values, and return its paths."""
-        said = self.fill(parsed.value.pop(BASE_KEY, None), (BASE_KEY,), parsed)
+    def _bases(self, path: Path, values: dict[str, object], parsed: Parsed) -> list[str]:
+        """Remove `base` from the file's `values`, and return its paths."""
+        said = self.fill(values.pop(BASE_KEY, None), (BASE_KEY,), parsed)
         bases = [said] if isinstance(said, str) else said
         if said is None:
             return []
@@ -257,7 +261,7 @@ class _Reader:
             return []
         return bases
 
-    def fill(self, value: Any, path: KeyPath, parsed: Parsed) -> Any:
+    def fill(self, value: object, path: KeyPath, parsed: Parsed) -> object:
         if isinstance(value, dict):
             return {key: self.fill(item, (*path, key), parsed) for key, item in value.items()}
         if isinstance(value, list):
@@ -322,7 +326,15 @@ def _overlay(below: Parsed, above: Parsed) -> None:
     below.bad |= above.bad
 
 
-def merge(below: Any, above: Any) -> Any:
+@overload
+def merge(below: Mapping[str, V], above: Mapping[str, V]) -> dict[str, V]: ...
+
+
+@overload
+def merge(below: object, above: object) -> object: ...
+
+
+def merge(below: object, above: object) -> object:
     """Return `above` over `below`: mappings key by key, everything else replaced."""
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: merge(below.get(key), item) for key, item in above.items()}
@@ -375,7 +387,7 @@ def _override(merged: Parsed, text: str) -> None:
     merged.bad |= builder.parsed.bad
 
 
-def _with_value(below: Any, path: KeyPath, value: Any) -> Any:
+def _with_value(below: object, path: KeyPath, value: object) -> object:
     """Return `below` with `value` merged in at `path`; sections that are missing are made. Raises LookupError with the
     index if a list has no such item."""
     if not path:

@@ -11,12 +11,18 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from shared.errors import SyncError
 from shared.sync.loading import CopyMemory, WeightLoad, uncovered
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.lora.request import LoRARequest
+    from vllm.lora.worker_manager import WorkerLoRAManager
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 _ADAPTER_ID = 1  # vLLM's number for the one adapter that is served
 _HALVES = (".lora_A.weight", ".lora_B.weight")
@@ -33,7 +39,9 @@ def adapt_linear_layers_only() -> None:
     load = LoRAModelRunnerMixin.load_lora_model
 
     @functools.wraps(load)
-    def load_without(runner: Any, model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    def load_without(
+        runner: GPUModelRunner, model: torch.nn.Module, *args: object, **kwargs: object
+    ) -> torch.nn.Module:
         for module in model.modules():
             if getattr(module, "embedding_modules", None):
                 module.embedding_modules = {}  # type: ignore[assignment]
@@ -42,7 +50,7 @@ def adapt_linear_layers_only() -> None:
     LoRAModelRunnerMixin.load_lora_model = load_without
 
 
-def adapter_request(name: str) -> Any:
+def adapter_request(name: str) -> LoRARequest:
     """Makes vLLM answer a request with the adapter that it was given last. Each adapter needs a new name, because
     vLLM's cached prefixes belong to a name."""
     from vllm.lora.request import LoRARequest
@@ -53,7 +61,7 @@ def adapter_request(name: str) -> Any:
 class AdapterLoad:
     """One adapter update. `loras` is the model runner's LoRA manager."""
 
-    def __init__(self, loras: Any) -> None:
+    def __init__(self, loras: WorkerLoRAManager) -> None:
         self._manager = loras._adapter_manager
         self._dtype, self._max_rank = loras.lora_config.lora_dtype, loras.lora_config.max_lora_rank
         self._tensors: dict[str, torch.Tensor] = {}
@@ -113,7 +121,7 @@ class AdapterLoad:
         return {served[m]: (self._tensors[m + _HALVES[0]], self._tensors[m + _HALVES[1]]) for m in modules}
 
     def _served_names(self, modules: list[str]) -> list[str]:
-        mapper: Any = getattr(self._manager.model, "hf_to_vllm_mapper", None)
+        mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return modules
         renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # the LoRA manager itself fuses q, k and v
@@ -131,7 +139,14 @@ class BaseWeightLoad(WeightLoad):
     """A load into the base model. While it is open, the model looks as if no layer could be adapted, so names and
     layers are the checkpoint's."""
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory, loras: Any) -> None:
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        memory: CopyMemory,
+        loras: WorkerLoRAManager,
+    ) -> None:
         super().__init__(model, vllm_config, device, memory)
         self._loras = loras
         self._wrappers: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []

@@ -156,7 +156,7 @@ _changed = threading.Condition()
 _watcher: threading.Thread | None = None
 
 
-def _end_in_time(operation: Operation[Any]) -> None:
+def _end_in_time(operation: Operation[T]) -> None:
     global _watcher
     with _changed:
         _under_way.add(operation)
@@ -167,7 +167,7 @@ def _end_in_time(operation: Operation[Any]) -> None:
     operation.future.add_done_callback(lambda _: _forget(operation))
 
 
-def _forget(operation: Operation[Any]) -> None:
+def _forget(operation: Operation[T]) -> None:
     with _changed:
         _under_way.discard(operation)
 

@@ -33,7 +33,7 @@ import struct
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 
@@ -43,7 +43,12 @@ from shared.sync.calls import Begin, Operation, Sender
 from shared.sync.meeting import Seat, late, meet
 from shared.waits import Deadline
 
+if TYPE_CHECKING:
+    from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+    from vllm.distributed.utils import StatelessProcessGroup
+
 log = logging.getLogger(__name__)
+G = TypeVar("G")
 SHARED_GPU_KEY = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
 Backend = Literal["tcp", "nccl"]
 
@@ -236,7 +241,7 @@ class _Nccl(Communicator):
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         with torch.cuda.device(member.device):
-            self._nccl: Any = PyNcclCommunicator(
+            self._nccl: PyNcclCommunicator | None = PyNcclCommunicator(
                 _introduction(member, given_up, allow_shared_gpu), device=member.device
             )
             self._stream = torch.cuda.Stream(member.device)
@@ -271,7 +276,7 @@ class _Nccl(Communicator):
 _UUID_BYTES, _NCCL_ID_BYTES = 64, 128
 
 
-def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: bool) -> Any:
+def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: bool) -> StatelessProcessGroup:
     """Return a group, for vLLM's binding, in which rank 0's unique id travels at the meeting as plain bytes. In vLLM's
     own group it comes out of a store that anybody can write to, and is unpickled."""
     from vllm.distributed.utils import StatelessProcessGroup
@@ -280,7 +285,7 @@ def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: boo
         def __init__(self) -> None:
             self.rank, self.world_size = member.rank, member.world_size
 
-        def broadcast_obj(self, obj: Any, src: int) -> Any:
+        def broadcast_obj(self, obj: ctypes.Structure, src: int) -> ctypes.Structure:
             """Return NCCL's unique id as rank 0 has it. `obj` is the id, a C structure; it is empty on other ranks than
             0."""
             assert src == 0
@@ -321,7 +326,7 @@ def _tell_apart() -> None:
         log.warning("learner and rollout server share a GPU: weights travel through sockets, at a few GB/s")
 
 
-def _joined(group: Any) -> Any:
+def _joined(group: G | None) -> G:
     """Return `group`, or CommunicatorError if it was left."""
     if not group:
         raise _left()
