@@ -18,8 +18,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as Fast
 
 from learner.config.sections.loss import LossConfig
@@ -85,7 +85,7 @@ class FolderTokenizer:
         if found is None:
             raise ValueError(f"the end token {end} has no id")
         self.eos_token_id: int = found
-        self.added_tokens_decoder: dict[int, Any] = self.backend_tokenizer.get_added_tokens_decoder()
+        self.added_tokens_decoder: dict[int, AddedToken] = self.backend_tokenizer.get_added_tokens_decoder()
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:
         return list(self.backend_tokenizer.encode(text, add_special_tokens=add_special_tokens).ids)
@@ -100,7 +100,7 @@ class FolderTokenizer:
         return dict(self.backend_tokenizer.get_vocab())
 
 
-def load_task(model: str | Path | Tokenizer, **keys: Any) -> DetectionTask:
+def load_task(model: str | Path | Tokenizer, **keys: object) -> DetectionTask:
     """Return the task for a model's folder, or for a tokenizer of transformers. `keys` are those of the section `task`:
     `container`, `coordinates`, `iou_threshold`.
 

@@ -23,7 +23,7 @@ if TYPE_CHECKING:  # numpy too: `--check` imports this module, and must be quick
     import torch
     from numpy.typing import NDArray
 
-    from shared.wire import ProcessedImages
+    from shared.wire import ProcessedImages, Turn
 
 GeometryKind = Literal["bbox_2d", "poly"]
 DropReason = Literal[
@@ -112,7 +112,7 @@ class Sample:
     are those of that picture."""
 
     sample_id: str
-    messages: tuple[Mapping[str, Any], ...]
+    messages: tuple[Turn, ...]
     images: tuple[str, ...]
     objects: tuple[Any, ...]
     width: int  # pixels
@@ -256,7 +256,7 @@ class Segment:
         return len(self.input_ids)
 
     @property
-    def prompt_key(self) -> tuple[Any, ...]:
+    def prompt_key(self) -> tuple[object, ...]:
         """Equal for segments whose prompt and images are the same: answers to one sample (R47)."""
         if not self.sample_id or not self.prompt_length:
             return (id(self),)
@@ -373,7 +373,7 @@ class RawRecord:
 
     place: Place
     sample_id: str
-    messages: Sequence[Mapping[str, Any]]  # the prompt, without the assistant's last turn
+    messages: Sequence[Turn]  # the prompt, without the assistant's last turn
     images: tuple[str, ...]  # names as the file has them
     objects: Sequence[RawObject]
     width: int | None  # the annotated image's, in pixels; None: the image's own

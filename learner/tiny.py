@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -222,7 +221,7 @@ def build_config(tokenizer: PreTrainedTokenizerFast, shape: TinyShape) -> Qwen3V
     )
 
 
-def _text_config(tokenizer: PreTrainedTokenizerFast, shape: TinyShape) -> dict[str, Any]:
+def _text_config(tokenizer: PreTrainedTokenizerFast, shape: TinyShape) -> dict[str, object]:
     return {
         "vocab_size": len(tokenizer),
         "hidden_size": shape.hidden,
@@ -245,7 +244,7 @@ def _text_config(tokenizer: PreTrainedTokenizerFast, shape: TinyShape) -> dict[s
     }
 
 
-def _vision_config(shape: TinyShape) -> dict[str, Any]:
+def _vision_config(shape: TinyShape) -> dict[str, object]:
     return {
         "depth": shape.vision_depth,
         "hidden_size": shape.vision_hidden,

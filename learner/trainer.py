@@ -18,7 +18,6 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from learner.config.inference import CALIBRATION_NAME
 from learner.config.schema import RunConfig
@@ -346,7 +345,7 @@ class Trainer:
         split: str | None,
         *,
         task: Task | None = None,
-        calibrated: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+        calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
     ) -> Evaluation:
         """Roll out `samples`, which are of `data.SPLIT`, with the present weights. Write their scenes to `eval/file`,
         and COCO results beside it. `task`: of samples of another task, for which the run's rewards do not apply.

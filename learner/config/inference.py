@@ -44,9 +44,9 @@ class InferenceSettings(BaseModel):
 
 def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceSettings:
     """Return what the run says. `samples`: of its training data. The prompt is the one that most of them have."""
-    prompts: Counter[tuple[tuple[str, Any], ...]] = Counter()
+    prompts: Counter[tuple[tuple[str, object], ...]] = Counter()
     classes: dict[str, None] = {}
-    turns: dict[tuple[tuple[str, Any], ...], Sequence[Mapping[str, Any]]] = {}
+    turns: dict[tuple[tuple[str, object], ...], Sequence[Mapping[str, object]]] = {}
     for sample in samples:
         key = tuple((str(turn["role"]), str(turn["content"])) for turn in sample.messages)
         prompts[key] += 1
@@ -65,7 +65,7 @@ def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceS
     )
 
 
-def prompt_messages(prompt: str | None) -> list[dict[str, Any]]:
+def prompt_messages(prompt: str | None) -> list[dict[str, object]]:
     """Return the user's turn, with the image before the text if the text does not place it."""
     text = prompt if prompt is not None else "Detect every object."
     return [{"role": "user", "content": text if IMAGE in text else IMAGE + text}]

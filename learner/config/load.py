@@ -11,7 +11,6 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from learner.config.modes import colocates, uses_servers
 from learner.config.plan import tensor_parallel_size, topology_rules
@@ -104,7 +103,7 @@ def load_config(
     return config_of(load_yaml(path, env, overrides), world_size=world_size)
 
 
-def config_of(data: Mapping[str, Any], *, world_size: int | None = None) -> RunConfig:
+def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> RunConfig:
     """Do the same for a mapping or a `Document`. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
     config = parse(RunConfig, data, retired=RETIRED, rules=rules)
@@ -130,7 +129,7 @@ def write_resolved(config: RunConfig, run_dir: Path) -> Path:
     return path
 
 
-def _with_vllm(config: RunConfig, **values: Any) -> RunConfig:
+def _with_vllm(config: RunConfig, **values: object) -> RunConfig:
     rollout = config.rollout_matching
     vllm = rollout.vllm.model_copy(update=values)
     extra = config.custom.extra.model_copy(update={"rollout_matching": rollout.model_copy(update={"vllm": vllm})})

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from learner.config.modes import ROLLOUT, Rule, colocates, needs_rollouts, overlaps, sync_mode, uses_servers
 from learner.config.schedule import scheduled_channel
@@ -166,13 +165,13 @@ class Plan:
     b_ratio: float | None
     channels: tuple[str, ...]  # the first steps' channels, by the schedule
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         """JSON values by the names above, without secrets; `channels` only with `stage2_ab`, where they differ."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "channels"}
         channels = {} if self.b_ratio is None else {"channels": list(self.channels)}
         servers = [entry.model_dump() for entry in self.servers]
         lists = {"servers": servers, "local_rollouts_per_step": list(self.local_rollouts_per_step)}
-        shown: dict[str, Any] = masked_in({**values, **lists, **channels})
+        shown: dict[str, object] = masked_in({**values, **lists, **channels})
         return shown
 
 

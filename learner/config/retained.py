@@ -5,8 +5,6 @@ So everything that reads or checks a run's annotations does it for these too.
 
 from __future__ import annotations
 
-from typing import Any
-
 from learner.config.schema import RunConfig
 from learner.config.sections.data import RetainConfig
 
@@ -18,7 +16,7 @@ def retained_configs(config: RunConfig) -> dict[str, RunConfig]:
 
 
 def _config_of(config: RunConfig, one: RetainConfig) -> RunConfig:
-    own: dict[str, Any] = {
+    own: dict[str, object] = {
         "train": one.val,
         "val": None,
         "test": None,

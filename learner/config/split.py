@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from learner.config.sections.data import DataConfig, SplitConfig
 
 
@@ -14,7 +12,7 @@ def as_read_for(data: DataConfig, split: str) -> DataConfig:
     return data.model_copy(update={**paths, **(_own_keys(own) if isinstance(own, SplitConfig) else {})})
 
 
-def _own_keys(own: SplitConfig) -> dict[str, Any]:
+def _own_keys(own: SplitConfig) -> dict[str, object]:
     """Return what is given. A format of its own is not read by the run's reader."""
     keys = {
         "format": own.format,
@@ -23,5 +21,5 @@ def _own_keys(own: SplitConfig) -> dict[str, Any]:
         "annotation_root": own.annotation_root,
         "prompt": own.prompt,
     }
-    without_reader: dict[str, Any] = {"reader": None} if own.format is not None else {}
+    without_reader: dict[str, object] = {"reader": None} if own.format is not None else {}
     return without_reader | {name: value for name, value in keys.items() if value is not None}

@@ -183,7 +183,7 @@ class Batches(Iterator[MicroBatch]):
                 break
         return found
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return where training stands in the data, as JSON: the first micro-batch that was not handed out, those
         behind it that were, and of which data."""
         return {"position": self._first, "taken": sorted(self._taken), **self._identity()}
@@ -253,7 +253,7 @@ class Batches(Iterator[MicroBatch]):
             self._seen[position] = seen
         return seen.share, seen.samples
 
-    def _identity(self) -> dict[str, Any]:
+    def _identity(self) -> dict[str, object]:
         ids = hashlib.sha256("\0".join(sample.sample_id for sample in self._samples).encode())
         return {
             "samples": ids.hexdigest(),
@@ -391,7 +391,7 @@ class WindowRepeater(Iterator[MicroBatch]):
         """See `Batches`."""
         return self._batches.seen_in(epoch, sample_id)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """Return the data's own state at the window's beginning, and how many passes over the window are done; as
         JSON."""
         return {**self._start, **self._next._asdict()}

@@ -21,7 +21,7 @@ from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing import forkserver, get_context, parent_process, resource_tracker
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -164,7 +164,7 @@ def _modules_of(encoder: Encoder) -> set[str]:
     modules = set()
 
     class Unpickler(pickle.Unpickler):
-        def find_class(self, module: str, name: str, /) -> Any:
+        def find_class(self, module: str, name: str, /) -> object:
             modules.add(module)
             return super().find_class(module, name)
 

@@ -14,11 +14,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 from weakref import WeakKeyDictionary
 
 from PIL import Image
-from transformers import AutoConfig, AutoProcessor, AutoTokenizer
+from transformers import AutoConfig, AutoProcessor, AutoTokenizer, PreTrainedTokenizerBase, ProcessorMixin
 
 from learner.data.views import open_images
 from learner.records import EncodedPrompt, Rollout, Sample, VisionInputs
@@ -38,8 +37,8 @@ CONTEXT = 8  # tokens shown around a difference
 class PromptEncoder:
     """Encodes prompts with a checkpoint's processor, or with its tokenizer if the model is text-only."""
 
-    tokenizer: Any
-    processor: Any | None
+    tokenizer: PreTrainedTokenizerBase
+    processor: ProcessorMixin | None
     images: Images = field(default_factory=lambda: Images(ImageRules()))
     pixels: Mapping[str, int] | None = None  # the same as in `Prompt`
 

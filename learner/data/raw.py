@@ -29,9 +29,10 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Literal, Protocol
 
 from pydantic import ValidationError
+from pydantic_core import ErrorDetails
 
 from learner.config.sections.data import BadRecordConfig
 from learner.records import DetectionObject, GeometryKind, Place, RawObject, RawRecord, Rect, Sample, Size
@@ -39,6 +40,7 @@ from learner.tasks.detection.bins import canonical_order, encloses_something, to
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import Images
+from shared.wire import Turn
 
 Kind = Literal[
     "no_area", "outside_image", "unknown_class", "image_missing", "image_size", "duplicate", "too_long", "malformed"
@@ -129,7 +131,7 @@ def _with_way_out(kind: Kind, error: DataError) -> DataError:
     return DataError(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
 
 
-def _in_words(place: Place, detail: Mapping[str, Any]) -> DataError:
+def _in_words(place: Place, detail: ErrorDetails) -> DataError:
     """Return one of pydantic's errors as ours."""
     name = ".".join(map(str, detail["loc"]))
     if detail["type"] == "json_invalid":
@@ -277,7 +279,7 @@ class SampleMaker:
         self.bad.meet("malformed", obj.place.error(f"{obj.name} is in no image", found=found, wanted=wanted))
         return False
 
-    def _asks_something(self, messages: Sequence[Mapping[str, Any]], num_images: int, place: Place) -> bool:
+    def _asks_something(self, messages: Sequence[Turn], num_images: int, place: Place) -> bool:
         try:
             render_messages(messages, num_images)
         except RequestError as error:
@@ -402,7 +404,7 @@ def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[fl
     return ring_of(shapely.intersection(outline, shapely.box(*bounds)))
 
 
-def ring_of(shape: Any) -> list[float]:
+def ring_of(shape: object) -> list[float]:
     """Return x1, y1, x2, y2, ... of a shape's outline: of its largest part, without holes; [] where it has no area."""
     import shapely
 

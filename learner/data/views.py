@@ -105,7 +105,7 @@ def shown_images(sample: Sample) -> list[str]:
     return [_data_url(picture, "JPEG")]
 
 
-def shown_sizes(sample: Sample) -> dict[str, Any]:
+def shown_sizes(sample: Sample) -> dict[str, object]:
     """Return width and height of what `shown_images` shows, as JSON; of several images also each one's, as `sizes`."""
     sizes = {"sizes": [list(size) for size in sample.sizes]} if sample.sizes else {}
     return {"width": sample.width, "height": sample.height, **sizes}

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from learner.detector.detector import Detector
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 __all__ = ["Detector"]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     """`Detector` is loaded when it is asked for: parts of this package are quick to import."""
     if name == "Detector":
         from learner.detector.detector import Detector

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from types import TracebackType
-from typing import Any, Literal, Self
+from typing import Literal, Self
 
 import torch
 
@@ -215,17 +215,17 @@ class Answers:
             return getattr(torch, self.asked.dtype)
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
-    def _config(self, changes: dict[str, Any] | None = None) -> RolloutMatchingConfig:
+    def _config(self, changes: dict[str, object] | None = None) -> RolloutMatchingConfig:
         """Return a configuration as a run's, with the run's own vLLM settings if they are known."""
         asked, settings = self.asked, self._model.settings
         run: RunConfig | None = self._model.run
-        vllm: dict[str, Any] = {"gpu_memory_utilization": GPU_SHARE, "max_model_len": self._longest()}
+        vllm: dict[str, object] = {"gpu_memory_utilization": GPU_SHARE, "max_model_len": self._longest()}
         if run is not None:
             own = run.rollout_matching.vllm
             vllm |= {"enforce_eager": own.enforce_eager, "cpu_kv_cache_gib": own.cpu_kv_cache_gib}
             if own.max_model_len is not None:
                 vllm["max_model_len"] = own.max_model_len
-        values: dict[str, Any] = {
+        values: dict[str, object] = {
             "decode_batch_size": ON_CUDA if self.device.type == "cuda" else ON_CPU,
             "decoding": {
                 "temperature": asked.temperature,

@@ -13,7 +13,6 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 import transformers
 from rich.console import Console
@@ -28,7 +27,7 @@ from learner.detector.inputs import InputImage, Inputs, find_inputs
 from learner.detector.model import ModelFiles, find_model
 from learner.detector.pictures import draw, picture_name, save_picture, write_page
 from learner.detector.results import Store, write_results
-from learner.extensions import reader_of
+from learner.extensions import Reader, reader_of
 from shared.images import ImageRules, Images
 
 LEAST_SCORE = 0.001  # COCO results without --conf have no lower one
@@ -155,7 +154,7 @@ def _categories(detector: Detector, inputs: Inputs) -> dict[str, int]:
     return dict(inputs.categories) or {name: i for i, name in enumerate(detector.model.settings.classes, 1)}
 
 
-def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Any]:
+def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Reader | None]:
     """Decide how annotation files are read: as the run reads them if its configuration is named, or if they are its
     own."""
     run = model.run
@@ -169,7 +168,7 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
     return as_read_for(run.data, split), reader_of(run, split)
 
 
-def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, Any]:
+def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, object]:
     """Return what must be the same for a command to go on."""
     sources = hashlib.sha256("\n".join(image.source for image in line.values()).encode()).hexdigest()[:16]
     asked = {key: value for key, value in asdict(options.asked).items() if key != "token"}

@@ -33,6 +33,7 @@ from learner.tasks.tokens import pieces_of
 from shared.errors import ConfigError, DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import ImageRules, Images
+from shared.wire import Turn
 
 Photograph = str | Path | Image.Image
 MOST_BYTES = 64 << 20  # images of one call of a server
@@ -180,7 +181,7 @@ class Detector:
     def _whole_record(self, record: Sample) -> Parts:
         """Ask with the model's own prompt if it is for so many images, else the record's."""
         sizes = [self._images.load(source).size for source in record.images]
-        messages: Sequence[Mapping[str, Any]] = self.model.settings.messages
+        messages: Sequence[Turn] = self.model.settings.messages
         try:
             render_messages(messages, len(record.images))
         except RequestError:

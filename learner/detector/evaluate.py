@@ -13,7 +13,6 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -173,7 +172,7 @@ def _threshold(found: Found, samples: Sequence[Sample]) -> float:
     return threshold_of([list(found.boxes.get(s.sample_id, ())) for s in samples], samples)
 
 
-def _rows(results: Sequence[DetectorResult], compared: Compared) -> list[dict[str, Any]]:
+def _rows(results: Sequence[DetectorResult], compared: Compared) -> list[dict[str, object]]:
     """Return one row a detector. Those of models have their results on what is retained, as `retained`."""
     rows = {one.name: asdict(one) for one in results}
     for data, own in compared[1:]:

@@ -18,7 +18,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from learner.detector.boxes import Prediction, ScoredBox
 from learner.run.files import AppendedLines, write_atomically, writing
@@ -38,7 +37,7 @@ class Store:
     lines: AppendedLines
 
     @classmethod
-    def open(cls, out: Path, request: Mapping[str, Any], *, overwrite: bool = False) -> Store:
+    def open(cls, out: Path, request: Mapping[str, object], *, overwrite: bool = False) -> Store:
         """Raises ConfigError if the folder has the results of another request, OutputError if it cannot be written."""
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
@@ -79,7 +78,7 @@ def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
         yield place, Prediction(**row, boxes=tuple(boxes))
 
 
-def _another_request(out: Path, found: Mapping[str, Any], wanted: Mapping[str, Any]) -> ConfigError:
+def _another_request(out: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> ConfigError:
     differing = [key for key in wanted if found.get(key) != wanted[key]]
     shown = ", ".join(f"{key}: {found.get(key)!r:.80}" for key in differing[:3])
     return ConfigError(

@@ -153,7 +153,7 @@ def devices(situation: Situation) -> Finding:
         launch = load_yaml(situation.launch_path)
     except ProjectError as error:
         return failed(error)
-    owners: dict[Any, str] = {}
+    owners: dict[object, str] = {}
     for owner, section in _sections(launch):
         for device in section.get("devices") or []:
             if device in owners:

@@ -49,8 +49,7 @@ def model_card(
 def base_of(run: RunRecord | None) -> str | None:
     """Return the base model's name on the hub; None if it is a folder, or unknown."""
     path = run.setting("model", "path") if run else None
-    on_hub = isinstance(path, str) and HUB_ID.fullmatch(path) and not Path(path).exists()
-    return path if on_hub else None
+    return path if isinstance(path, str) and HUB_ID.fullmatch(path) and not Path(path).exists() else None
 
 
 def _measured(run: RunRecord, step: int | None) -> tuple[EvalPoint, ...]:

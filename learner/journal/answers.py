@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,7 +68,7 @@ class AnswersLog:
             write_atomically(self._path, json.dumps({"global_step": global_step, "answers": told}))
 
 
-def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Sequence[int] = ()) -> dict[str, Any]:
+def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Sequence[int] = ()) -> dict[str, object]:
     """Return one answer as JSON. `kept`: its predictions without a label that `loss.keep_unmatched` keeps."""
     parsed = assignment.parsed
     rollout, sample = parsed.rollout, parsed.rollout.sample

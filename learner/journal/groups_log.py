@@ -12,7 +12,6 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,7 +30,7 @@ class ScoredAnswer:
     """One answer of a group. `ends` are the tokens behind each object, where objects have advantages of their own."""
 
     sample: Sample
-    assignment: Any
+    assignment: object
     reward: float
     advantages: NDArray[np.float64]  # [T]
     ends: NDArray[np.int64] | None
@@ -61,7 +60,7 @@ class GroupsLog:
             group, self._first = self._first, ()
         if not rewards:
             return
-        line: dict[str, Any] = {"global_step": global_step, "rewards": rewards}
+        line: dict[str, object] = {"global_step": global_step, "rewards": rewards}
         if (global_step - 1) % self._every == 0:
             line["group"] = self._drawn(group)
         self._lines.append(json.dumps(line))
@@ -69,7 +68,7 @@ class GroupsLog:
     def close(self) -> None:
         self._lines.close()
 
-    def _drawn(self, group: Sequence[ScoredAnswer]) -> Mapping[str, Any]:
+    def _drawn(self, group: Sequence[ScoredAnswer]) -> Mapping[str, object]:
         sample = group[0].sample
         return {
             "id": sample.sample_id,
@@ -78,7 +77,7 @@ class GroupsLog:
             "answers": [self._answer(one) for one in group],
         }
 
-    def _answer(self, one: ScoredAnswer) -> Mapping[str, Any]:
+    def _answer(self, one: ScoredAnswer) -> Mapping[str, object]:
         """Return what the task says of an answer. `advantage` is the mean over tokens; `by_object` is that of each
         object's last token."""
         found = {**self._task.scene(one.assignment), "reward": round(one.reward, DIGITS)}

@@ -30,7 +30,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import huggingface_hub.utils
 import transformers
@@ -42,6 +42,9 @@ from learner.records import RolloutCallLog
 from learner.run.files import AppendedLines
 from shared.errors import OutputError
 from shared.masking import masked, masked_in
+
+if TYPE_CHECKING:
+    from _typeshed import DataclassInstance
 
 
 class MetricsLog:
@@ -57,7 +60,7 @@ class MetricsLog:
         logging: LoggingConfig,
         *,
         enabled: bool = True,
-        settings: Mapping[str, Any] | None = None,
+        settings: Mapping[str, object] | None = None,
         write_report: Callable[[Path], Path] | None = None,
     ) -> None:
         self.enabled = enabled
@@ -72,13 +75,13 @@ class MetricsLog:
         if settings is not None:
             self._trackers.begin(settings)
 
-    def write(self, event: str, fields: Mapping[str, Any] | Any, *, step: int | None = None) -> None:
+    def write(self, event: str, fields: Mapping[str, object] | DataclassInstance, *, step: int | None = None) -> None:
         """Append one event. `fields` is a mapping or a dataclass; NaN becomes null. With `step`, its numbers are also
         scalars `event/name` of the trackers. Raises OutputError."""
         if not self.enabled:
             return
-        values = dataclasses.asdict(fields) if dataclasses.is_dataclass(fields) else dict(fields)  # type: ignore[arg-type]
-        line: dict[str, Any] = {"event": event, "time": round(time.time(), 3)}
+        values = fields if isinstance(fields, Mapping) else dataclasses.asdict(fields)
+        line: dict[str, object] = {"event": event, "time": round(time.time(), 3)}
         if step is not None:
             line["global_step"] = step
         text = json.dumps(masked_in(_finite({**values, **line})), default=lambda one: masked(str(one)))
@@ -103,7 +106,7 @@ class MetricsLog:
         self._lines.close()
 
 
-def _finite(value: Any) -> Any:
+def _finite(value: object) -> object:
     """JSON has no NaN and no infinity: they become null."""
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
@@ -194,7 +197,7 @@ class Timeline:
         if is_member and not serves:
             self._out[base_url] = now_s
 
-    def event(self, ranks: Ranks, global_step: int) -> Mapping[str, Any]:
+    def event(self, ranks: Ranks, global_step: int) -> Mapping[str, object]:
         """All ranks' spans since the last event; collective. `spans` are [lane, name, begin, end], in seconds after
         `origin`, where this window of `seconds` begins."""
         for base_url in tuple(self._out):

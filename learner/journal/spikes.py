@@ -13,7 +13,6 @@ import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from learner.data.views import shown_images, shown_sizes
 from learner.records import DetectionObject, LearnedRow, Sample, StepResult
@@ -57,7 +56,7 @@ class SpikeWatch:
         return Spike(metric=metric, value=value, usual=usual) if leaps else None
 
 
-def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> list[dict[str, Any]]:
+def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> list[dict[str, object]]:
     """Return at most MAX_SAMPLES samples of `rows`, those of the row with the highest loss first, as JSON: with images
     and labels where they are in `samples`."""
     ordered = sorted(rows, key=lambda row: -row.loss)
@@ -71,7 +70,7 @@ def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> li
     return [{"id": i, "row_loss": losses[i], **(_labels(known[i]) if i in known else {})} for i in ids]
 
 
-def _labels(sample: Sample) -> Mapping[str, Any]:
+def _labels(sample: Sample) -> Mapping[str, object]:
     """Return the labels in the form of an evaluation's line. Objects of another task than detection are left out."""
     drawn = [obj for obj in sample.objects if isinstance(obj, DetectionObject)]
     return {

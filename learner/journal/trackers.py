@@ -26,7 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 from learner.config.schema import RunConfig
 from learner.config.sections.logging import LoggingConfig
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 IDS = "trackers.json"
 MAX_WAITING = 10_000  # calls in a tracker's queue
@@ -49,7 +50,7 @@ class Tracker(Protocol):
     """One tracking program. Subclasses implement it. All methods are called by one thread of its own, may raise
     anything, and may take their time."""
 
-    def begin(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: Mapping[str, object]) -> None:
         """Connect, and say what the run is: every key of the configuration with its value, nested."""
         ...
 
@@ -91,9 +92,9 @@ class TensorBoard(Tracker):
     def __init__(self, place: TrackerPlace) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        self._board: Any = SummaryWriter(str(place.run_dir / "tensorboard"))
+        self._board = SummaryWriter(str(place.run_dir / "tensorboard"))
 
-    def begin(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: Mapping[str, object]) -> None:
         self._board.add_text("config", f"```json\n{json.dumps(config, indent=1, default=str)}\n```")
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -133,7 +134,7 @@ class Wandb(Tracker):
         )
         self.run_id = str(self._run.id)
 
-    def begin(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: Mapping[str, object]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
         self._run.define_metric("*", step_metric=STEP)  # a resumed run repeats steps; wandb's own count may not go back
 
@@ -175,7 +176,7 @@ class MLflow(Tracker):
         run_id = place.run_id or self._client.create_run(experiment, run_name=place.run_name).info.run_id
         self.run_id = str(run_id)
 
-    def begin(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: Mapping[str, object]) -> None:
         from mlflow.entities import Param
 
         if not self._is_new:  # parameters of a run cannot change
@@ -210,10 +211,10 @@ class Trackio(Tracker):
         os.environ.setdefault("TRACKIO_DIR", str((place.directory / "trackio").absolute()))
         import trackio
 
-        self._trackio: Any = trackio
+        self._trackio = trackio
         self._place = place
 
-    def begin(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: Mapping[str, object]) -> None:
         place = self._place
         self._run = self._trackio.init(
             project=place.project,
@@ -366,7 +367,7 @@ class Trackers:
         names = dict.fromkeys(self.config.trackers)
         self._threads = [_Thread(name, functools.partial(self._make, name), self._say) for name in names]
 
-    def begin(self, config: Mapping[str, Any]) -> None:
+    def begin(self, config: Mapping[str, object]) -> None:
         self._all(lambda tracker: tracker.begin(config))
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -428,25 +429,25 @@ class Trackers:
         return tracker
 
 
-class _Once:
+class _Once(Generic[T]):
     """Makes a value for the first tracker that asks, and gives all others the same value or the same error."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
         self._lock = threading.Lock()
-        self._made: tuple[Any, Exception | None] | None = None
+        self._made: tuple[T] | Exception | None = None
 
-    def __call__(self) -> Any:
+    def __call__(self) -> T:
         with self._lock:
             if self._made is None:
                 try:
-                    self._made = (self._make(), None)
+                    self._made = (self._make(),)
                 except Exception as error:
-                    self._made = (None, error)
-        value, failure = self._made
-        if failure is not None:
-            raise failure
-        return value
+                    self._made = error
+            made = self._made
+        if isinstance(made, Exception):
+            raise made
+        return made[0]
 
 
 def _stored_ids(run_dir: Path) -> dict[str, str]:
@@ -460,7 +461,7 @@ def _stored_ids(run_dir: Path) -> dict[str, str]:
 # ---- values --------------------------------------------------------------------------------------------------------
 
 
-def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Yield a nested mapping as dotted names and values."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -469,7 +470,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
             yield f"{prefix}{name}", value
 
 
-def numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+def numbers(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
     """The finite numbers of a nested mapping, by names with slashes."""
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -13,7 +13,7 @@ import mimetypes
 import threading
 from collections import defaultdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 import jinja2
 import uvicorn
@@ -81,7 +81,7 @@ def make_app(folder: Path) -> FastAPI:
         return Response(text, media_type="text/html", headers={"Cache-Control": "no-store"})
 
     @app.get("/state")
-    def state() -> dict[str, Any]:
+    def state() -> dict[str, object]:
         decisions = {str(place): one.model_dump() for place, one in read_decisions(folder).items()}
         shown = [{k: v for k, v in s.items() if k != "image"} for s in suggestions]
         return {"suggestions": shown, "decisions": decisions, "names": names, "digest": digest}

@@ -19,7 +19,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -108,7 +108,7 @@ def segment_attention(
     cu_seq_lens_q: torch.Tensor | None = None,
     max_length_q: int | None = None,
     is_causal: bool | None = None,
-    **kwargs: Any,
+    **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Compute the attention behind `SEGMENT_ATTENTION`, in the form that transformers calls; returns `[1, T, H, D]`.
 
@@ -139,26 +139,37 @@ def segment_attention(
     return _batched(q, k, v, where, scale, causal), None
 
 
+class _Kept(Protocol):
+    """What autograd keeps of a call for the backward pass."""
+
+    num_rows: int
+
+    @property
+    def saved_tensors(self) -> tuple[torch.Tensor, ...]: ...
+
+    def save_for_backward(self, *tensors: torch.Tensor) -> None: ...
+
+
 class Repeated(torch.autograd.Function):
     """Rows `index` of `x` [T, H, D]. The gradients of a row that is taken several times are added up in float32."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: _Kept, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(index)
         ctx.num_rows = x.shape[0]
         return x.index_select(0, index)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx: _Kept, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index,) = ctx.saved_tensors
         # In 16 bits every addition would round.
         total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)
         return total.index_add(0, index, grad.float()).to(grad.dtype), None
 
 
-def _refuse_variants(kwargs: dict[str, Any], max_length: int) -> None:
+def _refuse_variants(kwargs: dict[str, object], max_length: int) -> None:
     window = kwargs.get("sliding_window")
-    if (window is not None and window < max_length) or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
+    if (isinstance(window, int) and window < max_length) or kwargs.get("softcap") or kwargs.get("s_aux") is not None:
         raise ConfigError(
             "this model's attention is not supported in packed rows",
             found=f"sliding_window={window}, softcap={kwargs.get('softcap')}, sinks={kwargs.get('s_aux') is not None}",

@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import cache, partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch._dynamo.exc import TorchDynamoException
@@ -60,8 +60,8 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device,
 
 
 def _with_gradients(
-    layer: torch.nn.Module, compiled: Callable[..., Any], hidden: torch.Tensor, *args: Any, **kw: Any
-) -> Any:
+    layer: torch.nn.Module, compiled: Callable[..., object], hidden: torch.Tensor, *args: object, **kw: object
+) -> object:
     """Call a compiled layer. The input of a tower's first layer needs no gradient if what makes it is frozen, as with
     adapters, and that alone would compile its layers twice: 20 s for a model of 4B. So it gets one nobody reads, which
     costs the backward pass of three projections."""
@@ -70,7 +70,7 @@ def _with_gradients(
     return compiled(hidden, *args, **kw)
 
 
-def uncompiled() -> AbstractContextManager[Any]:
+def uncompiled() -> AbstractContextManager[object]:
     """Run compiled layers uncompiled inside the context. Compiling does not pay for passes that run once or use a
     cache."""
     return torch.compiler.set_stance("force_eager")

@@ -12,19 +12,20 @@ into its graph's own before each replay, and what it returns is a copy, so graph
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 Work = Callable[[], None]
-Forward = Callable[..., Any]
+Forward = Callable[..., object]
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
@@ -35,7 +36,7 @@ class _GraphedCall:
     """One layer's call. `inputs`: what its graph reads, tensors and others; `outputs`: the tensors that it writes."""
 
     replay: Work
-    inputs: Sequence[Any]
+    inputs: Sequence[object]
     outputs: Sequence[torch.Tensor]
     returned: TreeSpec
 
@@ -64,7 +65,7 @@ class LayerGraphs:
         """Watch the layers run as they are. `can_capture` is false afterwards if one of them read a value on the
         host."""
 
-        def watch(forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        def watch(forward: Forward, *args: object, **kwargs: object) -> object:
             with _HostReads() as reads:
                 returned = forward(*args, **kwargs)
             self.can_capture = self.can_capture and not reads.found and _is_plain(returned)
@@ -90,7 +91,7 @@ class LayerGraphs:
         assert next(calls, None) is None, "a pass calls the layers that were captured"
 
     @contextmanager
-    def _through(self, run: Callable[..., Any]) -> Iterator[None]:
+    def _through(self, run: Callable[..., object]) -> Iterator[None]:
         """Each layer's call is `run(forward, ...)`."""
         with ExitStack() as stack:
             for layer in self._layers:
@@ -99,7 +100,7 @@ class LayerGraphs:
                 stack.callback(delattr, layer, "forward")
             yield
 
-    def _capture(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _capture(self, forward: Forward, *args: object, **kwargs: object) -> object:
         leaves, given = tree_flatten((args, kwargs))
         inputs = [self._buffer("in", i, one) if _is_tensor(one) else one for i, one in enumerate(leaves)]
         _fill(inputs, leaves)
@@ -127,14 +128,14 @@ class LayerGraphs:
         return self._buffers[key]
 
 
-def _replayed(call: _GraphedCall, args: Any, kwargs: Any) -> Any:
+def _replayed(call: _GraphedCall, args: object, kwargs: object) -> object:
     _fill(call.inputs, tree_iter((args, kwargs)))
     call.replay()
     # Copies, because the next call writes into the same outputs.
     return tree_unflatten([output.clone() for output in call.outputs], call.returned)
 
 
-def _fill(inputs: Iterable[Any], given: Iterable[Any]) -> None:
+def _fill(inputs: Iterable[object], given: Iterable[object]) -> None:
     torch._foreach_copy_(list(filter(_is_tensor, inputs)), list(filter(_is_tensor, given)))
 
 
@@ -172,13 +173,19 @@ class _HostReads(TorchDispatchMode):
         super().__init__()
         self.found = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         returned = func(*args, **(kwargs or {}))
         self.found = self.found or _reads(func, args, (args, kwargs, returned))
         return returned
 
 
-def _reads(func: Any, args: Any, involved: Any) -> bool:
+def _reads(func: OpOverload, args: Sequence[object], involved: object) -> bool:
     if func in INDEXING:  # indexing by a mask counts what the mask selects
         return any(_is_tensor(one) and one.dtype in (torch.bool, torch.uint8) for one in tree_iter(args[1]))
     if func in COPIES:
@@ -196,10 +203,10 @@ def _without_autocast_cache() -> Iterator[None]:
         torch.set_autocast_cache_enabled(before)
 
 
-def _is_tensor(one: Any) -> bool:
+def _is_tensor(one: object) -> TypeGuard[torch.Tensor]:
     return isinstance(one, torch.Tensor)
 
 
-def _is_plain(returned: Any) -> bool:
+def _is_plain(returned: object) -> bool:
     """True if a layer returned tensors only, in tuples or lists."""
     return all(map(_is_tensor, tree_iter(returned)))

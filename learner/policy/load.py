@@ -20,12 +20,18 @@ from contextlib import nullcontext
 from dataclasses import replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.model import ModelConfig
@@ -54,6 +60,9 @@ from shared.errors import ConfigError
 from shared.families import check_family, check_path
 from shared.images import ImageRules
 from shared.wire import TensorSpec
+
+if TYPE_CHECKING:
+    from peft import PeftModel
 
 
 def use_linear_patch_embedding(model: torch.nn.Module) -> None:
@@ -85,7 +94,7 @@ class Policy:
         self,
         *,
         model: PreTrainedModel,
-        adapter: Any | None,
+        adapter: PeftModel | None,
         encoder: PromptEncoder,
         device: torch.device,
         bf16: bool,
@@ -106,7 +115,7 @@ class Policy:
         return self._sharded is not None
 
     @property
-    def tokenizer(self) -> Any:
+    def tokenizer(self) -> PreTrainedTokenizerBase:
         return self.encoder.tokenizer
 
     @property

@@ -18,7 +18,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -143,7 +143,7 @@ def _policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray], devic
 
 def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
     """The last hidden states `[T, hidden]` of a row. The loss applies the output head."""
-    kwargs: dict[str, Any] = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
+    kwargs: dict[str, object] = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
     if inputs.pixel_values is not None:
         kwargs |= {"pixel_values": inputs.pixel_values, "image_grid_thw": inputs.image_grid_thw}
     with _image_tokens_as_text(model, inputs):
@@ -196,7 +196,7 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
         return
     token = torch.tensor(image_token_id(model), device=written.device)
 
-    def put_back(module: torch.nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor | None:
+    def put_back(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         if args[0].shape != written.shape:  # the call for `token` below
             return None
         return torch.where(written[..., None], module(token), output)

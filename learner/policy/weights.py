@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
-from typing import Any
 
 import torch
 from peft.tuners.lora import Linear, LoraLayer
@@ -202,7 +201,7 @@ class _Swap:
         self._name, self._used, self._quantised = name, used, quantised
         self._trained = owner._parameters
 
-    def enter(self, *_: Any) -> None:
+    def enter(self, *_: object) -> None:
         self._trained = self._owner._parameters
         replaced: dict[str, torch.nn.Parameter | None] = {}
         for name, value in self._values().items():
@@ -216,7 +215,7 @@ class _Swap:
         if self._adapted is not None:
             self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft adds none
 
-    def leave(self, *_: Any) -> None:
+    def leave(self, *_: object) -> None:
         self._owner._parameters = self._trained
         if self._adapted is not None:
             self._adapted.merged_adapters = []

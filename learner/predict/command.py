@@ -11,7 +11,6 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import transformers
 from rich.console import Console
@@ -67,7 +66,7 @@ def as_json(
     recommendation: Recommendation,
     gains: Mapping[str, float | None],
     asked: MeasureSettings,
-) -> dict[str, Any]:
+) -> dict[str, object]:
     """`features` is what `bench.calibrate` reads."""
     return {
         "features": {name: estimate.value for name, estimate in found.items()},

@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -147,7 +146,7 @@ class Recipe:
         """Return the stage's best weights; None: the start's."""
         return self.root / stage.name / f"checkpoint-{stage.best_step}" if stage.best_step else None
 
-    def _run(self, name: str, values: Mapping[str, Any], why: str, earlier_s: float) -> int:
+    def _run(self, name: str, values: Mapping[str, object], why: str, earlier_s: float) -> int:
         """Run one stage as an ordinary run. Its result goes into the record, and `best` may point to another
         checkpoint."""
         if self._had_engine:
@@ -184,7 +183,7 @@ class Recipe:
         (self.record, *_) = self.ranks.all_succeed(ended)
         return 0
 
-    def _write_stage(self, path: Path, values: Mapping[str, Any]) -> None:
+    def _write_stage(self, path: Path, values: Mapping[str, object]) -> None:
         if self.ranks.is_main:
             with writing(path):
                 write_yaml(path, values, f"A stage of the recipe in {self.root}, an ordinary run. Written by it.")

@@ -175,10 +175,9 @@ def members(run_dir: Path, run: RunRecord) -> list[tuple[str, str | tuple[str, s
             for server in read_state(run_dir)["servers"]
         ]
     except (ConfigError, KeyError, TypeError):
-        entries = run.setting("custom", "extra", "rollout_matching", "vllm", "server", "servers") or ()
-        return [
-            (str(entry["base_url"]), "–") for entry in entries if isinstance(entry, Mapping) and "base_url" in entry
-        ]
+        entries = run.setting("custom", "extra", "rollout_matching", "vllm", "server", "servers")
+        known = entries if isinstance(entries, list) else []
+        return [(str(entry["base_url"]), "–") for entry in known if isinstance(entry, Mapping) and "base_url" in entry]
 
 
 def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, TypeVar
@@ -79,7 +79,7 @@ class Follower:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._events: list[Mapping[str, Any]] = []
+        self._events: list[Mapping[str, object]] = []
         self._num_read = 0  # bytes
 
     def read(self) -> RunRecord:
@@ -98,10 +98,10 @@ class Follower:
         return run_of(self.path, self._events, 0, with_scenes=False)
 
 
-def run_of(path: Path, events: Sequence[Mapping[str, Any]], damaged: int, *, with_scenes: bool = True) -> RunRecord:
+def run_of(path: Path, events: Sequence[Mapping[str, object]], damaged: int, *, with_scenes: bool = True) -> RunRecord:
     """Return the run of these events."""
     config, config_note = _read_mapping(path / RESOLVED_NAME)
-    named: dict[str, list[Mapping[str, Any]]] = {}
+    named: dict[str, list[Mapping[str, object]]] = {}
     for event in events:
         named.setdefault(str(event.get("event")), []).append(event)
     steps = {step.global_step: step for step in map(_step, named.get("step", ()))}
@@ -150,7 +150,7 @@ def _eval_files(path: Path) -> Iterator[tuple[int, Path]]:
             yield int(name[1]), file
 
 
-def _read_jsonl(path: Path) -> tuple[list[Mapping[str, Any]], int]:
+def _read_jsonl(path: Path) -> tuple[list[Mapping[str, object]], int]:
     """Return the lines that are JSON objects, and how many others there are."""
     if not path.is_file():
         return [], 0
@@ -159,8 +159,8 @@ def _read_jsonl(path: Path) -> tuple[list[Mapping[str, Any]], int]:
     return found, len(lines) - len(found)
 
 
-def _objects(lines: Iterable[str]) -> list[Mapping[str, Any]]:
-    found: list[Mapping[str, Any]] = []
+def _objects(lines: Iterable[str]) -> list[Mapping[str, object]]:
+    found: list[Mapping[str, object]] = []
     for line in lines:
         try:
             value = json_of(line)
@@ -171,7 +171,7 @@ def _objects(lines: Iterable[str]) -> list[Mapping[str, Any]]:
     return found
 
 
-def _read_mapping(path: Path) -> tuple[Mapping[str, Any], str]:
+def _read_mapping(path: Path) -> tuple[Mapping[str, object], str]:
     """Return a YAML or JSON mapping, or an empty one with a note that says why."""
     if not path.is_file():
         return {}, f"There is no {path.name}."
@@ -189,7 +189,7 @@ def _damage(name: str, lines: int) -> str:
 # ---- events --------------------------------------------------------------------------------------------------------
 
 
-def _number(fields: Mapping[str, Any], key: str) -> float:
+def _number(fields: Mapping[str, object], key: str) -> float:
     """Return a number, or NaN if it is null, missing or something else."""
     value = fields.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -200,12 +200,12 @@ def _number(fields: Mapping[str, Any], key: str) -> float:
         return math.nan
 
 
-def _count(fields: Mapping[str, Any], key: str) -> int:
+def _count(fields: Mapping[str, object], key: str) -> int:
     value = _number(fields, key)
     return int(value) if math.isfinite(value) else 0
 
 
-def _numbers(fields: Any) -> dict[str, float]:
+def _numbers(fields: object) -> dict[str, float]:
     if not isinstance(fields, Mapping):
         return {}
     values = {str(key): _number(fields, key) for key in fields}
@@ -215,22 +215,22 @@ def _numbers(fields: Any) -> dict[str, float]:
 def _record(kind: type[R], event: Mapping[str, Any], **others: Any) -> R:
     """Return a record whose numbers are the event's fields of the same names. `others` are the fields that are no
     numbers."""
-    read: dict[Any, Any] = {"int": _count, "float": _number}
-    numbers = {f.name: read[f.type](event, f.name) for f in fields(kind) if f.type in read}
+    read: Mapping[object, Callable[[Mapping[str, object], str], float]] = {"int": _count, "float": _number}
+    numbers: dict[str, Any] = {f.name: read[f.type](event, f.name) for f in fields(kind) if f.type in read}
     return kind(**numbers, **others)
 
 
-def _step(event: Mapping[str, Any]) -> StepResult:
+def _step(event: Mapping[str, object]) -> StepResult:
     channel = "A" if event.get("channel") == "A" else "B"
     return _record(StepResult, event, channel=channel, metrics=_numbers(event.get("metrics")))
 
 
-def _warning(event: Mapping[str, Any]) -> str:
+def _warning(event: Mapping[str, object]) -> str:
     what, steps = str(event.get("what", "")), _count(event, "steps")
     return f"At step {_count(event, 'global_step')}: {what}, in {steps} steps in a row; {event.get('remedy', '')}"
 
 
-def _status(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> Status:
+def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]) -> Status:
     """Return the status of what was written since the run began or was resumed. Older runs have no event `begin`."""
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
     total, ended, because, times = 0, "", "", []
@@ -251,13 +251,13 @@ def _status(events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]) -> S
     return Status(total_steps=total, ended=ended, because=because, seconds_per_step=pace)
 
 
-def _spikes(events: Sequence[Mapping[str, Any]]) -> tuple[SpikePoint, ...]:
+def _spikes(events: Sequence[Mapping[str, object]]) -> tuple[SpikePoint, ...]:
     """Reads the spikes. If a resumed run repeated a step, its last ones count; without those that are damaged."""
     found = {(point.global_step, point.metric): point for point in map(_spike, events)}
     return tuple(p for p in found.values() if math.isfinite(p.value) and math.isfinite(p.usual))
 
 
-def _spike(event: Mapping[str, Any]) -> SpikePoint:
+def _spike(event: Mapping[str, object]) -> SpikePoint:
     found, samples = event.get("samples"), []
     for line in found if isinstance(found, list) else ():
         if isinstance(line, Mapping):
@@ -267,7 +267,7 @@ def _spike(event: Mapping[str, Any]) -> SpikePoint:
     return _record(SpikePoint, event, metric=str(event.get("metric", "")), samples=tuple(samples))
 
 
-def _syncs(events: Sequence[Mapping[str, Any]]) -> tuple[SyncPoint, ...]:
+def _syncs(events: Sequence[Mapping[str, object]]) -> tuple[SyncPoint, ...]:
     found, before = [], ""
     for event in reversed(events):
         if event.get("event") in ("step", "eval"):
@@ -279,7 +279,7 @@ def _syncs(events: Sequence[Mapping[str, Any]]) -> tuple[SyncPoint, ...]:
     return tuple(reversed(found))
 
 
-def _data(event: Mapping[str, Any]) -> DataCounts:
+def _data(event: Mapping[str, object]) -> DataCounts:
     bad = event.get("bad_records")
     counts = {
         str(split): {str(kind): {a: int(n) for a, n in _numbers(actions).items()} for kind, actions in kinds.items()}
@@ -289,10 +289,11 @@ def _data(event: Mapping[str, Any]) -> DataCounts:
     return DataCounts(num_train=_count(event, "train"), num_evaluation=_count(event, "evaluation"), bad_records=counts)
 
 
-def _timeline(event: Mapping[str, Any]) -> StepTimeline:
+def _timeline(event: Mapping[str, object]) -> StepTimeline:
     """Entries that are not [lane, name, begin, end] are left out."""
     origin, activities = _number(event, "origin"), []
-    for span in event.get("spans") or ():
+    spans = event.get("spans")
+    for span in spans if isinstance(spans, list) else ():
         match span:
             case [str(lane), str(name), int() | float() as begin, int() | float() as end]:
                 activities.append(Activity(lane, name, origin + begin, origin + end))
@@ -302,7 +303,7 @@ def _timeline(event: Mapping[str, Any]) -> StepTimeline:
 
 
 def _evals(
-    path: Path | None, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+    path: Path | None, events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 ) -> tuple[tuple[EvalPoint, ...], list[str]]:
     """Return the evaluations by step, metrics and scenes joined; without scenes if there is no path."""
     metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
@@ -319,7 +320,7 @@ def _evals(
 
 
 def _test(
-    path: Path | None, events: Sequence[Mapping[str, Any]], config: Mapping[str, Any]
+    path: Path | None, events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 ) -> tuple[EvalPoint | None, str]:
     """Return the score of `data.test`; without scenes if there is no path."""
     if not events:
@@ -329,7 +330,7 @@ def _test(
     return EvalPoint(global_step=_count(events[-1], "global_step"), metrics=metrics, scenes=scenes), damage
 
 
-def _scenes(file: Path, config: Mapping[str, Any]) -> tuple[tuple[Scene, ...], str]:
+def _scenes(file: Path, config: Mapping[str, object]) -> tuple[tuple[Scene, ...], str]:
     """Return the scenes of an evaluation file, none if they are not of detection, and what is damaged in it."""
     task = config.get("task")
     is_detection = not isinstance(task, Mapping) or task.get("type", "detection") == "detection"  # others are not drawn

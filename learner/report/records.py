@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from learner.records import DetectionObject, StepResult, SyncReceipt
 from learner.report.sheet import Sheet
@@ -140,7 +139,7 @@ class RunRecord:
 
     name: str
     path: Path
-    config: Mapping[str, Any]
+    config: Mapping[str, object]
     steps: tuple[StepResult, ...]
     syncs: tuple[SyncPoint, ...]
     evals: tuple[EvalPoint, ...]
@@ -154,9 +153,9 @@ class RunRecord:
     last_event_s: float | None  # Unix seconds
     notes: tuple[str, ...]
 
-    def setting(self, *keys: str) -> Any:
+    def setting(self, *keys: str) -> object:
         """Return a value of the configuration by its path of keys, or None."""
-        value: Any = self.config
+        value: object = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
         return value
@@ -169,5 +168,5 @@ class RunSet:
 
     title: str
     runs: tuple[RunRecord, ...]
-    summary: Mapping[str, Any]
-    recipe: Mapping[str, Any]
+    summary: Mapping[str, object]
+    recipe: Mapping[str, object]

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
@@ -455,7 +455,7 @@ class ServerClient:
 
     async def _while_alive(
         self,
-        sending: Coroutine[Any, Any, httpx.Response],
+        sending: Coroutine[object, None, httpx.Response],
         silent_s: float,
         *,
         deadline_s: float = math.inf,

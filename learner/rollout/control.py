@@ -148,7 +148,7 @@ def _request(value: Any) -> ServerRequest:
     return request
 
 
-def _check_state(state: Any) -> None:
+def _check_state(state: object) -> None:
     """Raises ValueError if it is not what `ServerControl.show` writes."""
     if not isinstance(state, dict) or not isinstance(state.get("servers"), list):
         raise ValueError("not a list of servers")

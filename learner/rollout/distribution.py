@@ -25,7 +25,7 @@ from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate, pairwise
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from shared.errors import (
     ConfigError,
@@ -225,7 +225,7 @@ class _Flight:
 # `send(server, batch, answered)` sends one batch, calls `answered(request, result)` for each request as it ends, and
 # returns when all have.
 Answered = Callable[[int, R], None]
-Send = Callable[[int, Batch, Answered[R]], Coroutine[Any, Any, None]]
+Send = Callable[[int, Batch, Answered[R]], Coroutine[object, None, None]]
 # `lose(server, error)` leaves a server out: the new quotas of all servers. Raises `error` where the run can't go on.
 Lose = Callable[[int, ProjectError], Sequence[int]]
 

@@ -20,7 +20,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from transformers import (
@@ -28,6 +27,7 @@ from transformers import (
     LogitsProcessor,
     LogitsProcessorList,
     PreTrainedModel,
+    PreTrainedTokenizerBase,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -174,7 +174,7 @@ def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tu
     return tuple(token_ids[:end]), token_ids[end]
 
 
-def stop_token_ids(model: Any, tokenizer: Any) -> tuple[int, ...]:
+def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Return the tokens that end an answer, as for the rollout server: from the checkpoint's generation settings and
     the tokenizer."""
     listed = model.generation_config.eos_token_id

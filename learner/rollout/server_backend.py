@@ -20,9 +20,10 @@ import threading
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
 from concurrent.futures import Future
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from queue import SimpleQueue
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.config.sections.servers import ServerEntry
@@ -79,11 +80,11 @@ class LoopThread:
     def closed(self) -> bool:
         return self._loop.is_closed()
 
-    def submit(self, coroutine: Coroutine[Any, Any, T]) -> Future[T]:
+    def submit(self, coroutine: Coroutine[object, None, T]) -> Future[T]:
         """Start `coroutine` on the loop. Cancelling the future cancels it there."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
-    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+    def run(self, coroutine: Coroutine[object, None, T]) -> T:
         """Run `coroutine` to its end. The coroutine has its own deadlines."""
         future = self.submit(coroutine)
         try:
@@ -126,7 +127,9 @@ class _StreamJob:
 class _Rollouts(RolloutStream):
     """The servers' answers to one job, from the event loop's thread to the one that iterates."""
 
-    def __init__(self, begin: Callable[[Answered[Rollout]], Future[None]], record: Callable[[], Any]) -> None:
+    def __init__(
+        self, begin: Callable[[Answered[Rollout]], Future[None]], record: Callable[[], AbstractContextManager[object]]
+    ) -> None:
         """`begin(on_answer)` starts the job; the iteration runs inside `record()`."""
         self._record, self._closed = record, False
         self._ended: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()

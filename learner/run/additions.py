@@ -148,7 +148,7 @@ class _CocoNumbers:
         self._last += 1
         return self._last
 
-    def category(self, name: str) -> Any:
+    def category(self, name: str) -> object:
         if name not in self._ids:
             numbers = [int(i) for value in self._ids.values() if (i := identity(value)).isdecimal()]
             self._ids[name] = 1 + max(numbers, default=0)
@@ -244,7 +244,7 @@ def _yolo_numbers(one: Addition, sides: tuple[int, int], num_keypoint_values: in
     return box + " 0" * (num_keypoint_values or 0)
 
 
-def _provenance(one: Addition) -> dict[str, Any]:
+def _provenance(one: Addition) -> dict[str, object]:
     if not one.answers:
         return {"origin": _ORIGIN}
     return {"origin": _ORIGIN, "votes": one.votes, "answers": one.answers}

@@ -32,7 +32,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from safetensors import SafetensorError
@@ -62,7 +61,7 @@ class TrainerState:
 
     global_step: int = 0  # optimizer steps done
     ver: int = 0  # weight syncs done
-    cursor: Mapping[str, Any] = field(default_factory=dict)  # the dataloader's own, as JSON
+    cursor: Mapping[str, object] = field(default_factory=dict)  # the dataloader's own, as JSON
 
     def after_step(self) -> TrainerState:
         return replace(self, global_step=self.global_step + 1)
@@ -347,11 +346,11 @@ def _generator_state(ranks: Ranks) -> dict[str, torch.Tensor]:
     return state
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, Any]]:
+def _manifest(folder: Path) -> dict[str, dict[str, object]]:
     return {str(p.relative_to(folder)): _entry(p) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def _entry(path: Path) -> dict[str, Any]:
+def _entry(path: Path) -> dict[str, object]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

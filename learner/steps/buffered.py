@@ -21,12 +21,14 @@ from learner.records import PackedRow, Segment, VisionInputs
 from learner.steps.source import FreshSteps
 from shared.errors import WindowMismatchError
 
+Fingerprint = tuple[int, int, tuple[str, ...]]  # epoch, micro-batch, sample ids
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptRows:
     """The rows that the E-step made of one micro-batch."""
 
-    fingerprint: tuple[Any, ...]
+    fingerprint: Fingerprint
     rows: list[PackedRow]
 
 
@@ -118,6 +120,6 @@ def _copy_segment(segment: Segment) -> Segment:
     )
 
 
-def _words(fingerprint: tuple[Any, ...]) -> str:
+def _words(fingerprint: Fingerprint) -> str:
     epoch, micro_batch, sample_ids = fingerprint
     return f"micro-batch {micro_batch} of epoch {epoch}, samples {list(sample_ids)}"

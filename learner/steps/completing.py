@@ -62,7 +62,7 @@ class Completion:
     left_out: int  # labels that would have made a sample longer than a packed row
     estimate: CompletionEstimate
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         names = ("ver", "rollouts", "min_votes", "why", "added", "labels", "samples", "left_out")
         return {name: getattr(self, name) for name in names} | {"estimate": self.estimate.to_json()}
 
@@ -265,7 +265,7 @@ def _weighted(obj: DetectionObject) -> DetectionObject:
     return obj if obj.votes is None else obj._replace(votes=obj.votes._replace(weight=obj.votes.share))
 
 
-def _added(sample: Sample) -> dict[str, list[list[Any]]]:
+def _added(sample: Sample) -> dict[str, list[list[object]]]:
     """Return what a sample has besides its annotations, as JSON."""
     parts = {"objects": sample.objects, "ignored": sample.ignored}
     return {
@@ -275,7 +275,7 @@ def _added(sample: Sample) -> dict[str, list[list[Any]]]:
     }
 
 
-def _entry(obj: DetectionObject, votes: Votes) -> list[Any]:
+def _entry(obj: DetectionObject, votes: Votes) -> list[object]:
     return [obj.desc, obj.kind, list(obj.bins), list(votes), *([] if obj.image is None else [obj.image])]
 
 

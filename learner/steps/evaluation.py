@@ -55,7 +55,7 @@ def evaluate(
     *,
     global_step: int,
     rewards: Rewards | None = None,
-    calibrated: Callable[[Sequence[Any]], Sequence[Any]] | None = None,
+    calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
 ) -> Evaluation:
     """Roll out `samples` greedily, one share per rank, and score them together. `calibrated` gives all assignments the
     scores of their predictions; None: they are the probabilities of their tokens. Raises RewardError if a reward
@@ -121,14 +121,14 @@ def _pixels(item: Mapping[str, Any], sample: Sample) -> list[float]:
     return [round(value, 2) for value in to_pixels(bins, *sample.size_of(item.get("image")))]
 
 
-def _with_pixels(name: str, value: Any, sample: Sample) -> Any:
+def _with_pixels(name: str, value: object, sample: Sample) -> object:
     if name not in _OBJECTS or not isinstance(value, list):
         return value
     is_detected = all(isinstance(item, Mapping) and ("bbox_2d" in item or "poly" in item) for item in value)
     return [{**item, "pixels": _pixels(item, sample)} for item in value] if is_detected else value
 
 
-def _line(rollout: Rollout, scene: Mapping[str, Any], counts: Mapping[str, float]) -> dict[str, Any]:
+def _line(rollout: Rollout, scene: Mapping[str, object], counts: Mapping[str, float]) -> dict[str, object]:
     sample = rollout.sample
     return {
         "id": sample.sample_id,

@@ -23,7 +23,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 from learner.records import PackedRow, Segment, group_tokens
 from shared.errors import ConfigError, DataError
@@ -57,7 +57,7 @@ def prompt_units(segments: Sequence[Segment], capacity: int) -> list[tuple[Segme
     """Return segments with the same prompt together, in order of arrival, each unit of at most `capacity` tokens. A
     segment is at most `capacity` long."""
     units: list[list[Segment]] = []
-    newest: dict[tuple[Any, ...], list[Segment]] = {}
+    newest: dict[tuple[object, ...], list[Segment]] = {}
     for segment in segments:
         key = segment.prompt_key
         unit = newest.get(key)

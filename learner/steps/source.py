@@ -74,7 +74,7 @@ class StepSource(Protocol):
         """Samples that were handed out on this rank and are not learned yet."""
         return []
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         """The place in the data between two steps, as JSON for a checkpoint, equal on all ranks. Collective.
 
         `batches`: the dataloader's own. `carried`: per rank, samples to learn besides those that `batches` hands out.
@@ -147,7 +147,7 @@ class FreshSteps(StepSource):
     def waiting(self) -> list[str]:
         return [*(sample_id for _, sample_id in self._owed), *self._row_maker.carried()]
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         carried = self._ranks.all_gather_object(self._due_on_resume())
         return {"batches": self._batches.state(), "carried": carried}
 

@@ -120,7 +120,7 @@ class Stage2Steps(StepSource):
     def waiting(self) -> list[str]:
         return own_share(self._carried, self._ranks)
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, object]:
         stage2 = {"executed_b": self._executed_b}
         return {"batches": self._parts.batches.state(), "carried": [self._carried], "stage2": stage2}
 

@@ -34,7 +34,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from learner.config.sections.data import DataConfig
 from learner.config.sections.loss import LossConfig
@@ -189,7 +189,7 @@ class KeyValueTask(Task):
             **{f"drop/{reason}": _ratio(total[f"drop/{reason}"], total["samples"]) for reason in DROPS},
         }
 
-    def scene(self, assignment: FieldAssignment) -> dict[str, Any]:
+    def scene(self, assignment: FieldAssignment) -> dict[str, object]:
         """Return truth and answer as objects of texts."""
         sample = assignment.parsed.rollout.sample
         fields, drops = assignment.parsed.fields, dict(assignment.parsed.drops)

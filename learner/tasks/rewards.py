@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from learner.extensions import Answer, PrefixRewards, Reward, Task, Tokenizer, where_raised
 from learner.records import Rollout
@@ -29,7 +28,7 @@ class Rewards:
     weights: Mapping[str, float] = field(default_factory=dict)
     task: Task | None = None
 
-    def parts(self, rollout: Rollout, assignment: Any) -> dict[str, float]:
+    def parts(self, rollout: Rollout, assignment: object) -> dict[str, float]:
         """Return each reward of one rollout, by name. Raises RewardError."""
         own = [name for name in self.weights if name not in self.functions]
         found = dict(self.task.rewards(assignment, own)) if self.task is not None and own else {}
@@ -50,12 +49,12 @@ class Rewards:
         """Return the weighted sum of `parts`."""
         return sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
 
-    def by_object(self, assignment: Any) -> PrefixRewards | None:
+    def by_object(self, assignment: object) -> PrefixRewards | None:
         """Return the part of the total that objects earn one by one; None: the task cannot tell."""
         weights = {name: weight for name, weight in self.weights.items() if name not in self.functions}
         return self.task.prefix_rewards(assignment, weights) if self.task is not None else None
 
-    def sums(self, rollout: Rollout, assignment: Any) -> dict[str, float]:
+    def sums(self, rollout: Rollout, assignment: object) -> dict[str, float]:
         """`counts` of one rollout; {} without rewards. Raises RewardError."""
         return self.counts(self.parts(rollout, assignment))
 
@@ -65,7 +64,7 @@ class Rewards:
             return {}
         return {SCORED: 1.0, TOTAL: self.total(parts), **{PREFIX + name: value for name, value in parts.items()}}
 
-    def means(self, rollouts: Sequence[Rollout], assignments: Sequence[Any]) -> dict[str, float]:
+    def means(self, rollouts: Sequence[Rollout], assignments: Sequence[object]) -> dict[str, float]:
         """Return the mean of each reward over some rollouts, and `reward`, the mean of their weighted sum. Raises
         RewardError."""
         totals: dict[str, float] = {}

@@ -54,7 +54,9 @@ Ids = tuple[int, ...]
 class TokenBoundaries:
     """`numbers` has the ids of each coordinate in digits. It is empty if digits can be fused with their neighbours."""
 
-    def __init__(self, encode: Callable[[str], Ids], added: Mapping[int, Any], vocabulary: Mapping[str, int]) -> None:
+    def __init__(
+        self, encode: Callable[[str], Ids], added: Mapping[int, object], vocabulary: Mapping[str, int]
+    ) -> None:
         self.numbers = _numbers_alone(encode, vocabulary)
         self._added = _splitting_tokens(added)
         self._cut = re.compile(f"{_ADDED_TOKEN}|{_NUMBER if self.numbers else _NO_NUMBER}")
@@ -93,7 +95,7 @@ def _encode_between(
     return ids[len(left) : len(ids) - len(right)]
 
 
-def _splitting_tokens(added: Mapping[int, Any]) -> dict[str, int]:
+def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
     """Added tokens of the form `<|...|>` that are always tokens of their own; empty if another could overlap one."""
     texts = [str(token) for token in added.values()]
     if any(text.endswith("<") or ("<|" in text and not re.fullmatch(_ADDED_TOKEN, text)) for text in texts):
@@ -152,7 +154,7 @@ class TokenPieces:
         self.tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
-        self._added: dict[int, Any] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
+        self._added: dict[int, object] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
         # The cache is no method of this object: one that holds its owner keeps these tables until garbage collection.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import model_validator
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 # Best of what was measured on labels that leave objects out (docs/concepts/loss.md).
-RECOMMENDED: Mapping[str, Any] = {"prefix_end": "first_miss", "matched_desc_weight": 1.0, "keep_unmatched": True}
+RECOMMENDED: Mapping[str, object] = {"prefix_end": "first_miss", "matched_desc_weight": 1.0, "keep_unmatched": True}
 
 
 class LossConfig(Section):
@@ -89,9 +89,10 @@ class LossConfig(Section):
 
     @model_validator(mode="before")
     @classmethod
-    def _with_preset(cls, values: Any) -> Any:
-        is_recommended = isinstance(values, Mapping) and values.get("preset") == "recommended"
-        return {**RECOMMENDED, **values} if is_recommended else values
+    def _with_preset(cls, values: object) -> object:
+        if isinstance(values, Mapping) and values.get("preset") == "recommended":
+            return {**RECOMMENDED, **values}
+        return values
 
 
 def preset_advice(config: RunConfig) -> str | None:
@@ -115,7 +116,7 @@ def preset_advice(config: RunConfig) -> str | None:
     )
 
 
-def _default(name: str) -> Any:
+def _default(name: str) -> object:
     return LossConfig.model_fields[name].default
 
 

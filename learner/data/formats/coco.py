@@ -38,7 +38,7 @@ class CocoAnnotation(RowModel):
 class OutlinedAnnotation(CocoAnnotation):
     """An annotation with what is read for polygons only: in large files it takes most of the memory."""
 
-    segmentation: Any = None
+    segmentation: object = None
 
 
 class CocoCategory(RowModel):
@@ -135,7 +135,7 @@ def _items_without_mistake(content: bytes, model: type[CocoFile]) -> tuple[CocoF
     return model.model_construct(None, **kept), broken
 
 
-def _made(model: type[RowModel], value: Any) -> RowModel | None:
+def _made(model: type[RowModel], value: object) -> RowModel | None:
     try:
         return model.model_validate(value)
     except ValidationError:

@@ -11,7 +11,7 @@ import io
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from learner.data.formats.jsonl import Row, of_row
 from learner.data.formats.source import Source, name_and_split, need_split
@@ -20,6 +20,9 @@ from learner.records import Place, RawObject, RawRecord
 from shared.config.model import show
 from shared.errors import DataError
 from shared.reading import is_file
+
+if TYPE_CHECKING:
+    from datasets import Dataset, Features
 
 
 def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
@@ -45,7 +48,7 @@ def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
     return source.image_root(Path()), records()
 
 
-def _open_dataset(name: str, split: str) -> Any:
+def _open_dataset(name: str, split: str) -> Dataset:
     """Return the rows, images not decoded. Raises DataError."""
     try:
         import datasets
@@ -76,7 +79,7 @@ def _open_dataset(name: str, split: str) -> Any:
     return rows
 
 
-def _image_string(image: Any) -> str:
+def _image_string(image: object) -> str:
     """Return the image string of an undecoded image, a string, or a picture that Pillow has."""
     if isinstance(image, str):
         return image
@@ -96,7 +99,7 @@ def _image_string(image: Any) -> str:
 
 
 def _of_dataset_row(
-    number: int, row: Mapping[str, Any], place: Place, features: Any, source: Source
+    number: int, row: Mapping[str, object], place: Place, features: Features, source: Source
 ) -> Iterator[RawRecord]:
     """Read a row with the columns of the project's JSONL. Columns fill what a row lacks with None."""
     images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
@@ -111,7 +114,7 @@ def _of_dataset_row(
     yield from of_row(partial(Row.model_validate, _without_nones(filled)), str(number), place, source.bad)
 
 
-def _without_nones(value: Any) -> Any:
+def _without_nones(value: object) -> object:
     if isinstance(value, Mapping):
         return {key: _without_nones(part) for key, part in value.items() if part is not None}
     return [_without_nones(part) for part in value] if isinstance(value, list) else value
@@ -126,7 +129,7 @@ def _rows_of(objects: Any) -> list[dict[str, Any]]:
 
 
 def _of_dataset_image(
-    number: int, row: Mapping[str, Any], place: Place, features: Any, source: Source
+    number: int, row: Mapping[str, object], place: Place, features: Features, source: Source
 ) -> Iterator[RawRecord]:
     """Read a row with `image` and `objects`."""
     try:
@@ -157,21 +160,21 @@ _BOX_COLUMNS = ("bbox", "box", "bboxes", "boxes")
 _FLAGS = ("iscrowd", "is_crowd", "difficult", "ignore")
 
 
-def _class_names(feature: Any) -> list[str] | None:
+def _class_names(feature: object) -> list[str] | None:
     """The names of a `ClassLabel` column, where there is one."""
     for _ in range(2):  # a list of mappings, or a mapping of lists
         inner = getattr(feature, "feature", None)
         feature = feature[0] if isinstance(feature, list) else inner if inner is not None else feature
     columns = feature if isinstance(feature, Mapping) else {}
     for name in _CLASS_COLUMNS:
-        label: Any = getattr(columns.get(name), "feature", columns.get(name))
-        if hasattr(label, "names"):
-            return list(label.names)
+        names = getattr(getattr(columns.get(name), "feature", columns.get(name)), "names", None)
+        if names is not None:
+            return list(names)
     return None
 
 
 def _of_dataset_object(
-    number: int, obj: Mapping[str, Any], names: Sequence[str] | None, place: Place, source: Source
+    number: int, obj: Mapping[str, object], names: Sequence[str] | None, place: Place, source: Source
 ) -> RawObject:
     """Raises ValueError."""
     label = next((obj[column] for column in _CLASS_COLUMNS if column in obj), None)
@@ -194,7 +197,7 @@ def _of_dataset_object(
     )
 
 
-def name_of_label(label: Any, names: Sequence[str] | None) -> str | None:
+def name_of_label(label: object, names: Sequence[str] | None) -> str | None:
     """Raises ValueError."""
     if label is None or names is None:
         return None

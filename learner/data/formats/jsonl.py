@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -28,7 +27,7 @@ from learner.data.raw import BadRecords
 from learner.records import GeometryKind, Place, RawObject, RawRecord
 from shared.errors import DataError
 from shared.reading import lines_in
-from shared.wire import Message
+from shared.wire import Message, Turn
 
 
 class ObjectRow(RowModel):
@@ -141,7 +140,7 @@ def _of_object_row(number: int, obj: ObjectRow, place: Place) -> RawObject:
     )
 
 
-def _prompt_turns(messages: Sequence[Message], place: Place) -> list[dict[str, Any]]:
+def _prompt_turns(messages: Sequence[Message], place: Place) -> list[Turn]:
     """The turns without the assistant's last one: what a rollout is asked to answer."""
     turns = messages[:-1] if messages[-1].role == "assistant" else messages
     if not turns or turns[-1].role != "user":

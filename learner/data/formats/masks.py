@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from learner.data.formats.strict import numbers, whole
 from learner.data.raw import ring_of
@@ -20,7 +20,7 @@ _TOLERANCE = 1.0  # pixels by which a polygon may leave the stairs of a mask's e
 _MOST_CHARACTERS = 7  # a run length in text form has no more: 35 bits
 
 
-def outline_of(segmentation: Any, width: int, height: int, max_pixels: int) -> list[float]:
+def outline_of(segmentation: object, width: int, height: int, max_pixels: int) -> list[float]:
     """Return x1, y1, x2, y2, ... of the largest part, holes filled."""
     import shapely
 
@@ -37,7 +37,7 @@ def outline_of(segmentation: Any, width: int, height: int, max_pixels: int) -> l
     return max(rings, key=lambda ring: shapely.Polygon(list(zip(ring[0::2], ring[1::2], strict=True))).area)
 
 
-def mask_of(rle: Mapping[str, Any], width: int, height: int, max_pixels: int) -> NDArray[np.int8]:
+def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int) -> NDArray[np.int8]:
     """Return [height, width] of zeros and ones. Run lengths go column by column, zeros first."""
     import numpy as np
 
@@ -78,7 +78,7 @@ def _runs_in(text: str) -> list[int]:
     return runs
 
 
-def _shape_of(mask: NDArray[np.int8]) -> Any:
+def _shape_of(mask: NDArray[np.int8]) -> object:
     """The union of the mask's runs, column by column: exact, stairs and all."""
     import numpy as np
     import shapely

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -14,6 +13,7 @@ from learner.data.raw import BadRecords
 from learner.records import GeometryKind, Place
 from shared.errors import DataError
 from shared.reading import is_there
+from shared.wire import Turn
 
 DEFAULT_PROMPT = "<image>Detect every object."
 SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
@@ -33,7 +33,7 @@ class Source:
         return Path(self.path)
 
     @property
-    def messages(self) -> list[dict[str, Any]]:
+    def messages(self) -> list[Turn]:
         """The user's turn of formats that have none."""
         return [{"role": "user", "content": self.data.prompt if self.data.prompt is not None else DEFAULT_PROMPT}]
 

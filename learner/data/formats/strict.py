@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BeforeValidator
 
@@ -19,7 +19,7 @@ _YES = ("1", "1.0", "true", "t", "yes", "y")
 _NO = ("0", "0.0", "false", "f", "no", "n", "", "none", "null", "unspecified")
 
 
-def number(value: Any) -> float:
+def number(value: object) -> float:
     """Return a finite number, also from a text."""
     wanted = "a number"
     if isinstance(value, str):
@@ -36,21 +36,21 @@ def number(value: Any) -> float:
     return found
 
 
-def numbers(values: Any) -> list[float]:
+def numbers(values: object) -> list[float]:
     """Return a list of numbers. A text is none, although it can be iterated over."""
     if not isinstance(values, list | tuple):
         raise ValueError("a list of numbers")
     return [number(value) for value in values]
 
 
-def box(values: Any) -> tuple[float, float, float, float]:
+def box(values: object) -> tuple[float, float, float, float]:
     if not isinstance(values, list | tuple) or len(values) != 4:
         raise ValueError("four numbers")
     a, b, c, d = numbers(values)
     return a, b, c, d
 
 
-def whole(value: Any) -> int:
+def whole(value: object) -> int:
     """Return a whole number that is not negative."""
     try:
         found = number(value)
@@ -61,7 +61,7 @@ def whole(value: Any) -> int:
     return int(found)
 
 
-def flag(value: Any) -> bool:
+def flag(value: object) -> bool:
     """Return yes or no, read in the words of several tools. Nothing, `None` and `Unspecified` are no."""
     if isinstance(value, bool):
         return value
@@ -71,7 +71,7 @@ def flag(value: Any) -> bool:
     return text in _YES
 
 
-def any_flag(values: Mapping[str, Any], names: Sequence[str]) -> bool:
+def any_flag(values: Mapping[str, object], names: Sequence[str]) -> bool:
     """Return True if one of the flags is set. All are read, so that each is yes or no."""
     found = False
     for name in names:
@@ -82,14 +82,14 @@ def any_flag(values: Mapping[str, Any], names: Sequence[str]) -> bool:
     return found
 
 
-def class_name(value: Any) -> str:
+def class_name(value: object) -> str:
     """Return a text that is not blank, as it stands: spaces around it are removed where all formats meet."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError("a name: a text that is not blank")
     return value
 
 
-def identity(value: Any) -> str:
+def identity(value: object) -> str:
     """Return an id, which is a text, or a whole number that may be written as 7, 7.0 or "7"."""
     if isinstance(value, str) and value.strip():
         return value
@@ -100,7 +100,7 @@ def identity(value: Any) -> str:
     raise ValueError("an id: a text or a whole number")
 
 
-def _size(value: Any) -> int:
+def _size(value: object) -> int:
     found = whole(value)
     if not found:
         raise ValueError("a whole number above 0")

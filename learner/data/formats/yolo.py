@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 
@@ -53,7 +52,7 @@ class YoloFile:
 class _Loader(yaml.SafeLoader):
     """Refuses a key that stands twice, of which YAML would take the last one."""
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
             if keys.count(key) > 1:
@@ -105,18 +104,21 @@ def class_file_in(folder: Path) -> Path | None:
     return file if any(is_there(label_file(image)) for image in images) else None
 
 
-def _of_content(content: Mapping[Any, Any], beside: Path) -> YoloFile:
+def _of_content(content: Mapping[object, object], beside: Path) -> YoloFile:
     """Raises ValueError."""
     root = content.get("path")
     if root is not None and not isinstance(root, str):
         raise ValueError(f"path: {show(root)} instead of a folder")
     entries = {key: content[key] for key in SPLITS if content.get(key) is not None}
-    splits = {key: entry if isinstance(entry, list) else [entry] for key, entry in entries.items()}
-    for key, parts in splits.items():
-        for part in parts:
+    splits: dict[str, list[str]] = {key: [] for key in entries}
+    for key, entry in entries.items():
+        for part in entry if isinstance(entry, list) else [entry]:
             if not isinstance(part, str) or not part or "\0" in part:
                 raise ValueError(f"{key}: {show(part)} instead of a folder or a list of images")
-    classes = _classes(content["names"])
+            splits[key].append(part)
+    names = content["names"]
+    assert isinstance(names, list | dict), "the caller has looked"
+    classes = _classes(names)
     if content.get("nc") is not None and _whole_of("nc", content["nc"]) != len(classes):
         raise ValueError(f"nc: {content['nc']}, but {len(classes)} names")
     return YoloFile(
@@ -124,7 +126,7 @@ def _of_content(content: Mapping[Any, Any], beside: Path) -> YoloFile:
     )
 
 
-def _classes(names: list[Any] | dict[Any, Any]) -> dict[int, str]:
+def _classes(names: list[object] | dict[object, object]) -> dict[int, str]:
     """Raises ValueError."""
     classes: dict[int, str] = {}
     for key, value in names.items() if isinstance(names, dict) else enumerate(names):
@@ -142,7 +144,7 @@ def _classes(names: list[Any] | dict[Any, Any]) -> dict[int, str]:
     return classes
 
 
-def _whole_of(key: str, value: Any) -> int:
+def _whole_of(key: str, value: object) -> int:
     """Raises ValueError."""
     try:
         return whole(value)
@@ -150,7 +152,7 @@ def _whole_of(key: str, value: Any) -> int:
         raise ValueError(f"{key}: {show(value)} instead of {error}") from error
 
 
-def _keypoint_values(content: Mapping[Any, Any]) -> int | None:
+def _keypoint_values(content: Mapping[object, object]) -> int | None:
     """Raises ValueError."""
     shape = content.get("kpt_shape")
     if shape is None:

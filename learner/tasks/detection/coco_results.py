@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 
 class FoundBox(NamedTuple):
@@ -30,7 +30,7 @@ def image_id(sample_id: str) -> int | str:
     return int(sample_id) if is_number else sample_id
 
 
-def coco_rows(found: Iterable[FoundBox], categories: Mapping[str, int]) -> list[dict[str, Any]]:
+def coco_rows(found: Iterable[FoundBox], categories: Mapping[str, int]) -> list[dict[str, object]]:
     """Names that `categories` lacks get the next numbers, in alphabetical order."""
     boxes, ids = list(found), {**categories}
     for name in sorted({one.name for one in boxes}):
@@ -50,6 +50,6 @@ def coco_rows(found: Iterable[FoundBox], categories: Mapping[str, int]) -> list[
     ]
 
 
-def coco_text(rows: Iterable[Mapping[str, Any]]) -> str:
+def coco_text(rows: Iterable[Mapping[str, object]]) -> str:
     """Return the text, a line per row."""
     return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"

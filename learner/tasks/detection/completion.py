@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, Literal
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,7 +128,7 @@ class CompletionEstimate:
     precision: tuple[float, ...]  # largest share of right free clusters with exactly so many votes
     free: tuple[int, ...]  # free clusters with exactly so many votes
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> dict[str, object]:
         return asdict(self)
 
 

@@ -48,7 +48,7 @@ import contextlib
 import io
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
@@ -342,7 +342,7 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
     ]
     boxes = [_box(image, obj, categories) for image, obj in truth]
     boxes += [{**_box(image, obj, categories), "iscrowd": 1} for image, obj in regions]
-    dataset: dict[str, Any] = {
+    dataset: dict[str, object] = {
         "images": [{"id": i, "width": NUM_BINS, "height": NUM_BINS} for i, _ in enumerate(owners, 1)],
         "categories": [{"id": i, "name": desc} for desc, i in categories.items()],
         "annotations": [{"id": n, **box} for n, box in enumerate(boxes, 1)],
@@ -367,7 +367,7 @@ def _by_image(
     return [(int(start) + (obj.image or 1) - 1, obj) for start, own in zip(first, objects, strict=True) for obj in own]
 
 
-def _box(image: int, obj: DetectionObject, categories: dict[str, int]) -> dict[str, Any]:
+def _box(image: int, obj: DetectionObject, categories: dict[str, int]) -> dict[str, object]:
     x1, y1, x2, y2 = bounding_box(obj)
     width, height = x2 - x1, y2 - y1
     return {

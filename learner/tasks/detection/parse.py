@@ -43,7 +43,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import repeat
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -251,8 +251,8 @@ def closing_brace(data: bytes, start: int) -> int | None:
 Outcome = PredictedObject | DropReason
 _FOUR = np.arange(4)
 # Made of tuples, dozens at a time: calling the classes takes twice as long.
-_detection: Callable[[tuple[Any, ...]], DetectionObject] = partial(tuple.__new__, DetectionObject)
-_predicted: Callable[[tuple[Any, ...]], PredictedObject] = partial(tuple.__new__, PredictedObject)
+_detection: Callable[[tuple[object, ...]], DetectionObject] = partial(tuple.__new__, DetectionObject)
+_predicted: Callable[[tuple[object, ...]], PredictedObject] = partial(tuple.__new__, PredictedObject)
 
 
 def classify(

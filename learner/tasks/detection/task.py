@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +94,7 @@ class DetectionTask(Task):
     def prefix_rewards(self, assignment: Assignment, weights: Mapping[str, float]) -> PrefixRewards:
         return prefix_rewards(assignment, weights, self._pieces)
 
-    def scene(self, assignment: Assignment) -> dict[str, Any]:
+    def scene(self, assignment: Assignment) -> dict[str, object]:
         """Truth and predictions in bins, scores of the predictions, pairs and drops: what the report draws."""
         parsed = assignment.parsed
         sample = parsed.rollout.sample
@@ -162,7 +161,7 @@ class DetectionTask(Task):
         validate_sample(sample, None)
 
 
-def object_json(item: DetectionObject) -> dict[str, Any]:
+def object_json(item: DetectionObject) -> dict[str, object]:
     """Return its description, its image if there are several, and its bins, as an answer would have them."""
     return {"desc": item.desc, **({} if item.image is None else {"image": item.image}), item.kind: list(item.bins)}
 
