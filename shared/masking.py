@@ -81,7 +81,7 @@ def bare_url(url: str) -> str:
 
 
 @overload
-def masked_in(value: Mapping[str, V]) -> dict[str, V]: ...
+def masked_in(value: dict[str, V]) -> dict[str, V]: ...
 
 
 @overload

@@ -85,7 +85,7 @@ class Plan:
             over["discovery"] = discovery
         for name in reversed(SERVER.split(".")):
             over = {name: over}
-        return merge(self.learner, over)
+        return merge(dict(self.learner), over)
 
     def learner_file(self, urls: Sequence[str], discovery: Mapping[str, Any] | None = None) -> str:
         return dump_yaml(self.learner_values(urls, discovery))

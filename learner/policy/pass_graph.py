@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
+from torch._ops import OpOverload
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -110,7 +111,7 @@ class Notes:
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self.obstacle = ""
         self._of_weights: dict[int, StorageWeakRef] = {}  # a reference keeps a storage's number from being used again
-        self._values: list[tuple[Any, Any]] = []  # (function, value); None for a tensor that stays on the host
+        self._values: list[tuple[object, Any]] = []  # (function, value); None for a tensor that stays on the host
         self._next = 0
         self._mark(weights)
 
@@ -128,10 +129,10 @@ class Notes:
         if self._next != len(self._values):
             raise OtherPassError(f"{self._next} values were read, {len(self._values)} in the pass before")
 
-    def put(self, func: Any, value: Any) -> None:
+    def put(self, func: object, value: object) -> None:
         self._values.append((func, tree_map_only(torch.Tensor, torch.clone, value)))
 
-    def take(self, func: Any) -> Any:
+    def take(self, func: object) -> Any:
         """Return the next value. The caller copies a tensor that may be written."""
         noted, value = self._values[self._next] if self._next < len(self._values) else (None, None)
         if noted is not func:
@@ -139,15 +140,15 @@ class Notes:
         self._next += 1
         return value
 
-    def check(self, func: Any, read: Any) -> None:
+    def check(self, func: object, read: object) -> None:
         if self.depends(read):
             self.obstacle = f"{func} reads on the host what depends on weights"
 
-    def depends(self, values: Any) -> bool:
+    def depends(self, values: object) -> bool:
         """Return True if a tensor among `values` depends on weights."""
         return any(_key(one) in self._of_weights for one in tree_iter(values) if isinstance(one, torch.Tensor))
 
-    def follow(self, func: Any, args: Any, kwargs: Any, returned: Any) -> None:
+    def follow(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], returned: object) -> None:
         """Follow an operation: what it wrote depends on weights if anything that it was given does."""
         if self.depends((args, kwargs)):
             self._mark(one for one in tree_iter(returned) if isinstance(one, torch.Tensor))
@@ -163,7 +164,7 @@ def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _written(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+def _written(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[torch.Tensor]:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
@@ -177,7 +178,13 @@ class _Operations(TorchDispatchMode):
 
 
 class _NotedOperations(_Operations):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         notes, kwargs = self.notes, kwargs or {}
         if func in INDEXING:
             masks = [one for one in args[1] if is_mask(one)]
@@ -193,7 +200,13 @@ class _NotedOperations(_Operations):
 
 
 class _RepeatedOperations(_Operations):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         if func in INDEXING and any(map(is_mask, args[1])):
             noted = iter(self.notes.take(func))
@@ -207,11 +220,11 @@ class _RepeatedOperations(_Operations):
         return tree_map_only(torch.Tensor, torch.clone, self.notes.take(func))
 
 
-def is_mask(index: Any) -> bool:
+def is_mask(index: object) -> TypeGuard[torch.Tensor]:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def reads(func: Any, args: Any, kwargs: Any) -> bool:
+def reads(func: OpOverload, args: object, kwargs: Mapping[str, Any]) -> bool:
     """True if the operation needs a value of the device on the host, or goes from one to the other. Masks that are
     indices are another matter."""
     if func in COPIES:
@@ -220,7 +233,7 @@ def reads(func: Any, args: Any, kwargs: Any) -> bool:
     return func not in INDEXING and not READS.isdisjoint(func.tags)
 
 
-def _devices(values: Any) -> set[torch.device]:
+def _devices(values: object) -> set[torch.device]:
     return {one.device for one in tree_iter(values) if isinstance(one, torch.Tensor)}
 
 
@@ -231,7 +244,13 @@ class _Factories(TorchFunctionMode):
 
 
 class _NotedFactories(_Factories):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         made = func(*args, **(kwargs or {}))
         if func in _FACTORIES:
             self.notes.check(func, (args[func is torch.Tensor.new_tensor :], kwargs))  # that one's self is a pattern
@@ -240,7 +259,13 @@ class _NotedFactories(_Factories):
 
 
 class _RepeatedFactories(_Factories):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[object] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func in _FACTORIES and (value := self.notes.take(func)) is not None:
             return value.clone()
         return func(*args, **(kwargs or {}))

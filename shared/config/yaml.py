@@ -327,7 +327,7 @@ def _overlay(below: Parsed, above: Parsed) -> None:
 
 
 @overload
-def merge(below: Mapping[str, V], above: Mapping[str, V]) -> dict[str, V]: ...
+def merge(below: dict[str, V], above: dict[str, V]) -> dict[str, V]: ...
 
 
 @overload
