@@ -8,7 +8,7 @@ same, and `settings_of` makes it from there.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from learner.config.schema import RunConfig
 from learner.config.sections.task import TaskConfig
 from learner.records import Sample
 from shared.errors import ConfigError
+from shared.wire import Turn
 
 INFERENCE_NAME = "inference.json"
 CALIBRATION_NAME = "calibration.json"  # it lies beside it and makes scores (`learner.tasks.detection.scores`)
@@ -44,9 +45,9 @@ class InferenceSettings(BaseModel):
 
 def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceSettings:
     """Return what the run says. `samples`: of its training data. The prompt is the one that most of them have."""
-    prompts: Counter[tuple[tuple[str, object], ...]] = Counter()
+    prompts: Counter[tuple[tuple[str, str], ...]] = Counter()
     classes: dict[str, None] = {}
-    turns: dict[tuple[tuple[str, object], ...], Sequence[Mapping[str, object]]] = {}
+    turns: dict[tuple[tuple[str, str], ...], Sequence[Turn]] = {}
     for sample in samples:
         key = tuple((str(turn["role"]), str(turn["content"])) for turn in sample.messages)
         prompts[key] += 1
@@ -65,7 +66,7 @@ def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceS
     )
 
 
-def prompt_messages(prompt: str | None) -> list[dict[str, object]]:
+def prompt_messages(prompt: str | None) -> list[Turn]:
     """Return the user's turn, with the image before the text if the text does not place it."""
     text = prompt if prompt is not None else "Detect every object."
     return [{"role": "user", "content": text if IMAGE in text else IMAGE + text}]

@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
@@ -41,6 +41,9 @@ from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import Images
 from shared.wire import Turn
+
+if TYPE_CHECKING:
+    from shapely.geometry.base import BaseGeometry
 
 Kind = Literal[
     "no_area", "outside_image", "unknown_class", "image_missing", "image_size", "duplicate", "too_long", "malformed"
@@ -404,7 +407,7 @@ def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[fl
     return ring_of(shapely.intersection(outline, shapely.box(*bounds)))
 
 
-def ring_of(shape: object) -> list[float]:
+def ring_of(shape: BaseGeometry) -> list[float]:
     """Return x1, y1, x2, y2, ... of a shape's outline: of its largest part, without holes; [] where it has no area."""
     import shapely
 

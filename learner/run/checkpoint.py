@@ -346,11 +346,11 @@ def _generator_state(ranks: Ranks) -> dict[str, torch.Tensor]:
     return state
 
 
-def _manifest(folder: Path) -> dict[str, dict[str, object]]:
+def _manifest(folder: Path) -> dict[str, dict[str, int | str]]:
     return {str(p.relative_to(folder)): _entry(p) for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def _entry(path: Path) -> dict[str, object]:
+def _entry(path: Path) -> dict[str, int | str]:
     with path.open("rb") as file:
         return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
 

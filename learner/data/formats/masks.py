@@ -15,6 +15,7 @@ from learner.data.raw import ring_of
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+    from shapely.geometry.base import BaseGeometry
 
 _TOLERANCE = 1.0  # pixels by which a polygon may leave the stairs of a mask's edge
 _MOST_CHARACTERS = 7  # a run length in text form has no more: 35 bits
@@ -78,7 +79,7 @@ def _runs_in(text: str) -> list[int]:
     return runs
 
 
-def _shape_of(mask: NDArray[np.int8]) -> object:
+def _shape_of(mask: NDArray[np.int8]) -> BaseGeometry:
     """The union of the mask's runs, column by column: exact, stairs and all."""
     import numpy as np
     import shapely
