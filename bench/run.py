@@ -50,6 +50,7 @@ Part = Literal[
     "offload",
     "changed",
     "jitter",
+    "deltas",
 ]
 _TIMEOUT_S = 1800.0
 _WORK = "from bench.run import work; work()"  # the code of a measurement's process
@@ -101,6 +102,7 @@ PARTS: Mapping[Part, Sequence[Job]] = {
         _cuda(1, "bench.changed:measure", size="0.6B"),
         _try("bench.changed:measure", size="tiny", row_tokens=512),
     ],
+    "deltas": [_try("bench.deltas:measure")],
     "jitter": [
         _cuda(1, "bench.jitter:measure", size="0.5B", row_tokens=10_000),
         _try("bench.jitter:measure", size="demo"),
