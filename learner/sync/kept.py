@@ -5,20 +5,20 @@ Invariants: changes are sent only if all servers of the group have acknowledged 
 travels with them lets a server refuse them otherwise; after a failure, and for a group of other servers, all weights
 travel. Changes are known before the first byte is sent, so an update that would not gain by them is sent whole.
 
-The copy takes as many bytes of the host's memory as a full sync sends (8.9 GB for 4.4 billion bfloat16 values). On CPU
-it is the buckets themselves.
+The copy takes as many bytes of the host's memory as a full sync sends (8.9 GB for 4.4 billion bfloat16 values), on CPU
+those of one bucket more.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from learner.policy.weights import checksum
 from shared.sync.buckets import SEAL_BYTES
-from shared.sync.delta import encode, sealed
+from shared.sync.delta import encode, patch, sealed
 from shared.wire import Delta
 
 PAYS_BELOW = 0.8  # of the bytes of a full sync: applying changes takes some time too
@@ -58,6 +58,7 @@ class KeptWeights:
 
     def __init__(self) -> None:
         self._buckets: list[torch.Tensor] = []  # with their seals, in the host's memory
+        self._scratch = torch.empty(0, dtype=torch.uint8)
         self._base, self._missing_because = "", FIRST
 
     def forget(self, because: str) -> None:
@@ -70,31 +71,53 @@ class KeptWeights:
         """Note that all servers have what was last outgoing; `weights` is its digest."""
         self._base = weights
 
-    def outgoing(self, buckets: Iterator[torch.Tensor], *, key: bytes, ver: int, device: torch.device) -> Outgoing:
-        """Return the next update, and keep it. It counts once it is acknowledged."""
+    def outgoing(
+        self,
+        buckets: Callable[[torch.Tensor | None], Iterator[torch.Tensor]],
+        *,
+        key: bytes,
+        ver: int,
+        device: torch.device,
+    ) -> Outgoing:
+        """Return the next update, and keep it. It counts once it is acknowledged. `buckets`: the update's, each in the
+        room that it is given, or in memory of its own."""
         base, self._base = self._base, ""
         if not base:
             self._buckets = []
-            return Outgoing(parcels=self._kept_one_by_one(buckets), full_because=self._missing_because)
+            return Outgoing(parcels=self._kept_one_by_one(buckets(None)), full_because=self._missing_because)
         found, sums, sizes = list[torch.Tensor | None](), list[torch.Tensor](), list[int]()
-        for index, bucket in enumerate(buckets):
-            new, old = bucket[:-SEAL_BYTES], self._buckets[index][:-SEAL_BYTES].to(device)
-            changes = encode(new, old)
+        for kept, bucket in zip(self._buckets, buckets(self._room(device)), strict=True):
+            new = bucket[:-SEAL_BYTES]
+            changes = encode(new, kept[:-SEAL_BYTES].to(device))
             sizes.append(new.numel() if changes is None else changes.numel())
-            if changes is not None:
-                changes = sealed(changes, bucket[-SEAL_BYTES:], key=key, ver=ver, index=index)
-            found.append(changes)
             sums.append(checksum(new))
-            self._keep(index, bucket)
-        num_bytes = sum(bucket.numel() - SEAL_BYTES for bucket in self._buckets)
+            if changes is None or device.type != "cpu":
+                kept.copy_(bucket)
+            else:
+                patch(kept[:-SEAL_BYTES], changes)  # faster, and what the servers do
+                kept[-SEAL_BYTES:] = bucket[-SEAL_BYTES:]
+            if changes is not None:
+                changes = sealed(changes, bucket[-SEAL_BYTES:], key=key, ver=ver, index=len(found))
+            found.append(changes)
+        num_bytes = sum(kept.numel() - SEAL_BYTES for kept in self._buckets)
         if sum(sizes) >= PAYS_BELOW * num_bytes:
             because = f"changes would have been {sum(sizes) / max(1, num_bytes):.0%} of the bytes"
             return Outgoing(parcels=self._again([None] * len(sums), sums, device), full_because=because)
         return Outgoing(parcels=self._again(found, sums, device), delta=Delta(base=base, sizes=sizes))
 
+    def _room(self, device: torch.device) -> torch.Tensor | None:
+        """Return where each bucket is packed: on CPU always in the same memory, because the kernel takes longer to give
+        new memory than it takes to fill it. On CUDA torch keeps what was freed."""
+        if device.type != "cpu":
+            return None
+        size = max(kept.numel() for kept in self._buckets)
+        if self._scratch.numel() != size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch
+
     def _kept_one_by_one(self, buckets: Iterator[torch.Tensor]) -> Iterator[Parcel]:
-        for index, bucket in enumerate(buckets):
-            self._keep(index, bucket)
+        for bucket in buckets:
+            self._buckets.append(bucket if bucket.device.type == "cpu" else _page_locked(bucket))
             yield from whole_parcels([bucket])
 
     def _again(
@@ -105,14 +128,6 @@ class KeptWeights:
             travels = bucket.to(device) if changed is None else changed
             yield Parcel(travels=travels, checksum=sum_, seal=bucket[-SEAL_BYTES:].to(device, copy=True))
 
-    def _keep(self, index: int, bucket: torch.Tensor) -> None:
-        if index == len(self._buckets):
-            self._buckets.append(bucket if bucket.device.type == "cpu" else _page_locked(bucket.numel()))
-        if bucket.device.type == "cpu":
-            self._buckets[index] = bucket  # nobody else writes to it
-        else:
-            self._buckets[index].copy_(bucket)
 
-
-def _page_locked(num_bytes: int) -> torch.Tensor:
-    return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+def _page_locked(bucket: torch.Tensor) -> torch.Tensor:
+    return torch.empty(bucket.numel(), dtype=torch.uint8, pin_memory=True).copy_(bucket)

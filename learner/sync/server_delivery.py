@@ -25,6 +25,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -321,12 +322,11 @@ class ServerDelivery:
 
     def _outgoing(self, source: WeightSource, mode: Mode, ver: int) -> Outgoing:
         """Return the buckets to be staged, whole or as changes."""
-        buckets = self._sealed(source, ver)
-        if self._kept is None:
-            return Outgoing(parcels=whole_parcels(buckets))
-        if mode != "full":
-            self._kept.forget("an adapter was staged since the last full sync")
-            return Outgoing(parcels=whole_parcels(buckets))
+        if self._kept is None or mode != "full":
+            if self._kept is not None:
+                self._kept.forget("an adapter was staged since the last full sync")
+            return Outgoing(parcels=whole_parcels(self._sealed(source, ver)))
+        buckets = partial(self._sealed, source, ver)
         return self._kept.outgoing(buckets, key=self._groups.seal_key, ver=ver, device=self._device)
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
@@ -459,10 +459,10 @@ class ServerDelivery:
         self._full_weights = digest
         return digest
 
-    def _sealed(self, source: WeightSource, ver: int) -> Iterator[torch.Tensor]:
+    def _sealed(self, source: WeightSource, ver: int, room: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
         plan = [bucket.tensors for bucket in self._plan(source)]
         key, dtype = self._groups.seal_key, self._dtype
-        return sealed_buckets(source, plan, key=key, ver=ver, dtype=dtype, device=self._device)
+        return sealed_buckets(source, plan, key=key, ver=ver, dtype=dtype, device=self._device, room=room)
 
     def _send(self, parcels: Iterable[Parcel], posts: Posts) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
         """Give every bucket to every group; the buckets that are still under way, every bucket's checksum and seal."""

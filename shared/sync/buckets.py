@@ -73,14 +73,19 @@ def plan_buckets(specs: Iterable[TensorSpec], bucket_bytes: int) -> list[list[Te
     return plan
 
 
-def pack(specs: Sequence[TensorSpec], tensors: Mapping[str, torch.Tensor], device: torch.device | str) -> torch.Tensor:
+def pack(
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, torch.Tensor],
+    device: torch.device | str,
+    room: torch.Tensor | None = None,
+) -> torch.Tensor:
     """Return the bucket of these tensors, not yet sealed: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`,
-    tensors cast to the specs' dtypes.
+    tensors cast to the specs' dtypes. It lies at the beginning of `room`, if that is given (uint8, on `device`).
 
     Raises SyncError if a tensor is missing or has another shape than its spec.
     """
     size = num_bucket_bytes(specs) + SEAL_BYTES
-    buffer = torch.empty(size, dtype=torch.uint8, device=device)
+    buffer = torch.empty(size, dtype=torch.uint8, device=device) if room is None else room[:size]
     views = [view for _, view in unpack(buffer, specs)]
     for spec, view in zip(specs, views, strict=True):
         if gap := -num_tensor_bytes(spec) % ALIGNMENT_BYTES:

@@ -51,6 +51,7 @@ def learner(
     *,
     allow_shared_gpu: bool = SHARED,
     staging: str = "none",
+    delta: str = "off",
 ) -> Iterator[tuple[ServerBackend, Sync]]:
     servers = [servers] if isinstance(servers, RunningServer) else servers
     entries = [{"base_url": server.base_url, "group_port": free_port()} for server in servers]
@@ -60,7 +61,7 @@ def learner(
         "vllm": {
             "mode": "server",
             "server": {"servers": entries, "timeout_s": 60.0, "allow_shared_gpu": allow_shared_gpu},
-            "sync": {"bucket_bytes": 1 << 20, "staging": staging},
+            "sync": {"bucket_bytes": 1 << 20, "staging": staging, "delta": delta},
         },
     }
     backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=0)
@@ -84,6 +85,15 @@ def change(policy: Policy, seed: int) -> None:
     torch.manual_seed(seed)
     for parameter in policy.model.parameters():
         parameter += 0.3 * (parameter.std(correction=0) + 0.02) * torch.randn_like(parameter)
+
+
+@torch.no_grad()
+def change_few(policy: Policy, seed: int, share: float = 0.004) -> None:
+    """Few values become other ones, as in a small step."""
+    torch.manual_seed(seed)
+    for parameter in policy.model.parameters():
+        chosen = torch.rand(parameter.shape, device=parameter.device) < share
+        parameter[chosen] += 3 * (parameter.std(correction=0) + 0.02)
 
 
 def answers(backend: ServerBackend) -> list[tuple[int, ...]]:

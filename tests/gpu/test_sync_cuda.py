@@ -15,7 +15,7 @@ from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
 from shared.errors import CommunicatorError
 from tests.gpu.devices import OTHER, SHARED, needs_gpus
-from tests.gpu.servers import answers, change, learner, load, samples, server_on
+from tests.gpu.servers import answers, change, change_few, learner, load, samples, server_on
 from tests.servers import RunningServer
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
@@ -68,6 +68,27 @@ def test_staged_weights_are_served_by_the_sync_and_not_before(
             assert answers(backend) != old
         with capsys.disabled():
             print(f"\npause of a small model staged on {place}: {1e3 * receipt.pause_s:.1f} ms")
+
+
+@pytest.mark.parametrize("staging", ["none", "device"])
+def test_changes_alone_bring_the_served_model_to_the_learner_s(
+    server: RunningServer, model: Path, staging: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """R09: over NCCL, kept in the host's memory or on the device. The seals and the canary check each."""
+    policy = load(model)
+    with learner(server, policy, staging=staging, delta="on") as (backend, sync):
+        first = sync.sync()
+        assert first.sent_bytes == first.num_bytes
+        for seed in range(3):
+            old = answers(backend)
+            change_few(policy, seed)
+            sync.stage()
+            receipt = sync.sync()
+            assert receipt.full_because == ""
+            assert 0 < receipt.sent_bytes < 0.1 * receipt.num_bytes
+            assert answers(backend) != old
+        with capsys.disabled():
+            print(f"\nchanges of a small model, staging {staging}: {receipt.sent_bytes} of {receipt.num_bytes} bytes")
 
 
 def test_a_learner_on_the_server_s_gpu_is_told(server: RunningServer, model: Path) -> None:
