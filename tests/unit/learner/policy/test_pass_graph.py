@@ -11,11 +11,12 @@ from typing import Any
 import pytest
 import torch
 
+from bench import tiny_models
 from learner.policy.canary_scores import Modules, RepeatedLogprobs
 from learner.policy.layer_graphs import LayerGraphs
 from learner.policy.pass_graph import INDEXING, Notes, OtherPassError, PassGraph, is_mask, reads
 from learner.policy.weights import as_sent, checksum, replaced_modules
-from tests.unit.learner.policy.rows import policy_of
+from tests.unit.learner.policy.rows import image, policy_of, sample
 from tests.unit.learner.policy.test_layer_graphs import Tape, answers, change, record
 from tests.unit.learner.policy.test_weights import with_trained_adapter
 
@@ -61,6 +62,28 @@ def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options:
         seen.append(found)
         change(policy)
     assert all(one != other for one, other in itertools.pairwise(seen))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("build", [tiny_models.build_qwen2_vl, tiny_models.build_qwen2_5_vl])
+def test_other_families_are_captured_whole(build: Callable[[Path], None], tmp_path: Path) -> None:
+    """Vision towers with windows, and with other positions. Two images."""
+    build(tmp_path / "model")
+    policy = with_trained_adapter(tmp_path / "model", "lora")
+    pictures = [image(64, 64), image(96, 64)]
+    asked = [(policy.encoder.encode(sample([picture])), range(20, 30 + i)) for i, picture in enumerate(pictures)]
+
+    def within(_: Modules) -> Any:
+        return as_sent(policy.model, torch.bfloat16, merged=True)
+
+    layers = LayerGraphs(policy.model, record)
+    repeated = RepeatedLogprobs(policy, asked, within, layers=layers, whole=True, record=strict)
+    for _ in range(4):
+        found = repeated()
+        with as_sent(policy.model, torch.bfloat16, merged=True):
+            assert found == policy.logprobs(asked)
+        change(policy)
+    assert repeated._whole is not None
 
 
 def test_weights_of_later_count(tiny_vlm: Path) -> None:
