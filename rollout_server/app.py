@@ -30,7 +30,7 @@ from rollout_server.bodies import hung_up, read_body
 from rollout_server.config import ServerConfig
 from rollout_server.guards import BodyLimit, Guard, error_response, refused
 from rollout_server.openai_api import ChatCall, CompletionCall, OpenAICall, OpenAIError, OpenAIErrorDetail
-from rollout_server.openapi import JSON, Document, Replies, Route, document, page
+from rollout_server.openapi import JSON, ApiDocument, Replies, Route, document, page
 from rollout_server.service import RolloutService
 from shared.errors import ProjectError, RequestError
 from shared.wire import (
@@ -372,7 +372,7 @@ async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]
             yield b"data: " + bytes(_openai_error(_as_project_error("/v1/", error)).body) + b"\n\n"
 
 
-def _documentation(api: Callable[[], Document], config: ServerConfig) -> list[Route]:
+def _documentation(api: Callable[[], ApiDocument], config: ServerConfig) -> list[Route]:
     async def openapi(request: Request) -> Response:
         return JSONResponse(api())
 

@@ -53,7 +53,7 @@ Schema = TypedDict(
 )
 
 
-class Content(TypedDict, total=False):
+class ApiContent(TypedDict, total=False):
     """A body in one media type."""
 
     schema: Schema
@@ -65,10 +65,10 @@ class Body(TypedDict, total=False):
 
     description: str
     required: bool
-    content: dict[str, Content]
+    content: dict[str, ApiContent]
 
 
-class Operation(TypedDict, total=False):
+class ApiOperation(TypedDict, total=False):
     summary: str
     operationId: str
     description: str
@@ -82,12 +82,12 @@ class Components(TypedDict, total=False):
     securitySchemes: dict[str, dict[str, str]]
 
 
-class Document(TypedDict):
+class ApiDocument(TypedDict):
     """OpenAPI 3.1, the parts that this server uses."""
 
     openapi: str
     info: dict[str, str]
-    paths: dict[str, dict[str, Operation]]
+    paths: dict[str, dict[str, ApiOperation]]
     components: Components
 
 
@@ -108,10 +108,10 @@ class Route:
     when: str = "done"
 
 
-def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_paths: Sequence[str]) -> Document:
+def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_paths: Sequence[str]) -> ApiDocument:
     """Return the document (OpenAPI 3.1)."""
     schemas, definitions = _schemas(routes)
-    paths: dict[str, dict[str, Operation]] = {}
+    paths: dict[str, dict[str, ApiOperation]] = {}
     for route in routes:
         operation = _operation(route, schemas)
         if with_token and route.path not in open_paths:
@@ -124,17 +124,17 @@ def document(routes: Sequence[Route], *, prefix: str, with_token: bool, open_pat
     return {"openapi": "3.1.0", "info": info, "paths": paths, "components": components}
 
 
-def _operation(route: Route, schemas: Mapping[str, Schema]) -> Operation:
+def _operation(route: Route, schemas: Mapping[str, Schema]) -> ApiOperation:
     summary, *rest = re.split(r"(?<=[.?]) ", route.says, maxsplit=1)
-    operation: Operation = {"summary": summary, "operationId": route.path.strip("/").replace("/", "_")}
+    operation: ApiOperation = {"summary": summary, "operationId": route.path.strip("/").replace("/", "_")}
     if rest:
         operation["description"] = rest[0]
     if route.call is not None:
-        body: Content = {"schema": schemas[_key(route, "call")]}
+        body: ApiContent = {"schema": schemas[_key(route, "call")]}
         if route.example is not None:
             body["example"] = route.example.model_dump(mode="json", exclude_unset=True)
         operation["requestBody"] = {"required": True, "content": {JSON: body}}
-    success: dict[str, Content] = {
+    success: dict[str, ApiContent] = {
         kind: {"schema": schemas[_key(route, kind)]} if reply else {} for kind, reply in route.replies.items()
     }
     if route.answer is not None:
@@ -171,7 +171,7 @@ h2{border-top:1px solid #ccc;padding-top:1rem}code{background:#f4f4f4}a{color:#0
 td{text-align:left;padding:.15rem .8rem .15rem 0;vertical-align:top}"""
 
 
-def page(api: Document) -> str:
+def page(api: ApiDocument) -> str:
     """Return the document as HTML."""
     parts = [part for path, methods in api["paths"].items() for part in _operations(path, methods)]
     models = [part for name, schema in sorted(api["components"]["schemas"].items()) for part in _model(name, schema)]
@@ -183,7 +183,7 @@ def page(api: Document) -> str:
     )
 
 
-def _operations(path: str, methods: Mapping[str, Operation]) -> Iterator[str]:
+def _operations(path: str, methods: Mapping[str, ApiOperation]) -> Iterator[str]:
     for method, operation in methods.items():
         says = f"{operation['summary']} {operation.get('description', '')}"
         yield f"<h2>{method.upper()} <code>{escape(path)}</code></h2><p>{escape(says)}</p><ul>"
