@@ -95,10 +95,11 @@ def accuracy(data: Path, kind: Quantization) -> dict[str, Any]:
         ranks = init_ranks({}, timeout_s=60.0)
         stack.callback(ranks.close)
         trainer = build(config, resolve(config, 1), ranks, token=None, stack=stack)
-        assert trainer.sync is not None
+        assert trainer.sync is not None, "a colocated engine has a sync"
+        assert trainer.backend is not None, "a run that evaluates has a backend"
         receipt = trainer.sync.sync()
         began = time.monotonic()
-        samples = load_data(config, trainer.task, trainer.policy.encoder).val
+        samples = load_data(config, trainer.task, trainer.policy.encoder).evaluation
         found = evaluate(trainer.backend, samples, trainer.task, ranks, global_step=0)
         gaps = {"canary_gap": receipt.canary_gap, "merge_gap": receipt.merge_gap}
         say(f"{kind}: f1 {found.metrics['f1@0.5']:.4f} on {len(samples)} scenes")
