@@ -50,9 +50,9 @@ from shared.sync.buckets import spec_of
 from shared.waits import Deadline
 from shared.wire import RolloutInferRequest, TensorSpec
 
-# Of all values that travel, those that one step changes.
+# One step changes these shares of all values that travel.
 SHARES: Mapping[str, float] = {"1e-6": 0.0066, "1e-5": 0.0525, "1e-4": 0.214}
-WANTED = 0.10  # of a full sync's seconds, at the first of these rates
+WANTED = 0.10  # share of a full sync's seconds, at the first of these rates
 LINK = "tbf rate 1gbit burst 1mb latency 100ms"
 PORT, GROUP_PORT = 8000, 51216
 _TOKEN = "bench"
@@ -104,7 +104,7 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Figure]:
 
 
 def logprobs(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """The log-probabilities that these weights give to the answer: some function of all their bytes."""
+    """Return the log-probabilities that these weights give to the answer: some function of all their bytes."""
     total = sum(int(checksum(tensor)) for tensor in tensors)
     return [-1.0 - (total // 1000**i) % 1000 for i in range(len(_ANSWER))]
 

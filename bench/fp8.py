@@ -42,7 +42,7 @@ from shared.quantization import Quantization
 WARM_UP = 2  # rounds
 WANTED_RATE, WANTED_SYNC, WANTED_F1 = 1.3, 1.3, 0.005
 KINDS: tuple[Quantization, ...] = ("none", "fp8")
-_MOST_TOKENS = 256  # of an answer to a demo's scene
+_MOST_TOKENS = 256  # an answer to a demo's scene has no more
 
 
 def speed(race: Race, kind: Quantization, rounds: int) -> dict[str, Any]:

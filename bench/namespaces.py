@@ -72,7 +72,7 @@ class Node:
         _for_a_while(self.hub_pid, f"tc qdisc replace {link} {qdisc}", seconds, f"tc qdisc del {link}")
 
     def slow(self, qdisc: str) -> None:
-        """What the node is sent passes through this queueing discipline (`tc`) from now on."""
+        """Let what the node is sent pass through this queueing discipline (`tc`) from now on."""
         _run([*_enter(self.hub_pid), "tc", "qdisc", "replace", "dev", self.port, "root", *qdisc.split()])
 
     def can_shape(self, qdisc: str) -> bool:

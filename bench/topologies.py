@@ -357,7 +357,7 @@ def summary(events: Events) -> dict[str, Any]:
 
 
 def _answered(events: Events) -> dict[str, Any]:
-    """How many requests each server answered, most first, and how many calls failed."""
+    """Return how many requests each server answered, most first, and how many calls failed."""
     calls = [call for event in events if event["event"] == "rollout_call" for call in event["calls"]]
     answered: Counter[str] = Counter()
     for call in calls:

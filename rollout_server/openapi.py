@@ -61,7 +61,7 @@ class ApiContent(TypedDict, total=False):
 
 
 class Body(TypedDict, total=False):
-    """What a call takes, or what it answers."""
+    """The body that a call takes, or answers."""
 
     description: str
     required: bool

@@ -69,7 +69,7 @@ class SyncTotals:
     completed: int = 0
     failed: int = 0
     num_bytes: int = 0  # received
-    deltas: int = 0  # of the completed ones, those that came as changes
+    deltas: int = 0  # completed updates that came as changes
     seconds: float = 0.0
     last_seconds: float = 0.0
     pause_seconds: float = 0.0  # time in which no call was let in though none was in flight

@@ -140,7 +140,7 @@ def segment_attention(
 
 
 class _Kept(Protocol):
-    """What autograd keeps of a call for the backward pass."""
+    """The values of a call that autograd keeps for the backward pass."""
 
     num_rows: int
 

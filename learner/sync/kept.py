@@ -21,7 +21,7 @@ from shared.sync.buckets import SEAL_BYTES
 from shared.sync.delta import encode, patch, sealed
 from shared.wire import Delta
 
-PAYS_BELOW = 0.8  # of the bytes of a full sync: applying changes takes some time too
+PAYS_BELOW = 0.8  # share of a full sync's bytes: applying changes takes some time too
 FIRST = "it was the first full sync of this run"
 
 
@@ -57,7 +57,7 @@ class KeptWeights:
     """The copy, and whether the servers have it too."""
 
     def __init__(self) -> None:
-        self._buckets: list[torch.Tensor] = []  # with their seals, in the host's memory
+        self._buckets: list[torch.Tensor] = []  # buckets with their seals, in the host's memory
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._base, self._missing_because = "", FIRST
 

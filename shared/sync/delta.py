@@ -29,8 +29,8 @@ from shared.errors import SyncError
 from shared.sync.buckets import ALIGNMENT_BYTES, SEAL_BYTES, seal
 
 SEGMENT_WORDS = 1 << 20
-SEALS_BYTES = 2 * SEAL_BYTES  # behind the changes
-FORM = b"changes"  # of the seal over them: no seal of a bucket has it
+SEALS_BYTES = 2 * SEAL_BYTES  # seals that follow the changes
+FORM = b"changes"  # the form of the seal over them: no seal of a bucket has it
 _GAPS, _BITS, _WHOLE = range(3)
 _LONG = 255  # a byte of the gaps that ends at no changed word
 _WORD_BYTES, _COLUMNS = 2, 3

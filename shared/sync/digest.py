@@ -28,7 +28,7 @@ PAIRS = ROWS * COLUMNS
 BLOCK_WORDS = 2 * PAIRS
 
 _BLOCKS_AT_ONCE = 8  # used on CPU: the temporaries stay in the cache
-_BLOCKS_A_THREAD = 64  # at least, or a thread costs more than it saves
+_BLOCKS_A_THREAD = 64  # least number, or a thread costs more than it saves
 
 
 def digest(buffer: torch.Tensor, key: bytes = b"", nonce: bytes = b"") -> torch.Tensor:

@@ -89,7 +89,7 @@ def change(policy: Policy, seed: int) -> None:
 
 @torch.no_grad()
 def change_few(policy: Policy, seed: int, share: float = 0.004) -> None:
-    """Few values become other ones, as in a small step."""
+    """Change few values, as a small step does."""
     torch.manual_seed(seed)
     for parameter in policy.model.parameters():
         chosen = torch.rand(parameter.shape, device=parameter.device) < share

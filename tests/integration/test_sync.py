@@ -238,7 +238,7 @@ def test_staged_weights_are_served_after_the_sync_and_not_before(
 
 
 def change_few(policy: Policy, seed: int, share: float = 0.004) -> None:
-    """As a small step changes the values that travel."""
+    """Change the values that travel as a small step does."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in policy.model.parameters():

@@ -439,7 +439,7 @@ def test_other_pixels_name_server_and_sample() -> None:
 
 
 def change_one(weights: Weights) -> None:
-    """As a small step does: nearly all values stay."""
+    """Change one value, as a small step does: nearly all values stay."""
     weights.tensors["embed"] = weights.tensors["embed"].clone()
     weights.tensors["embed"][3, 3] += 0.25
 
