@@ -39,7 +39,7 @@ from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
 from shared.quantization import Quantization
 
-WARM_UP = 2  # rounds
+WARM_UP = 4  # rounds: a load is reloaded, watched, repeated and captured before it is as fast as it stays
 WANTED_RATE, WANTED_SYNC, WANTED_F1 = 1.3, 1.3, 0.005
 KINDS: tuple[Quantization, ...] = ("none", "fp8")
 _MOST_TOKENS = 256  # an answer to a demo's scene has no more
@@ -71,7 +71,7 @@ def accuracy(data: Path, kind: Quantization) -> dict[str, Any]:
     from learner.config.plan import resolve
     from learner.policy.parallel import init_ranks
     from learner.steps.evaluation import evaluate
-    from learner.wiring.build import build, load_data
+    from learner.wiring.build import build
 
     with tempfile.TemporaryDirectory(prefix="fp8-") as folder, ExitStack() as stack:
         vllm = {"mode": "colocate", "quantization": kind, "gpu_memory_utilization": 0.3, "max_model_len": 1024}
@@ -99,7 +99,7 @@ def accuracy(data: Path, kind: Quantization) -> dict[str, Any]:
         assert trainer.backend is not None, "a run that evaluates has a backend"
         receipt = trainer.sync.sync()
         began = time.monotonic()
-        samples = load_data(config, trainer.task, trainer.policy.encoder).evaluation
+        samples = trainer.eval_samples
         found = evaluate(trainer.backend, samples, trainer.task, ranks, global_step=0)
         gaps = {"canary_gap": receipt.canary_gap, "merge_gap": receipt.merge_gap}
         say(f"{kind}: f1 {found.metrics['f1@0.5']:.4f} on {len(samples)} scenes")
@@ -157,7 +157,7 @@ def main(
     size: Annotated[Size, typer.Option(help="Of the model of the speed.")] = "4B",
     kind: Annotated[list[str] | None, typer.Option(help="none, fp8; again for each. Both if not given.")] = None,
     part: Annotated[list[str] | None, typer.Option(help="speed, f1; again for each. Both if not given.")] = None,
-    rounds: Annotated[int, typer.Option(min=WARM_UP + 1, help="The first two are warm-up.")] = 6,
+    rounds: Annotated[int, typer.Option(min=WARM_UP + 1, help="The first four are warm-up.")] = 8,
     whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
     scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes of the demo.")] = 1000,

@@ -109,11 +109,14 @@ def change(policy: Policy, seed: int, scale: float = 0.3) -> None:
 def check_syncs(world: World) -> None:
     """Sync after sync, the engine holds to the bit what the rule makes of what was sent, and answers by it."""
     policy, said = world.policy(), []
+    copies = world.engine._copies
+    copies.rows = None
     for seed in range(4):
         receipt = world.sync(policy)
         assert receipt.num_tensors == len(policy.weight_specs())
         assert receipt.canary_gap < FP8_TOLERANCE
         assert receipt.merge_gap > 0  # quantising changes something
+        assert copies.rows is not None, "the reload did not give what the rows would get"
         with world.engine.awake():
             check_served(world, dict(policy.named_weights(torch.bfloat16)))
         said.append(world.answers(policy))

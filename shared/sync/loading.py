@@ -13,14 +13,17 @@ which bytes of a bucket go to which bytes of the model is the same in every upda
 time, and afterwards its copies are repeated in one launch per bucket (`CopyMemory`). Only what was seen whole is
 repeated: every tensor of the bucket was copied, out of the bucket itself, and nothing else was written. A model whose
 parameters have moved is loaded by its loader again.
+
+Layers in FP8 are loaded by vLLM's reload the first time, and then row by row in place (`quantised_rows.py`).
 """
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import json
 import struct
-from collections.abc import Callable, Iterable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +32,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.errors import CoverageError
+from shared.sync.quantised_rows import Rows, RowsProof, load_rows, rows_of
 
 Named = Sequence[tuple[str, torch.Tensor]]
 _NAMES_SHOWN = 5  # an error names no more
@@ -53,6 +57,15 @@ class TensorCopy:
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServedRows:
+    """Rows of FP8 layers that may be written in place. `addresses`: of all parameters, as they were when that was
+    proven."""
+
+    rows: Mapping[str, Rows]
+    addresses: frozenset[int]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """The copies of one bucket, and the parameters that they wrote."""
@@ -67,6 +80,7 @@ class CopyMemory:
     def __init__(self) -> None:
         self.addresses: tuple[int, ...] = ()  # the model's parameters' addresses
         self.was_enough = False  # tells of all that was loaded since `begin`
+        self.rows: ServedRows | None = None  # of FP8 layers, once they were proven
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -147,7 +161,11 @@ class WeightLoad:
         self._model = model
         self._memory = memory
         self._vllm_config = vllm_config
-        self.in_place = device.type == "cuda" and _is_plain(model, vllm_config)
+        known = memory.rows
+        self._rows = known.rows if known is not None and known.addresses == _addresses(model) else None
+        self._proof: RowsProof | None = None
+        plain = _is_plain(model) and (vllm_config.model_config.quantization is None or self._rows is not None)
+        self.in_place = device.type == "cuda" and plain
         self._served: dict[int, set[str]] = {}
         self._received: set[str] = set()
         self._written: set[str] = set()
@@ -166,6 +184,8 @@ class WeightLoad:
         if self.in_place:
             self._memory.begin(self._model.parameters())
         else:
+            if (rows := rows_of(self._model, getattr(self._model, "packed_modules_mapping", {}))) is not None:
+                self._proof = RowsProof(rows, self._vllm_config.model_config.dtype)
             with self._context():
                 initialize_layerwise_reload(self._model)
             self._open = True
@@ -174,9 +194,28 @@ class WeightLoad:
         """Load these checkpoint tensors. Raises whatever the model's loader raises."""
         with self._context(), torch.no_grad():
             if self.in_place:
-                self._written |= self._memory.load(list(self._counted(tensors)), self._model.load_weights)
+                left = self._without_rows(self._counted(tensors))
+                self._written |= self._memory.load(left, self._model.load_weights) if left else set()
             else:
                 self._written |= set(self._model.load_weights(self._counted(tensors)) or ())
+
+    def _without_rows(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
+        """Write the tensors that have rows of their own; the others."""
+        if self._rows is None:
+            return list(tensors)
+        left = []
+        for name, tensor in tensors:
+            rows = self._rows.get(self._served_name(name))
+            if rows is None or rows.values.shape != tensor.shape:
+                left.append((name, tensor))
+            else:
+                load_rows(rows, tensor, self._vllm_config.model_config.dtype)
+                self._written.add(rows.served)
+        return left
+
+    def _served_name(self, name: str) -> str:
+        model_class: Any = type(self._model)
+        return _served_name(model_class, name)
 
     @property
     def addresses(self) -> tuple[int, ...]:
@@ -201,6 +240,9 @@ class WeightLoad:
     def finish(self) -> int:
         """Return the number of tensors that were loaded. Raises CoverageError."""
         self.close()
+        if self._proof is not None:
+            holds = self._proof.holds()
+            self._memory.rows = ServedRows(rows=self._proof.rows, addresses=_addresses(self._model)) if holds else None
         self._check_received()
         self._check_written()
         return len(self._received)
@@ -229,6 +271,8 @@ class WeightLoad:
     def _counted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             self._received.add(name)
+            if self._proof is not None:
+                self._proof.add(self._served_name(name), tensor)
             yield name, tensor
 
     def _check_received(self) -> None:
@@ -272,15 +316,27 @@ def _names_by_storage(model: torch.nn.Module) -> dict[int, set[str]]:
     return names
 
 
-def _is_plain(model: torch.nn.Module, vllm_config: Any) -> bool:
-    """Return True if the served tensors are laid out as the checkpoint's, so that loading again overwrites them
-    correctly."""
-    if vllm_config.model_config.quantization is not None:
-        return False
+def _addresses(model: torch.nn.Module) -> frozenset[int]:
+    return frozenset(parameter.data_ptr() for parameter in model.parameters())
+
+
+def _is_plain(model: torch.nn.Module) -> bool:
+    """Return True if the served tensors that are not quantised are laid out as the checkpoint's, so that loading again
+    overwrites them correctly."""
     # After loading, fused MoE layers lie in another order and MLA layers hold derived matrices, so loading again in
     # place would leave wrong weights, without an error.
     kinds = {type(module).__name__ for module in model.modules()}
     return not any("FusedMoE" in kind or "MLA" in kind or "Mamba" in kind for kind in kinds)
+
+
+@functools.lru_cache(maxsize=8192)
+def _served_name(model_class: type, name: str) -> str:
+    """The checkpoint's name of a tensor as the served model spells it, before layers are fused."""
+    mapper: Any = getattr(model_class, "hf_to_vllm_mapper", None)
+    if mapper is None:
+        return name
+    spelled: list[str] = dataclasses.replace(mapper, orig_to_new_stacked={}).apply_list([name])
+    return spelled[0] if spelled else name
 
 
 @functools.lru_cache(maxsize=4)
