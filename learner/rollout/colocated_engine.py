@@ -23,7 +23,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -59,6 +59,12 @@ from shared.wire import RequestConfig
 _PIECE_BYTES = 64 * 2**20
 ROOM = 0.08  # share of the device that stays free beside an engine that stays awake
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
+if TYPE_CHECKING:
+    from vllm import LLM, RequestOutput, SamplingParams
+    from vllm.lora.request import LoRARequest
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+    from vllm.v1.worker.gpu_worker import Worker
+
 log = logging.getLogger("learner.rollout")
 ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 
@@ -102,7 +108,7 @@ class ColocatedEngine:
         self.max_model_len = int(model_config.max_model_len)
         self._caches_prefixes = bool(self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
         self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
-        self._adapter: Any = None  # requests are answered with this LoRARequest
+        self._adapter: LoRARequest | None = None  # requests are answered with this LoRARequest
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="pixels")
         self._images = EngineImages(self._llm.llm_engine.renderer, self._threads)
         self._adapter_numbers = itertools.count(1)
@@ -114,11 +120,11 @@ class ColocatedEngine:
         return model
 
     @property
-    def _runner(self) -> Any:
+    def _runner(self) -> GPUModelRunner:
         return self._worker.model_runner
 
     @property
-    def _worker(self) -> Any:
+    def _worker(self) -> Worker:
         return self._llm.llm_engine.model_executor.driver_worker.worker
 
     @contextmanager
@@ -246,7 +252,7 @@ class ColocatedEngine:
         if self._ranks.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _start(self, folder: str) -> Any:
+    def _start(self, folder: str) -> LLM:
         from vllm import LLM
 
         if self.max_lora_rank:
@@ -263,9 +269,9 @@ class ColocatedEngine:
                 + ("; if the model takes no adapters, set enable_lora: false" if self.max_lora_rank else ""),
             ) from error
 
-    def _engine_args(self, folder: str) -> dict[str, Any]:
+    def _engine_args(self, folder: str) -> dict[str, object]:
         vllm, on_cpu = self._config.vllm, self._ranks.device.type == "cpu"
-        args: dict[str, Any] = {
+        args: dict[str, object] = {
             "model": folder,
             "dtype": str(self.dtype).removeprefix("torch."),
             "seed": 0,  # requests bring their seeds
@@ -314,7 +320,7 @@ class ColocatedEngine:
                 self._llm.sleep(level=1)
             self._asleep = True
 
-    def _run(self, prompts: Sequence[Prompt], params: Sequence[Any]) -> list[Any]:
+    def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
         """Return vLLM's outputs in order, its errors as ours."""
         try:
             asked = [prompt.for_engine() for prompt in prompts]
@@ -353,7 +359,7 @@ class ColocatedEngine:
 
 
 @contextmanager
-def _beside_other_programs(worker: Any) -> Iterator[None]:
+def _beside_other_programs(worker: Worker) -> Iterator[None]:
     """vLLM's worker gives its memory back, and then asserts that the device has more free memory than before. Another
     program may have taken more meanwhile. Here that is a warning: the engine sleeps, and its executor must know it."""
     sleep = worker.sleep

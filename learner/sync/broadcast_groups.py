@@ -31,7 +31,7 @@ from shared.waits import Deadline
 from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatus
 
 T = TypeVar("T")
-StartJoin = Callable[..., Operation[Any]]  # `shared.sync.group.start_join`; tests bring their own
+StartJoin = Callable[..., Operation[Communicator]]  # `shared.sync.group.start_join`; tests bring their own
 CAUSE_GRACE_S = 2.0  # wait after a failure on the wire, for the account of whoever broke it
 
 
@@ -50,7 +50,7 @@ class ServerLink:
     def base_url(self) -> str:
         return self.client.base_url
 
-    def post(self, call: Coroutine[Any, Any, T]) -> Future[T]:
+    def post(self, call: Coroutine[object, None, T]) -> Future[T]:
         """Start one of the client's calls."""
         return self.loop.submit(call)
 
@@ -65,7 +65,9 @@ class ServerGroup:
         self.rank = sum(link.world_size for link in links)  # the learner's
         self.name = ", ".join(link.base_url for link in links)
 
-    def join(self, secret: str, start_join: StartJoin, device: torch.device, timeout_s: float) -> Operation[Any]:
+    def join(
+        self, secret: str, start_join: StartJoin, device: torch.device, timeout_s: float
+    ) -> Operation[Communicator]:
         """Join from this side."""
         host, port, backend = self.links[0].client.host, self.links[0].group_port, _backend(device)
         place = (backend, host, port, self.rank, self.rank + 1, timeout_s, device)
@@ -143,7 +145,7 @@ def open_groups(
     posts = [post for group in groups for post in group.post_inits(incarnation, secret, device, timeout_s)]
     if asked is not None:
         asked += posts
-    joins: list[tuple[ServerGroup, Operation[Any]]] = []
+    joins: list[tuple[ServerGroup, Operation[Communicator]]] = []
     try:
         for group in groups:
             joins.append((group, group.join(secret, start_join, device, timeout_s)))
@@ -227,7 +229,7 @@ def accused(posts: Posts) -> dict[str, ProjectError]:
     return found
 
 
-def _errors(futures: Iterable[Future[Any]]) -> list[BaseException]:
+def _errors(futures: Iterable[Future[T]]) -> list[BaseException]:
     ended = (future.exception() for future in futures if future.done() and not future.cancelled())
     return [error for error in ended if error is not None]
 

@@ -7,7 +7,7 @@ R08, R16). A first sync would find most of it too, but after it has overwritten 
 from __future__ import annotations
 
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from learner.data.prompt import PromptCheck, check_prompt_prefix
 from learner.rollout.client import LAST_LOOK_S, ServerClient
@@ -144,10 +144,10 @@ async def look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
         ) from None
 
 
-async def all_outcomes(calls: Sequence[Coroutine[Any, Any, ServerStatus]]) -> list[ServerStatus | ProjectError]:
+async def all_outcomes(calls: Sequence[Coroutine[object, None, ServerStatus]]) -> list[ServerStatus | ProjectError]:
     """Return what each gave, or its error."""
 
-    async def outcome(call: Coroutine[Any, Any, ServerStatus]) -> ServerStatus | ProjectError:
+    async def outcome(call: Coroutine[object, None, ServerStatus]) -> ServerStatus | ProjectError:
         try:
             return await call
         except ProjectError as error:

@@ -115,7 +115,7 @@ class _SharedCall:
     """A shared call that every rank is to make now."""
 
     index: int
-    arguments: tuple[Any, ...]
+    arguments: tuple[object, ...]
 
 
 class ShardedRanks:
@@ -125,7 +125,7 @@ class ShardedRanks:
     def __init__(self, ranks: Ranks, *, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
         self._ranks = ranks
-        self._calls: list[Callable[..., Any]] = []
+        self._calls: list[Callable[..., object]] = []
         self._walk: NamedWeights = iter(())  # walks through the source that is being sent
 
     @property
@@ -152,13 +152,15 @@ class ShardedRanks:
         index = len(self._calls)
         self._calls.append(call)
 
-        def on_all_ranks(*arguments: Any) -> T:
+        def on_all_ranks(*arguments: object) -> T:
             self._ranks.broadcast_object(_SharedCall(index, arguments))
             return call(*arguments)
 
         return on_all_ranks
 
-    def take(self, source: WeightSource, dtype: torch.dtype | None, is_first: bool, count: int) -> list[Any]:
+    def take(
+        self, source: WeightSource, dtype: torch.dtype | None, is_first: bool, count: int
+    ) -> list[tuple[str, torch.Tensor]]:
         """Return the next `count` tensors of `source`, from its first one on if `is_first`; nothing on other ranks than
         0. Collective."""
         if is_first:

@@ -24,15 +24,20 @@ import functools
 import json
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.errors import CoverageError
 from shared.sync.quantised_rows import Rows, RowsProof, load_rows, rows_of
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
 
 Named = Sequence[tuple[str, torch.Tensor]]
 _NAMES_SHOWN = 5  # an error names no more
@@ -117,7 +122,13 @@ class _Watcher(TorchDispatchMode):
         self.pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         self.others = False
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
         if func is torch.ops.aten.copy_.default:
             self.pairs.append((args[0], args[1]))
         elif func._schema.is_mutable and func not in _CONSTANTS:
@@ -157,7 +168,7 @@ class Account:
 class WeightLoad:
     """One update: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
 
-    def __init__(self, model: Any, vllm_config: Any, device: torch.device, memory: CopyMemory) -> None:
+    def __init__(self, model: Any, vllm_config: VllmConfig, device: torch.device, memory: CopyMemory) -> None:
         self._model = model
         self._memory = memory
         self._vllm_config = vllm_config
@@ -262,7 +273,7 @@ class WeightLoad:
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
 
-    def _context(self) -> Any:
+    def _context(self) -> AbstractContextManager[object]:
         from vllm.config import set_current_vllm_config
 
         # vLLM's loaders and layers read their configuration from a global.
@@ -332,7 +343,7 @@ def _is_plain(model: torch.nn.Module) -> bool:
 @functools.lru_cache(maxsize=8192)
 def _served_name(model_class: type, name: str) -> str:
     """The checkpoint's name of a tensor as the served model spells it, before layers are fused."""
-    mapper: Any = getattr(model_class, "hf_to_vllm_mapper", None)
+    mapper = getattr(model_class, "hf_to_vllm_mapper", None)
     if mapper is None:
         return name
     spelled: list[str] = dataclasses.replace(mapper, orig_to_new_stacked={}).apply_list([name])
