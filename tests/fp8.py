@@ -108,7 +108,7 @@ def change(policy: Policy, seed: int, scale: float = 0.3) -> None:
 
 def check_syncs(world: World) -> None:
     """Sync after sync, the engine holds to the bit what the rule makes of what was sent, and answers by it."""
-    policy, said = world.policy(), []
+    policy, said = world.policy(), list[list[tuple[int, ...]]]()
     copies = world.engine._copies
     copies.rows = None
     for seed in range(4):

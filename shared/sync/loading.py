@@ -175,8 +175,11 @@ class WeightLoad:
         known = memory.rows
         self._rows = known.rows if known is not None and known.addresses == _addresses(model) else None
         self._proof: RowsProof | None = None
-        plain = _is_plain(model) and (vllm_config.model_config.quantization is None or self._rows is not None)
-        self.in_place = device.type == "cuda" and plain
+        self.in_place = (
+            device.type == "cuda"
+            and _is_plain(model)
+            and (vllm_config.model_config.quantization is None or self._rows is not None)
+        )
         self._served: dict[int, set[str]] = {}
         self._received: set[str] = set()
         self._written: set[str] = set()

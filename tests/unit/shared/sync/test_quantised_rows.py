@@ -37,6 +37,12 @@ class Fp8Layer(torch.nn.Module):
         self.logical_widths, self.input_size_per_partition = list(SIZES.values()), IN
 
 
+class Attention(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv_proj = Fp8Layer()
+
+
 class Reloaded(torch.nn.Module):
     """`reversed_rows`: a reload that keeps the rows of each part in another order."""
 
@@ -44,8 +50,7 @@ class Reloaded(torch.nn.Module):
 
     def __init__(self, *, reversed_rows: bool = False) -> None:
         super().__init__()
-        self.attn = torch.nn.Module()
-        self.attn.qkv_proj = Fp8Layer()
+        self.attn = Attention()
         self.norm = torch.nn.Parameter(torch.zeros(8, dtype=torch.bfloat16), requires_grad=False)
         self.reversed_rows = reversed_rows
         self.asked: list[str] = []
