@@ -12,6 +12,8 @@ engine than one without: 0.005 nats per token and 0.004 for the demo's model, 0.
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 FP8_MAX = 448.0  # the largest value of float8_e4m3fn
@@ -19,15 +21,16 @@ LEAST_SCALE = 1.0 / (FP8_MAX * 512.0)  # vLLM's, for rows of zeros
 
 
 def quantised(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """float8_e4m3fn `[N, K]` of a weight `[N, K]`, and the scales of its rows, float32 `[N, 1]`."""
-    largest = weight.abs().amax(dim=-1, keepdim=True).to(torch.float32)
+    """Return float8_e4m3fn `[N, K]` of a weight `[N, K]`, and the scales of its rows, float32 `[N, 1]`."""
+    weight = weight.detach()
+    largest = torch.linalg.vector_norm(weight, ord=math.inf, dim=-1, keepdim=True).to(torch.float32)
     # A divisor on the device: torch multiplies by the inverse of a Python number, which rounds otherwise.
     scale = torch.clamp(largest / torch.full_like(largest, FP8_MAX), min=LEAST_SCALE)
-    scaled = torch.div(weight, scale).clamp_(-FP8_MAX, FP8_MAX)  # torch makes NaN of what is larger
-    return scaled.to(torch.float8_e4m3fn), scale
+    # A quotient exceeds 448 by rounding only, and rounds to it. From 464 on torch would make NaN of it.
+    return torch.div(weight, scale).to(torch.float8_e4m3fn), scale
 
 
 def round_trip(weight: torch.Tensor) -> torch.Tensor:
     """Return the values that are left of a weight `[N, K]`, in its own dtype: quantised, and multiplied out again."""
     values, scale = quantised(weight)
-    return torch.mul(values.to(weight.dtype), scale).to(weight.dtype)
+    return torch.mul(values.to(weight.dtype), scale, out=torch.empty_like(weight.detach()))
