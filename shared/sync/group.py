@@ -268,9 +268,15 @@ class _Nccl(Communicator):
                 _joined(self._nccl).broadcast(tensor, src, stream=stream)
                 done = torch.cuda.Event()
                 done.record(stream)
-            return done.synchronize
+            return lambda: _wait_with(tensor, done)
 
         return issue
+
+
+def _wait_with(tensor: torch.Tensor, done: torch.cuda.Event) -> None:
+    """Wait for what `tensor` is sent by. Whoever gave it may have let go of it, and the allocator knows nothing of the
+    stream that sends: without this reference its memory would go to the next bucket, while it is being sent."""
+    done.synchronize()
 
 
 _UUID_BYTES, _NCCL_ID_BYTES = 64, 128

@@ -6,7 +6,9 @@ import ctypes
 import os
 import sys
 import threading
+import weakref
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,3 +112,31 @@ def test_leaving_a_group_waits_for_nobody_until_the_process_ends() -> None:
     wait_until(lambda: not thread.is_alive())
     group._in_background(lambda: None)
     assert thread not in group._leaving, "those that have left are forgotten"
+
+
+def test_a_bucket_that_nobody_keeps_stays_until_the_device_has_sent_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The device sends on a stream of its own: memory that was freed before would go to the next bucket."""
+    sent = threading.Event()
+
+    class Event:
+        def record(self, stream: object) -> None: ...
+
+        def synchronize(self) -> None:
+            assert sent.wait(20)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: nullcontext())
+    communicator = object.__new__(group._Nccl)
+    communicator.device = torch.device("cpu")
+    communicator._stream = SimpleNamespace(wait_event=lambda event: None)  # type: ignore[assignment]
+    communicator._nccl = SimpleNamespace(broadcast=lambda tensor, src, stream: None)  # type: ignore[assignment]
+    bucket = torch.zeros(8)
+    memory = weakref.ref(bucket)
+    finish = communicator._prepare(bucket, src=1, timeout_s=5.0)()
+    del bucket
+    assert memory() is not None
+    sent.set()
+    finish()
+    del finish
+    assert memory() is None
