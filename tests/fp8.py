@@ -131,13 +131,13 @@ def check_served(world: World, sent: Weights) -> None:
     assert not [name for name in layers if "visual" in name]
     for scale_name in layers:
         name = scale_name.removesuffix("_scale")
-        parts = [sent[f"{part}.weight"] for part in _parts(name.removesuffix(".weight"))]
+        parts = [sent[f"{part}.weight"] for part in parts_of(name.removesuffix(".weight"))]
         values, scale = quantised(torch.cat(parts))
         assert torch.equal(served[name].t().contiguous().view(torch.uint8), values.view(torch.uint8)), name
         assert torch.equal(served[scale_name], scale), name
 
 
-def _parts(served: str) -> list[str]:
+def parts_of(served: str) -> list[str]:
     """The checkpoint's layers of a served one."""
     name = served.replace("language_model.model.", "model.language_model.")
     fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
