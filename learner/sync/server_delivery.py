@@ -276,7 +276,7 @@ class ServerDelivery:
             try:
                 self._staged = self._stage(source, mode, ver, self._staging)
             finally:
-                self._accused = {}  # nothing failed that had to be delivered
+                self._accused, self._delta_is_out = {}, False  # nothing failed that had to be delivered
 
     def _stage(self, source: WeightSource, mode: Mode, ver: int, place: Place) -> StagedUpdate:
         begin = time.monotonic()

@@ -570,3 +570,21 @@ def test_a_server_that_does_not_serve_gets_all_weights_first(
     change_one(weights)
     assert sync.sync().full_because == ""
     assert same_weights(servers, weights)
+
+
+def test_a_delta_that_is_lost_while_rollouts_go_on_is_no_failure_of_the_sync(
+    build: Build, servers: list[FakeServer], backends: list[ServerBackend], weights: Weights
+) -> None:
+    """The sync sends all weights. If that fails too, it is repeated as often as any sync: with `all`, not once."""
+    sync = build(delta="on", staging="device")
+    sync.sync()
+    backends[0].adopt(replace(backends[0].membership, min_servers="all"))
+    change_one(weights)
+    servers[0].flips_a_bit = True
+    sync.stage()
+    with pytest.raises(DigestError):
+        sync.sync()
+    assert servers[0].log[3:] == ["stage 2 device delta", "close", "init", "stage 2 device", "close"]
+    servers[0].flips_a_bit = False
+    receipt = sync.sync()
+    assert (receipt.full_because, same_weights(servers, weights)) == ("the last try failed", True)
