@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -73,7 +74,9 @@ def measure(folder: Path, *, size: Size = "0.6B", rounds: int = 5, full_rounds: 
         settings = {"host": server.address, "size": size, "rounds": rounds, "full_rounds": full_rounds}
         say("syncing over a link of 1 Gbit/s")
         command = [*learner.enter, *program, "learn", json.dumps(settings)]
-        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_RUN_TIMEOUT_S)
+        # As the server: on two cores a thread that waits busily would keep the other program off its core.
+        passive = os.environ | {"OMP_WAIT_POLICY": "PASSIVE"}
+        done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=_RUN_TIMEOUT_S, env=passive)
         if done.returncode:
             raise ServerError("the learner of bench.deltas failed", found=f"exit {done.returncode}; {last_words(log)}")
         yield from figures(json.loads(done.stdout.splitlines()[-1]))
@@ -103,9 +106,9 @@ def figures(found: Mapping[str, Sequence[Mapping[str, float]]]) -> list[Figure]:
     return [*made, sampled("pause of the server in a full sync", pauses, "s")]
 
 
-def logprobs(tensors: Iterable[torch.Tensor]) -> list[float]:
-    """Return the log-probabilities that these weights give to the answer: some function of all their bytes."""
-    total = sum(int(checksum(tensor)) for tensor in tensors)
+def logprobs(sums: Iterable[torch.Tensor]) -> list[float]:
+    """Return the log-probabilities that weights with these checksums give to the answer."""
+    total = sum(map(int, sums))
     return [-1.0 - (total // 1000**i) % 1000 for i in range(len(_ANSWER))]
 
 
@@ -165,7 +168,7 @@ class WorkerEngine(chaos_server.TensorEngine):
     async def score(
         self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
     ) -> Scores:
-        return checked_scores([1], logprobs(self.tensors.values()))
+        return checked_scores([1], logprobs(map(checksum, self.tensors.values())))
 
 
 # ---- the learner ---------------------------------------------------------------------------------------------------
@@ -211,7 +214,7 @@ class Values:
 
     def scores(self, dtype: torch.dtype | None, merged: bool) -> CanaryScores:
         sums = {name: checksum(tensor) for name, tensor in self.tensors.items()}
-        found = [logprobs(self.tensors.values())]
+        found = [logprobs(sums.values())]
         return CanaryScores(read=lambda: found, merge_gap=0.0, checksums=sums)
 
 
