@@ -204,9 +204,16 @@ class TensorEngine:
         self._ask()
 
 
-def serve(port: int, engine: TensorEngine | None = None, *, host: str = "127.0.0.1", token: str | None = None) -> int:
+def serve(
+    port: int,
+    engine: TensorEngine | None = None,
+    *,
+    host: str = "127.0.0.1",
+    token: str | None = None,
+    num_threads: int = 1,
+) -> int:
     """Serve in this process until a signal."""
-    torch.set_num_threads(1)
+    torch.set_num_threads(num_threads)
     service._versions = dict  # vLLM's would have to be imported
     config = ServerConfig(
         model="tensors", host=host, port=port, shutdown_timeout_s=1.0, queue_timeout_s=10.0, drain_timeout_s=10.0

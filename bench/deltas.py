@@ -278,5 +278,7 @@ def _await(url: str) -> None:
 
 if __name__ == "__main__":
     if sys.argv[1] == "serve":
-        sys.exit(chaos_server.serve(PORT, WorkerEngine(), host=sys.argv[2], token=_TOKEN))
+        # All cores, as a server on a machine of its own: learner and server mostly take turns.
+        threads = os.cpu_count() or 1
+        sys.exit(chaos_server.serve(PORT, WorkerEngine(), host=sys.argv[2], token=_TOKEN, num_threads=threads))
     print(json.dumps(learn(**json.loads(sys.argv[2]))))
