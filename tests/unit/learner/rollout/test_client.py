@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import gzip
 import json
+import re
 import ssl
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -29,15 +30,18 @@ from shared.errors import (
     ServerUnreachableError,
     UnauthorizedError,
 )
+from shared.waits import awake_s
 from shared.wire import (
     NDJSON,
     Bucket,
     ErrorBody,
     InferCall,
+    RequestConfig,
     RolloutInferRequest,
     RolloutOutput,
     ScoreCall,
     ScoreItem,
+    StageWeightsCall,
     UpdateWeightsCall,
 )
 from tests.pauses import pause_soon
@@ -50,7 +54,14 @@ CALL = InferCall(
     infer_requests=[RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": "request 7"}]})]
 )
 OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
+STAGE = StageWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], num_bytes=0)], timeout_s=1.0)
 UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], num_bytes=0)], timeout_s=1.0)
+
+
+@pytest.fixture(autouse=True)
+def _hours_into_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The clock begins with the process. Here sums and differences of its times are far apart."""
+    monkeypatch.setattr(client_module, "awake_s", lambda: awake_s() + 36_000.0)
 
 
 def use(
@@ -300,8 +311,10 @@ def test_busy_then_answered(respx_mock: respx.MockRouter) -> None:
 def test_busy_past_the_deadline_is_told(respx_mock: respx.MockRouter) -> None:
     respx_mock.post(f"{URL}/infer/").mock(return_value=error(ServerBusyError("draining"), {"Retry-After": "60"}))
     respx_mock.get(f"{URL}/health/").respond(200)
+    began = time.monotonic()
     with pytest.raises(ServerBusyError, match="draining"):
         use(infer)
+    assert time.monotonic() - began < 30, "the server's pause is longer than the patience with it"
 
 
 def test_patience_with_a_busy_server_begins_when_it_is_busy(respx_mock: respx.MockRouter) -> None:
@@ -395,6 +408,9 @@ def test_a_swallowed_reply_is_given_up_while_health_answers(
     assert URL in caught.value.what
     assert "0.3 s ago" in caught.value.found
     assert "waiting for the reply" in caught.value.found
+    health_age = re.search(r"/health/ answered ([\d.]+) s ago", caught.value.found)
+    assert health_age is not None
+    assert float(health_age[1]) < 20
     assert "pace" in caught.value.wanted or infer_timeout_s
     assert len(sent) == 1
 
@@ -437,6 +453,20 @@ def test_the_derived_deadline_follows_the_server_s_pace() -> None:
     for _ in range(client_module.PACE_CALLS):  # newer calls take its place
         pace.saw(512, 32.0)
     assert pace.deadline_s(512) == pytest.approx(4 * 32.0)
+
+
+def test_a_quick_answer_shortens_the_deadline_of_the_next_call(respx_mock: respx.MockRouter) -> None:
+    """D16: the pace is that of the longest answer, since its call was sent."""
+    route = respx_mock.post(f"{URL}/infer/").mock(side_effect=answer)
+    call = CALL.model_copy(update={"request_config": RequestConfig(max_tokens=8)})
+
+    async def twice(client: ServerClient) -> None:
+        await infer(client, call)
+        await infer(client, call)
+
+    use(twice, gone_s=240.0)
+    limits = [one.request.extensions["timeout"]["read"] - client_module.REPLY_GRACE_S for one in route.calls]
+    assert limits == [client_module.MAX_INFER_S, client_module.MIN_INFER_S]
 
 
 @pytest.mark.parametrize(("infer_timeout_s", "read"), [(None, 610.0), (0.0, 610.0), (-1.0, 610.0), (7.0, 17.0)])
@@ -579,6 +609,44 @@ def test_a_weight_update_is_never_repeated(respx_mock: respx.MockRouter) -> None
     with pytest.raises(ServerBusyError):
         use(lambda c: c.update_weights(UPDATE), gone_s=2.0)
     assert route.call_count == 1
+
+
+WEIGHT_CALLS: dict[str, Callable[[ServerClient, Patience | None], Awaitable[object]]] = {
+    "stage_weights": lambda c, patience: c.stage_weights(STAGE, patience),
+    "update_weights": lambda c, patience: c.update_weights(UPDATE, patience),
+}
+
+
+@pytest.mark.parametrize("name", WEIGHT_CALLS)
+def test_weights_are_sent_to_the_only_server_with_the_patience_of_the_configuration(
+    respx_mock: respx.MockRouter, name: str
+) -> None:
+    reply: dict[str, Any] = {"ver": 1, "num_bytes": 8, "num_tensors": 1, "seconds": 0.5}
+    if name == "update_weights":
+        scores = {"ver": 1, "logprobs": [], "prompt_token_ids": []}
+        reply |= {"drain_s": 0.0, "transfer_s": 0.5, "scores": scores}
+
+    async def slow(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(0.5)
+        return httpx.Response(200, json=reply)
+
+    respx_mock.post(f"{URL}/{name}/").mock(side_effect=slow)
+    respx_mock.get(f"{URL}/health/").mock(side_effect=httpx.ConnectError("refused"))
+    found: Any = use(lambda c: WEIGHT_CALLS[name](c, None), gone_s=60.0)
+    assert (found.ver, found.num_bytes) == (1, 8)
+
+
+@pytest.mark.parametrize("name", WEIGHT_CALLS)
+def test_weights_wait_no_longer_for_a_server_than_the_caller_s_patience(
+    respx_mock: respx.MockRouter, name: str
+) -> None:
+    respx_mock.post(f"{URL}/{name}/").mock(side_effect=forever)
+    respx_mock.get(f"{URL}/health/").mock(side_effect=httpx.ConnectError("refused"))
+    patience = Patience(silent_s=0.2, broken_s=0.2, has_others=True)
+    began = time.monotonic()
+    with pytest.raises(ServerUnreachableError, match=URL):
+        use(lambda c: WEIGHT_CALLS[name](c, patience), gone_s=600.0)
+    assert time.monotonic() - began < 30
 
 
 def test_waiting_for_a_server_that_is_still_starting(respx_mock: respx.MockRouter) -> None:

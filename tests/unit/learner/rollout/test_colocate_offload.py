@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import random
 import sys
+import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -258,13 +259,23 @@ def test_an_engine_sleeps_otherwise(offload: Recorded, monkeypatch: pytest.Monke
     assert llm.is_sleeping
 
 
+@pytest.mark.parametrize("settings", [{}, {"keeps_awake": False}, {"keeps_awake": True}])
+def test_an_engine_on_cuda_sleeps_from_its_start_unless_the_device_is_its_own(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool]
+) -> None:
+    monkeypatch.setattr(colocated_engine, "_keeping_random_state", lambda _: nullcontext())  # has no CUDA here
+    engine = engine_with(offload, ranks=Ranks(device=torch.device("cuda")), **settings)
+    assert engine._llm.is_sleeping == (not settings.get("keeps_awake", False))
+
+
 # ---- settings, errors, shares --------------------------------------------------------------------------------------
 
 
 def test_an_engine_takes_adapters_if_it_is_to_serve_any(offload: Recorded) -> None:
     """R08: with the rank that the run has, or the next that vLLM takes."""
     assert "enable_lora" not in engine_with(offload)._engine_args("m")
-    for lora_rank, taken in ((1, 8), (8, 8), (9, 16), (512, 512), (513, 512)):
+    ranks = ((1, 8), (9, 16), (17, 32), (33, 64), (65, 128), (129, 256), (257, 512))  # vLLM takes no others
+    for lora_rank, taken in (*ranks, *((taken, taken) for _, taken in ranks), (513, 512)):
         args = engine_with(offload, lora_rank=lora_rank)._engine_args("m")
         assert (args["enable_lora"], args["max_lora_rank"], args["max_loras"]) == (True, taken, 1)
 
@@ -374,6 +385,22 @@ def test_a_window_is_drawn_unless_greedy_answers_are_asked_for(
     assert asked == [0.7, 0.0]
     assert all(0 <= seconds < 60 for call in calls for seconds in call.parts.values())
     assert calls[0].parts.keys() == {"prompts", "engine"}
+
+
+@pytest.mark.parametrize("learned_with", [False, True])
+def test_log_probabilities_are_asked_for_where_learning_or_scores_need_them(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch, learned_with: bool
+) -> None:
+    engine, asked = engine_with(offload), list[bool]()
+    synced(engine)
+    monkeypatch.setattr(colocated_engine, "sampling_params", lambda how, seed: asked.append(how.logprobs))
+    wanted = {"logprobs": True} if learned_with else {}
+    backend = ColocateBackend(engine._config, engine, Encoder(), run_seed=0, ranks=Ranks(), **wanted)  # type: ignore[arg-type]
+    step = MicroStep(samples=(sample(0),), micro_step_idx=0, first_req_idx=0)
+    backend.generate_window([step], global_step=0)
+    backend.generate_window([step], global_step=0, greedy=True)
+    backend.generate_window([step], global_step=0, temperature=0.7)
+    assert asked == [learned_with, True, True]
 
 
 def test_the_settings_follow_from_ranks_and_configuration(offload: Recorded) -> None:
@@ -583,14 +610,18 @@ def test_a_closed_engine_has_let_go_of_everything(
     groups = {name: lambda name=name: told.append(name) for name in names}
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(**groups))
     engine = engine_with(offload)
-    llm, threads = engine._llm, engine._threads
-    llm.llm_engine.engine_core = SimpleNamespace(shutdown=lambda: told.append(f"shutdown {llm.is_sleeping}"))
+    threads, memory = engine._threads, weakref.ref(engine._llm.worker)
+    engine._llm.itself = engine._llm  # vLLM's objects hold each other
+    engine._llm.llm_engine.engine_core = SimpleNamespace(
+        shutdown=lambda: told.append(f"shutdown {engine._llm.is_sleeping}")
+    )
     if asleep:
         engine._sleeps = True
         engine._sleep()
     engine.close()
     assert told == ["shutdown False", *sorted(names, reverse=True)], "vLLM frees no memory that is not mapped"
     assert not hasattr(engine, "_llm")
+    assert memory() is None, "training gets it now, and not when Python next looks"
     with pytest.raises(RuntimeError, match="shutdown"):
         threads.submit(print)
     told.clear()

@@ -29,6 +29,7 @@ from shared.errors import (
     PromptTooLongError,
     RolloutError,
     ServerBusyError,
+    ServerError,
     ServerMismatchError,
     ServerUnreachableError,
 )
@@ -218,6 +219,7 @@ def test_timeout_then_split_and_retry(router: respx.MockRouter, build: Build, ca
     assert uuids[0] == uuids[1] + uuids[2]
     assert logs[0].splits == [(3, 10, 5)]
     assert ["did not answer in time" in call.error for call in logs[0].calls] == [True, False, False]
+    assert all(0.0 <= call.seconds < 60.0 for call in logs[0].calls)
     assert "timed out" in caplog.text
 
 
@@ -534,6 +536,47 @@ def test_a_loop_that_is_closed_ends_what_still_runs() -> None:
     assert loop.closed
     assert waiting.cancelled()
     loop.close(10.0)
+
+
+def test_a_loop_that_is_closed_waits_for_what_a_call_does_at_its_end() -> None:
+    loop, begun, ended = LoopThread("test-loop"), threading.Event(), threading.Event()
+
+    async def call() -> None:
+        begun.set()
+        try:
+            await asyncio.sleep(600)
+        finally:
+            await asyncio.sleep(0.2)
+            ended.set()
+
+    loop.submit(call())
+    assert begun.wait(60.0)
+    loop.close(60.0)
+    assert ended.is_set()
+
+
+def test_a_lost_server_is_left_out_while_enough_are_left(build: Build) -> None:
+    """R16: the error says how many are missing, and which failed."""
+    backend = build(URLS, connect=False, min_servers=2)
+    gone = ServerUnreachableError("the rollout server does not answer")
+    left = backend.lose(URLS[0], gone)
+    assert [member.base_url for member in left.serving] == URLS[1:]
+    assert backend.usable() == left
+    with pytest.raises(ServerError, match="too few rollout servers") as caught:
+        backend.lose(URLS[1], gone)
+    assert caught.value.__cause__ is gone
+    assert URLS[0] in caught.value.found
+    assert URLS[1] in caught.value.found
+    assert backend.lost().keys() == set(URLS[:2])
+
+
+def test_a_server_that_may_not_be_lost_ends_the_run_with_its_error(build: Build) -> None:
+    gone = ServerUnreachableError("the rollout server does not answer")
+    for backend in (build(URLS, connect=False), build(URLS[:1], connect=False, min_servers=1)):
+        with pytest.raises(ServerUnreachableError) as caught:
+            backend.lose(URLS[0], gone)
+        assert caught.value is gone
+        assert backend.lost() == {}
 
 
 def test_each_of_hundreds_of_servers_is_looked_at_less_often(build: Build) -> None:
