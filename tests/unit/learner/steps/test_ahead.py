@@ -157,6 +157,7 @@ def test_both_channels_of_a_run_ahead(
     assert learned == {f"s{i}": 1 for i in range(NUM_SAMPLES)}, "five steps are an epoch, which has each sample once"
     for metric in ("queue_depth", "packs_made", "packs_dropped_stale", "packs_dropped_oldest", "starved_steps"):
         assert all(f"stage2_ab/async/{metric}" in step["metrics"] for step in steps)
+    assert all(step["metrics"]["stage2_ab/async/starved_steps"] == 0 for step in steps), "all of them found packs"
     assert sum(step["metrics"]["stage2_ab/async/packs_learned"] for step in steps) == 8
     assert all(0 <= step["metrics"]["stage2_ab/async/age_versions"] <= 1 for step in steps[1::2])
     assert all(0 <= step["metrics"]["stage2_ab/async/age_updates"] <= 4 for step in steps[1::2])

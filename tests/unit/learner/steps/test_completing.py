@@ -17,6 +17,7 @@ from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Rollout, Sample, Votes
 from learner.rollout.backend import MicroStep
 from learner.run.output_dir import claim_output_dir
+from learner.steps import completing
 from learner.steps.completing import Completion, LabelCompletion, _added, _read
 from learner.tasks.detection.completion import CompletionEstimate
 from shared.config.model import ConfigErrors
@@ -189,6 +190,20 @@ def test_a_sample_grows_no_longer_than_a_row() -> None:
     assert (kept.bins, kept.votes.found if kept.votes else 0) == ((0, 750, 50, 800), 2)
 
 
+@pytest.mark.parametrize(("every_s", "wanted"), [(3600.0, []), (-1.0, [1, 2])])
+def test_a_long_completion_says_how_far_it_is(
+    monkeypatch: pytest.MonkeyPatch, every_s: float, wanted: list[int]
+) -> None:
+    """Now and then, and not after its last answer."""
+    monkeypatch.setattr(completing, "_AT_ONCE", 1)
+    monkeypatch.setattr(completing, "_TELL_EVERY_S", every_s)
+    told: list[str] = []
+    completion = completion_of(list(SAMPLES[:3]), answers=[[], []], tell=told.append, min_votes=1)
+    completion.complete(0, 1)
+    assert len(told) == len(wanted)
+    assert all(f"{number} of 3 samples" in text for number, text in zip(wanted, told, strict=True))
+
+
 def test_a_poor_estimate_completes_nothing_and_says_why() -> None:
     completion = completion_of(list(SAMPLES), answers=[[(0, 750, 50, 800)], [(0, 750, 50, 800)]], min_votes="auto")
     result = completion.complete(0, 1)
@@ -248,7 +263,7 @@ def completion_of(
     samples: list[Sample], *, answers: list[list[tuple[int, int, int, int]]], folder: Path | None = None, **options: Any
 ) -> Any:
     """Complete the labels of samples that all get these answers."""
-    too_long = options.pop("too_long", lambda _: None)
+    too_long, tell = options.pop("too_long", lambda _: None), options.pop("tell", lambda _: None)
     name = samples[0].objects[0].desc
 
     class Same:
@@ -275,6 +290,7 @@ def completion_of(
         ranks=Ranks(),
         run_dir=folder or Path("/nonexistent"),
         too_long=too_long,
+        tell=tell,
     )
 
 

@@ -195,6 +195,13 @@ def test_a_skipped_group_has_no_weight_and_keeps_its_counts() -> None:
     assert all(one.loss_weights.sum() + one.extra_weight == pytest.approx(1.0) for one in segments[2:])
 
 
+def test_a_sequence_of_one_token_weighs_as_much_as_a_long_one() -> None:
+    empty, whole = made(["", WHOLE], 2, loss="sequence")
+    assert (learned(empty) == EOS).sum() == 1
+    assert empty.loss_weights.sum() == pytest.approx(1.0)
+    assert whole.loss_weights.sum() == pytest.approx(1.0)
+
+
 @pytest.mark.parametrize("loss", ["token", "sequence", "dr_grpo"])
 @pytest.mark.parametrize("weight", [0.5, 2.0])
 def test_the_ground_truth_of_a_group_weighs_a_multiple_of_it(loss: str, weight: float) -> None:

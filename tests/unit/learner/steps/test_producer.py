@@ -91,6 +91,18 @@ def test_a_fence_waits_no_longer_than_it_must(what: str) -> None:
     made.close()
 
 
+def test_a_call_that_fails_ends_the_wait_of_a_fence() -> None:
+    held = Held(error=RolloutError("a rollout broke"))
+    made = producer(FakeServer(before=held))
+    held.until_entered()
+    began = time.monotonic()
+    threading.Timer(0.05, held.release.set).start()
+    with pytest.raises(RolloutError, match="broke"), made.fence(DEADLINE_S):
+        pytest.fail("entered after the producer had ended")
+    assert time.monotonic() - began < DEADLINE_S / 4
+    made.close()
+
+
 def test_a_fence_passes_its_deadline_by_name() -> None:
     """It says which wait, for what, and which key; so does every later call."""
     held = Held()
@@ -147,6 +159,18 @@ def test_close_is_bounded() -> None:
     held.release.set()
     wait_until(lambda: made._thread is None)
     made.close()
+
+
+def test_close_lets_no_further_call_start() -> None:
+    held = Held()
+    server = FakeServer(before=held)
+    made = producer(server)
+    held.until_entered()
+    threading.Timer(0.05, held.release.set).start()
+    made.close()
+    assert len(server.calls) == 1, "another share was wanted"
+    with pytest.raises(PipelineStoppedError):
+        made.complete(step=0)
 
 
 def test_after_stop_late_errors_are_only_logged(caplog: pytest.LogCaptureFixture) -> None:

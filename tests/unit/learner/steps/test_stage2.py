@@ -105,6 +105,9 @@ def test_each_sample_is_rolled_out_and_learned_once_an_epoch(
         places = [c.first_req_idx + i for c in calls if c.global_step == step for i in range(len(c.sample_ids))]
         assert sorted(places) == list(range(8))
     assert {call.global_step for call in calls} == {1, 3}
+    measured = [step["metrics"] for step in steps_of(tmp_path)]
+    assert [one["stage2_ab/calls"] for one in measured] == [0.0, 1.0, 0.0, 1.0]
+    assert [one["stage2_ab/rollout_s"] > 0.0 for one in measured] == [False, True, False, True]
     assert [rank.events.count("sync") for rank in seen] == [2, 2], "a sync before each Channel-B step, and no other"
 
 
@@ -137,6 +140,19 @@ def test_a_resume_in_the_middle_of_the_schedule_changes_nothing(
             assert torch.equal(second[rank].weights[name], tensor), name
     for name in ("stage2_ab/executed_b_share", "stage2_ab/channel_b"):
         assert [s["metrics"][name] for s in steps_of(halves)] == [s["metrics"][name] for s in steps_of(whole)]
+
+
+def test_a_run_that_goes_on_from_plain_training_counts_its_own_channel_b_steps(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R26: of all steps, those before had no Channel-B."""
+    settings: dict[str, Any] = {"lr_scheduler_type": "constant", "effective_batch_size": 8, "save_on_end": True}
+    plain = {"num_samples": NUM_SAMPLES, "max_steps": 2, "per_device_train_batch_size": 8, **settings}
+    run(make_config(tiny_text, tmp_path, **plain), monkeypatch)
+    settings |= {"max_steps": 4, "resume_from_checkpoint": "latest"}
+    run(stage2_config(tiny_text, tmp_path, b_ratio=0.5, **settings), monkeypatch)
+    shares = [step["metrics"].get("stage2_ab/executed_b_share") for step in steps_of(tmp_path)]
+    assert shares == [None, None, 0.0, 0.25]
 
 
 class Broken(Backwards):

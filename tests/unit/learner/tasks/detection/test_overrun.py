@@ -69,6 +69,19 @@ def test_with_fused_tokens_what_is_taught_closes_a_right_answer(
     assert whole.startswith(begun.rstrip())
 
 
+@pytest.mark.parametrize("container", CONTAINERS)
+def test_no_closer_is_taught_where_one_token_goes_on_to_the_next_object(container: str) -> None:
+    """The answer has no place where it could have been closed."""
+    task, _ = make_task(container, "digits")
+    text = task.serialize([*FOUND, *EXTRA], after=None).text
+    begin = text.index("999")
+    fused = text[begin : text.index("400]", begin) + len('400], "label": "three"}')]
+    task, tokenizer = make_task(container, "digits", [fused.encode()])
+    assignment = overran(task, tokenizer, FOUND, EXTRA)
+    assert len(assignment.parsed.objects) == len(FOUND) + len(EXTRA)
+    assert overrun_label(assignment, task, tokenizer) is None
+
+
 @pytest.mark.parametrize("num_extra", [0, 1])
 def test_no_closer_is_taught_while_objects_are_missed_or_where_the_answer_ended(num_extra: int) -> None:
     task, tokenizer = make_task()
