@@ -117,6 +117,16 @@ def test_a_bucket_that_is_new_throughout_travels_whole() -> None:
     assert delta.encode(bucket(0), bucket(0)) is None
 
 
+def test_a_segment_that_is_new_throughout_travels_whole_beside_others_that_are_not() -> None:
+    old = bucket(8 * SMALL)
+    new = old.clone()
+    new[2 * SMALL : 4 * SMALL] ^= 255
+    changes = delta.encode(new, old)
+    assert changes is not None
+    assert changes.numel() == 8 * 12 + 2 * SMALL
+    assert torch.equal(after(old, new), new)
+
+
 def test_nan_and_zero_are_compared_by_their_bits() -> None:
     """NaN is not equal to itself, and -0.0 equals 0.0: as numbers both would go wrong."""
     quiet, other = 0x7FC0, 0x7FC1  # two NaN of bfloat16

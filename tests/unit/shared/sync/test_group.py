@@ -18,8 +18,9 @@ import torch
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError, ProjectError
 from shared.sync.calls import Begin
-from shared.sync.group import Communicator, start_join
+from shared.sync.group import Communicator, _in_time, start_join
 from shared.sync.meeting import Seat
+from shared.waits import Deadline
 from tests.waits import wait_until
 
 
@@ -228,6 +229,27 @@ def test_a_peer_that_stops_or_dies_ends_the_broadcast(sent: signal.Signals) -> N
     finally:
         peer.kill()
         peer.join(10)
+
+
+def test_a_pause_of_this_process_ends_no_transfer() -> None:
+    """A socket counts a pause, the deadline does not; at the deadline a transfer ends."""
+    ours, theirs = socket.socketpair()
+    refusals = [TimeoutError("the machine stood still")]
+
+    def transfer(part: memoryview) -> int:
+        if refusals:
+            raise refusals.pop()
+        return len(part)
+
+    def late(part: memoryview) -> int:
+        refusals.append(TimeoutError("late"))
+        assert len(refusals) < 100, "the deadline was over"
+        raise refusals[-1]
+
+    with ours, theirs:
+        assert _in_time(transfer, memoryview(bytes(5)), ours, Deadline(60.0)) == 5
+        with pytest.raises(TimeoutError, match="late"):
+            _in_time(late, memoryview(bytes(5)), ours, Deadline(0.0))
 
 
 def test_abort_from_another_thread_ends_a_broadcast() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ from safetensors.torch import save_file
 
 from shared.errors import CoverageError
 from shared.sync import buckets as weights
-from shared.sync.loading import CopyMemory, Named, WeightLoad
+from shared.sync.loading import CopyMemory, Named, WeightLoad, _served_name
 
 
 class Fused:
@@ -111,6 +112,36 @@ def test_another_bucket_is_another_recording() -> None:
     assert model.embed.tolist() == [[1.0] * 4] * 3 + [[0.0] * 4] * 5
 
 
+def test_a_whole_tensor_may_come_in_another_layout() -> None:
+    memory, model = CopyMemory(), Fused()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        tensor = torch.randn(4, 4) if seed == 1 else torch.randn(4, 4).t()
+        memory.begin(model.parameters())
+        memory.load([("q", tensor)], model.load)
+        assert model.qk[:4].equal(tensor)
+    assert model.num_loads == 1
+
+
+def test_tensors_of_one_number_lie_side_by_side() -> None:
+    """Each is told from its neighbour in the same buffer."""
+    memory, targets = CopyMemory(), [torch.zeros(1) for _ in range(3)]
+    calls: list[int] = []
+
+    def loader(tensors: Named) -> Iterable[str]:
+        calls.append(len(tensors))
+        for target, (name, tensor) in zip(targets, tensors, strict=True):
+            target.copy_(tensor)
+            yield name
+
+    for seed in (1, 2):
+        numbers = torch.arange(3.0) + seed
+        memory.begin(targets)
+        memory.load([(name, numbers[i : i + 1]) for i, name in enumerate("abc")], loader)
+        assert [target.item() for target in targets] == numbers.tolist()
+    assert calls == [3]
+
+
 # ---- does an update cover the served model? --------------------------------------------------------------------------
 
 
@@ -180,6 +211,43 @@ def test_a_tied_head_need_not_come(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     tied = SimpleNamespace(tie_word_embeddings=True)
     load = _load(tmp_path, Served(tied=True), monkeypatch, hf_text_config=tied)
     assert _send(load, ["embed.weight", "norm.weight"]) == 2
+
+
+def test_a_tied_parameter_may_be_written_under_any_of_its_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Served(tied=True)
+    model.ignored = {"embed.weight"}
+    load = _load(tmp_path, model, monkeypatch)
+    assert _send(load, ["embed.weight", "norm.weight", "lm_head.weight"]) == 3
+
+
+@dataclass(frozen=True)
+class Mapper:
+    """vLLM's mapping from a checkpoint's names, as far as it is used here."""
+
+    orig_to_new_stacked: dict[str, str] = field(default_factory=lambda: {"q_proj": "qkv_proj"})
+
+    def apply_list(self, names: list[str]) -> list[str]:
+        found = []
+        for name in names:
+            for old, new in self.orig_to_new_stacked.items():
+                name = name.replace(old, new)
+            if not name.startswith("unused."):
+                found.append(f"language_model.{name}")
+        return found
+
+
+def test_a_checkpoint_s_name_is_spelled_as_the_served_model_spells_it() -> None:
+    """Before layers are fused. A name that the model leaves out stays as it is, as all names do without a mapping."""
+
+    class Mapped:
+        hf_to_vllm_mapper = Mapper()
+
+    assert Mapped.hf_to_vllm_mapper.apply_list(["q_proj.weight"]) == ["language_model.qkv_proj.weight"]
+    assert _served_name(Mapped, "q_proj.weight") == "language_model.q_proj.weight"
+    assert _served_name(Mapped, "unused.weight") == "unused.weight"
+    assert _served_name(object, "q_proj.weight") == "q_proj.weight"
 
 
 def test_a_parameter_that_the_loader_left_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -444,12 +444,21 @@ def test_a_port_that_is_still_taken_is_waited_for_and_other_errors_are_not(monke
     assert time.monotonic() - began < 2.0
 
 
-def test_a_port_that_stays_taken_is_given_up() -> None:
+def test_a_port_that_stays_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried: list[socket.socket] = []
+
+    class Noted(socket.socket):
+        def __init__(self, *args: int) -> None:
+            super().__init__(*args)
+            tried.append(self)
+
     with socket.create_server((HOST, 0)) as taken:
+        monkeypatch.setattr(socket, "socket", Noted)
         port = taken.getsockname()[1]
         with pytest.raises(CommunicatorError, match=f"{HOST}:{port} can't be listened at") as raised:
             meeting._listen(_seat(HOST, port, timeout_s=0.1))
     assert "end the process that holds it" in raised.value.remedy
+    assert [one.fileno() for one in tried] == [-1], "a socket was left open"
 
 
 def test_a_meeting_that_is_closed_closes_its_connections() -> None:
