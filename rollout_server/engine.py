@@ -15,7 +15,7 @@ import contextlib
 import gc
 import itertools
 import os
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +25,7 @@ from rollout_server.config import ServerConfig
 from rollout_server.openai_api import OpenAICall, OpenAILayer, given_back, image_parts, texts
 from rollout_server.processes import cpu_seconds, descendants
 from rollout_server.prompts import Renderer, too_long
+from rollout_server.stalls import StallWatch
 from shared.aio import gather
 from shared.checkpoint import checkpoint_digest, model_folder, signature
 from shared.engine_images import EngineImages, Look
@@ -49,7 +50,6 @@ from shared.generation import (
 from shared.quantization import check_device, check_model, vllm_arguments
 from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
-from shared.waits import ends_within
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
 if TYPE_CHECKING:
@@ -129,80 +129,6 @@ def named(field: str) -> Iterator[None]:
     except RequestError as error:
         what = f"{field}: {error.what}"
         raise type(error)(what, found=error.found, wanted=error.wanted, remedy=error.remedy) from error
-
-
-BUSY_TURNS = 10
-BUSY_SHARE = 0.02  # share of a core: more than processes use that only wait
-
-
-class StallWatch:
-    """Asks the engine from time to time whether it is there. After `stall_s` without an answer all that wait for it get
-    an error, until it answers again.
-
-    An engine whose processes work gets BUSY_TURNS times as long: it may compile for a new shape, or share its cores.
-    """
-
-    def __init__(self, stall_s: float) -> None:
-        self._stall_s = stall_s
-        self._stalled = False
-        self._silent_s = 0.0
-        self._waiting: set[asyncio.Timeout] = set()
-
-    def check(self) -> None:
-        """Raises ServerError (503) if the engine does not answer."""
-        if self._stalled:
-            raise ServerError(
-                "the engine does not answer",
-                found=f"no answer for {self._silent_s:.1f} s",
-                wanted=f"an answer within engine_stall_s ({self._stall_s:g} s; {BUSY_TURNS} times that if it works)",
-                remedy="see whether its process is stopped; restart the server if it stays so",
-            ).as_status(503)
-
-    @contextlib.asynccontextmanager
-    async def guard(self) -> AsyncIterator[None]:
-        """Guard a wait for the engine. Raises what `check` raises, as soon as it does."""
-        self.check()
-        try:
-            async with asyncio.timeout(None) as limit:
-                self._waiting.add(limit)
-                try:
-                    yield
-                finally:
-                    self._waiting.discard(limit)
-        except TimeoutError:
-            self.check()
-            raise
-
-    async def run(self, ping: Callable[[], Awaitable[object]], used_s: Callable[[], dict[int, float]]) -> None:
-        """Watch the engine until it stalls. `used_s`: seconds of CPU time that each of the engine's processes has used
-        so far; empty if it is stopped."""
-        while True:
-            asking = asyncio.ensure_future(ping())
-            if not await self._answers(asking, used_s):
-                self._stalled = True
-                waiting, self._waiting = self._waiting, set()
-                for limit in waiting:
-                    # A limit that has passed ends its wait with TimeoutError. `guard` then raises the reason.
-                    limit.reschedule(asyncio.get_running_loop().time())
-                # The ping is never given up (see `_call_workers`): its answer ends the stall.
-                await asyncio.wait({asking})
-            asking.exception()  # a dead engine is found by others
-            self._stalled = False
-            await asyncio.sleep(0.25 * self._stall_s)
-
-    async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
-        """Return True if the engine answers, with as many turns as it gets. No time passes while this process itself
-        stands still."""
-        turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
-        for _ in range(BUSY_TURNS):
-            if await ends_within(turn_s, asking):
-                return True
-            self._silent_s += turn_s
-            now = used_s()
-            if sum(now[pid] - before[pid] for pid in now.keys() & before) < BUSY_SHARE * turn_s:
-                return False
-            before = now
-        return False
 
 
 class VllmEngine:

@@ -22,7 +22,8 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, PixelShare
-from rollout_server.engine import StallWatch, VllmEngine, WorkerReply
+from rollout_server.engine import VllmEngine, WorkerReply
+from rollout_server.stalls import StallWatch
 from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerBusyError, ServerError
 from shared.generation import TRIES, Prompt

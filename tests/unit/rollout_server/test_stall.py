@@ -10,8 +10,8 @@ import time
 
 import pytest
 
-from rollout_server.engine import BUSY_TURNS, StallWatch
 from rollout_server.processes import cpu_seconds, descendants
+from rollout_server.stalls import BUSY_TURNS, StallWatch
 from shared.errors import ServerError
 from tests.pauses import pause_soon
 from tests.waits import until, wait_until

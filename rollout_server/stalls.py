@@ -1,0 +1,89 @@
+"""The watch over an engine that no longer answers: a worker that is stopped or hangs says nothing by itself.
+
+In: a ping, and the CPU time of the engine's processes. Out: a ServerError (503) for all that wait for the engine.
+
+Invariants: one ping is under way at a time, and none is given up; an engine whose processes work gets BUSY_TURNS times
+as long; the stall ends with the ping's answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+from shared.errors import ServerError
+from shared.waits import ends_within
+
+BUSY_TURNS = 10
+BUSY_SHARE = 0.02  # share of a core: more than processes use that only wait
+
+
+class StallWatch:
+    """Asks the engine from time to time whether it is there. After `stall_s` without an answer all that wait for it get
+    an error, until it answers again.
+
+    An engine whose processes work gets BUSY_TURNS times as long: it may compile for a new shape, or share its cores.
+    """
+
+    def __init__(self, stall_s: float) -> None:
+        self._stall_s = stall_s
+        self._stalled = False
+        self._silent_s = 0.0
+        self._waiting: set[asyncio.Timeout] = set()
+
+    def check(self) -> None:
+        """Raises ServerError (503) if the engine does not answer."""
+        if self._stalled:
+            raise ServerError(
+                "the engine does not answer",
+                found=f"no answer for {self._silent_s:.1f} s",
+                wanted=f"an answer within engine_stall_s ({self._stall_s:g} s; {BUSY_TURNS} times that if it works)",
+                remedy="see whether its process is stopped; restart the server if it stays so",
+            ).as_status(503)
+
+    @contextlib.asynccontextmanager
+    async def guard(self) -> AsyncIterator[None]:
+        """Guard a wait for the engine. Raises what `check` raises, as soon as it does."""
+        self.check()
+        try:
+            async with asyncio.timeout(None) as limit:
+                self._waiting.add(limit)
+                try:
+                    yield
+                finally:
+                    self._waiting.discard(limit)
+        except TimeoutError:
+            self.check()
+            raise
+
+    async def run(self, ping: Callable[[], Awaitable[object]], used_s: Callable[[], dict[int, float]]) -> None:
+        """Watch the engine until it stalls. `used_s`: seconds of CPU time that each of the engine's processes has used
+        so far; empty if it is stopped."""
+        while True:
+            asking = asyncio.ensure_future(ping())
+            if not await self._answers(asking, used_s):
+                self._stalled = True
+                waiting, self._waiting = self._waiting, set()
+                for limit in waiting:
+                    # A limit that has passed ends its wait with TimeoutError. `guard` then raises the reason.
+                    limit.reschedule(asyncio.get_running_loop().time())
+                # The ping is never given up (see `_call_workers`): its answer ends the stall.
+                await asyncio.wait({asking})
+            asking.exception()  # a dead engine is found by others
+            self._stalled = False
+            await asyncio.sleep(0.25 * self._stall_s)
+
+    async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
+        """Return True if the engine answers, with as many turns as it gets. No time passes while this process itself
+        stands still."""
+        turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
+        for _ in range(BUSY_TURNS):
+            if await ends_within(turn_s, asking):
+                return True
+            self._silent_s += turn_s
+            now = used_s()
+            if sum(now[pid] - before[pid] for pid in now.keys() & before) < BUSY_SHARE * turn_s:
+                return False
+            before = now
+        return False
