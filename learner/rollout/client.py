@@ -23,9 +23,10 @@ from typing import TypeVar
 from urllib.parse import urlsplit
 
 import httpx
-from pydantic import BaseModel, TypeAdapter, ValidationError
+from pydantic import BaseModel, TypeAdapter
 
 from learner.config.sections.servers import SERVER, WAY_OUT
+from learner.rollout.replies import RETRY_AFTER_S, Answers, error_of, read_reply, retry_after_s
 from shared.addresses import is_loopback
 from shared.answers import PLAIN, bounded, is_packed
 from shared.errors import (
@@ -34,17 +35,12 @@ from shared.errors import (
     RolloutError,
     ServerBusyError,
     ServerError,
-    ServerMismatchError,
     ServerUnreachableError,
-    UnauthorizedError,
 )
 from shared.waits import awake_s, time_limit
 from shared.wire import (
     NDJSON,
-    TOKEN_VARIABLE,
-    AnswerLine,
     CloseCommunicatorCall,
-    ErrorBody,
     ExpectScoresCall,
     InferCall,
     InitCommunicatorCall,
@@ -68,7 +64,6 @@ POLL_S = 5.0  # time between two looks at one server
 MAX_LOOKS_PER_S = 32.0  # looks at all servers together: each takes a millisecond of CPU
 BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
 SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
-RETRY_AFTER_S = 1.0  # a busy server is asked again after this, if it does not say when
 REPLY_GRACE_S = 10.0  # beyond a deadline that the server keeps itself, so that its own error arrives first
 # Two seconds are below uvicorn's 5: an idle connection is dropped here before the server closes it under a new request.
 KEEPALIVE_S = 2.0
@@ -85,66 +80,11 @@ _ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # an `/infer/` answer's prompt ids a
 _MOST_TOKENS = 1 << 17  # an answer that no request bounds has no more
 _MOST_BYTES = "most_bytes"  # a request's extension
 
-_LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
-
 
 def _most_bytes(call: InferCall) -> int:
     """Return a bound on the answer to the call, its errors included."""
     of_one = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
     return MAX_REPLY_BYTES + len(call.infer_requests) * of_one
-
-
-def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str) -> T:
-    """Read the body as its wire model. Raises RolloutError, which names the server and the first wrong field."""
-    try:
-        return adapter.validate_json(content)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the body"
-        raise RolloutError(
-            f"{base_url}: malformed answer at {path}",
-            found=f"{field}: {first['input']!r:.200}",
-            wanted=first["msg"],
-            remedy="run the same version of this project on both sides, and look at the server's log",
-        ) from error
-
-
-def error_of(response: httpx.Response, base_url: str) -> ProjectError:
-    """Return the server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status
-    decides."""
-    try:
-        return from_server(ErrorBody.model_validate_json(response.content), base_url)
-    except ValidationError:
-        return _error_by_status(response, base_url)
-
-
-def from_server(body: ErrorBody, base_url: str) -> ProjectError:
-    error = body.to_exception()
-    return type(error)(f"{base_url}: {error.what}", found=error.found, wanted=error.wanted, remedy=error.remedy)
-
-
-def retry_after_s(response: httpx.Response) -> float:
-    """Return the seconds that the server asks to wait (`Retry-After`)."""
-    try:
-        return max(0.01, float(response.headers.get("Retry-After", RETRY_AFTER_S)))
-    except ValueError:
-        return RETRY_AFTER_S
-
-
-def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
-    status = response.status_code
-    cls: type[ProjectError] = ServerError if status >= 500 else ServerMismatchError
-    remedy = "check that base_url is the prefix of a rollout server (make serve) of the same version"
-    if status == 401:
-        cls, remedy = UnauthorizedError, f"set {TOKEN_VARIABLE} to the server's token"
-    elif status == 503:
-        cls, remedy = ServerBusyError, "look at the server's log"
-    return cls(
-        f"{base_url}: {response.request.method} {response.url.path} failed",
-        found=f"HTTP {status}: {response.text[:200]!r}",
-        wanted="a 2xx answer",
-        remedy=remedy,
-    )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,7 +235,7 @@ class ServerClient:
         """
         patience = patience or self.timeouts.patience(has_others=False)
         deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)
-        answers = _Answers(self.base_url, len(call.infer_requests), on_answer)
+        answers = Answers(self.base_url, len(call.infer_requests), on_answer)
 
         async def late(health_age_s: float) -> None:
             if patience.has_others:  # one last look: is it slow, or gone?
@@ -317,7 +257,7 @@ class ServerClient:
         self._pace.saw(answers.longest, answers.longest_s)
 
     async def _send_infer(
-        self, call: InferCall, deadline_s: float, answers: _Answers, patience: Patience
+        self, call: InferCall, deadline_s: float, answers: Answers, patience: Patience
     ) -> httpx.Response:
         """Exchange one call. The body of a success has been read by `answers`."""
         read_s, most_bytes = deadline_s + REPLY_GRACE_S, _most_bytes(call)
@@ -512,7 +452,7 @@ class ServerClient:
             said = _last_seen_of(error) if isinstance(error, ProjectError) else "silence"
             raise self._gone(f"{said} at /health/, which answered {health_age_s:.1f} s ago", LAST_LOOK_S) from error
 
-    def _late(self, answers: _Answers, deadline_s: float, *, health_age_s: float) -> DeadlineError:
+    def _late(self, answers: Answers, deadline_s: float, *, health_age_s: float) -> DeadlineError:
         derived = "" if self.timeouts.infer_s else ", which follows from max_new_tokens and the server's pace"
         return DeadlineError(
             f"{self.base_url}: /infer/ did not answer in time",
@@ -531,77 +471,6 @@ class ServerClient:
             wanted=f"an answer within {limit_s:g} s{key}",
             remedy=f"start the server (make serve), or correct {SERVER}, {WAY_OUT}",
         )
-
-
-class _Answers:
-    """The answers of one `/infer/` call, given on as they come, with what they say of the server's pace."""
-
-    def __init__(self, base_url: str, number: int, on_answer: Callable[[int, RolloutOutput], None]) -> None:
-        self.number, self.sent_at = number, 0.0
-        self.longest, self.longest_s = 0, 0.0  # tokens of the longest answer, and when it came
-        self._base_url, self._on_answer = base_url, on_answer
-        self._missing = set(range(number))
-
-    @property
-    def num_missing(self) -> int:
-        return len(self._missing)
-
-    async def read(self, response: httpx.Response) -> None:
-        """Read a success, in either of its two forms."""
-        if NDJSON in response.headers.get("content-type", ""):
-            async for line in _lines(response):
-                self._take_line(line)
-            return
-        await response.aread()
-        outputs = read_reply(response.content, _LIST, self._base_url, "/infer/")
-        if len(outputs) != self.number:
-            raise self._incomplete(len(outputs))
-        for i, output in enumerate(outputs):
-            self._take(i, output)
-
-    def check_complete(self) -> None:
-        """Raises RolloutError if the reply ended before its last answer."""
-        if self._missing:
-            raise self._incomplete(self.number - len(self._missing))
-
-    def _take_line(self, content: bytes) -> None:
-        line = read_reply(content, _LINE, self._base_url, "/infer/")
-        if line.error is not None:
-            raise from_server(line.error, self._base_url)
-        if line.output is None or line.index not in self._missing:
-            raise RolloutError(
-                f"{self._base_url}: malformed answer at /infer/",
-                found=f"a line for request {line.index}, {'with' if line.output else 'without'} an output",
-                wanted=f"one line for each of the {self.number} requests",
-                remedy="run the same version of this project on both sides, and look at the server's log",
-            )
-        self._take(line.index, line.output)
-
-    def _take(self, i: int, output: RolloutOutput) -> None:
-        self._missing.remove(i)
-        if len(output.response_token_ids) >= self.longest:
-            self.longest, self.longest_s = len(output.response_token_ids), awake_s() - self.sent_at
-        self._on_answer(i, output)
-
-    def _incomplete(self, found: int) -> RolloutError:
-        return RolloutError(
-            f"{self._base_url}: malformed answer at /infer/",
-            found=f"{found} answers",
-            wanted=f"one per request ({self.number})",
-            remedy="run the same version of this project on both sides, and look at the server's log",
-        )
-
-
-async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the body's lines. httpx's own `aiter_lines` also splits at separators that may stand inside of JSON
-    strings."""
-    rest = b""
-    async for content in response.aiter_bytes():
-        *lines, rest = (rest + content).split(b"\n")
-        for line in lines:
-            yield line
-    if rest:
-        yield rest
 
 
 def _last_seen_of(error: ProjectError) -> str:

@@ -30,7 +30,8 @@ from learner.data.splits import load_split
 from learner.hub.push import PushOptions, push
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PackedRow, Rollout
-from learner.rollout.client import ServerClient, Timeouts, error_of, read_reply
+from learner.rollout.client import ServerClient, Timeouts
+from learner.rollout.replies import error_of, read_reply
 from learner.run.callbacks import Callbacks
 from learner.run.checkpoint import CheckpointStore, TrainerState
 from learner.run.files import AppendedLines

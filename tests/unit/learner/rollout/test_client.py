@@ -17,6 +17,7 @@ import pytest
 import respx
 
 from learner.rollout import client as client_module
+from learner.rollout import replies
 from learner.rollout.client import Patience, ServerClient, Timeouts, _certificates
 from shared.errors import (
     DeadlineError,
@@ -61,7 +62,8 @@ UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], 
 @pytest.fixture(autouse=True)
 def _hours_into_a_run(monkeypatch: pytest.MonkeyPatch) -> None:
     """The clock begins with the process. Here sums and differences of its times are far apart."""
-    monkeypatch.setattr(client_module, "awake_s", lambda: awake_s() + 36_000.0)
+    for module in (client_module, replies):
+        monkeypatch.setattr(module, "awake_s", lambda: awake_s() + 36_000.0)
 
 
 def use(
@@ -705,7 +707,7 @@ def test_ready_is_another_question_than_healthy(respx_mock: respx.MockRouter) ->
 )
 def test_a_busy_server_says_when_to_ask_again(headers: dict[str, str], seconds: float) -> None:
     """A date or nothing: after a second. Never at once."""
-    assert client_module.retry_after_s(httpx.Response(503, headers=headers)) == seconds
+    assert replies.retry_after_s(httpx.Response(503, headers=headers)) == seconds
 
 
 @pytest.mark.parametrize("number", [99, 101])

@@ -1,0 +1,153 @@
+"""The replies of a rollout server, read: a wire model, the server's own error, or the answers of one `/infer/` call.
+
+In: the bytes or the stream of a reply. Out: models of `shared/wire.py`, or an error of the project's tree that names
+the server. Invariants: each request of a call is answered once, in one of the two forms of the answer; the server's
+own error text reaches the caller, and where there is none, the HTTP status decides which error it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from typing import TypeVar
+
+import httpx
+from pydantic import TypeAdapter, ValidationError
+
+from shared.errors import (
+    ProjectError,
+    RolloutError,
+    ServerBusyError,
+    ServerError,
+    ServerMismatchError,
+    UnauthorizedError,
+)
+from shared.waits import awake_s
+from shared.wire import NDJSON, TOKEN_VARIABLE, AnswerLine, ErrorBody, RolloutOutput
+
+T = TypeVar("T")
+RETRY_AFTER_S = 1.0  # a busy server is asked again after this, if it does not say when
+_LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
+
+
+def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str) -> T:
+    """Read the body as its wire model. Raises RolloutError, which names the server and the first wrong field."""
+    try:
+        return adapter.validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        field = ".".join(str(part) for part in first["loc"]) or "the body"
+        raise RolloutError(
+            f"{base_url}: malformed answer at {path}",
+            found=f"{field}: {first['input']!r:.200}",
+            wanted=first["msg"],
+            remedy="run the same version of this project on both sides, and look at the server's log",
+        ) from error
+
+
+def error_of(response: httpx.Response, base_url: str) -> ProjectError:
+    """Return the server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status
+    decides."""
+    try:
+        return from_server(ErrorBody.model_validate_json(response.content), base_url)
+    except ValidationError:
+        return _error_by_status(response, base_url)
+
+
+def from_server(body: ErrorBody, base_url: str) -> ProjectError:
+    error = body.to_exception()
+    return type(error)(f"{base_url}: {error.what}", found=error.found, wanted=error.wanted, remedy=error.remedy)
+
+
+def retry_after_s(response: httpx.Response) -> float:
+    """Return the seconds that the server asks to wait (`Retry-After`)."""
+    try:
+        return max(0.01, float(response.headers.get("Retry-After", RETRY_AFTER_S)))
+    except ValueError:
+        return RETRY_AFTER_S
+
+
+def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
+    status = response.status_code
+    cls: type[ProjectError] = ServerError if status >= 500 else ServerMismatchError
+    remedy = "check that base_url is the prefix of a rollout server (make serve) of the same version"
+    if status == 401:
+        cls, remedy = UnauthorizedError, f"set {TOKEN_VARIABLE} to the server's token"
+    elif status == 503:
+        cls, remedy = ServerBusyError, "look at the server's log"
+    return cls(
+        f"{base_url}: {response.request.method} {response.url.path} failed",
+        found=f"HTTP {status}: {response.text[:200]!r}",
+        wanted="a 2xx answer",
+        remedy=remedy,
+    )
+
+
+class Answers:
+    """The answers of one `/infer/` call, given on as they come, with what they say of the server's pace."""
+
+    def __init__(self, base_url: str, number: int, on_answer: Callable[[int, RolloutOutput], None]) -> None:
+        self.number, self.sent_at = number, 0.0
+        self.longest, self.longest_s = 0, 0.0  # tokens of the longest answer, and when it came
+        self._base_url, self._on_answer = base_url, on_answer
+        self._missing = set(range(number))
+
+    @property
+    def num_missing(self) -> int:
+        return len(self._missing)
+
+    async def read(self, response: httpx.Response) -> None:
+        """Read a success, in either of its two forms."""
+        if NDJSON in response.headers.get("content-type", ""):
+            async for line in _lines(response):
+                self._take_line(line)
+            return
+        await response.aread()
+        outputs = read_reply(response.content, _LIST, self._base_url, "/infer/")
+        if len(outputs) != self.number:
+            raise self._incomplete(len(outputs))
+        for i, output in enumerate(outputs):
+            self._take(i, output)
+
+    def check_complete(self) -> None:
+        """Raises RolloutError if the reply ended before its last answer."""
+        if self._missing:
+            raise self._incomplete(self.number - len(self._missing))
+
+    def _take_line(self, content: bytes) -> None:
+        line = read_reply(content, _LINE, self._base_url, "/infer/")
+        if line.error is not None:
+            raise from_server(line.error, self._base_url)
+        if line.output is None or line.index not in self._missing:
+            raise RolloutError(
+                f"{self._base_url}: malformed answer at /infer/",
+                found=f"a line for request {line.index}, {'with' if line.output else 'without'} an output",
+                wanted=f"one line for each of the {self.number} requests",
+                remedy="run the same version of this project on both sides, and look at the server's log",
+            )
+        self._take(line.index, line.output)
+
+    def _take(self, i: int, output: RolloutOutput) -> None:
+        self._missing.remove(i)
+        if len(output.response_token_ids) >= self.longest:
+            self.longest, self.longest_s = len(output.response_token_ids), awake_s() - self.sent_at
+        self._on_answer(i, output)
+
+    def _incomplete(self, found: int) -> RolloutError:
+        return RolloutError(
+            f"{self._base_url}: malformed answer at /infer/",
+            found=f"{found} answers",
+            wanted=f"one per request ({self.number})",
+            remedy="run the same version of this project on both sides, and look at the server's log",
+        )
+
+
+async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
+    """Yield the body's lines. httpx's own `aiter_lines` also splits at separators that may stand inside of JSON
+    strings."""
+    rest = b""
+    async for content in response.aiter_bytes():
+        *lines, rest = (rest + content).split(b"\n")
+        for line in lines:
+            yield line
+    if rest:
+        yield rest
