@@ -204,7 +204,9 @@ def check_options(module: str, arguments: Sequence[str]) -> None:
     functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
     commands = {f.name: f for f in functions if f.name == "main" or f.decorator_list}
     main = commands[arguments[0] if arguments and arguments[0] in commands else "main"]
-    known = {f"--{argument.arg.replace('_', '-')}" for argument in (*main.args.args, *main.args.kwonlyargs)}
+    arguments_of = {argument.arg.replace("_", "-"): argument for argument in (*main.args.args, *main.args.kwonlyargs)}
+    flags = [name for name, one in arguments_of.items() if one.annotation and "bool" in ast.unparse(one.annotation)]
+    known = {f"--{name}" for name in arguments_of} | {f"--no-{name}" for name in flags}
     known |= {
         node.value for node in ast.walk(main.args) if isinstance(node, ast.Constant) and str(node.value)[:2] == "--"
     }
