@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
@@ -131,30 +132,43 @@ class ReturnWatch:
         self._backend = backend
         self._followed: dict[str, float] = {}  # base_url -> `awake_s` before which it is not tried
         self._ready: frozenset[str] = frozenset()
-        self._watching: Future[None] | None = None
+        self._watching: Future[None] | None = None  # None: no watch runs, or it has decided to end
+        self._lock = threading.Lock()  # guards the three above: the watch runs on the loop's thread
 
     def follow(self, members: Collection[Member]) -> None:
         """Look at these from now on, and at no others."""
-        kept = {member.base_url: self._followed.get(member.base_url, 0.0) for member in members}
-        self._followed, self._ready = kept, self._ready & kept.keys()
-        if kept and (self._watching is None or self._watching.done()):
-            self._watching = self._backend.loop.submit(self._watch())
+        with self._lock:
+            kept = {member.base_url: self._followed.get(member.base_url, 0.0) for member in members}
+            self._followed, self._ready = kept, self._ready & kept.keys()
+            if kept and (self._watching is None or self._watching.done()):
+                self._watching = self._backend.loop.submit(self._watch())
 
     def refused(self, member: Member) -> None:
         """It failed a sync. The first time it may come back at once."""
         wait_s = min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (member.failures - 2)) if member.failures > 1 else 0.0
-        self._followed[member.base_url] = awake_s() + wait_s
+        with self._lock:
+            self._followed[member.base_url] = awake_s() + wait_s
 
     def ready(self) -> list[str]:
         """Return the servers that may join the next sync."""
-        now, ready = awake_s(), self._ready
-        return [base_url for base_url, not_before in self._followed.items() if base_url in ready and now >= not_before]
+        now = awake_s()
+        with self._lock:
+            return [url for url, not_before in self._followed.items() if url in self._ready and now >= not_before]
 
     async def _watch(self) -> None:
-        while followed := tuple(self._followed):
+        while followed := self._to_look_at():
             answered = await asyncio.gather(*(self._is_ready(base_url) for base_url in followed))
-            self._ready = frozenset(url for url, ready in zip(followed, answered, strict=True) if ready)
+            with self._lock:
+                self._ready = frozenset(url for url, ready in zip(followed, answered, strict=True) if ready)
             await asyncio.sleep(self._backend.timeouts.poll_s)
+
+    def _to_look_at(self) -> tuple[str, ...]:
+        """Return the servers to look at now. If there are none, the watch ends."""
+        with self._lock:
+            if not self._followed:
+                # The future of the watch is done only a moment later. Until then `follow` would take it for running.
+                self._watching = None
+            return tuple(self._followed)
 
     async def _is_ready(self, base_url: str) -> bool:
         try:
