@@ -237,10 +237,10 @@ def test_an_engine_with_room_beside_training_stays_awake(offload: Recorded, monk
     with engine.awake(after_update=True):
         assert not llm.is_sleeping
     assert not llm.is_sleeping
-    device.free = 10
-    with engine.awake():
-        pass
-    assert not llm.is_sleeping
+    for device.free in (10, 8):  # 8 are just enough
+        with engine.awake():
+            pass
+        assert not llm.is_sleeping
     device.free = 7
     with engine.awake():
         pass

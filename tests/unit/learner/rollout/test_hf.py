@@ -19,7 +19,7 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.load import Policy
 from learner.records import EncodedPrompt, RolloutCallLog, Sample
 from learner.rollout.backend import MicroStep
-from learner.rollout.hf import HfBackend, stop_token_ids
+from learner.rollout.hf import HfBackend, RepetitionPenalty, SeededChoice, stop_token_ids
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
 from shared.seeds import request_seed
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, segment
@@ -74,6 +74,22 @@ def test_greedy_is_what_the_learning_forward_says(vlm: Policy, samples: list[Sam
     found = answers(backend_of(vlm, repetition_penalty=penalty), samples)
     assert found == [reference_greedy(vlm, one, penalty) for one in samples]
     assert len({token for response in found for token in response}) > len(samples), "too little to compare"
+
+
+def test_each_beam_is_penalized_for_its_own_prompt_and_answer() -> None:
+    """Two beams of each prompt, side by side; the first prompt has a token of padding."""
+    token_ids = torch.tensor([[0, 1, 5], [0, 1, 6], [2, 3, 7], [2, 3, 4]])
+    found = RepetitionPenalty(2.0, torch.tensor([[0, 1], [1, 1]]))(token_ids, torch.ones(4, 8))
+    assert [(row < 1.0).nonzero().flatten().tolist() for row in found] == [[1, 5], [1, 6], [2, 3, 7], [2, 3, 4]]
+    assert found.min() == 0.5
+
+
+def test_a_draw_of_0_takes_no_token_without_a_probability() -> None:
+    """Top-k and top-p leave such tokens, also before all others."""
+    choice = SeededChoice([1], 0, 1)
+    choice._draws = torch.zeros(1, 1)
+    found = choice(torch.zeros(1, 0, dtype=torch.int64), torch.tensor([[-torch.inf, 0.0, 0.0]]))
+    assert found.tolist() == [[-torch.inf, 0.0, -torch.inf]]
 
 
 def test_greedy_of_another_family(tiny_qwen2_5_vl: Path, samples: list[Sample]) -> None:

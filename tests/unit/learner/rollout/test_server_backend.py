@@ -568,6 +568,8 @@ def test_a_lost_server_is_left_out_while_enough_are_left(build: Build) -> None:
     assert URLS[0] in caught.value.found
     assert URLS[1] in caught.value.found
     assert backend.lost().keys() == set(URLS[:2])
+    backend.adopt(left, told=URLS[:1])
+    assert backend.lost().keys() == {URLS[1]}, "the ranks have not agreed on it yet"
 
 
 def test_a_server_that_may_not_be_lost_ends_the_run_with_its_error(build: Build) -> None:

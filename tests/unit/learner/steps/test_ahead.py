@@ -452,3 +452,9 @@ def test_a_call_refills_servers_that_decode_few_at_once() -> None:
     bounds = Bounds(start_below=32, keep_at_most=64, version_window=1)
     assert Sizes.of(bounds, samples_per_pack=1, packs_per_step=32, capacity=2).call_size == 8
     assert Sizes.of(bounds, samples_per_pack=1, packs_per_step=32, capacity=16).call_size == 16
+
+
+def test_a_call_is_no_smaller_than_the_queue_makes_it() -> None:
+    """R25: the last call may start with 3 packs there, so 5 have room, and two calls make a step."""
+    bounds = Bounds(start_below=4, keep_at_most=8, version_window=1)
+    assert Sizes.of(bounds, samples_per_pack=2, packs_per_step=8, capacity=100).call_size == 8

@@ -23,7 +23,7 @@ from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, Rollout, Sample, Segment
 from learner.rollout.backend import MicroStep
-from learner.steps.groups import GroupSource
+from learner.steps.groups import GroupSource, _Scored
 from learner.steps.segments import RolloutSource
 from learner.steps.totals import StepTotals
 from learner.tasks.rewards import Rewards
@@ -231,6 +231,16 @@ def test_the_best_rollout_of_a_group_is_matched_and_corrected(loss: str) -> None
         total = sum(one.loss_weights.sum() + one.extra_weight for one in group)
         assert matched.loss_weights.sum() == pytest.approx(0.5 * total, rel=1e-5)
         assert matched.policy is None
+
+
+@pytest.mark.parametrize("scale", [1.0, 1e-3])
+def test_what_is_taught_weighs_the_same_whatever_its_own_weights_add_up_to(scale: float) -> None:
+    source = source_of(Answers([]))
+    group = [_Scored(Answers([WHOLE])._rollout(0, ONE), source)]
+    target = TASK.ground_truth(ONE, LossConfig())
+    target = replace(target, loss_weights=target.loss_weights * scale)
+    (taught,) = source._taught(group, prompt_of(ONE), target, 0.5)
+    assert taught.loss_weights.sum() == pytest.approx(0.5 * group[0].num_tokens, rel=1e-5)
 
 
 def test_ground_truth_and_matching_go_together() -> None:

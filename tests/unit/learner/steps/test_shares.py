@@ -294,6 +294,17 @@ def test_of_other_shares_the_oldest_weights_give_way_first() -> None:
     assert made(queue, 0, 1, 2) == [(1, "oldest"), (1, "oldest")]
 
 
+def test_a_share_is_as_old_as_the_oldest_of_its_packs() -> None:
+    queue = queue_of(keep=8, size=4, call_size=2)
+    made(queue, 0)
+    assert queue.complete() == {}
+    queue.request_fence()
+    queue.complete_fence(ServedVersion(ver=6, updates=1, syncs=1))
+    made(queue, 0)
+    assert [pack.by.syncs for pack in queue.queue] == [0, 1]
+    assert queue.complete() == {0: 0}
+
+
 def test_counts_add_up_over_shares() -> None:
     """Ages are summed: what a share's packs were old when they were learned."""
     queue = queue_of(keep=8, size=4, call_size=4)

@@ -235,6 +235,17 @@ def test_a_rank_that_finds_nobody_pauses_before_it_looks_again(monkeypatch: pyte
     assert time.monotonic() - began >= 0.19
 
 
+@pytest.mark.parametrize("visits", [0, 1, 2])
+def test_a_rank_that_comes_too_late_says_how_often_it_met_strangers(visits: int) -> None:
+    wait = meeting._Wait(_seat(HOST, 1, timeout_s=0.0), threading.Event())
+    wait.num_refused = visits
+    with pytest.raises(DeadlineError) as caught:
+        wait.check()
+    assert "nobody listening" in caught.value.found
+    assert ("the group's secret" in caught.value.found) == (visits > 0)
+    assert f"{visits} visits" in caught.value.found or visits == 0
+
+
 def test_a_rank_that_meets_an_impostor_tells_it_nothing_and_goes_on_looking() -> None:
     """Someone else listens there, with a challenge of its own; then the true rank 0 comes."""
     port = free_port()

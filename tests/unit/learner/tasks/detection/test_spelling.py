@@ -63,3 +63,13 @@ def test_alone_is_as_in_place(data: st.DataObject, container: str) -> None:
         length = one.index(NO_TOKEN) if NO_TOKEN in one else len(one)
         assert one[:length] == other[:length]
         assert length >= 2, "the number, and the token after it"
+
+
+def test_numbers_are_single_where_each_is_its_own_token() -> None:
+    made = Spelling("<|coord_{}|>".format, pieces())
+    ids = np.array(pieces().encode("<|coord_5|><|coord_7|>"))
+    assert len(ids) == 2
+    first, second, zeros = np.array([0, 1]), np.array([1, 2]), np.array([0, 0])
+    for bins, wanted in (([5, 7], True), ([5, 8], False), ([6, 8], False)):  # other bins are spelled otherwise
+        assert made.are_single(Numbers(first, second, np.array(bins), zeros, zeros), ids) == wanted
+    assert not spelling(alone=True).are_single(Numbers(first, second, np.array([5, 7]), zeros, zeros), ids)
