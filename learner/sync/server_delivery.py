@@ -32,7 +32,6 @@ import torch
 
 from learner.config.sections.vllm import VllmConfig
 from learner.policy.canary_scores import CanaryScores
-from learner.policy.weights import Checksums
 from learner.records import ServerChange
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.control import ServerControl
@@ -57,13 +56,13 @@ from learner.sync.kept import KeptWeights, Outgoing, Parcel, whole_parcels
 from learner.sync.members import Members
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode
+from learner.sync.update_checks import check_reply, check_sent, digest_of, sizes
 from shared.canary import CanaryGap
 from shared.errors import (
     NotFiniteError,
     ProjectError,
     ServerUnreachableError,
     StagingError,
-    SyncError,
 )
 from shared.sync.buckets import DTYPES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
@@ -305,8 +304,8 @@ class ServerDelivery:
             raise
         self._delta_is_out = False
         if self._kept is not None and mode == "full":
-            self._kept.acknowledge(_digest_of(seals))
-        num_bytes, num_tensors = _size(call.buckets)
+            self._kept.acknowledge(digest_of(seals))
+        num_bytes, num_tensors = sizes(call.buckets)
         return StagedUpdate(
             source=source,
             mode=mode,
@@ -418,7 +417,7 @@ class ServerDelivery:
             raise
         replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
-            _check_reply((ver, *_size(call.buckets)), reply, base_url)
+            check_reply((ver, *sizes(call.buckets)), reply, base_url)
         return replies, learner, self._digest(mode, seals)
 
     def _switch_to_staged(self, staged: StagedUpdate) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
@@ -447,13 +446,13 @@ class ServerDelivery:
             raise
         replies = {link.base_url: post.result() for link, post in updates}
         for base_url, reply in replies.items():
-            _check_reply((staged.ver, staged.num_bytes, staged.num_tensors), reply, base_url)
+            check_reply((staged.ver, staged.num_bytes, staged.num_tensors), reply, base_url)
         return replies, staged.learner, self._digest(staged.mode, staged.seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
         """Return the digest as the server makes it: of the seals; an adapter's together with that of the weights below
         it."""
-        digest = _digest_of(seals)
+        digest = digest_of(seals)
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
         self._full_weights = digest
@@ -481,49 +480,3 @@ class ServerDelivery:
             parts = plan_buckets(source.weight_specs(self._dtype), self._config.sync.bucket_bytes)
             self._plans[source] = [Bucket(tensors=part, num_bytes=num_bucket_bytes(part)) for part in parts]
         return self._plans[source]
-
-
-def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: Checksums) -> None:
-    """Are the weights that were sent those that the canary was scored with, bit for bit?
-
-    A stale tensor can change log-probabilities less than kernels do, so the canary alone cannot find it. `sums`: what
-    was sent, per bucket. `scored`: per tensor; a bucket with a tensor that is not in it is not compared. Raises
-    SyncError.
-    """
-    known = [(i, bucket) for i, bucket in enumerate(buckets) if all(t.name in scored for t in bucket.tensors)]
-    if not known:
-        return
-    wanted = torch.stack([torch.stack([scored[t.name] for t in bucket.tensors]).sum() for _, bucket in known])
-    found = torch.stack([sums[i] for i, _ in known])
-    wrong = [known[i] for i in torch.nonzero(wanted.to(found.device) != found).flatten().tolist()]
-    if wrong:
-        index, bucket = wrong[0]
-        names = [tensor.name for tensor in bucket.tensors]
-        raise SyncError(
-            "the weights that were sent are not the policy's",
-            found=f"{len(wrong)} of {len(buckets)} buckets differ; first bucket {index}: {names[0]} to {names[-1]}",
-            wanted="in every bucket, bit for bit, the weights that the learner scored the canary with",
-            remedy="something changed weights while they were sent, or sent old ones: is the policy used by another "
-            "thread? If not, this is a defect of the weight source; the servers serve nothing until the next sync",
-        )
-
-
-def _digest_of(seals: Sequence[torch.Tensor]) -> str:
-    """Return the digest of whole weights, of the seals of their buckets."""
-    return hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
-
-
-def _size(buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """Return the numbers of bytes and of tensors."""
-    return sum(bucket.num_bytes for bucket in buckets), sum(len(bucket.tensors) for bucket in buckets)
-
-
-def _check_reply(wanted: tuple[int, int, int], reply: UpdateWeightsReply, base_url: str) -> None:
-    found = (reply.ver, reply.num_bytes, reply.num_tensors)
-    if found != wanted:
-        raise SyncError(
-            f"{base_url}: the server confirmed another update than the one that was sent",
-            found=f"(ver, bytes, tensors) {found}",
-            wanted=str(wanted),
-            remedy="run the same version of this project on both sides",
-        )
