@@ -158,9 +158,10 @@ class CanaryError(SyncError):
 
     LIKELY_CAUSES = (
         "likely causes, in order: 1. the server computes in another precision: set its dtype to the learner's "
-        "model.dtype, without quantization or an 8-bit KV cache; 2. it has another model configuration (rope, image "
-        "processor): serve the folder of model.path; 3. vLLM loads this architecture wrongly: report it. If the gap is "
-        "as large at every sync and below twice the tolerance, kernels differ: raise canary_tolerance"
+        "model.dtype and its quantization to the learner's vllm.quantization, without an 8-bit KV cache; 2. it has "
+        "another model configuration (rope, image processor): serve the folder of model.path; 3. vLLM loads this "
+        "architecture wrongly: report it. If the gap is as large at every sync and below twice the tolerance, kernels "
+        "differ: raise canary_tolerance"
     )
     STALE_CACHE = (
         "the same tokens passed without the prefix cache, so it still has keys and values of earlier weights: report "

@@ -144,5 +144,7 @@ def test_a_wrong_layer_is_found(tiny_vlm: Path, spoil: Any) -> None:
     learner, sent = scores(policy), sent_by(policy)
     gap(learner, engine(tiny_vlm, sent, inputs=True))
     spoil(sent, old)
-    with pytest.raises(CanaryError, match="mean gap"):
+    with pytest.raises(CanaryError, match="mean gap") as caught:
         gap(learner, engine(tiny_vlm, sent, inputs=True))
+    assert "vllm.quantization" in caught.value.remedy  # both sides have it on purpose
+    assert "without quantization" not in caught.value.remedy
