@@ -6,9 +6,10 @@ Two parts, each once per kind of engine, in a process of its own:
   training steps. In turn: a sync, and the rollouts of a step. Rates are those of the engine.
 - "f1": the demo's checkpoint answers held-out scenes greedily. The scenes and the weights are the same for both kinds.
 
-Out: FILE with what each part gave, as soon as it has ended; a part that is in FILE already is not measured again. The
-table says medians after the warm-up, their ratios, and what issue 37 wants of them. Exit code 1 if something of it
-does not hold. Without a GPU engines refuse FP8: `--size tiny --kind none` tries the rest.
+Out: FILE with what each part gave. Rounds are written one by one, as soon as they have ended. The same call again
+measures only the parts that have not ended. The table says medians after the warm-up, their ratios, and what issue 37
+wants of them. Exit code 1 if something of it does not hold, 2 if a part did not score all of its scenes. Without a GPU
+engines refuse FP8: `--size tiny --kind none` tries the rest.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -37,6 +38,7 @@ from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
 from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
+from shared.errors import DataError, ProjectError
 from shared.quantization import Quantization
 
 WARM_UP = 4  # rounds: a load is reloaded, watched, repeated and captured before it is as fast as it stays
@@ -45,8 +47,9 @@ KINDS: tuple[Quantization, ...] = ("none", "fp8")
 _MOST_TOKENS = 256  # an answer to a demo's scene has no more
 
 
-def speed(race: Race, kind: Quantization, rounds: int) -> dict[str, Any]:
-    """Return the seconds and parts of each sync and of each step's rollouts, in this process."""
+def speed(race: Race, kind: Quantization, rounds: int, results: Fp8Results) -> None:
+    """Put the seconds and parts of each sync and of each step's rollouts into `results`, in this process. They are
+    written after each round: a call that is cut off, or an engine that does not end, costs none of them."""
     prepare_for_vllm(os.environ)
     found: dict[str, Any] = {"sync": [], "rollouts": []}
     with tempfile.TemporaryDirectory(prefix="fp8-") as folder, ExitStack() as stack:
@@ -61,11 +64,12 @@ def speed(race: Race, kind: Quantization, rounds: int) -> dict[str, Any]:
             row = {"seconds": world.timed(world.rollouts), **world.parts, "tokens": world.num_tokens}
             found["rollouts"].append(row)
             say(f"{kind}: rollouts: " + ", ".join(f"{name} {value:.3f}" for name, value in row.items()))
-    return found
+            results.put(f"speed {kind}", found)
 
 
-def accuracy(data: Path, kind: Quantization) -> dict[str, Any]:
-    """Return the metrics of greedy answers to the held-out scenes of `data`, in this process."""
+def accuracy(data: Path, kind: Quantization, scenes: int, results: Fp8Results) -> None:
+    """Put the metrics of greedy answers to the held-out scenes of `data` into `results`, in this process. Raises
+    DataError if `data` has not `scenes` of them."""
     prepare_for_vllm(os.environ)
     from learner.config.load import config_of
     from learner.config.plan import resolve
@@ -81,6 +85,7 @@ def accuracy(data: Path, kind: Quantization) -> dict[str, Any]:
             Path(folder) / "run",
             steps=1,
             batch_size=1,
+            training={"eval_on_end": True},  # otherwise no scene is read
             matching={
                 "decode_batch_size": 64,
                 "decoding": {"temperature": 0.0, "max_new_tokens": _MOST_TOKENS},
@@ -97,40 +102,67 @@ def accuracy(data: Path, kind: Quantization) -> dict[str, Any]:
         trainer = build(config, resolve(config, 1), ranks, token=None, stack=stack)
         assert trainer.sync is not None, "a colocated engine has a sync"
         assert trainer.backend is not None, "a run that evaluates has a backend"
+        samples = trainer.eval_samples
+        check_scenes(f"f1 {kind}", len(samples), wanted=scenes)
         receipt = trainer.sync.sync()
         began = time.monotonic()
-        samples = trainer.eval_samples
         found = evaluate(trainer.backend, samples, trainer.task, ranks, global_step=0)
         gaps = {"canary_gap": receipt.canary_gap, "merge_gap": receipt.merge_gap}
         say(f"{kind}: f1 {found.metrics['f1@0.5']:.4f} on {len(samples)} scenes")
-        return {"seconds": time.monotonic() - began, "scenes": len(samples), **gaps, "metrics": dict(found.metrics)}
+        part = {"seconds": time.monotonic() - began, "scenes": len(samples), **gaps, "metrics": dict(found.metrics)}
+        results.put(f"f1 {kind}", part)
 
 
+def check_scenes(name: str, found: int, *, wanted: int) -> None:
+    """Raises DataError if a part scored another number of scenes than `wanted`, or none."""
+    if found == 0 or found != wanted:
+        raise DataError(
+            f"{name}: the part did not score the scenes that it should",
+            found=f"{found} scenes",
+            wanted=f"{wanted or 'at least one'}, the same for both kinds",
+            remedy="give --part f1 and the same --scenes for both kinds, or another --out",
+        )
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Fp8Results:
-    """FILE: the parts that have ended, by name and kind."""
+    """FILE: what the parts gave, by name and kind. It is read anew each time: a part writes it from its own process."""
 
-    def __init__(self, path: Path, what: Mapping[str, Any]) -> None:
-        self._path, self._what = path, what
-        before = json.loads(path.read_text()) if path.is_file() else {}
-        self.parts: dict[str, Any] = before.get("parts", {})
+    path: Path
+    what: Mapping[str, Any]
+
+    @property
+    def parts(self) -> dict[str, Any]:
+        return dict(json.loads(self.path.read_text())["parts"]) if self.path.is_file() else {}
+
+    def lacks_speed(self, kind: Quantization, rounds: int) -> bool:
+        """True if this kind has fewer rounds."""
+        return len(self.parts.get(f"speed {kind}", {}).get("rollouts", ())) < rounds
+
+    def lacks_f1(self, kind: Quantization, scenes: int) -> bool:
+        """True if this kind has not been scored, or on another number of scenes."""
+        return self.parts.get(f"f1 {kind}", {}).get("scenes") != scenes
 
     def put(self, name: str, part: Mapping[str, Any]) -> None:
         """Keep what a part gave, with the machine on which it ran."""
-        self.parts[name] = {**circumstances(), **part}
-        self.write([])
+        self._write([], {**self.parts, name: {**circumstances(), **part}})
 
-    def write(self, figures: Sequence[Figure]) -> None:
-        """Write FILE, `figures` included."""
-        found = {"what": dict(self._what), "figures": [asdict(figure) for figure in figures], "parts": self.parts}
-        write_atomically(self._path, json.dumps({**circumstances(), **found}, indent=1, default=str) + "\n")
+    def conclude(self, figures: Sequence[Figure]) -> None:
+        """Write the figures beside the parts."""
+        self._write(figures, self.parts)
+
+    def _write(self, figures: Sequence[Figure], parts: Mapping[str, Any]) -> None:
+        found = {"what": dict(self.what), "figures": [asdict(figure) for figure in figures], "parts": parts}
+        write_atomically(self.path, json.dumps({**circumstances(), **found}, indent=1, default=str) + "\n")
 
 
 def figures(parts: Mapping[str, Any]) -> list[Figure]:
-    """Return the medians of all parts, and the ratios of those that both kinds have."""
+    """Return the medians of all parts, and the ratios of those that both kinds have. A part of the speed that has not
+    ended counts if it has rounds after the warm-up. Raises DataError if a part scored no scene, or both not as many."""
     found: list[Figure] = []
-    rates, syncs, scores = {}, {}, {}
+    rates, syncs, scores, scenes = {}, {}, {}, 0
     for kind in KINDS:
-        if (run := parts.get(f"speed {kind}")) is not None:
+        if (run := parts.get(f"speed {kind}")) is not None and len(run["rollouts"]) > WARM_UP:
             rates[kind] = [row["tokens"] / row["engine"] for row in run["rollouts"][WARM_UP:]]
             syncs[kind] = [row["seconds"] for row in run["sync"][WARM_UP:]]
             found.append(Figure(name=f"tokens/s, {kind}", value=median(rates[kind]), unit="1/s", samples=rates[kind]))
@@ -138,6 +170,8 @@ def figures(parts: Mapping[str, Any]) -> list[Figure]:
             gaps = [row["canary_gap"] for row in run["sync"]]
             found.append(Figure(name=f"canary's gap, {kind}", value=max(gaps), unit="nats", samples=gaps))
         if (run := parts.get(f"f1 {kind}")) is not None:
+            check_scenes(f"f1 {kind}", run["scenes"], wanted=scenes or run["scenes"])
+            scenes = run["scenes"]
             scores[kind] = run["metrics"]["f1@0.5"]
             found.append(Figure(name=f"F1@0.5, {kind}, {run['scenes']} scenes", value=scores[kind], unit=""))
     if len(rates) == len(KINDS):
@@ -165,22 +199,26 @@ def main(
 ) -> None:
     """Measure both kinds of engine, and compare them."""
     kinds = [one for one in KINDS if kind is None or one in kind]
-    results = Fp8Results(out, {"size": size, "whole_model": whole_model, "rounds": rounds, "scenes": scenes})
-    if part is None or "speed" in part:
-        options: dict[str, Any] = {"size": size, "photographs": "published", "whole_model": whole_model}
-        race = race_of(data, scratch, steps=rounds, share=share, **options)
-        for one in kinds:
-            if f"speed {one}" not in results.parts:
-                results.put(f"speed {one}", apart(speed, race, one, rounds))
-    if part is None or "f1" in part:
-        folder = scratch / "fp8-scenes"
-        folder.mkdir(parents=True, exist_ok=True)
-        build_data(Build(train=8, val=scenes, test=0, seed=37), folder, workers=os.cpu_count() or 1)
-        for one in kinds:
-            if f"f1 {one}" not in results.parts:
-                results.put(f"f1 {one}", apart(accuracy, folder, one))
-    found = figures(results.parts)
-    results.write(found)
+    results = Fp8Results(path=out, what={"size": size, "whole_model": whole_model, "rounds": rounds, "scenes": scenes})
+    try:
+        if part is None or "speed" in part:
+            options: dict[str, Any] = {"size": size, "photographs": "published", "whole_model": whole_model}
+            race = race_of(data, scratch, steps=rounds, share=share, **options)
+            for one in kinds:
+                if results.lacks_speed(one, rounds):
+                    apart(speed, race, one, rounds, results)
+        if part is None or "f1" in part:
+            folder = scratch / "fp8-scenes"
+            folder.mkdir(parents=True, exist_ok=True)
+            build_data(Build(train=8, val=scenes, test=0, seed=37), folder, workers=os.cpu_count() or 1)
+            for one in kinds:
+                if results.lacks_f1(one, scenes):
+                    apart(accuracy, folder, one, scenes, results)
+        found = figures(results.parts)
+    except ProjectError as error:
+        say(str(error))
+        sys.exit(error.exit_code)
+    results.conclude(found)
     show(found, Console())
     sys.exit(any(figure.good is False for figure in found))
 

@@ -1,0 +1,73 @@
+"""The file and the figures of `bench.fp8`, without an engine. tests/integration/test_bench_fp8.py runs it on CPU."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench.fp8 import WARM_UP, Fp8Results, check_scenes, figures
+from shared.errors import DataError
+
+
+def scored(scenes: int, f1: float = 0.5) -> dict[str, Any]:
+    return {"scenes": scenes, "metrics": {"f1@0.5": f1}}
+
+
+def rounds(number: int, seconds: float = 1.0) -> dict[str, Any]:
+    return {
+        "sync": [{"seconds": seconds, "canary_gap": 0.01}] * number,
+        "rollouts": [{"seconds": seconds, "engine": seconds, "tokens": 100}] * number,
+    }
+
+
+def results(folder: Path) -> Fp8Results:
+    return Fp8Results(path=folder / "fp8.json", what={"size": "tiny"})
+
+
+@pytest.mark.parametrize(("none", "fp8"), [(0, 0), (0, 10), (10, 0), (10, 8)])
+def test_a_part_without_its_scenes_meets_nothing(none: int, fp8: int) -> None:
+    with pytest.raises(DataError) as caught:
+        figures({"f1 none": scored(none), "f1 fp8": scored(fp8)})
+    assert "scenes" in caught.value.found
+    assert "--scenes" in caught.value.remedy
+
+
+def test_equal_scenes_are_compared() -> None:
+    found = {figure.name: figure for figure in figures({"f1 none": scored(10, 0.5), "f1 fp8": scored(10, 0.4)})}
+    assert found["F1@0.5, difference"].value == pytest.approx(0.1)
+    assert found["F1@0.5, difference"].good is False
+
+
+@pytest.mark.parametrize(("found", "wanted"), [(0, 0), (0, 8), (7, 8)])
+def test_too_few_scenes_are_an_error(found: int, wanted: int) -> None:
+    check_scenes("f1 none", 8, wanted=8)
+    with pytest.raises(DataError, match="f1 none"):
+        check_scenes("f1 none", found, wanted=wanted)
+
+
+def test_what_has_not_ended_is_measured_again(tmp_path: Path) -> None:
+    """A round counts as soon as it is put, also for an object that was made before."""
+    mine, other = results(tmp_path), results(tmp_path)
+    assert mine.lacks_speed("none", 6)
+    assert mine.lacks_f1("none", 8)
+    other.put("speed none", rounds(5))
+    assert mine.lacks_speed("none", 6)
+    other.put("speed none", rounds(6))
+    other.put("f1 none", scored(8))
+    assert not mine.lacks_speed("none", 6)
+    assert not mine.lacks_f1("none", 8)
+    assert mine.lacks_f1("none", 9)
+    assert mine.lacks_speed("fp8", 6)
+    mine.conclude(figures(mine.parts))
+    stored = json.loads((tmp_path / "fp8.json").read_text())
+    assert stored["parts"].keys() == {"speed none", "f1 none"}
+    assert {figure["name"] for figure in stored["figures"]} >= {"tokens/s, none", "sync, none"}
+
+
+def test_rounds_of_the_warm_up_alone_have_no_figures() -> None:
+    assert figures({"speed none": rounds(WARM_UP)}) == []
+    ratios = figures({"speed none": rounds(WARM_UP + 1), "speed fp8": rounds(WARM_UP + 2, 0.5)})
+    assert next(figure.value for figure in ratios if figure.name == "tokens/s, fp8 / none") == pytest.approx(2.0)
