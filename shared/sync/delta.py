@@ -17,12 +17,18 @@ places, filled up to an even number of bytes, and its values. Zeros fill the who
 
 On the wire two seals follow (`sealed`): that of the new bucket, and one over everything before it. So changed bytes are
 never applied, and changes of the wrong bytes are found. Everything runs on the device where the buckets are.
+
+On CPU the segments are shared by as many threads as torch may use, in numpy: torch shares each operation instead, and a
+segment's operations are too short for that. Segments with many changes are left to torch. The bytes are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import TypeVar
 
+import numpy as np
 import torch
 
 from shared.errors import SyncError
@@ -34,6 +40,9 @@ FORM = b"changes"  # the form of the seal over them: no seal of a bucket has it
 _GAPS, _BITS, _WHOLE = range(3)
 _LONG = 255  # a byte of the gaps that ends at no changed word
 _WORD_BYTES, _COLUMNS = 2, 3
+T = TypeVar("T")
+R = TypeVar("R")
+Changes = tuple[int, torch.Tensor, torch.Tensor]  # form, places (uint8) and values (int16) of a segment
 _LANES = 4  # words that are compared at once
 _GATHER = sum(1 << 7 * i for i in range(1, 9))
 _SPREAD = sum(1 << 8 * i for i in range(8))
@@ -48,8 +57,10 @@ def encode(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
     _check_pair(new, old)
     device, rows, parts = new.device, [], list[torch.Tensor]()
     num_bytes = 0
-    for now, before in zip(_segments(new), _segments(old), strict=True):
-        form, places, values = _changes(now, before)
+    pairs = list(zip(_segments(new), _segments(old), strict=True))
+    few = _in_threads(_few_changes, pairs) if device.type == "cpu" else [None] * len(pairs)
+    for pair, found in zip(pairs, few, strict=True):
+        form, places, values = found or _changes(*pair)
         rows.append((form, values.numel(), places.numel()))
         if places.numel() % _WORD_BYTES:
             places = torch.nn.functional.pad(places, (0, 1))
@@ -78,23 +89,29 @@ def patch(old: torch.Tensor, changes: torch.Tensor) -> None:
     """
     segments = list(_segments(old))
     table, left = _table(changes, len(segments))
+    work = list[tuple[torch.Tensor, int, torch.Tensor, torch.Tensor]]()
     for segment, (form, num_values, num_places) in zip(segments, table, strict=True):
         end = num_places + num_places % _WORD_BYTES
         values_end = end + num_values * _WORD_BYTES
         if min(num_values, num_places) < 0 or values_end > left.numel():
             raise _malformed(f"{left.numel()} bytes for a segment of {values_end}")
         values = left[end:values_end].view(torch.int16)
-        _patch_segment(segment, form, left[:num_places], values)
+        work.append((segment, form, left[:num_places], values))
         left = left[values_end:]
     if left.numel() >= ALIGNMENT_BYTES:
         raise _malformed(f"{left.numel()} bytes after the last segment")
+    if old.device.type == "cpu":
+        _in_threads(_patch_gaps, [(segment, places, values) for segment, form, places, values in work if form == _GAPS])
+        work = [part for part in work if part[1] != _GAPS]
+    for part in work:
+        _patch_segment(*part)
 
 
 # ---- a segment -----------------------------------------------------------------------------------------------------
 
 
-def _changes(now: torch.Tensor, before: torch.Tensor) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return form, places (uint8) and values (int16) of a segment, int16 `[n]` each."""
+def _changes(now: torch.Tensor, before: torch.Tensor) -> Changes:
+    """Return the changes of a segment, int16 `[n]` each."""
     # Most words are equal, so four are compared at once, and only groups with a change are looked into.
     groups = (now.view(torch.int64) != before.view(torch.int64)).nonzero().view(-1)
     num_bits, nothing = now.numel() // 8, now.new_empty(0, dtype=torch.uint8)
@@ -118,12 +135,42 @@ def _changes(now: torch.Tensor, before: torch.Tensor) -> tuple[int, torch.Tensor
     return _GAPS, coded, found[differs]
 
 
+def _few_changes(now: torch.Tensor, before: torch.Tensor) -> Changes | None:
+    """Return what `_changes` does, on CPU; None if many words differ."""
+    groups_now, groups_before = now.numpy().view(np.int64), before.numpy().view(np.int64)
+    groups = np.flatnonzero(groups_now != groups_before)
+    num_bits = now.numel() // 8
+    if groups.size > num_bits // 2:
+        return None
+    found = groups_now[groups].view(np.int16)
+    at = np.flatnonzero(found != groups_before[groups].view(np.int16))
+    places = groups[at // _LANES] * _LANES + at % _LANES
+    gaps = np.diff(places, prepend=-1) - 1
+    ends = np.cumsum(gaps // _LONG + 1)
+    num_gaps = int(ends[-1]) if ends.size else 0
+    if num_gaps > num_bits:
+        return None
+    # Made by torch: of an empty array of numpy's, torch would take the strides, and refuse to view it as bytes.
+    coded = now.new_full((num_gaps,), _LONG, dtype=torch.uint8)
+    coded.numpy()[ends - 1] = gaps % _LONG
+    values = now.new_empty(at.size)
+    np.take(found, at, out=values.numpy())
+    return _GAPS, coded, values
+
+
+def _patch_gaps(segment: torch.Tensor, places: torch.Tensor, values: torch.Tensor) -> None:
+    """Does what `_patch_segment` does with gaps, on CPU."""
+    gaps = places.numpy()
+    ends_at_change = np.flatnonzero(gaps != _LONG)
+    at = np.cumsum(gaps, dtype=np.int64)[ends_at_change] + np.arange(ends_at_change.size)
+    _check_places(at.size, int(at[-1]) if at.size else -1, values, segment)
+    segment.numpy()[at] = values.numpy()
+
+
 def _patch_segment(segment: torch.Tensor, form: int, places: torch.Tensor, values: torch.Tensor) -> None:
     if form == _GAPS:
         at = _places_of_gaps(places)
-        # Places rise, so the last one is the largest.
-        if at.numel() != values.numel() or (at.numel() and int(at[-1]) >= segment.numel()):
-            raise _malformed(f"{at.numel()} places for {values.numel()} values in {segment.numel()} words")
+        _check_places(at.numel(), int(at[-1]) if at.numel() else -1, values, segment)
         segment.index_copy_(0, at, values)
     elif form == _BITS and places.numel() * 8 == segment.numel():
         is_changed = _words_of(places)
@@ -134,6 +181,12 @@ def _patch_segment(segment: torch.Tensor, form: int, places: torch.Tensor, value
         segment.copy_(values)
     else:
         raise _malformed(f"form {form} with {values.numel()} values for {segment.numel()} words")
+
+
+def _check_places(num_places: int, last: int, values: torch.Tensor, segment: torch.Tensor) -> None:
+    # Places rise, so the last one is the largest.
+    if num_places != values.numel() or last >= segment.numel():
+        raise _malformed(f"{num_places} places for {values.numel()} values in {segment.numel()} words")
 
 
 def _places_of_gaps(gaps: torch.Tensor) -> torch.Tensor:
@@ -149,6 +202,15 @@ def _bits(is_changed: torch.Tensor) -> torch.Tensor:
 def _words_of(bits: torch.Tensor) -> torch.Tensor:
     """Invert `_bits`; returns bool `[8 x bytes]`. The product has the byte eight times, and one bit of each stays."""
     return (bits.to(torch.int64) * _SPREAD & _ONE_EACH).view(torch.uint8) != 0
+
+
+def _in_threads(work: Callable[..., R], arguments: Sequence[tuple[T, ...]]) -> list[R]:
+    """Return what `work` gives for each, in order. Raises the first error."""
+    num_threads = min(torch.get_num_threads(), len(arguments))
+    if num_threads <= 1:
+        return [work(*one) for one in arguments]
+    with ThreadPoolExecutor(num_threads) as threads:
+        return list(threads.map(lambda one: work(*one), arguments))
 
 
 # ---- the bytes -----------------------------------------------------------------------------------------------------

@@ -88,6 +88,38 @@ def test_it_is_as_short_as_its_forms_allow(eighths: int, share: float, seed: int
         assert wanted <= changes.numel() <= wanted + -(-len(new) // (2 * SMALL)) + 16
 
 
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 50), st.sampled_from([0.0, 0.004, 0.05, 0.125, 0.3]) | st.floats(0, 1), st.integers(0))
+def test_a_segment_on_cpu_becomes_what_it_becomes_on_a_gpu(eighths: int, share: float, seed: int) -> None:
+    """Numpy's way and torch's give the same bytes, and read each other's."""
+    old = bucket(8 * eighths, seed % 1000)
+    new = changed(old, share, seed)
+    kept = old.clone()
+    for now, before, room in zip(*map(delta._segments, (new, old, kept)), strict=True):
+        few, wanted = delta._few_changes(now, before), delta._changes(now, before)
+        if few is None:  # many words differ, whichever form is the shortest
+            assert share > 0.03
+            delta._patch_segment(room, *wanted)
+            continue
+        assert few[0] == wanted[0] == delta._GAPS
+        assert torch.equal(few[1], wanted[1])
+        assert torch.equal(few[2], wanted[2])
+        delta._patch_segment(before.clone(), *few)
+        delta._patch_gaps(room, *wanted[1:])
+    assert torch.equal(kept, new)
+
+
+def test_segments_are_shared_by_threads_and_stay_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    old = bucket(64 * SMALL)
+    new = changed(old, 0.02, 1)
+    found = []
+    for num_threads in (1, 3):
+        monkeypatch.setattr(torch, "get_num_threads", lambda count=num_threads: count)
+        found.append(delta.encode(new, old))
+        assert torch.equal(after(old, new), new)
+    assert torch.equal(*found)
+
+
 @pytest.mark.parametrize("place", [0, 1, 63, 64, 254, 255, 256, 511, 1023])
 @pytest.mark.parametrize("segment_words", [SMALL, 1 << 20])
 def test_one_changed_value_is_found_wherever_it_is(
