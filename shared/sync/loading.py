@@ -57,7 +57,7 @@ class TensorCopy:
 
     def source(self, tensors: Named) -> torch.Tensor:
         tensor = tensors[self.index][1]
-        if self.shape == tensor.shape and self.offset == 0:
+        if self.shape == tensor.shape and self.stride == tensor.stride() and self.offset == 0:
             return tensor
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
@@ -98,7 +98,8 @@ class CopyMemory:
 
     def load(self, tensors: Named, loader: Callable[[Named], Iterable[str] | None]) -> frozenset[str]:
         """Load a bucket's tensors, by their loader or from memory; the names of the parameters that were written."""
-        key = tuple((name, tensor.dtype, tensor.shape) for name, tensor in tensors)
+        # Recorded strides are places in memory, so a tensor in another layout is another one.
+        key = tuple((name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in tensors)
         recording = self._recordings.get(key)
         if recording is not None:
             torch._foreach_copy_(

@@ -112,15 +112,35 @@ def test_another_bucket_is_another_recording() -> None:
     assert model.embed.tolist() == [[1.0] * 4] * 3 + [[0.0] * 4] * 5
 
 
-def test_a_whole_tensor_may_come_in_another_layout() -> None:
+def test_a_tensor_in_another_layout_is_another_recording() -> None:
+    """The recorded copies are places in memory, and these are others now."""
     memory, model = CopyMemory(), Fused()
+    for seed in (1, 2, 3):
+        torch.manual_seed(seed)
+        whole, part = (torch.randn(4, 4).t() if seed == 1 else torch.randn(4, 4) for _ in range(2))
+        memory.begin(model.parameters())
+        memory.load([("q", whole), ("wide", part)], model.load)
+        assert model.qk[:4].equal(whole)
+        assert model.half.equal(part[:, 2:])
+    assert model.num_loads == 2
+
+
+def test_a_square_tensor_that_its_loader_transposes_is_transposed_from_memory_too() -> None:
+    memory, target = CopyMemory(), torch.zeros(4, 4)
+    calls: list[int] = []
+
+    def loader(tensors: Named) -> Iterable[str]:
+        calls.append(len(tensors))
+        target.copy_(tensors[0][1].t())
+        return ["target"]
+
     for seed in (1, 2):
         torch.manual_seed(seed)
-        tensor = torch.randn(4, 4) if seed == 1 else torch.randn(4, 4).t()
-        memory.begin(model.parameters())
-        memory.load([("q", tensor)], model.load)
-        assert model.qk[:4].equal(tensor)
-    assert model.num_loads == 1
+        tensor = torch.randn(4, 4)
+        memory.begin([target])
+        memory.load([("square", tensor)], loader)
+        assert target.equal(tensor.t())
+    assert calls == [1]
 
 
 def test_tensors_of_one_number_lie_side_by_side() -> None:
