@@ -22,6 +22,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
+import logging
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import AbstractContextManager
@@ -39,6 +40,7 @@ from shared.sync.quantised_rows import Rows, RowsProof, load_rows, rows_of
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
+log = logging.getLogger(__name__)
 Named = Sequence[tuple[str, torch.Tensor]]
 _NAMES_SHOWN = 5  # an error names no more
 # These operations pad a parameter. The padding is still there at the next load.
@@ -86,6 +88,7 @@ class CopyMemory:
         self.addresses: tuple[int, ...] = ()  # the model's parameters' addresses
         self.was_enough = False  # tells of all that was loaded since `begin`
         self.rows: ServedRows | None = None  # of FP8 layers, once they were proven
+        self._warned = False
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -95,6 +98,15 @@ class CopyMemory:
         if addresses != self.addresses:
             self.addresses = addresses
             self._recordings.clear()
+
+    def warn_of_reloads(self) -> None:
+        """Say once in the log that FP8 layers can't be written in place."""
+        if not self._warned:
+            self._warned = True
+            log.warning(
+                "vLLM keeps FP8 weights elsewhere than expected. They are right, but every sync goes through vLLM's "
+                "reload, which takes several times as long"
+            )
 
     def load(self, tensors: Named, loader: Callable[[Named], Iterable[str] | None]) -> frozenset[str]:
         """Load a bucket's tensors, by their loader or from memory; the names of the parameters that were written."""
@@ -201,6 +213,8 @@ class WeightLoad:
         else:
             if (rows := rows_of(self._model, getattr(self._model, "packed_modules_mapping", {}))) is not None:
                 self._proof = RowsProof(rows, self._vllm_config.model_config.dtype)
+            elif self._vllm_config.model_config.quantization is not None:
+                self._memory.warn_of_reloads()
             with self._context():
                 initialize_layerwise_reload(self._model)
             self._open = True
@@ -256,11 +270,18 @@ class WeightLoad:
         """Return the number of tensors that were loaded. Raises CoverageError."""
         self.close()
         if self._proof is not None:
-            holds = self._proof.holds()
-            self._memory.rows = ServedRows(rows=self._proof.rows, addresses=_addresses(self._model)) if holds else None
+            self._memory.rows = self._proven(self._proof)
         self._check_received()
         self._check_written()
         return len(self._received)
+
+    def _proven(self, proof: RowsProof) -> ServedRows | None:
+        # A first update often brings the weights that are served already. So memory that the reload has left holds the
+        # right values too, and must be told from memory that is served.
+        if proof.lies_in(self._model) and proof.holds():
+            return ServedRows(rows=proof.rows, addresses=_addresses(self._model))
+        self._memory.warn_of_reloads()
+        return None
 
     def close(self) -> None:
         """Make every layer whole again. May be called again."""

@@ -6,8 +6,9 @@ parts one after the other. So a tensor of the checkpoint has its own rows in the
 
 Invariant: nothing is written this way before vLLM's own reload has shown, on this very model, that it gives the same
 values in the same places, to the bit. The first update goes through the reload. Meanwhile `RowsProof` quantises what
-comes into memory of its own and keeps digests, and afterwards compares them with the served rows. Where one differs, or
-a layer is of another kind (padded, split over devices), all updates go through the reload.
+comes into memory of its own and keeps digests, and afterwards compares them with the served rows. Where one differs or
+has moved, or a layer is of another kind (padded, split over devices), all updates go through the reload, and a warning
+in the log says so.
 """
 
 from __future__ import annotations
@@ -97,6 +98,12 @@ class RowsProof:
         scale = None if rows.scale is None else torch.empty_like(rows.scale, device=weight.device)
         load_rows(Rows(values=values, scale=scale, served=""), weight, self._dtype)
         self._digests[name] = _digest([values, scale])
+
+    def lies_in(self, model: torch.nn.Module) -> bool:
+        """Return True if the rows are still memory of the model's parameters."""
+        served = {one.untyped_storage().data_ptr() for one in model.parameters()}
+        parts = (part for rows in self.rows.values() for part in (rows.values, rows.scale) if part is not None)
+        return all(part.untyped_storage().data_ptr() in served for part in parts)
 
     def holds(self) -> bool:
         """True if all rows came, and the served model has them as noted. Waits for the device."""

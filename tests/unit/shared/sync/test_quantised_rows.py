@@ -130,13 +130,14 @@ def test_after_a_reload_that_proved_it_rows_are_written_in_place(folder: Path, d
     assert load.came_from_memory
 
 
-def test_a_reload_that_gives_something_else_stays_the_way(folder: Path) -> None:
-    """The same values in another order."""
+def test_a_reload_that_gives_something_else_stays_the_way(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The same values in another order. Somebody who waits for slow syncs is told why."""
     model, memory = Reloaded(reversed_rows=True), CopyMemory()
     for seed in (1, 2):
         assert not update(model, memory, folder, weights(seed)).in_place
         assert len(model.asked) == 7
     assert memory.rows is None
+    assert caplog.text.count("FP8") == 1
 
 
 def test_weights_that_moved_are_reloaded(folder: Path) -> None:
@@ -145,6 +146,26 @@ def test_weights_that_moved_are_reloaded(folder: Path) -> None:
     model.attn.qkv_proj.weight_scale.data = model.attn.qkv_proj.weight_scale.data.clone()
     assert not update(model, memory, folder, weights(2)).in_place
     assert update(model, memory, folder, weights(3)).in_place
+
+
+def test_a_reload_into_other_memory_proves_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first update often brings the weights that are served already, so the memory that was left holds them too."""
+    model, memory, sent = Reloaded(), CopyMemory(), weights(1)
+    update(model, memory, folder, sent)
+    memory.rows = None
+
+    def move(model: Reloaded, config: object) -> None:
+        layer = model.attn.qkv_proj
+        layer.weight.data = layer.weight.data.t().clone().t()
+        layer.weight_scale.data = layer.weight_scale.data.clone()
+
+    reload = sys.modules["vllm.model_executor.model_loader.reload"]
+    monkeypatch.setattr(reload, "finalize_layerwise_reload", move)
+    update(model, memory, folder, sent)
+    later, other = weights(2), Reloaded()
+    update(model, memory, folder, later)
+    other.load_weights(later.items())
+    assert all(torch.equal(a, b) for a, b in zip(state(model), state(other), strict=True))
 
 
 def test_in_place_a_tensor_that_does_not_come_is_named(folder: Path) -> None:
