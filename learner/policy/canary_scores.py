@@ -202,7 +202,7 @@ class RepeatedLogprobs:
             with layers.watching():
                 return self._pass()
         if self._number == 2 and self._record is not None:
-            self._whole = PassGraph.of(self._pass, self._weights, self._record)
+            self._whole = PassGraph.of(self._pass, self._policy.model.parameters(), self._record)
         if self._whole is not None:
             return self._whole()
         return self._by_layers(layers)
@@ -248,9 +248,12 @@ class RepeatedLogprobs:
         self._addresses = self._addresses_now()
 
     @cached_property
-    def _weights(self) -> list[torch.Tensor]:
-        """Listed once: to walk through thousands of modules takes longer than a replay."""
-        return list(self._policy.model.parameters())
+    def _read(self) -> list[torch.Tensor]:
+        """All that a graph reads of the model. Listed once: to walk through thousands of modules takes longer than a
+        replay."""
+        # Buffers too: offloaded weights may come back to where they were and buffers elsewhere, as gradients come and
+        # go between them.
+        return [*self._policy.model.parameters(), *self._policy.model.buffers()]
 
     def _addresses_now(self) -> tuple[int, ...]:
-        return tuple(tensor.data_ptr() for tensor in self._weights)
+        return tuple(tensor.data_ptr() for tensor in self._read)

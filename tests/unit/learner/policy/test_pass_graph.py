@@ -101,6 +101,24 @@ def test_weights_of_later_count(tiny_vlm: Path) -> None:
     assert repeated() == policy.logprobs(asked)
 
 
+def test_a_graph_is_not_replayed_once_a_buffer_has_moved(tiny_vlm: Path) -> None:
+    """Offloaded weights may come back to where they were, and buffers elsewhere, because gradients come and go. A CUDA
+    graph would read what lies there now; `Strict` reads tensors, wherever they lie."""
+    policy = policy_of(tiny_vlm)
+    asked, layers = answers(policy), LayerGraphs(policy.model, record)
+    repeated = RepeatedLogprobs(policy, asked, layers=layers, whole=True, record=strict)
+    for _ in range(3):
+        repeated()
+    passes: list[object] = []
+    policy.model.base_model.register_forward_pre_hook(lambda *called: passes.append(called))
+    repeated()
+    assert not passes, "replayed"
+    buffer = next(policy.model.buffers())
+    buffer.data = buffer.data.clone()
+    assert repeated() == policy.logprobs(asked)
+    assert len(passes) == 2
+
+
 def test_what_depends_on_weights_is_not_captured(tiny_vlm: Path, caplog: pytest.LogCaptureFixture) -> None:
     """As the routes of a mixture of experts. Its layers are not captured either."""
     policy = policy_of(tiny_vlm)
