@@ -28,6 +28,7 @@ from tests.runs import events
 from tests.unit.learner.config.examples import changed, minimal
 from tests.unit.learner.data.fakes import draw
 from tests.unit.learner.trainer_world import Seen, make_config, trainer
+from tests.waits import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -139,9 +140,9 @@ def test_a_whole_run_with_three_of_them(tiny_vlm: Path, tmp_path: Path, monkeypa
     assert "<title>" in next((run_dir / "trackers" / "mlruns").rglob("report.html")).read_text()
     (folder,) = (run_dir / "trackers" / "wandb").glob("offline-run-*")
     (stored,) = folder.glob("run-*.wandb")
-    content = stored.read_bytes()
+    # wandb's service writes this file. It does so after `finish` has returned: it is told to end without an answer.
     for written in (b"step/loss", b"eval/metrics/f1@0.5", b"learning_rate", b"report.html"):
-        assert written in content
+        wait_until(lambda written=written: written in stored.read_bytes())
     (picture,) = folder.glob("files/media/images/eval/*.png")
     assert Image.open(picture).size == (200, 100)
     assert json.loads((run_dir / "trackers.json").read_text())["wandb"] in stored.name
