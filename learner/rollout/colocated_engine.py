@@ -138,6 +138,10 @@ class ColocatedEngine:
                 self._wake_up()
                 if measures:  # vLLM makes training's allocator give back what it will need again
                     self._stays_awake = self._has_room(held - torch.cuda.memory_reserved(self._ranks.device))
+            elif self._stays_awake and self.tensor_parallel_size > 1:
+                # Each rank sees its own device, so another rank of this engine may have slept, and vLLM forgets its
+                # caches then. Ranks that remember other prefixes would schedule other tokens, and wait for each other.
+                self._reset_caches()
             try:
                 yield
             finally:
@@ -230,8 +234,11 @@ class ColocatedEngine:
             raise SyncError("loading weights into the colocated engine failed", found=found) from error
         finally:
             load.close()
+        self._reset_caches()
+
+    def _reset_caches(self) -> None:
+        """Forget what the weights have computed. Raises SyncError."""
         engine = self._llm.llm_engine
-        # Both caches hold what the weights before have computed.
         if not engine.reset_prefix_cache():
             raise SyncError("the colocated engine's prefix cache cannot be reset", found="blocks in use")
         engine.reset_encoder_cache()  # the cache of processed images can stay: pixels do not depend on weights

@@ -247,6 +247,26 @@ def test_an_engine_with_room_beside_training_stays_awake(offload: Recorded, monk
     assert llm.is_sleeping
 
 
+@pytest.mark.parametrize(("size", "resets"), [(1, []), (2, ["prefixes", "images"])])
+def test_ranks_of_one_engine_forget_the_same_prefixes(
+    size: int, resets: list[str], offload: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another rank of the engine may sleep where this one has room, and vLLM forgets its prefixes then. Ranks that know
+    other prefixes would schedule other tokens, and wait for each other."""
+    engine, llm = asleep_engine(offload)
+    engine.tensor_parallel_size = size
+    found: list[str] = []
+    llm.llm_engine.reset_prefix_cache = lambda: found.append("prefixes") or True
+    llm.llm_engine.reset_encoder_cache = lambda: found.append("images")
+    device = Device(monkeypatch, llm)
+    device.free, device.held = 10, 40
+    with engine.awake(after_update=True):
+        pass
+    assert not llm.is_sleeping
+    with engine.awake():
+        assert found == resets
+
+
 @pytest.mark.parametrize("why", ["short of memory", "always", "offloaded", "nothing was learned yet", "no sync"])
 def test_an_engine_sleeps_otherwise(offload: Recorded, monkeypatch: pytest.MonkeyPatch, why: str) -> None:
     engine, llm = asleep_engine(offload, sleep="always" if why == "always" else "auto")
