@@ -9,7 +9,7 @@ import pytest
 
 from learner.config.sections.decoding import DecodingConfig
 from learner.records import Rollout
-from learner.rollout.requests import Decodings, asks_pixels, read_rollout, request_config
+from learner.rollout.requests import Decodings, asks_pixels, infer_request, read_rollout, request_config
 from shared.errors import RolloutError
 from shared.wire import RolloutOutput
 from tests.unit.learner.rollout.fakes import output, sample
@@ -84,6 +84,11 @@ def test_another_temperature_is_asked_for_without_the_runs_limits() -> None:
     drawn = decodings.of(temperature=1.0)
     assert (drawn.temperature, drawn.top_p, drawn.top_k, drawn.max_tokens) == (1.0, 1.0, -1, 99)
     assert drawn.logprobs
+
+
+def test_a_request_asks_for_pixels_only_if_it_is_told_to() -> None:
+    assert not infer_request(sample(0)).pixels
+    assert infer_request(sample(0), pixels=True).pixels
 
 
 def test_a_share_of_the_samples_with_images_asks_for_pixels_another_one_in_each_step() -> None:
