@@ -2,6 +2,7 @@
 
 Invariants: an operation ends once, with the first of these: the call's result, the call's error, the error that it was
 cancelled with, or, at its deadline, a DeadlineError that names the call. It ends at its deadline even if nobody asks.
+What has ended keeps its result or its error, and no bucket waits for garbage collection.
 A call that was given up keeps its thread until it ends by itself. The thread is a daemon, so it never keeps the process
 alive. Collectives run this way, because a lost peer may block them: joining a group on a thread for that one call, a
 group's broadcasts on the one thread of its `Sender`.
@@ -10,6 +11,7 @@ group's broadcasts on the one thread of its `Sender`.
 from __future__ import annotations
 
 import threading
+import traceback
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -61,6 +63,7 @@ class Operation(Generic[T]):
             if self._on_failure is not None:
                 self._on_failure()
         finally:
+            self._end()
             self.future.set_exception(error)
 
     def expire(self) -> None:
@@ -79,10 +82,28 @@ class Operation(Generic[T]):
         try:
             result = call()
         except BaseException as error:  # goes to whoever waits
-            self.cancel(error)
+            self.cancel(_without_frames(error))
             return
         if self._unended.acquire(blocking=False):
+            self._end()
             self.future.set_result(result)
+
+    def _end(self) -> None:
+        with _changed:
+            _under_way.discard(self)
+
+
+def _without_frames(error: BaseException) -> BaseException:
+    """Return the error with its tracebacks as a note, in words. Their frames, and the functions that ran in them, would
+    hold a bucket as long as anyone holds the error."""
+    error.add_note("".join(traceback.format_exception(error)))
+    one: BaseException | None = error
+    seen: set[int] = set()
+    while one is not None and id(one) not in seen:
+        seen.add(id(one))
+        one.__traceback__ = None
+        one = one.__cause__ or one.__context__
+    return error
 
 
 class Sender:
@@ -144,7 +165,7 @@ def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | Non
     try:
         finish = begin()
     except BaseException as error:  # goes to whoever waits
-        operation.cancel(error)
+        operation.cancel(_without_frames(error))
         return None
     return lambda: operation.run(finish)
 
@@ -164,12 +185,6 @@ def _end_in_time(operation: Operation[T]) -> None:
             _watcher = threading.Thread(target=_watch, name="watching deadlines", daemon=True)
             _watcher.start()
         _changed.notify()
-    operation.future.add_done_callback(lambda _: _forget(operation))
-
-
-def _forget(operation: Operation[T]) -> None:
-    with _changed:
-        _under_way.discard(operation)
 
 
 def _watch() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import threading
 import time
+import traceback
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -169,18 +171,73 @@ def test_a_call_that_has_ended_is_not_kept() -> None:
     sender.close()
 
 
-def test_an_operation_that_has_ended_is_not_kept() -> None:
+class Held:
+    """Something as large as a bucket, in a local variable of a call."""
+
+
+@pytest.fixture
+def _no_collector() -> Iterator[None]:
+    """Garbage collection is rare in a long run, and knows nothing of a GPU's memory."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("fails", ["begin", "end", "alone"])
+@pytest.mark.parametrize("keeps", ["nothing", "the error"])
+def test_a_call_that_has_failed_is_not_kept(fails: str, keeps: str) -> None:
+    """The frames of an error's traceback hold a bucket. So do those of the error's cause."""
+    held: list[weakref.ref[Held]] = []
+
+    def fail(bucket: Held) -> None:
+        part = bucket
+        try:
+            raise OSError(f"of a {type(part).__name__}")
+        except OSError as error:
+            raise CommunicatorError("broken") from error
+
+    def begin(bucket: Held) -> Callable[[], None]:
+        if fails == "begin":
+            fail(bucket)
+        return partial(fail, bucket)
+
+    sender, bucket = Sender("keeping"), Held()
+    held.append(weakref.ref(bucket))
+    if fails == "alone":
+        operation: Operation[None] = Operation(partial(fail, bucket), 20.0, "sending")
+    else:
+        operation = Operation(None, 20.0, "sending")
+        sender.put(operation, lambda kept=bucket: begin(kept))  # type: ignore[misc]
+    del bucket
+    error = operation.future.exception(20.0)
+    assert isinstance(error, CommunicatorError)
+    told = "".join(traceback.format_exception(error))
+    assert "in fail\n" in told, "the place is still told"
+    assert "OSError: of a Held" in told
+    if keeps == "nothing":
+        del operation, error
+    wait_until(lambda: held[0]() is None)
+    sender.close()
+
+
+@pytest.mark.usefixtures("_no_collector")
+@pytest.mark.parametrize("ends", ["well", "with an error", "cancelled"])
+def test_an_operation_that_has_ended_is_not_kept(ends: str) -> None:
     """Otherwise it would hold its result until its deadline."""
-    operation = Operation(lambda: 3, 1200.0, "adding")
-    operation.result()
+    release = threading.Event()
+    release.set()
+    operation = Operation(lambda: 1 // (ends == "well") + release.wait(20), 1200.0, "adding")
+    if ends == "cancelled":
+        release.clear()
+        operation = Operation(lambda: release.wait(20), 1200.0, "sleeping")
+        operation.cancel(CommunicatorError("given up"))
+    operation.future.exception(20.0)
     gone = weakref.ref(operation)
     del operation
-
-    def is_gone() -> bool:
-        gc.collect()  # it and its future know each other
-        return gone() is None
-
-    wait_until(is_gone)
+    release.set()
+    wait_until(lambda: gone() is None)
 
 
 def test_only_the_operation_ends_its_future() -> None:
