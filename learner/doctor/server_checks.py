@@ -17,7 +17,7 @@ from learner.doctor.look import LOOK_TIMEOUT_S
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.server_backend import LoopThread
 from learner.sync.broadcast_groups import ServerLink, await_all, open_groups
-from learner.sync.fitness import check_adapter, check_architecture, check_prompt
+from learner.sync.fitness import check_adapter, check_architecture, check_prompt, check_quantization
 from shared.checkpoint import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
 from shared.tokens import read_token
@@ -60,8 +60,9 @@ def ready(situation: Situation) -> Finding:
 
 
 def same_model(situation: Situation) -> Finding:
-    """The learner's model can be read and has the sizes that the servers report."""
-    path = situation.config.model.path
+    """The learner's model can be read and has the sizes that the servers report, which hold it as the learner
+    expects."""
+    path, quantization = situation.config.model.path, situation.config.rollout_matching.vllm.quantization
     try:
         learner = signature(AutoConfig.from_pretrained(path).to_dict())
     except (OSError, ValueError) as error:
@@ -73,6 +74,7 @@ def same_model(situation: Situation) -> Finding:
     for server, status in situation.statuses:
         try:
             check_architecture(server.base_url, status, learner)
+            check_quantization(server.base_url, status, quantization)
         except ProjectError as error:
             return failed(error)
     return _of_all(situation, lambda status: f"{status.model} in {status.dtype}")

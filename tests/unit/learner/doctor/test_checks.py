@@ -183,6 +183,16 @@ def test_another_model(tiny_text: Path) -> None:
     assert (found.verdict, "hidden_size 128, not 64" in found.text) == ("fail", True)
 
 
+def test_a_server_that_holds_its_weights_in_another_way(tiny_text: Path) -> None:
+    """The run would refuse it at its start (R16)."""
+    here = {"model.path": str(tiny_text)}
+    fp8 = seen(status=status(architecture={"model_type": "qwen3"}, quantization="fp8"))
+    found = server_checks.same_model(situation(here, servers=[fp8]))
+    assert (found.verdict, "quantization: fp8" in found.text) == ("fail", True)
+    both = situation(here | {f"{VLLM}.quantization": "fp8"}, servers=[fp8])
+    assert server_checks.same_model(both).verdict == "ok"
+
+
 @pytest.mark.parametrize(("max_lora_rank", "verdict"), [(16, "ok"), (8, "warn"), (0, "warn")])
 def test_adapters(max_lora_rank: int, verdict: str) -> None:
     """R08: of the run's own rank (16); a warning, as the run would sync all weights instead."""
