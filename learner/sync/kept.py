@@ -6,7 +6,8 @@ travels with them lets a server refuse them otherwise; after a failure, and for 
 travel. Changes are known before the first byte is sent, so an update that would not gain by them is sent whole.
 
 The copy takes as many bytes of the host's memory as a full sync sends (8.9 GB for 4.4 billion bfloat16 values), on CPU
-those of one bucket more.
+those of one bucket more. Changes wait there too until all are known: up to PAYS_BELOW of these bytes again, for the
+time of a sync. They do not stay on the device.
 """
 
 from __future__ import annotations
@@ -86,22 +87,26 @@ class KeptWeights:
             self._buckets = []
             return Outgoing(parcels=self._kept_one_by_one(buckets(None)), full_because=self._missing_because)
         found, sums, sizes = list[torch.Tensor | None](), list[torch.Tensor](), list[int]()
+        most_bytes = PAYS_BELOW * sum(kept.numel() - SEAL_BYTES for kept in self._buckets)
         for kept, bucket in zip(self._buckets, buckets(self._room(device)), strict=True):
             new = bucket[:-SEAL_BYTES]
-            changes = encode(new, kept[:-SEAL_BYTES].to(device))
-            sizes.append(new.numel() if changes is None else changes.numel())
             sums.append(checksum(new))
+            pays = sum(sizes) < most_bytes
+            changes = encode(new, kept[:-SEAL_BYTES].to(device)) if pays else None
             if changes is None or device.type != "cpu":
                 kept.copy_(bucket)
             else:
                 patch(kept[:-SEAL_BYTES], changes)  # faster, and what the servers do
                 kept[-SEAL_BYTES:] = bucket[-SEAL_BYTES:]
+            if not pays:
+                found.clear()  # they would take memory until the buckets are sent
+                continue
+            sizes.append(new.numel() if changes is None else changes.numel())
             if changes is not None:
-                changes = sealed(changes, bucket[-SEAL_BYTES:], key=key, ver=ver, index=len(found))
+                changes = sealed(changes, bucket[-SEAL_BYTES:], key=key, ver=ver, index=len(found)).cpu()
             found.append(changes)
-        num_bytes = sum(kept.numel() - SEAL_BYTES for kept in self._buckets)
-        if sum(sizes) >= PAYS_BELOW * num_bytes:
-            because = f"changes would have been {sum(sizes) / max(1, num_bytes):.0%} of the bytes"
+        if sum(sizes) >= most_bytes:
+            because = f"changes would have been {PAYS_BELOW:.0%} of the bytes or more"
             return Outgoing(parcels=self._again([None] * len(sums), sums, device), full_because=because)
         return Outgoing(parcels=self._again(found, sums, device), delta=Delta(base=base, sizes=sizes))
 
@@ -125,8 +130,8 @@ class KeptWeights:
     ) -> Iterator[Parcel]:
         """Return the buckets that were kept just now, whole where there are no changes."""
         for bucket, changed, sum_ in zip(self._buckets, changes, sums, strict=True):
-            travels = bucket.to(device) if changed is None else changed
-            yield Parcel(travels=travels, checksum=sum_, seal=bucket[-SEAL_BYTES:].to(device, copy=True))
+            travels = bucket if changed is None else changed
+            yield Parcel(travels=travels.to(device), checksum=sum_, seal=bucket[-SEAL_BYTES:].to(device, copy=True))
 
 
 def _page_locked(bucket: torch.Tensor) -> torch.Tensor:

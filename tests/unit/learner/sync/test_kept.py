@@ -1,0 +1,63 @@
+"""The learner's copy, and the memory that changes of it take (R09)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from learner.sync import kept
+from learner.sync.kept import KeptWeights, Outgoing
+from shared.sync.buckets import SEAL_BYTES, seal
+
+KEY, CPU = bytes(32), torch.device("cpu")
+NUM_BYTES, NUM_BUCKETS = 1 << 12, 8
+
+
+def buckets(ver: int, share: float) -> list[torch.Tensor]:
+    """Return sealed buckets in which this share of the words is `ver`."""
+    made = []
+    for index in range(NUM_BUCKETS):
+        bucket = torch.zeros(NUM_BYTES + SEAL_BYTES, dtype=torch.uint8)
+        words = bucket[:-SEAL_BYTES].view(torch.int16)
+        words[: int(share * len(words))] = ver
+        seal(bucket, key=KEY, ver=ver, index=index)
+        made.append(bucket)
+    return made
+
+
+def outgoing(weights: KeptWeights, ver: int, share: float) -> Outgoing:
+    def packed(room: torch.Tensor | None) -> Iterator[torch.Tensor]:
+        return iter(buckets(ver, share))
+
+    return weights.outgoing(packed, key=KEY, ver=ver, device=CPU)
+
+
+def test_changes_are_not_made_once_they_do_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They wait until it is known that they pay, and would take nearly as much memory as the weights."""
+    encoded: list[int] = []
+    encode = kept.encode
+
+    def counted(new: torch.Tensor, old: torch.Tensor) -> torch.Tensor | None:
+        changes = encode(new, old)
+        encoded.append(new.numel() if changes is None else changes.numel())
+        return changes
+
+    monkeypatch.setattr(kept, "encode", counted)
+    weights = KeptWeights()
+    list(outgoing(weights, 1, 1.0).parcels)
+    weights.acknowledge("v1")
+    found = outgoing(weights, 2, 0.93)
+    assert found.delta is None
+    assert "of the bytes" in found.full_because
+    assert sum(encoded[:-1]) < kept.PAYS_BELOW * NUM_BYTES * NUM_BUCKETS <= sum(encoded)
+    assert len(encoded) < NUM_BUCKETS
+    wanted = buckets(2, 0.93)
+    for parcel, bucket in zip(found.parcels, wanted, strict=True):
+        assert parcel.travels.equal(bucket)
+        assert parcel.seal.equal(bucket[-SEAL_BYTES:])
+    weights.acknowledge("v2")
+    same = outgoing(weights, 2, 0.93).delta
+    assert same is not None, "all of it was kept"
+    assert sum(same.sizes) < NUM_BYTES * NUM_BUCKETS // 10
