@@ -242,7 +242,7 @@ def _early(path: Path, package: str) -> bool:
 
 
 def test_torch_in_shared_is_for_weights() -> None:
-    """And for the pixels that an engine was fed."""
+    """One exception: the pixels that an engine was fed."""
     others = {path for path in importers("torch", "shared") if not path.startswith("shared/sync/")}
     assert others == {"shared/pixels.py"}
     assert importers("httpx", "shared") == {"shared/answers.py"}  # reads answers over HTTP
@@ -252,7 +252,7 @@ def test_torch_in_shared_is_for_weights() -> None:
 
 @pytest.mark.parametrize("module", PURE)
 def test_pure_modules_load_nothing_heavy(module: str) -> None:
-    """Neither themselves nor by what they import."""
+    """Their own imports count, and those of the modules that they import."""
     path = path_of(module)
     assert path is not None
     assert loaded_with(module) & HEAVY == set()

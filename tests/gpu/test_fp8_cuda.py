@@ -38,7 +38,7 @@ def world(model: Path) -> Iterator[World]:
 
 
 def test_syncs_are_quantised_on_the_way_and_change_the_answers(world: World) -> None:
-    """To the bit: vLLM's kernel follows the rule that the canary is scored with."""
+    """The weights are right to the bit: vLLM's kernel follows the rule that the canary is scored with."""
     fp8.check_syncs(world)
 
 

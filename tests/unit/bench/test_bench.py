@@ -103,7 +103,7 @@ def test_a_sync_has_seconds_rate_and_share_of_the_raw_broadcast() -> None:
 
 
 def test_a_pause_is_measured_with_staging_and_without() -> None:
-    """Of syncs that were meant to be staged, the ones that were not do not count."""
+    """Syncs that were meant to be staged and were not do not count."""
     plain, whole = [replace(receipt("full", 0.05, 1), pause_s=0.04)], receipt("full", 0.02, 1)
     staged = [replace(whole, pause_s=pause_s, staged_s=0.05) for pause_s in (0.02, 0.01)]
     found = {figure.name: figure for figure in sync.pause_figures(plain, [whole, *staged], [whole])}

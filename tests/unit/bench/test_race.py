@@ -72,7 +72,7 @@ def test_a_file_of_another_race_is_left_alone(tmp_path: Path) -> None:
 
 
 def test_a_side_that_hangs_is_stopped(tmp_path: Path) -> None:
-    """What it had said is in the file."""
+    """The file has its steps until then."""
     results = RaceResults(tmp_path / "race.json", WORK)
     with supervised() as processes:
         run = started(processes, tmp_path, "import time; time.sleep(60)")

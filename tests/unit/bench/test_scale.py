@@ -8,7 +8,7 @@ from bench.scale import POINTS, CollectiveTraffic, EchoRanks, Point, machines_of
 
 
 def test_servers_of_a_group_have_one_address_and_gpus_of_their_own() -> None:
-    """As `of_one_machine` wants it of servers that share a group; with `group=1` it must refuse them."""
+    """`of_one_machine` wants this of servers that share a group; with `group=1` it must refuse them."""
     machines = machines_of(Point(servers=512, ranks=64))
     assert [len(machine) for machine in machines] == [8] * 64
     for machine in machines:

@@ -80,7 +80,7 @@ while true; do echo "3, 50, 700"; echo "3, 100, 900"; touch "$0.ran"; sleep 0.02
 
 
 def test_gpus_are_sampled_while_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a program in nvidia-smi's place, which prints what that would."""
+    """A program in nvidia-smi's place prints the same lines."""
     (tmp_path / "nvidia-smi").write_text(SMI)
     (tmp_path / "nvidia-smi").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)

@@ -65,7 +65,7 @@ def kubectl(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_kubectl_reads_every_object() -> None:
-    """By itself, without a cluster."""
+    """No cluster is needed."""
     said = kubectl("label", "--local", "--dry-run=client", "-o", "name", "-f", str(DEPLOY / "kubernetes"), "a=b")
     assert said.returncode == 0, said.stderr
     kinds = {line.partition(".")[0].partition("/")[0] for line in said.stdout.split()}

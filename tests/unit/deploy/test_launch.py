@@ -179,7 +179,7 @@ def test_r46_torchruns_of_several_machines_meet_at_the_first(monkeypatch: pytest
 
 @pytest.mark.parametrize("devices", [[0], [0, 1, 2]])
 def test_a_server_gets_as_many_devices_as_it_asks_for(devices: list[int], tmp_path: Path) -> None:
-    """With more, the others would be idle, and nobody would say so."""
+    """More devices would be idle, and nobody would say so."""
     path = files(tmp_path, ["fine"], server={"tensor_parallel_size": 2})
     path.write_text(path.read_text().replace("server_0.yaml", f"server_0.yaml\n  devices: {devices}", 1))
     (mistake,) = mistakes_of(path)

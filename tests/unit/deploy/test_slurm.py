@@ -135,7 +135,7 @@ def test_the_launchers_exit_code_is_the_jobs(submit: Submit, notes: Path, code: 
 def test_a_warning_before_the_limit_stops_the_run_and_starts_the_job_again(
     submit: Submit, notes: Path, signum: signal.Signals, restarts: str, requeued: bool
 ) -> None:
-    """As often as `max_requeues` (3) says. What a person or Slurm ends stays ended."""
+    """It starts as often as `max_requeues` (3) says. A job that a person or Slurm ends stays ended."""
     job = submit("waits", SLURM_RESTART_COUNT=restarts)
     wait_for(notes, "waits")
     job.send_signal(signum)

@@ -152,7 +152,7 @@ FRAMES = {
 
 @pytest.mark.parametrize("advisory", FRAMES)
 def test_a_pickle_at_the_group_s_port_is_dropped(advisory: str, bomb: bytes) -> None:
-    """And the members meet all the same."""
+    """The members meet all the same."""
     port, before = free_port(), num_strangers()
     worker = start_join("tcp", LOOPBACK, port, 0, 2, 20.0, secret=b"of this group")
     for _ in range(100):

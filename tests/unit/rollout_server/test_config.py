@@ -230,7 +230,7 @@ def test_a_missing_vllm_is_named_with_its_install_line(tmp_path: Path) -> None:
 def test_the_size_of_the_kv_cache_in_bytes_is_no_other_one(
     monkeypatch: pytest.MonkeyPatch, engine_args: dict[str, int], gib: str | None
 ) -> None:
-    """Without a GPU vLLM takes its variable and forgets the argument."""
+    """vLLM without a GPU takes its variable and forgets the argument."""
     monkeypatch.setattr(os, "environ", {})
     _prepare_environment(ServerConfig(model="m", cpu_kv_cache_gib=3, engine_args=engine_args))
     assert os.environ.get("VLLM_CPU_KVCACHE_SPACE") == gib

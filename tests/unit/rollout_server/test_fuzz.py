@@ -123,7 +123,7 @@ def check(reply: httpx.Response) -> None:
 
 @pytest.mark.parametrize("path", RIGHT)
 def test_right_bodies_are_understood(path: str) -> None:
-    """Or the others here would only ever see the first check fail."""
+    """Otherwise the others here would only ever see the first check fail."""
     reply = send("POST", path, json.dumps(RIGHT[path]).encode())
     check(reply)
     assert reply.status_code != 400

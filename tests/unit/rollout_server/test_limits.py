@@ -261,7 +261,7 @@ def _kib(field: str, pid: int | str = "self") -> int:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_call_costs_little(name: str) -> None:
-    """Without bounds, some of these cost 3,500 MiB and 19 s."""
+    """Some of these cost 3,500 MiB and 19 s without bounds."""
     row = ROWS[name]
     found = cost(row.path, row.body())
     print(

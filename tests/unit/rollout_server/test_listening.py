@@ -17,7 +17,7 @@ from shared.addresses import free_port
 
 
 def test_replies_are_sent_at_once() -> None:
-    """Without TCP_NODELAY the second packet of a reply waits for the client's delayed acknowledgement, 40 ms."""
+    """The second packet of a reply would wait without TCP_NODELAY for the client's delayed acknowledgement, 40 ms."""
 
     async def is_without_delay(listener: socket.socket) -> bool:
         accepted: asyncio.Future[bool] = asyncio.get_running_loop().create_future()

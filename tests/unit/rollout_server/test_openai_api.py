@@ -314,7 +314,7 @@ def test_the_token_and_the_switches() -> None:
 
 
 def test_answers_say_the_model_s_name_and_the_version_of_their_tokens(tmp_path: Path) -> None:
-    """As vLLM does: a name, not a path of this machine, and spans of tokens with their weights' version."""
+    """vLLM does the same: a name, not a path of this machine, and spans of tokens with their weights' version."""
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         call = {"infer_requests": [{"messages": [{"role": "user", "content": "a"}]}], "request_config": {"n": 2}}

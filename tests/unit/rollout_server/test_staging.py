@@ -331,7 +331,7 @@ def buffers_of(worker: Worker) -> list[int]:
 
 
 def test_the_model_is_first_touched_by_the_load(pair: Pair) -> None:
-    """And gets every bit, in the same memory update after update."""
+    """It gets every bit, in the same memory update after update."""
     worker, places = pair.worker, []
     for ver in (1, 2):
         tensors = {name: tensor + ver for name, tensor in TENSORS.items()}
@@ -435,7 +435,7 @@ def test_changes_after_weights_that_never_arrived_whole_are_refused(pair: Pair) 
 
 
 def test_what_does_not_fit_is_refused_with_the_figures(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before the first byte, and with the way out."""
+    """The error comes before the first byte, and says the way out."""
     monkeypatch.setattr(staging_module, "_available_bytes", lambda: staging_module.SPARE_BYTES + 2000)
     reply = pair.stage(1)
     assert reply.error is not None
@@ -464,7 +464,7 @@ def test_memory_that_the_device_does_not_give_is_a_refusal(monkeypatch: pytest.M
 
 
 def test_room_on_a_gpu_is_what_activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What torch holds unused counts as free, but for the engine's largest batch."""
+    """Memory that torch holds unused counts as free, but for the engine's largest batch."""
     spare, device = staging_module.SPARE_BYTES, torch.device("cuda:0")
     for name, value in (("mem_get_info", (10 << 30, 80 << 30)), ("memory_reserved", 50 << 30)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)

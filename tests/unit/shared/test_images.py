@@ -144,7 +144,7 @@ def test_a_data_url_without_an_image_is_refused(source: str) -> None:
 )
 @pytest.mark.parametrize("scheme", ["", "file://"])
 def test_nothing_outside_the_folders_is_read(folder: Path, name: str, scheme: str) -> None:
-    """And the message is the same as for what does not exist."""
+    """The message is the same as for a file that does not exist."""
 
     def message(path: str) -> tuple[str, str, str]:
         """Return all but the string itself, which the client sent."""

@@ -38,7 +38,7 @@ def test_newer_gpus_are_taken(capability: tuple[int, int]) -> None:
 
 
 def test_only_tested_families_are_taken(tmp_path: Path) -> None:
-    """Of others it is not known which layers vLLM quantises."""
+    """It is not known which layers of others vLLM quantises."""
     for family in TESTED:
         (tmp_path / "config.json").write_text(json.dumps({"model_type": family}))
         check_model("quantization", str(tmp_path))

@@ -103,7 +103,7 @@ def test_types_and_ranges(path: str, value: object) -> None:
 
 
 def test_the_ranges_that_the_documents_give_are_among_them() -> None:
-    """Or the test above would say nothing of a bound that the schema forgot."""
+    """Otherwise the test above would say nothing of a bound that the schema forgot."""
     decoding, vllm = f"{ROLLOUT}.decoding", f"{ROLLOUT}.vllm"
     for path, value in (
         (f"{ROLLOUT}.decode_batch_size", 0),  # R21

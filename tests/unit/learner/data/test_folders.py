@@ -40,7 +40,7 @@ def test_yolo_folders_have_the_splits_of_their_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize("place", ["classes.txt", "labels/classes.txt", "obj.names"])
 @pytest.mark.parametrize("split", ["", "train/"])
 def test_class_names_in_a_file_of_their_own_are_yolo(tmp_path: Path, place: str, split: str) -> None:
-    """As labelling tools write it, without a data.yaml."""
+    """Labelling tools write it like this, without a data.yaml."""
     draw(tmp_path, f"images/{split}a.jpg", f"images/{split}b.jpg")
     (tmp_path / "labels" / split).mkdir(parents=True)
     (tmp_path / f"labels/{split}a.txt").write_text("1 0.5 0.5 1 1\n")

@@ -130,7 +130,7 @@ def test_yolo_segments_are_polygons_or_their_boxes(tmp_path: Path) -> None:
 
 
 def test_a_yolo_split_is_named(tmp_path: Path) -> None:
-    """Or `train` and `val`, which name the same file, would be the same samples."""
+    """Otherwise `train` and `val`, which name the same file, would be the same samples."""
     file = yolo(tmp_path)
     assert f"{file}:train" in refusal(file)
     assert "one of train, val" in refusal(f"{file}:test")
@@ -169,7 +169,7 @@ BLOB[5:8, 190:193] = 1  # a crumb
 
 
 def test_coco_polygons_are_read_where_asked_for(tmp_path: Path) -> None:
-    """Of an object in several parts, the largest."""
+    """An object in several parts gives the largest."""
     parts = [[0, 0, 10, 0, 10, 10], [0, 0, 100, 0, 100, 100, 0, 100.0]]
     file = coco(tmp_path, {"segmentation": parts}, {"segmentation": [], "bbox": [0, 0, 50, 40]})
     outline = DetectionObject(desc="cat", kind="poly", bins=(0, 0, 500, 0, 500, 999, 0, 999))

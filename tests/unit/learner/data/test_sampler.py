@@ -81,7 +81,7 @@ def test_the_order_does_not_depend_on_the_ranks(num_samples: int, num_ranks: int
 def test_a_share_depends_on_its_position_alone(
     num_samples: int, num_ranks: int, per_rank: int, positions: list[int]
 ) -> None:
-    """So a resume at any position goes on as the uninterrupted run would."""
+    """A resume at any position goes on as the uninterrupted run would."""
     used = make(num_samples, num_ranks, per_rank)[-1]
     for position in positions:
         assert used.share(position) == make(num_samples, num_ranks, per_rank)[-1].share(position)

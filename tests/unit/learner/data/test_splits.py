@@ -164,7 +164,7 @@ def test_rows_with_messages_need_no_prompt(tmp_path: Path) -> None:
 
 
 def test_numbers_may_be_written_in_several_ways(tmp_path: Path) -> None:
-    """As tools and spreadsheets export them (R41)."""
+    """Tools and spreadsheets export them so (R41)."""
     (sample,) = load(tmp_path, {**with_object(desc="x", bbox_2d=["0", 0, "20.0", 50]), "width": "200", "height": 100.0})
     assert (sample.width, sample.height, sample.objects) == (200, 100, (box("x", 0, 0, 100, 500),))
 

@@ -63,7 +63,7 @@ def test_a_yolo_class_is_a_whole_number(tmp_path: Path, number: str) -> None:
 
 
 def test_a_yolo_class_may_be_written_with_a_point(tmp_path: Path) -> None:
-    """As numpy's savetxt does."""
+    """numpy's savetxt writes it so."""
     (obj,) = samples_of(f"{yolo(tmp_path, '1.0 0.5 0.5 1 1')}:train")[0].objects
     assert obj.desc == "dog"
 
@@ -130,7 +130,7 @@ def test_a_coco_file_that_was_replaced_has_no_ids(tmp_path: Path, content: bytes
 
 
 def test_a_coco_file_that_became_a_pipe_has_no_ids(tmp_path: Path) -> None:
-    """To read it would wait for a writer."""
+    """Reading it would wait for a writer."""
     os.mkfifo(tmp_path / "c.json")
     assert category_ids(tmp_path / "c.json") == {}
 

@@ -85,7 +85,7 @@ def test_parameters_are_those_that_torch_counts(name: str) -> None:
 
 @pytest.mark.parametrize("build", [build_qwen2, build_llama, build_qwen2_vl, build_qwen2_5_vl])
 def test_every_family_has_a_shape(build: Callable[[Path], None], tmp_path: Path) -> None:
-    """Of models this small, biases and patch embeddings are up to a tenth."""
+    """Biases and patch embeddings are up to a tenth of models this small."""
     build(tmp_path)
     shape = shape_of(json.loads((tmp_path / "config.json").read_text()))
     sizes = [parameters_in(file) for file in tmp_path.glob("*.safetensors")]

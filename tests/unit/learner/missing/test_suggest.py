@@ -69,7 +69,7 @@ def model_of_a_run(folder: Path, **data: Any) -> ModelFiles:
 
 
 def test_the_model_is_asked_with_its_own_prompt(tmp_path: Path) -> None:
-    """As `calibrate` and `predict` ask it. COCO and VOC files have no prompt."""
+    """`calibrate` and `predict` ask the same. COCO and VOC files have no prompt."""
     path, _ = coco(tmp_path)
     model = find_model(CHECKPOINT)
     assert suggested(model, annotations_of(model, path), tmp_path / "out") == 2

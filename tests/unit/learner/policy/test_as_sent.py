@@ -45,7 +45,7 @@ def reference(policy: Policy, path: Path, dtype: torch.dtype | None, tmp_path: P
 def test_scores_are_those_of_a_model_loaded_from_what_was_sent(
     tiny_vlm: Path, tmp_path: Path, kind: str | None, dtype: torch.dtype | None
 ) -> None:
-    """To the bit: the same values, in the same computation."""
+    """The scores are equal to the bit: the same values, in the same computation."""
     policy = with_trained_adapter(tiny_vlm, kind) if kind else policy_of(tiny_vlm)
     expected = reference(policy, tiny_vlm, dtype, tmp_path)
     assert CanaryScorer(policy, answers(policy))(dtype, merged=True).logprobs == expected
@@ -119,7 +119,7 @@ def test_the_parts_of_a_merged_layer_are_not_replaced(tiny_vlm: Path, kind: str)
 
 
 def test_a_buckets_checksum_is_the_sum_of_its_tensors() -> None:
-    """Of any size and layout: what fills the gaps between them is zeros."""
+    """This holds for any size and layout: zeros fill the gaps between tensors."""
     tensors = {"a": torch.randn(3, 5).bfloat16(), "b": torch.randn(7, 2).t(), "c": torch.randn(()), "d": torch.ones(1)}
     specs = [spec_of(name, tensor) for name, tensor in tensors.items()]
     bucket = pack(specs, tensors, "cpu")[:-SEAL_BYTES]

@@ -110,7 +110,7 @@ def test_the_policy_stays_as_it_was_and_the_checksums_are_of_what_was_sent(tiny_
 
 
 def test_a_right_engine_passes(tiny_vlm: Path) -> None:
-    """With its inputs quantised, which the learner does not repeat."""
+    """Its inputs are quantised, which the learner does not repeat."""
     policy = policy_of(tiny_vlm)
     assert gap(scores(policy), engine(tiny_vlm, sent_by(policy), inputs=True)) < 0.5 * FP8_TOLERANCE
 

@@ -169,7 +169,7 @@ def test_adapters_and_frozen_parts(tiny_vlm: Path) -> None:
 @pytest.mark.usefixtures("_faster_compiler", "as_on_cuda")
 @pytest.mark.parametrize("freeze", [[], ["model.visual"]])
 def test_adapters_compile_no_layer_twice(tiny_vlm: Path, freeze: list[str]) -> None:
-    """What comes before the first layer is frozen, so its input alone would need no gradient."""
+    """Everything before the first layer is frozen, so its input alone would need no gradient."""
     found = []
     for lora in (None, LoraConfig(r=4)):
         options: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": True, "freeze": freeze}
@@ -196,7 +196,7 @@ def test_names_and_scores_stay(tiny_text: Path) -> None:
 
 @pytest.mark.usefixtures("_faster_compiler")
 def test_generating_compiles_nothing(tiny_text: Path) -> None:
-    """And learning goes on with the program that it has."""
+    """Learning goes on with the program that it has."""
     policy = policy_of(tiny_text, compile=True)
     policy.backward(text_row(ROWS[0]))
     policy.backward(text_row(ROWS[1]))

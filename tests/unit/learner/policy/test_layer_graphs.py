@@ -98,7 +98,7 @@ def test_layers_do_not_run_in_a_replay(tiny_vlm: Path) -> None:
 
 
 def test_layers_that_read_on_the_host_are_not_captured(tiny_vlm: Path) -> None:
-    """As a mixture of experts does. A failed capture on CUDA could not be undone."""
+    """A mixture of experts does that. A failed capture on CUDA could not be undone."""
     policy = policy_of(tiny_vlm)
 
     def read(_: Any, args: tuple[torch.Tensor]) -> None:

@@ -115,7 +115,7 @@ def test_a_narrow_gaussian_is_the_bin_alone() -> None:
 
 
 def test_a_policy_learns_smooth_coordinates(tiny_text: Path) -> None:
-    """By the tokenizer's own tokens, and by what transformers' model computes."""
+    """The tokens are the tokenizer's own, and transformers' model computes the logits."""
     policy = load_policy(ModelConfig(path=str(tiny_text)), device=CPU, coordinate_smoothing=2.0)
     plain = load_policy(ModelConfig(path=str(tiny_text)), device=CPU)
     ids = coordinate_token_ids(policy.tokenizer)

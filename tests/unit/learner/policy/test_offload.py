@@ -81,7 +81,7 @@ def test_the_host_memory_is_used_again(tensors: list[torch.Tensor]) -> None:
 
 
 def test_back_where_the_engine_fails(tensors: list[torch.Tensor]) -> None:
-    """Or else the error that stopped the run could not be followed by a checkpoint."""
+    """Otherwise no checkpoint could follow the error that stopped the run."""
     inside: list[int] = []
 
     def fail() -> None:

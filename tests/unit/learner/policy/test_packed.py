@@ -145,7 +145,7 @@ def test_an_empty_row_gives_zero_gradient(vlm: Policy) -> None:
 def test_a_blank_image_reaches_every_weight_and_adds_nothing(
     family: str, num_segments: int, request: pytest.FixtureRequest
 ) -> None:
-    """What a sharded model learns on, so that every rank's pass uses every layer."""
+    """A sharded model learns on it, so that every rank's pass uses every layer."""
     policy = policy_of(request.getfixturevalue(family))
     policy.backward(row(*make(policy, [([(64, 64)], 5)])))
     used = gradients(policy).keys()

@@ -38,7 +38,7 @@ def strict(work: Callable[[], None]) -> Callable[[], None]:
 
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "dtype": "bfloat16"}])
 def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options: dict[str, Any]) -> None:
-    """With an image: its sizes are read on the host. Merging is in the graph."""
+    """The row has an image, whose sizes are read on the host. Merging is in the graph."""
     policy = with_trained_adapter(tiny_vlm, "lora", **options)
     asked, layers = answers(policy), LayerGraphs(policy.model, record)
 
@@ -120,7 +120,7 @@ def test_a_graph_is_not_replayed_once_a_buffer_has_moved(tiny_vlm: Path) -> None
 
 
 def test_what_depends_on_weights_is_not_captured(tiny_vlm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """As the routes of a mixture of experts. Its layers are not captured either."""
+    """The routes of a mixture of experts do. Its layers are not captured either."""
     policy = policy_of(tiny_vlm)
     caplog.set_level(logging.INFO, logger="learner.policy")
 

@@ -96,7 +96,7 @@ def test_the_same_with_adapters_and_checkpointing(tiny_vlm: Path, lora: LoraConf
 
 
 def test_a_row_that_is_learned_again(tiny_vlm: Path) -> None:
-    """With a rollout buffer later updates learn copies of a row, and compare with the first pass's probabilities."""
+    """Later updates of a rollout buffer learn copies of a row, and compare with the first pass's probabilities."""
     found: list[tuple[float, dict[str, torch.Tensor], PackedRow]] = []
     for shared in (False, True):
         policy = policy_of(tiny_vlm, grpo=GrpoConfig())

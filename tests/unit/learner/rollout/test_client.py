@@ -105,7 +105,7 @@ def test_hundreds_of_servers_are_looked_at_less_often(servers: int, poll_s: floa
 
 
 def test_clients_share_the_certificates_that_they_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With 512 servers, reading them for each client took 8 seconds of every rank."""
+    """Reading them for each of 512 clients took 8 seconds of every rank."""
     made: list[ssl.SSLContext] = []
 
     def create() -> ssl.SSLContext:
@@ -234,7 +234,7 @@ def test_each_answer_is_given_on_before_the_next_one_has_come() -> None:
 
 
 def test_an_error_line_is_the_server_s_error(respx_mock: respx.MockRouter) -> None:
-    """What came before it has been given on."""
+    """Answers before it have been given on."""
     wrong = ErrorBody.of(MediaError("image too large", found="90 MP")).model_dump()
     respx_mock.post(f"{URL}/infer/").mock(side_effect=stream(line(1), json.dumps({"error": wrong}).encode()))
     places: list[int] = []
@@ -628,7 +628,7 @@ WEIGHT_CALLS: dict[str, Callable[[ServerClient, Patience | None], Awaitable[obje
 def test_weights_are_sent_to_the_only_server_with_the_patience_of_the_configuration(
     respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
-    """And the server's own deadline comes before the client's."""
+    """The server's own deadline comes before the client's."""
     monkeypatch.setattr(client_module, "SILENT_S", 0.1)  # the patience where others can answer
     reply: dict[str, Any] = {"ver": 1, "num_bytes": 8, "num_tensors": 1, "seconds": 0.5}
     if name == "update_weights":

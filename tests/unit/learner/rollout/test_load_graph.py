@@ -77,7 +77,7 @@ def served(tiny_vlm: Path, policy: Policy, monkeypatch: pytest.MonkeyPatch) -> S
 
 
 def test_every_load_writes_the_weights_of_now(served: Served, policy: Policy) -> None:
-    """By the loader, from memory, captured, and then by the graph alone."""
+    """The first load is by the loader, the next from memory, the next captured, the others by the graph alone."""
     assert policy.merges_plainly
     for i in range(5):
         count = served.load()
@@ -92,7 +92,7 @@ def test_every_load_writes_the_weights_of_now(served: Served, policy: Policy) ->
 
 @pytest.mark.parametrize("side", ["policy", "engine"])
 def test_what_moved_is_not_replayed(served: Served, policy: Policy, side: str) -> None:
-    """As offloaded weights do, or those of an engine that started anew."""
+    """Offloaded weights move, and those of an engine that started anew."""
     for _ in range(4):
         served.load()
     for parameter in (policy if side == "policy" else served).model.parameters():
@@ -140,5 +140,5 @@ def test_a_replay_is_checked_for_coverage(served: Served) -> None:
 
 @pytest.mark.parametrize("kind", ["lora", "dora"])
 def test_only_plain_merges_are_plain(tiny_vlm: Path, kind: str) -> None:
-    """What peft merges may read on the host."""
+    """Merges by peft may read on the host."""
     assert with_trained_adapter(tiny_vlm, kind).merges_plainly == (kind == "lora")

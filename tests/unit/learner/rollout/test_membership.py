@@ -78,7 +78,7 @@ def test_a_removed_server_that_does_not_serve_is_gone_at_once_and_the_others_sta
 
 
 def test_failures_are_counted_until_a_sync() -> None:
-    """What waits longer after each failure depends on them."""
+    """The wait after each failure depends on them."""
     found = membership().leave_out(URLS[0], "killed", now_s=1.0)
     counted = [found.members[0].failures]
     for _ in range(2):

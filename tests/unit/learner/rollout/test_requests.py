@@ -57,7 +57,7 @@ def test_an_answer_that_was_cut_has_no_stop_token() -> None:
     ],
 )
 def test_each_sampled_token_must_have_one(logprobs: list[list[float]], stop: tuple[int, float | None] | None) -> None:
-    """Without them the gradient would silently count the rollout as the learner's own."""
+    """Otherwise the gradient would silently count the rollout as the learner's own."""
     with pytest.raises(RolloutError, match="rollout_logprobs"):
         read(logprobs, stop=stop)
 

@@ -98,7 +98,7 @@ def test_an_adapter_is_saved_as_peft_does(tiny_vlm: Path, tmp_path: Path) -> Non
 
 
 def test_an_adapter_checkpoint_loads_as_a_model_path(tiny_vlm: Path, tmp_path: Path) -> None:
-    """To train it on, or to export it."""
+    """It can be trained on, or exported."""
     policy, optimizer = start(tiny_vlm, LORA)
     path = CheckpointStore(root=tmp_path, ranks=Ranks()).save(
         policy, optimizer, train(policy, optimizer, TrainerState(), 2)

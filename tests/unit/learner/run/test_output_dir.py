@@ -121,7 +121,7 @@ def test_all_ranks_fail_alike_as_rank_0_decides(run_dir: Path) -> None:
 
 
 def test_ranks_that_torchrun_starts_again_go_on_in_their_own_folder(tmp_path: Path) -> None:
-    """From the newest checkpoint; from the beginning if there is none. Ranks of the same torchrun only."""
+    """They start at the newest checkpoint, or at the beginning if there is none. Ranks of the same torchrun only."""
     run = config(tmp_path / "run")
     assert claim_output_dir(run, Ranks(), "a") == run
     (tmp_path / "run/metrics.jsonl").write_text(STEP)
@@ -140,7 +140,7 @@ def test_ranks_that_torchrun_starts_again_go_on_in_their_own_folder(tmp_path: Pa
 def test_a_clock_that_was_set_does_not_hide_a_run_from_its_own_ranks(
     tmp_path: Path, overwrite: bool, changed_at: int
 ) -> None:
-    """Of this machine or of the file server: the claim is as old or as new as you like."""
+    """The clock is this machine's or the file server's: the claim is as old or as new as you like."""
     run, agent = config(tmp_path, overwrite=overwrite), torchrun_agent({"TORCHELASTIC_RUN_ID": "x"})
     claim_output_dir(run, Ranks(), agent)
     (tmp_path / "checkpoint-1").mkdir()

@@ -22,7 +22,7 @@ dist.init_process_group("gloo", init_method=address, world_size=1, rank=0, timeo
 
 @pytest.mark.parametrize("prepared", [False, True])
 def test_one_rank_under_torchrun_can_make_a_group_of_its_own(*, prepared: bool) -> None:
-    """As vLLM does for its engine; unprepared, it waits for a store that is not there."""
+    """vLLM does that for its engine; unprepared, it waits for a store that is not there."""
     environment = {**os.environ, **TORCHRUN}
     if prepared:
         prepare_for_vllm(environment)

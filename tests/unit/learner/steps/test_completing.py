@@ -296,7 +296,7 @@ def completion_of(
 
 @pytest.mark.parametrize("image", [None, 2])
 def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) -> None:
-    """With its votes, and its image if the sample has several."""
+    """It has its votes, and its image if the sample has several."""
     completed = DetectionObject("cell", "bbox_2d", (1, 2, 30, 40), Votes(3, 4, 0.75), image=image)
     annotated = completed._replace(votes=None)
     sample = Sample(sample_id="s", messages=(), images=(), objects=(annotated, completed), width=9, height=9)

@@ -254,7 +254,7 @@ def test_what_is_written_can_be_read_again(tmp_path: Path) -> None:
 
 
 def test_a_box_is_in_pixels_of_its_own_image(tmp_path: Path) -> None:
-    """Of a sample with several images, each image is one of COCO's."""
+    """Each image of a sample with several is one of COCO's."""
     whole = (0, 0, 999, 999)
     objects = tuple(DetectionObject(desc="seven", kind="bbox_2d", bins=whole, image=k) for k in (1, 2))
     names = tuple(str(tmp_path / f"{k}.png") for k in (1, 2))

@@ -216,7 +216,7 @@ def test_the_ground_truth_of_a_group_weighs_a_multiple_of_it(loss: str, weight: 
 
 @pytest.mark.parametrize("loss", ["token", "sequence", "dr_grpo"])
 def test_the_best_rollout_of_a_group_is_matched_and_corrected(loss: str) -> None:
-    """As rollout matching would learn it alone, and it weighs a multiple of its group. Of equal ones the first."""
+    """Rollout matching would learn it alone like this. It weighs a multiple of its group. The first of equals wins."""
     texts = [SHORT, truth(ONE, 2), "no idea", truth(TWO, 1), "no idea", truth(TWO, 1)]
     segments = made(texts, 3, matching_weight=0.5, loss=loss)
     assert [one.sample_id for one in segments] == ["s0"] * 3 + ["s1"] * 3 + ["s0", "s1"]
@@ -344,7 +344,7 @@ def test_a_batch_is_the_step_whatever_its_micro_steps_and_ranks(credit: str, nor
 
 
 def test_the_standard_of_a_batch_is_mean_and_deviation_of_all_rewards() -> None:
-    """By hand: rewards 1, 1, 1, 1, 0, 0, 0 and 0.5."""
+    """Computed by hand: rewards 1, 1, 1, 1, 0, 0, 0 and 0.5."""
     texts = [truth(sample(i // 2)) if i < 4 else "no idea" for i in range(7)] + [truth(sample(3), 1)]
     rewards = np.array([1.0] * 4 + [0.0] * 3 + [0.5])
     found = [one[0] for one in step_advantages(texts, num_ranks=2, micro_steps=2, normalize_std=True)]

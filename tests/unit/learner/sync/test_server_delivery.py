@@ -519,7 +519,7 @@ def test_a_delta_that_fails_becomes_a_full_sync(
     backends: list[ServerBackend],
     weights: Weights,
 ) -> None:
-    """With a new group, and whatever `min_servers` says: a delta that is lost is no reason to end a run."""
+    """It gets a new group, whatever `min_servers` says: a delta that is lost is no reason to end a run."""
     sync = build(delta="on")
     sync.sync()
     membership = backends[0].membership

@@ -159,7 +159,7 @@ def test_without_a_fallback_the_error_is_raised_and_adapters_stay(caplog: pytest
 
 
 def test_what_is_synced_is_staged_once_the_generators_are_reached() -> None:
-    """With the version that the sync then has, adapters only on weights that are there."""
+    """It has the version that the sync then has, adapters only on weights that are there."""
     delivery = Recorder()
     delivery.stages = True
     sync = sync_of(delivery, Adapter(Weights()))

@@ -146,7 +146,7 @@ SECRETS = """header: "Bearer ${API_TOKEN}"\nother: "${PLACE}"\nnames: ["${DB_PAS
 
 
 def test_secrets_are_written_as_variables(tmp_path: Path) -> None:
-    """And what was written reads back as the same configuration."""
+    """The written file reads back as the same configuration."""
     env = {"API_TOKEN": "geheim", "PLACE": "here", "DB_PASSWORD": "pw"}
     config = parse(Hiding, load_yaml(write(tmp_path, SECRETS), env))
     assert (config.header, config.other, config.names) == ("Bearer geheim", "here", ["pw", "x"])

@@ -83,7 +83,7 @@ def test_a_weight_keeps_its_type_and_loses_at_most_a_sixteenth(dtype: torch.dtyp
 
 
 def test_what_is_not_finite_stays_so() -> None:
-    """So the check of the learner's own scores finds it."""
+    """The check of the learner's own scores then finds it."""
     assert not torch.isfinite(round_trip(torch.tensor([[1.0, float("nan"), 2.0]]))).all()
 
 
@@ -108,7 +108,7 @@ def test_only_the_language_models_layers_are_quantised(name: str, expected: bool
 
 
 def test_vllm_takes_the_arguments() -> None:
-    """And keeps the vision tower as it is."""
+    """It keeps the vision tower as it is."""
     config = pytest.importorskip("vllm.config.quantization")
     assert vllm_arguments("none") == {}
     found = vllm_arguments("fp8")

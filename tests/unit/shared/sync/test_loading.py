@@ -292,7 +292,7 @@ def test_layers_that_are_repacked_are_not_overwritten_in_place(tmp_path: Path, m
 def test_without_a_layout_of_the_checkpoint_vllm_reloads_layer_by_layer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: bool
 ) -> None:
-    """As on CPU. What a loader does not name counts as not written."""
+    """This is so on CPU. Tensors that a loader does not name count as not written."""
     heads = SimpleNamespace(ParallelLMHead=torch.nn.Bilinear)  # this model has none of these
     monkeypatch.setitem(sys.modules, "vllm.model_executor.layers.vocab_parallel_embedding", heads)
     model = Served(tied=False)

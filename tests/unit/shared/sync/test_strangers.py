@@ -218,7 +218,7 @@ def test_where_no_connection_can_be_taken_the_next_look_comes_later(monkeypatch:
 
 
 def test_small_messages_are_sent_at_once() -> None:
-    """With Nagle's algorithm the last bytes of a bucket would wait for an acknowledgement: 40 ms."""
+    """Nagle's algorithm would let the last bytes of a bucket wait for an acknowledgement: 40 ms."""
     port = free_port()
     with joined(port, join(port, 0)) as pair:
         for one in pair:

@@ -73,7 +73,7 @@ def scores(*scene: Any) -> dict[str, float]:
 @given(scene=SCENES)
 @settings(max_examples=120, deadline=None)
 def test_f1_is_the_evaluation_s_of_that_sample(scene: Scene) -> None:
-    """With ignore regions, duplicates and wrong names. An empty answer to an empty scene is right, though."""
+    """The sample has ignore regions, duplicates and wrong names. An empty answer to an empty scene is right, though."""
     found = answer(*scene)
     metrics, own = evaluate_counts(count_objects([found])), rewards(found)
     counted = count_objects([found]).totals()

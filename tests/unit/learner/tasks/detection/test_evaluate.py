@@ -135,7 +135,7 @@ def test_an_ignore_region_is_one_of_its_class_and_of_every_class_where_it_has_no
 
 
 def test_a_prediction_must_lie_in_the_region_as_far_as_the_threshold_says() -> None:
-    """By the share of the prediction itself: six tenths of this one."""
+    """The share is of the prediction itself: six tenths of this one."""
     metrics = TASK.evaluate([ignoring(answer([ONE, box("one", 460, 500, 560, 600)], [ONE]), CROWD)])
     assert metrics["precision@0.5"] == 1.0
     totals = count_objects([ignoring(answer([box("one", 460, 500, 560, 600)], []), CROWD)]).totals()
