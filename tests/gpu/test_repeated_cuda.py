@@ -76,7 +76,7 @@ def test_merged_weights_are_scored_by_one_graph(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("alpha", [8, 12, 16])  # scaled by 2, 3 and 4
 def test_a_merge_is_to_the_bit_as_peft_adds_and_rounds(alpha: int) -> None:
-    """On CUDA an addition may be fused with the scaling before it. By a power of two that changes nothing."""
+    """CUDA may fuse an addition with the scaling before it. Scaling by a power of two makes that change nothing."""
     torch.manual_seed(alpha)
     model = torch.nn.Sequential(torch.nn.Linear(1024, 768, device="cuda", dtype=torch.bfloat16))
     adapted = peft.inject_adapter_in_model(peft.LoraConfig(r=4, lora_alpha=alpha, target_modules=["0"]), model)

@@ -25,7 +25,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ru
 def test_two_servers_at_once(
     server: RunningServer, model: Path, tmp_path: Path, device: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In one group where each has a GPU of its own, in two where they share one; both serve every update."""
+    """They are in one group if each has a GPU of its own, in two if they share one; both serve every update."""
     policy = load(model)
     shared = FOUND < 2 or device == "0"
     with (

@@ -284,7 +284,7 @@ def test_a_frozen_vision_tower_needs_no_adapter(
     ],
 )
 def test_layers_that_vllm_fuses_keep_the_names_of_their_parts(family: str, module: str, served: str) -> None:
-    """With vLLM's own mappings: they rename, and would also make one name of q, k and v."""
+    """vLLM's own mappings are used: they rename, and would also make one name of q, k and v."""
     from vllm import ModelRegistry
 
     model = ModelRegistry._try_load_model_cls(family)

@@ -190,7 +190,7 @@ def test_each_rank_holds_half(runs: dict[int, Run], variant: str) -> None:
 def test_a_checkpoint_is_resumed_by_any(
     runs: dict[int, Run], variant: str, world_size: int, mode: str, writer: str
 ) -> None:
-    """By a sharded model, a whole one and another number of ranks; by its like, bit for bit."""
+    """A sharded model, a whole one and another number of ranks do it; its like does so bit for bit."""
     resumed = runs[world_size].tensors(f"{variant}-{mode}-from-{writer}")
     never_stopped = runs[2].tensors(f"{variant}-{mode}" if world_size == 2 else f"{variant}-{writer}")
     never_stopped = {name: tensor for name, tensor in never_stopped.items() if name.startswith("weight.")}

@@ -172,7 +172,7 @@ def test_the_benchmarks_stay_in_the_clone(installed: Installed) -> None:
 
 
 def test_images_are_decoded_by_the_installed_server(installed: Installed) -> None:
-    """In processes of their own, which `-m` alone would start from the working directory."""
+    """They are decoded in processes of their own, which `-m` alone would start from the working directory."""
     code = (
         "import base64, io\n"
         "from PIL import Image\n"

@@ -25,7 +25,7 @@ def test_a_delta_costs_places_and_values() -> None:
 
 
 def test_a_higher_rate_changes_more(tmp_path: Path) -> None:
-    """On a small model, with real steps. bfloat16 weights hardly move at 1e-6: the rounding takes the step away."""
+    """A small model makes real steps. bfloat16 weights hardly move at 1e-6: the rounding takes the step away."""
     path = text_model(tmp_path, "tiny")
     found = {
         (way, rate): changed.shares(changed.load(path, changed.WAYS[way]), rate, row_tokens=128, steps=1)[0]

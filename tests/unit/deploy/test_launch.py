@@ -222,7 +222,7 @@ def test_r17_servers_then_learner_each_on_its_devices(tmp_path: Path) -> None:
 
 
 def test_r46_each_start_goes_through_its_command(tmp_path: Path) -> None:
-    """Also a server's second one. `ready` is asked at the address that the group has."""
+    """A server's second one does too. `ready` is asked at the address that the group has."""
     note = tmp_path / "note.sh"
     note.write_text(f'echo "$1" >> {tmp_path}/notes; shift; exec "$@"\n')
     path = files(tmp_path, ["leaves-1-times"], "waits-for-2-1")
@@ -279,7 +279,7 @@ def test_a_launcher_that_was_paused_looks_again_before_it_gives_up(
 
 @pytest.mark.parametrize("servers", [["dies"], ["never", "dies"]])
 def test_an_early_death_is_told_with_its_last_words(tmp_path: Path, servers: list[str]) -> None:
-    """At once, also while another server is waited for."""
+    """It is told at once, also while another server is waited for."""
     run = finish(start(files(tmp_path, servers, launch={"ready_timeout_s": 600.0})), tmp_path)
     assert (run.code, "learner" in run.names()) == (1, False)
     assert "exit code 1" in run.err
@@ -335,7 +335,7 @@ def test_keys_can_be_set_on_the_command_line(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals) -> None:
-    """Also a server that ignores SIGTERM, and what it started."""
+    """This includes a server that ignores SIGTERM, and the processes that it started."""
     launcher = start(files(tmp_path, ["stubborn", "fine"], "waits"))
     assert launcher.stdout is not None
     seen = ""

@@ -91,7 +91,7 @@ def test_endpoints_answer_the_examples(path: str, method: str) -> None:
 def test_the_first_configuration_runs_as_printed(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On a tiny data set in the places that the file names."""
+    """A tiny data set is in the places that the file names."""
     (block,) = (b for b in blocks() if b.page == ROOT / page and b.title == "run.yaml")
     (tmp_path / "run.yaml").write_text(block.text)
     write_coco(tmp_path / "data")

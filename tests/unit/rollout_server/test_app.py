@@ -778,7 +778,7 @@ def test_the_weights_below_an_adapter_are_not_served_alone() -> None:
 
 
 def test_weights_that_give_no_finite_probabilities_poison_by_themselves() -> None:
-    """Also answers that are under way are not given."""
+    """Answers that are under way are not given either."""
 
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         engine.go.clear()

@@ -53,6 +53,6 @@ def test_all_retired_keys_are_told_at_once() -> None:
 
 
 def test_r26_pattern_instead_of_b_ratio() -> None:
-    """Both what is retired and what is missing."""
+    """The error names the retired key and the missing one."""
     changes = {"stage2_ab.schedule.pattern": "AAB", "stage2_ab.schedule.b_ratio": REMOVE}
     assert [m.path for m in mistakes(stage2(), changes)] == ["stage2_ab.schedule.pattern", "stage2_ab.schedule.b_ratio"]

@@ -41,7 +41,7 @@ def num_errors(path: Path | str, **data: Any) -> int:
 
 
 def test_a_yolo_split_without_any_label_file_is_refused(tmp_path: Path) -> None:
-    """Also with labels in a folder of another name: every scene would be empty."""
+    """It is refused too with labels in a folder of another name: every scene would be empty."""
     file = yolo(tmp_path, "0 0.5 0.5 1 1")
     (tmp_path / "labels").rename(tmp_path / "label")
     text = refusal(f"{file}:train")
@@ -280,7 +280,7 @@ def test_a_coco_name_is_a_text(tmp_path: Path, name: Any) -> None:
 
 
 def test_an_object_that_stands_twice_is_a_bad_record(tmp_path: Path) -> None:
-    """In every format, since all go the same way."""
+    """This holds in every format, since all go the same way."""
     file = coco(tmp_path, {}, {}, {"bbox": [1, 0, 50, 50]})
     assert "annotation 1" in refusal(file)
     split = split_of(file, on_bad_record="drop")

@@ -62,7 +62,7 @@ def test_detectors_are_compared_with_the_first(truth: Path) -> None:
 
 
 def test_every_two_detectors_are_compared(truth: Path) -> None:
-    """On the same draws of images, so that what is between two is what is from the first to each."""
+    """All use the same draws of images, so that what is between two is what is from the first to each."""
     rows, files = results_of(truth), []
     for name, some in (("whole", rows), ("most", rows[:-2]), ("half", rows[::2])):
         file = truth.parent / f"{name}.json"

@@ -286,7 +286,7 @@ def test_the_estimate_is_compared_with_the_gpu(
 
 
 def test_people_read_one_line_a_check() -> None:
-    """In the order of the checks, by group."""
+    """The lines come in the order of the checks, by group."""
     told: list[str] = []
     checks = {"one": lambda s: ok("[brackets]"), "two": lambda s: fail("f\ng", "r")}
     findings = command.run_checks(

@@ -100,7 +100,7 @@ def test_checksums_of_scored_weights_are_those_of_sent_ones(
 
 
 def test_scores_without_checksums_are_the_same(tiny_vlm: Path) -> None:
-    """Where nobody reads them: a colocated engine takes the tensors themselves."""
+    """A colocated engine takes the tensors themselves, so nobody reads checksums."""
     policy = with_trained_adapter(tiny_vlm, "lora")
     expected = CanaryScorer(policy, answers(policy))(torch.bfloat16, merged=True)
     found = CanaryScorer(policy, answers(policy), checksums=False)(torch.bfloat16, merged=True)

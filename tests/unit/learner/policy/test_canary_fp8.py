@@ -74,7 +74,7 @@ def gap(learner: list[list[float]], served: Policy) -> float:
 
 @pytest.mark.parametrize("kind", [None, "lora", "dora"])
 def test_scores_are_those_of_a_model_that_holds_the_weights_in_fp8(tiny_vlm: Path, kind: str | None) -> None:
-    """To the bit, with an adapter merged before; not those of the weights that were sent."""
+    """They are equal to the bit, with an adapter merged before. Those of the weights that were sent differ."""
     policy = with_trained_adapter(tiny_vlm, kind) if kind else policy_of(tiny_vlm)
     found = scores(policy)
     assert found == engine(tiny_vlm, sent_by(policy), inputs=False).logprobs(answers(policy))

@@ -64,7 +64,7 @@ def test_what_was_away_is_as_it_was(tensors: list[torch.Tensor]) -> None:
 
 
 def test_the_host_memory_is_used_again(tensors: list[torch.Tensor]) -> None:
-    """Also where others are moved the next time, as gradients come and go."""
+    """It is used again too if others are moved the next time, as gradients come and go."""
     moved = Offload(lambda: tensors, HOST)
     places: list[list[int]] = []
     for _ in range(2):

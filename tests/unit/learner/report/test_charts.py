@@ -97,7 +97,7 @@ def test_without_points_there_is_no_chart() -> None:
 
 
 def test_a_spread_is_a_band_around_the_line() -> None:
-    """Also where points are merged, and where some are not numbers."""
+    """This holds too where points are merged, and where some are not numbers."""
     points = [(float(x), math.nan if x == 3 else x / 10) for x in range(200)]
     columns = Series("reward", points, "after", spread=[0.25] * 200).columns()
     assert len(columns) <= MAX_COLUMNS

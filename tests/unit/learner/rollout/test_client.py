@@ -199,7 +199,7 @@ def test_answers_are_asked_for_and_given_on_as_they_end(respx_mock: respx.MockRo
 
 
 def test_each_answer_is_given_on_before_the_next_one_has_come() -> None:
-    """On a real socket."""
+    """The socket is a real one."""
     step = asyncio.Event()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -353,7 +353,7 @@ def test_a_busy_line_is_passed_on_after_a_wait(respx_mock: respx.MockRouter, mon
 
 
 def test_a_poisoned_server_is_not_waited_for(respx_mock: respx.MockRouter) -> None:
-    """Also a 503, but waiting does not mend it."""
+    """This is a 503 too, but waiting does not help."""
     route = respx_mock.post(f"{URL}/infer/").mock(return_value=error(ServerPoisonedError("sync failed")))
     with pytest.raises(ServerPoisonedError):
         use(infer)

@@ -151,7 +151,7 @@ def test_a_run_that_stopped_is_not_ended_afterwards() -> None:
 
 
 def test_sigterm_before_the_first_step_says_so() -> None:
-    """Also while the main thread is in one long call."""
+    """It does so too while the main thread is in one long call."""
 
     def child() -> None:
         with told_before_the_first_step():

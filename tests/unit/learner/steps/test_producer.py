@@ -134,7 +134,7 @@ def test_a_failed_sync_ends_the_producer_with_its_cause() -> None:
 
 
 def test_the_producer_s_error_surfaces_with_its_type() -> None:
-    """At once, though packs are still queued. The call that failed is counted too."""
+    """It surfaces at once, though packs are still queued. The call that failed is counted too."""
 
     def before(call: Call) -> None:
         if call.share == 1:

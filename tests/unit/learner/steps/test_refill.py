@@ -217,7 +217,7 @@ def test_a_step_stops_at_its_bound_and_at_the_epoch_s_end() -> None:
 def test_a_run_with_refills_learns_more_groups(
     world_size: int, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the real loop: groups of two answers of random length, which are often equal."""
+    """The loop is the real one: groups of two answers of random length, which are often equal."""
     plain = make_config(tiny_text, tmp_path, num_samples=40, per_device_train_batch_size=4 // world_size, max_steps=3)
     values = plain.model_dump(exclude_unset=True)
     values["training"] |= {"effective_batch_size": 8}

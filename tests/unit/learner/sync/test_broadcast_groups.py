@@ -101,7 +101,7 @@ def test_a_reply_before_the_last_bucket_is_an_error() -> None:
 
 
 def test_the_cause_may_come_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After the last bucket too, when nothing but the replies is waited for."""
+    """It may come after the last bucket too, when nothing but the replies is waited for."""
     monkeypatch.setattr(module, "CAUSE_GRACE_S", 5.0)
     posts = [(link("a"), future(LOST)), (link("b"), future())]
     threading.Timer(0.05, lambda: posts[1][1].set_exception(CAUSE)).start()

@@ -213,7 +213,7 @@ def run(model: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, changes: dic
 def test_a_model_learns_the_fields_from_its_own_answers(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From random weights to the exact answer, end of the answer included; nothing but rollouts is learned."""
+    """It goes from random weights to the exact answer, end included; nothing but rollouts is learned."""
     data = write_documents(tmp_path, {"one": "two", "six": "ten"}, pages=0)
     keys = {"max_steps": 20, "effective_batch_size": 2, "learning_rate": 1e-2, "eval_on_start": True}
     run_dir = run(tiny_text, tmp_path, monkeypatch, {"data.train": data, "data.test": data}, **keys)

@@ -76,7 +76,7 @@ def introduced(monkeypatch: pytest.MonkeyPatch, gpus: list[str], *, allow_shared
 
 
 def test_every_rank_gets_the_unique_id_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the meeting, as bytes: nothing is unpickled."""
+    """It travels at the meeting, as bytes: nothing is unpickled."""
     monkeypatch.setattr(group, "_tell_apart", lambda: pytest.fail("each has a GPU of its own"))
     assert introduced(monkeypatch, ["a" * 40, "b" * 40, "c"]) == [bytes([7, *range(1, 127), 9])] * 3
 

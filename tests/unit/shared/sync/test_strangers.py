@@ -202,7 +202,7 @@ def test_who_is_gone_before_it_is_greeted_is_dropped() -> None:
 
 
 def test_where_no_connection_can_be_taken_the_next_look_comes_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a free descriptor the waiting connection would keep the loop busy."""
+    """The waiting connection would keep the loop busy if no descriptor is free."""
     monkeypatch.setattr(meeting, "_POLL_S", 0.2)
 
     class Full:
