@@ -216,7 +216,7 @@ class FakeServer:
         try:
             if self.refuses_stage:
                 raise self.refuses_stage
-            self.staged = await asyncio.to_thread(self._receive, call)
+            self.staged = await asyncio.to_thread(self._receive, call, self.groups[-1], self.secrets[-1])
         except ProjectError as error:
             return fakes.error(error)
         num_bytes = sum(bucket.num_bytes for bucket in call.buckets)
@@ -232,7 +232,11 @@ class FakeServer:
         if call.mode == "adapter" and self.refuses_adapter:
             return fakes.error(self.refuses_adapter)
         try:
-            received = self.staged if call.staged else await asyncio.to_thread(self._receive, call)
+            received = (
+                self.staged
+                if call.staged
+                else await asyncio.to_thread(self._receive, call, self.groups[-1], self.secrets[-1])
+            )
         except ProjectError as error:
             return fakes.error(error)
         if call.mode == "full":  # takes the adapter off
@@ -273,11 +277,17 @@ class FakeServer:
         if not sum(gaps) / len(gaps) <= self.expected.tolerance:
             raise CanaryError("the served model is not the learner's")
 
-    def _receive(self, call: UpdateWeightsCall | StageWeightsCall) -> dict[str, torch.Tensor]:
+    def _receive(
+        self, call: UpdateWeightsCall | StageWeightsCall, group: FakeGroup, secret: bytes
+    ) -> dict[str, torch.Tensor]:
+        """Receive on a thread, which may begin late: when `group` was left, and a newer call keeps other weights."""
         received: dict[str, torch.Tensor] = {}
-        inbox, key = self.groups[-1].inbox, seal_key(self.secrets[-1])
+        arrived: list[torch.Tensor] = []
+        inbox, key = group.inbox, seal_key(secret)
         delta = call.delta if isinstance(call, StageWeightsCall) else None
-        kept, self.kept = self.kept, []
+        kept: list[torch.Tensor] = []
+        if group is self.groups[-1]:
+            kept, self.kept = self.kept, []
         if delta is not None and delta.base != self.kept_weights:
             raise SyncError("changes of other weights")
         for i, bucket in enumerate(call.buckets):
@@ -300,13 +310,13 @@ class FakeServer:
             assert buffer.numel() == bucket.num_bytes + SEAL_BYTES
             if not is_sealed(buffer, key=key, ver=call.ver, index=i):
                 raise DigestError(f"bucket {i} differs")
-            self.kept.append(buffer)
+            arrived.append(buffer)
             received |= {name: tensor.clone() for name, tensor in unpack(buffer, bucket.tensors)}
         if not received:
             raise CoverageError("nothing was written")
-        if isinstance(call, StageWeightsCall):
-            seals = b"".join(bytes(buffer[-SEAL_BYTES:].tolist()) for buffer in self.kept)
-            self.kept_weights = hashlib.blake2b(seals, digest_size=16).hexdigest()
+        if isinstance(call, StageWeightsCall) and group is self.groups[-1]:
+            seals = b"".join(bytes(buffer[-SEAL_BYTES:].tolist()) for buffer in arrived)
+            self.kept, self.kept_weights = arrived, hashlib.blake2b(seals, digest_size=16).hexdigest()
         return received
 
     def _score(self, request: httpx.Request) -> httpx.Response:
