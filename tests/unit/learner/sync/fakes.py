@@ -216,7 +216,7 @@ class FakeServer:
         try:
             if self.refuses_stage:
                 raise self.refuses_stage
-            self.staged = await asyncio.to_thread(self._receive, call, self.groups[-1], self.secrets[-1])
+            self.staged = await asyncio.to_thread(self._receive, call, len(self.groups))
         except ProjectError as error:
             return fakes.error(error)
         num_bytes = sum(bucket.num_bytes for bucket in call.buckets)
@@ -232,11 +232,7 @@ class FakeServer:
         if call.mode == "adapter" and self.refuses_adapter:
             return fakes.error(self.refuses_adapter)
         try:
-            received = (
-                self.staged
-                if call.staged
-                else await asyncio.to_thread(self._receive, call, self.groups[-1], self.secrets[-1])
-            )
+            received = self.staged if call.staged else await asyncio.to_thread(self._receive, call, len(self.groups))
         except ProjectError as error:
             return fakes.error(error)
         if call.mode == "full":  # takes the adapter off
@@ -277,16 +273,15 @@ class FakeServer:
         if not sum(gaps) / len(gaps) <= self.expected.tolerance:
             raise CanaryError("the served model is not the learner's")
 
-    def _receive(
-        self, call: UpdateWeightsCall | StageWeightsCall, group: FakeGroup, secret: bytes
-    ) -> dict[str, torch.Tensor]:
-        """Receive on a thread, which may begin late: when `group` was left, and a newer call keeps other weights."""
+    def _receive(self, call: UpdateWeightsCall | StageWeightsCall, num_groups: int) -> dict[str, torch.Tensor]:
+        """Receive on a thread, which may begin late: the last of `num_groups` was left then, and a newer call keeps
+        other weights."""
         received: dict[str, torch.Tensor] = {}
         arrived: list[torch.Tensor] = []
-        inbox, key = group.inbox, seal_key(secret)
+        inbox, key = self.groups[num_groups - 1].inbox, seal_key(self.secrets[num_groups - 1])
         delta = call.delta if isinstance(call, StageWeightsCall) else None
         kept: list[torch.Tensor] = []
-        if group is self.groups[-1]:
+        if num_groups == len(self.groups):
             kept, self.kept = self.kept, []
         if delta is not None and delta.base != self.kept_weights:
             raise SyncError("changes of other weights")
@@ -314,7 +309,7 @@ class FakeServer:
             received |= {name: tensor.clone() for name, tensor in unpack(buffer, bucket.tensors)}
         if not received:
             raise CoverageError("nothing was written")
-        if isinstance(call, StageWeightsCall) and group is self.groups[-1]:
+        if isinstance(call, StageWeightsCall) and num_groups == len(self.groups):
             seals = b"".join(bytes(buffer[-SEAL_BYTES:].tolist()) for buffer in arrived)
             self.kept, self.kept_weights = arrived, hashlib.blake2b(seals, digest_size=16).hexdigest()
         return received

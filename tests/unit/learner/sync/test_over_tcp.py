@@ -54,7 +54,7 @@ class TcpServer(FakeServer):
             raise
         return httpx.Response(200, json={})
 
-    def _receive(self, call: UpdateWeightsCall) -> dict[str, torch.Tensor]:
+    def _receive(self, call: UpdateWeightsCall, num_groups: int) -> dict[str, torch.Tensor]:
         try:
             received = list(self.pool.map(lambda worker: self._receive_on(worker, call), self.workers))
         except ProjectError:
