@@ -28,11 +28,11 @@ from typing import Any
 
 import httpx
 import torch
-from transformers import AutoModelForCausalLM, Qwen3Config
+from transformers import AutoModelForCausalLM
 
 from bench import chaos_server
 from bench.figures import Figure, median, sampled
-from bench.models import MAX_POSITIONS, SHAPES, Size
+from bench.models import Size, text_config
 from bench.namespaces import network
 from bench.runs import last_words, say
 from deploy.launch import supervised
@@ -178,20 +178,8 @@ class Values:
     """A `WeightSource` with a model's shapes and random bfloat16 values."""
 
     def __init__(self, size: Size) -> None:
-        vocab_size, hidden, layers, heads, kv_heads, head_dim, intermediate = SHAPES[size]
-        config = Qwen3Config(
-            vocab_size=vocab_size,
-            hidden_size=hidden,
-            num_hidden_layers=layers,
-            num_attention_heads=heads,
-            num_key_value_heads=kv_heads,
-            head_dim=head_dim,
-            intermediate_size=intermediate,
-            max_position_embeddings=MAX_POSITIONS,
-            tie_word_embeddings=True,
-        )
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model = AutoModelForCausalLM.from_config(text_config(size), dtype=torch.bfloat16)
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         self._generator = torch.Generator().manual_seed(0)
         self.tensors = {

@@ -61,11 +61,10 @@ def text_model(folder: Path, size: Size) -> Path:
     return path
 
 
-def build(path: Path, size: Size, *, device: torch.device) -> int:
-    """Write a text model into `path`; returns its number of parameters, the tied head not counted twice."""
+def text_config(size: Size) -> Qwen3Config:
+    """Return the configuration of a text model, its head tied."""
     vocab_size, hidden, layers, heads, kv_heads, head_dim, intermediate = SHAPES[size]
-    tokenizer = grown_tokenizer(vocab_size)
-    config = Qwen3Config(
+    return Qwen3Config(
         vocab_size=vocab_size,
         hidden_size=hidden,
         num_hidden_layers=layers,
@@ -75,8 +74,14 @@ def build(path: Path, size: Size, *, device: torch.device) -> int:
         intermediate_size=intermediate,
         max_position_embeddings=MAX_POSITIONS,
         tie_word_embeddings=True,
-        eos_token_id=cast(Any, tokenizer).eos_token_id,
     )
+
+
+def build(path: Path, size: Size, *, device: torch.device) -> int:
+    """Write a text model into `path`; returns its number of parameters, the tied head not counted twice."""
+    config = text_config(size)
+    tokenizer = grown_tokenizer(config.vocab_size)
+    config.eos_token_id = cast(Any, tokenizer).eos_token_id
     torch.manual_seed(0)
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
