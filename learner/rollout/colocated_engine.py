@@ -6,7 +6,7 @@ Invariants:
 - whatever vLLM does, it does inside `awake`: training state is offloaded, and on CUDA the engine sleeps before and
   after (vLLM for CPU has no sleep mode, and shares no device memory with training). It stays awake instead where it was
   seen to have room beside training, because to sleep and wake moves its weights to host memory and back;
-- the random generators of training are left as they were;
+- the random generators of training are left as they were, and so is where torch keeps what it compiles;
 - `ver` is the version of the weights that were loaded and checked; None: they are not known to be right;
 - the adapter that was loaded last answers, until all weights are loaded.
 
@@ -18,6 +18,7 @@ from __future__ import annotations
 import gc
 import itertools
 import logging
+import os
 import random
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -65,6 +66,8 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
+# vLLM sets them for the whole process: its compiled model has a folder that is named after the engine's settings.
+COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 log = logging.getLogger("learner.rollout")
 ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 
@@ -101,7 +104,7 @@ class ColocatedEngine:
             capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
             check_device(key, kind=device.type, capability=capability)
             check_model(key, folder)
-        with offload.away(), _keeping_random_state(ranks.device):
+        with offload.away(), _keeping_random_state(ranks.device), _keeping_compiler_variables():
             self._llm = self._start(folder)
             self._sleep()
         model_config = self._llm.llm_engine.model_config
@@ -411,3 +414,18 @@ def _keeping_random_state(device: torch.device) -> Iterator[None]:
     finally:
         random.setstate(python)
         np.random.set_state(numpy)
+
+
+@contextmanager
+def _keeping_compiler_variables() -> Iterator[None]:
+    """Restore COMPILER_VARIABLES. Otherwise the learner's compiled layers would go to the folder of vLLM's model, and a
+    run with other settings of the engine would compile them again."""
+    before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

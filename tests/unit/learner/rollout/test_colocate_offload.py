@@ -9,6 +9,7 @@ would take memory it asks where the training state is. Real ones: tests/gpu/test
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 import weakref
@@ -437,6 +438,26 @@ def test_the_settings_follow_from_ranks_and_configuration(offload: Recorded) -> 
     engine._ranks = Ranks(world_size=2)
     args = engine._engine_args("m")
     assert (args["max_model_len"], args["distributed_executor_backend"]) == (99, "external_launcher")
+
+
+def test_training_compiles_into_the_folder_that_it_had_before_the_engine(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM 0.26 points torch's compiler at a folder of its own, in the whole process."""
+    start = Engine._start
+
+    def start_compiling(engine: Engine, folder: str) -> Any:
+        for name in colocated_engine.COMPILER_VARIABLES:
+            os.environ[name] = "7"
+        return start(engine, folder)
+
+    monkeypatch.setattr(Engine, "_start", start_compiling)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "/mine")
+    for name in ("TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"):
+        monkeypatch.delenv(name, raising=False)
+    engine_with(offload)
+    assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
+    assert not {"TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"} & set(os.environ)
 
 
 def test_training_draws_the_same_numbers_whatever_the_engine_draws(offload: Recorded) -> None:
