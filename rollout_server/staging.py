@@ -11,22 +11,22 @@ An update may travel as changes of the weights that were staged last (`shared.sy
 buffers, which still hold those weights. What the model serves is not touched by that either.
 
 With place `device` the bytes are received where they wait, so serving them is one copy on the device. With `host` they
-wait in page-locked memory, and only the buckets under way are on the device. Without a GPU both are the same memory.
+wait in page-locked memory, and only the buckets under way are on the device. Each of these buffers takes the next power
+of two of its bytes (`shared.sync.host_memory`), and that is what has to fit. Without a GPU both are the same memory.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import torch
 
 from shared.errors import StagingError
 from shared.sync.buckets import SEAL_BYTES, unpack
 from shared.sync.delta import SEALS_BYTES, patch
+from shared.sync.host_memory import SPARE_BYTES, available_bytes, page_locked_bytes, release_page_locked
 from shared.wire import Bucket, Delta, Place
 
-SPARE_BYTES = 256 << 20  # left for what else allocates: NCCL, digests, the copies of a load
 _GB = 1e9
 
 
@@ -48,8 +48,12 @@ class Staging:
         self._on_device = place == "device" or device.type == "cpu"
         self._buckets: Sequence[Bucket] = buckets
         self._num_kept = self._num_tensors = 0
-        _check_fits(sum(self.sizes), device if self._on_device else torch.device("cpu"), activation_bytes)
-        self._buffers = self._allocate()
+        if self._on_device:
+            _check_fits(sum(self.sizes), device, activation_bytes)
+        else:
+            _check_fits(sum(map(page_locked_bytes, self.sizes)), torch.device("cpu"), None)
+        self._buffers: list[torch.Tensor] = []
+        self._allocate()
 
     def begin(self, buckets: Sequence[Bucket], place: Place, delta: Delta | None = None) -> bool:
         """Make room for another update, in the same memory; False if it needs other buffers, or other weights than
@@ -119,16 +123,17 @@ class Staging:
         if self._device.type == "cuda":
             # `_room` asks the driver, which counts blocks in torch's cache as taken.
             torch.cuda.empty_cache()
-            if empty_host_cache := getattr(torch.accelerator, "empty_host_cache", None):  # newer than torch 2.11
-                empty_host_cache()
+            release_page_locked()
 
-    def _allocate(self) -> list[torch.Tensor]:
+    def _allocate(self) -> None:
         where = {"device": self._device} if self._on_device else {"device": "cpu", "pin_memory": True}
+        # Zeros: what lies between tensors never comes where only tensors are copied, and seals cover it.
+        allocate = torch.empty if self._on_device else torch.zeros
         try:
-            # Zeros: what lies between tensors never comes where only tensors are copied, and seals cover it.
-            allocate = torch.empty if self._on_device else torch.zeros
-            return [allocate(size, dtype=torch.uint8, **where) for size in self.sizes]
+            for size in self.sizes:
+                self._buffers.append(allocate(size, dtype=torch.uint8, **where))
         except RuntimeError as error:  # torch.OutOfMemoryError is one; so is what CUDA says of page-locked memory
+            self.release()  # memory is short, and torch would keep what it got
             found = f"{sum(self.sizes) / _GB:.2f} GB could not be allocated: {str(error).splitlines()[0][:200]}"
             raise _refused(found, "as much memory in one piece per bucket", self._on_device) from error
 
@@ -136,14 +141,14 @@ class Staging:
 def _check_fits(num_bytes: int, device: torch.device, activation_bytes: int | None) -> None:
     room, where = _room(device, activation_bytes)
     if num_bytes > room:
-        found = f"{num_bytes / _GB:.2f} GB of weights, and room for {max(0, room) / _GB:.2f} GB {where}"
+        found = f"{num_bytes / _GB:.2f} GB for weights, and room for {max(0, room) / _GB:.2f} GB {where}"
         raise _refused(found, "room for a second copy of the weights", device.type == "cuda")
 
 
 def _room(device: torch.device, activation_bytes: int | None) -> tuple[int, str]:
     """Return the number of bytes that may be taken, and where."""
     if device.type != "cuda":
-        return _available_bytes() - SPARE_BYTES, "in the host's memory"
+        return available_bytes() - SPARE_BYTES, "in the host's memory"
     free = torch.cuda.mem_get_info(device)[0] - SPARE_BYTES
     if activation_bytes is None:
         return free, f"on {device}"
@@ -151,12 +156,6 @@ def _room(device: torch.device, activation_bytes: int | None) -> tuple[int, str]
     # Activations first take the blocks that torch holds and does not use. Only the rest needs free memory.
     room = min(free, free + unused - activation_bytes)
     return room, f"on {device}, beside {activation_bytes / _GB:.2f} GB for activations"
-
-
-def _available_bytes() -> int:
-    """Free memory of the host, as the kernel estimates it."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
-    return int(fields["MemAvailable"].split()[0]) << 10
 
 
 def _refused(found: str, wanted: str, on_gpu: bool) -> StagingError:

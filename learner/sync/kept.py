@@ -5,13 +5,16 @@ Invariants: changes are sent only if all servers of the group have acknowledged 
 travels with them lets a server refuse them otherwise; after a failure, and for a group of other servers, all weights
 travel. Changes are known before the first byte is sent, so an update that would not gain by them is sent whole.
 
-The copy takes as many bytes of the host's memory as a full sync sends (8.9 GB for 4.4 billion bfloat16 values), on CPU
-those of one bucket more. Changes wait there too until all are known: up to PAYS_BELOW of these bytes again, for the
-time of a sync. They do not stay on the device.
+The copy takes as many bytes of the host's memory as a full sync sends, and those of one bucket more. With the weights
+on CUDA it is page-locked: each bucket takes the next power of two of its bytes, and no bucket more is needed. For 4.4
+billion bfloat16 values in buckets of 512 MiB these are 8.9 GB, and 9.9 GB page-locked. Changes wait in the host's
+memory too until all are known: up to PAYS_BELOW of a full sync's bytes, for the time of a sync. They do not stay on the
+device. Where the copy does not fit, it is given up for the rest of the run, and all weights travel (`no_room`).
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -20,10 +23,13 @@ import torch
 from learner.policy.weights import checksum
 from shared.sync.buckets import SEAL_BYTES
 from shared.sync.delta import encode, patch, sealed
+from shared.sync.host_memory import SPARE_BYTES, available_bytes, page_locked_bytes, release_page_locked
 from shared.wire import Delta
 
 PAYS_BELOW = 0.8  # share of a full sync's bytes: applying changes takes some time too
 FIRST = "it was the first full sync of this run"
+_GB = 1e9
+log = logging.getLogger("learner.sync")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,6 +64,7 @@ class KeptWeights:
     """The copy, and whether the servers have it too."""
 
     def __init__(self) -> None:
+        self.no_room = ""  # why there is no copy for the rest of the run
         self._buckets: list[torch.Tensor] = []  # buckets with their seals, in the host's memory
         self._scratch = torch.empty(0, dtype=torch.uint8)
         self._base, self._missing_because = "", FIRST
@@ -70,7 +77,7 @@ class KeptWeights:
 
     def acknowledge(self, weights: str) -> None:
         """Note that all servers have what was last outgoing; `weights` is its digest."""
-        self._base = weights
+        self._base = "" if self.no_room else weights
 
     def outgoing(
         self,
@@ -85,7 +92,8 @@ class KeptWeights:
         base, self._base = self._base, ""
         if not base:
             self._buckets = []
-            return Outgoing(parcels=self._kept_one_by_one(buckets(None)), full_because=self._missing_because)
+            because = self.no_room or self._missing_because
+            return Outgoing(parcels=self._kept_one_by_one(buckets(None)), full_because=because)
         found, sums, sizes = list[torch.Tensor | None](), list[torch.Tensor](), list[int]()
         most_bytes = PAYS_BELOW * sum(kept.numel() - SEAL_BYTES for kept in self._buckets)
         for kept, bucket in zip(self._buckets, buckets(self._room(device)), strict=True):
@@ -122,8 +130,31 @@ class KeptWeights:
 
     def _kept_one_by_one(self, buckets: Iterator[torch.Tensor]) -> Iterator[Parcel]:
         for bucket in buckets:
-            self._buckets.append(bucket if bucket.device.type == "cpu" else _page_locked(bucket))
+            if not self.no_room:
+                self._keep(bucket)
             yield from whole_parcels([bucket])
+
+    def _keep(self, bucket: torch.Tensor) -> None:
+        """Add a bucket to the copy. Without room for it the copy ends, and the sync goes on."""
+        on_cpu = bucket.device.type == "cpu"  # then the copy is the bucket itself, which was allocated before
+        taken, room = 0 if on_cpu else page_locked_bytes(bucket.numel()), available_bytes() - SPARE_BYTES
+        if taken > room:
+            self._give_up(f"{taken / _GB:.2f} GB more, and room for {max(0, room) / _GB:.2f} GB")
+            return
+        try:
+            self._buckets.append(bucket if on_cpu else _page_locked(bucket))
+        except RuntimeError as error:  # so CUDA refuses page-locked memory
+            self._give_up(f"{taken / _GB:.2f} GB more could not be allocated: {str(error).splitlines()[0][:200]}")
+
+    def _give_up(self, found: str) -> None:
+        num_bytes = sum(kept.numel() for kept in self._buckets)
+        self._buckets = []
+        release_page_locked()
+        self.no_room = (
+            "the learner's host has no room for the copy of the weights that sync.delta needs: "
+            f"{num_bytes / _GB:.2f} GB kept, {found}"
+        )
+        log.warning("full syncs from here on: %s. Free memory, or set sync.delta: off", self.no_room)
 
     def _again(
         self, changes: Sequence[torch.Tensor | None], sums: Sequence[torch.Tensor], device: torch.device

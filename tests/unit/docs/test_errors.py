@@ -261,7 +261,7 @@ def nothing_sent(place: Place) -> None:
 
 
 def no_room_beside_the_model(place: Place) -> None:
-    place.patch.setattr("rollout_server.staging._available_bytes", lambda: 0)
+    place.patch.setattr("rollout_server.staging.available_bytes", lambda: 0)
     Staging([Bucket(tensors=[], num_bytes=0)], "device", torch.device("cpu"))
 
 

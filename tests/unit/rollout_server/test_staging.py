@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import weakref
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -23,6 +24,7 @@ from shared.errors import DigestError, StagingError
 from shared.sync.buckets import SEAL_BYTES, pack, seal, seal_key
 from shared.sync.delta import encode, sealed
 from shared.sync.group import Communicator, start_join
+from shared.sync.host_memory import SPARE_BYTES
 from shared.wire import BUCKETS as BUCKETS_TYPE
 from shared.wire import Delta, InitCommunicatorCall, StageWeightsCall
 from tests.unit.rollout_server.fakes import FakeEngine
@@ -436,13 +438,57 @@ def test_changes_after_weights_that_never_arrived_whole_are_refused(pair: Pair) 
 
 def test_what_does_not_fit_is_refused_with_the_figures(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before the first byte, and says the way out."""
-    monkeypatch.setattr(staging_module, "_available_bytes", lambda: staging_module.SPARE_BYTES + 2000)
+    monkeypatch.setattr(staging_module, "available_bytes", lambda: SPARE_BYTES + 2000)
     reply = pair.stage(1)
     assert reply.error is not None
     assert reply.error.error == "StagingError"
     assert "0.00 GB" in reply.error.found
     assert "sync.staging: none" in reply.error.remedy
     assert pair.worker._sync_staging is None
+
+
+def test_page_locked_memory_is_counted_as_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R09: each buffer takes the next power of two. Nothing was allocated when that is refused."""
+    sizes = [bucket.num_bytes + SEAL_BYTES for bucket in BUCKETS]
+    taken = sum(next(2**n for n in range(40) if 2**n >= size) for size in sizes)
+    assert taken > sum(sizes)
+    allocated: list[int] = []
+
+    def zeros(size: int, *, dtype: torch.dtype, **where: Any) -> torch.Tensor:
+        allocated.append(size)
+        return torch.empty(size, dtype=dtype)
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(staging_module, "available_bytes", lambda: SPARE_BYTES + taken - 1)
+    with pytest.raises(StagingError, match="room for"):
+        Staging(BUCKETS, "host", torch.device("cuda:0"))
+    assert allocated == []
+    monkeypatch.setattr(staging_module, "available_bytes", lambda: SPARE_BYTES + taken)
+    Staging(BUCKETS, "host", torch.device("cuda:0"))
+    assert allocated == sizes
+
+
+def test_page_locked_memory_that_came_before_a_refusal_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch would keep it, on a host that is short of memory."""
+    made: list[weakref.ref[torch.Tensor]] = []
+    in_use: list[int] = []
+
+    def zeros(size: int, *, dtype: torch.dtype, **where: Any) -> torch.Tensor:
+        if made:
+            raise RuntimeError("CUDA error: out of memory")
+        buffer = torch.empty(size, dtype=dtype)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    def release() -> None:
+        in_use.append(sum(buffer() is not None for buffer in made))
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    monkeypatch.setattr(staging_module, "available_bytes", lambda: 1 << 40)
+    monkeypatch.setattr(staging_module, "release_page_locked", release)
+    with pytest.raises(StagingError, match="out of memory"):
+        Staging(BUCKETS, "host", torch.device("cuda:0"))
+    assert (len(made), in_use) == (1, [0])
 
 
 def test_memory_is_taken_once_for_as_many_bytes_as_travel() -> None:
@@ -465,7 +511,7 @@ def test_memory_that_the_device_does_not_give_is_a_refusal(monkeypatch: pytest.M
 
 def test_room_on_a_gpu_is_what_activations_leave(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that torch holds unused counts as free, but for the engine's largest batch."""
-    spare, device = staging_module.SPARE_BYTES, torch.device("cuda:0")
+    spare, device = SPARE_BYTES, torch.device("cuda:0")
     for name, value in (("mem_get_info", (10 << 30, 80 << 30)), ("memory_reserved", 50 << 30)):
         monkeypatch.setattr(torch.cuda, name, lambda device, value=value: value)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 48 << 30)
@@ -473,4 +519,4 @@ def test_room_on_a_gpu_is_what_activations_leave(monkeypatch: pytest.MonkeyPatch
     assert room == [10 << 30, 10 << 30, 7 << 30]
     with pytest.raises(StagingError, match=r"sync\.staging: host") as caught:
         staging_module._check_fits(8_900_000_000, device, 5 << 30)
-    assert "8.90 GB of weights, and room for 7.25 GB on cuda:0, beside 5.37 GB for activations" in caught.value.found
+    assert "8.90 GB for weights, and room for 7.25 GB on cuda:0, beside 5.37 GB for activations" in caught.value.found

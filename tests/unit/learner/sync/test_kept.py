@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -61,3 +62,36 @@ def test_changes_are_not_made_once_they_do_not_pay(monkeypatch: pytest.MonkeyPat
     same = outgoing(weights, 2, 0.93).delta
     assert same is not None, "all of it was kept"
     assert sum(same.sizes) < NUM_BYTES * NUM_BUCKETS // 10
+
+
+def test_the_copy_ends_where_the_host_has_no_room_for_the_next_bucket(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All weights travel all the same, then and in later syncs, and what was kept is free again."""
+    room = iter([1 << 40, 1 << 40, 0])
+    monkeypatch.setattr(kept, "available_bytes", lambda: next(room))
+    released: list[int] = []
+    weights = KeptWeights()
+    monkeypatch.setattr(kept, "release_page_locked", lambda: released.append(len(weights._buckets)))
+    for ver in (1, 2):
+        found = outgoing(weights, ver, 1.0)
+        for parcel, bucket in zip(found.parcels, buckets(ver, 1.0), strict=True):
+            assert parcel.travels.equal(bucket)
+        weights.acknowledge(f"v{ver}")
+        assert released == [0]
+    assert found.delta is None
+    assert "no room" in found.full_because
+
+
+def test_memory_that_cuda_does_not_give_ends_the_copy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each bucket is counted as torch takes it: the next power of two."""
+
+    def refused(bucket: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("CUDA error: out of memory\nmore")
+
+    on_cuda = SimpleNamespace(device=torch.device("cuda:0"), numel=lambda: NUM_BYTES + SEAL_BYTES)
+    monkeypatch.setattr(kept, "_page_locked", refused)
+    for room, reason in ((2 * NUM_BYTES - 1, "room for"), (2 * NUM_BYTES, "CUDA error: out of memory")):
+        monkeypatch.setattr(kept, "available_bytes", lambda room=room: kept.SPARE_BYTES + room)
+        weights = KeptWeights()
+        weights._keep(on_cuda)  # type: ignore[arg-type]
+        assert reason in weights.no_room
+        assert "more\n" not in weights.no_room
