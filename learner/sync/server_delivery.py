@@ -127,9 +127,8 @@ class ServerDelivery:
         self._dtype: torch.dtype | None = None  # weights travel in this type; None: as trained
         self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
         self._staged: StagedUpdate | None = None
-        self._staging = config.sync.staging  # rank 0's choice; "none" once a server had no room
         self._kept = KeptWeights() if config.sync.delta == "on" else None  # rank 0's copy
-        self._no_room = ""  # the words of a server without room
+        self._no_room: dict[tuple[str, str], str] = {}  # the words of servers without room, by URL and `server_id`
         self._not_serving = ""  # a server that did not serve when it was joined, until the first update
         self._delta_is_out = False  # True while a delta was sent and has not been acknowledged
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
@@ -151,7 +150,8 @@ class ServerDelivery:
 
     def recover(self, error: ProjectError) -> bool:
         # After a delta, or without room, the next try sends other bytes. So it is worth making whatever the rules say.
-        differs, self._delta_is_out = self._delta_is_out or isinstance(error, StagingError), False
+        refused = isinstance(error, StagingError) and bool(self._no_room)
+        differs, self._delta_is_out = self._delta_is_out or refused, False
         # Weights that are not finite stay so: another try would send the same ones.
         if isinstance(error, NotFiniteError):
             return False
@@ -199,6 +199,7 @@ class ServerDelivery:
         statuses = self._reach(self.members.to_reach(), is_first=is_first)
         self._statuses = {member.base_url: status for member, status in statuses}
         self._known |= {status.server_id for _, status in statuses}
+        self._forget_no_room()
         least = backend.membership.min_servers
         # The group counts: it has servers that do not serve before this sync.
         patience = backend.timeouts.patience(has_others=least != "all" and len(statuses) > least)
@@ -271,9 +272,10 @@ class ServerDelivery:
 
     def stage(self, source: WeightSource, mode: Mode, ver: int) -> None:
         self._staged = None
-        if self._staging != "none":
+        place = self._config.sync.staging
+        if place != "none" and not self._no_room:
             try:
-                self._staged = self._stage(source, mode, ver, self._staging)
+                self._staged = self._stage(source, mode, ver, place)
             finally:
                 self._accused, self._delta_is_out = {}, False  # nothing failed that had to be delivered
 
@@ -296,10 +298,9 @@ class ServerDelivery:
             learner = self._canary.scorer(self._dtype, mode == "full")
             check_sent(call.buckets, sums, learner.checksums)
             await_all(under_way, posts)
-        except BaseException as error:
-            if isinstance(error, StagingError):
-                self._staging, self._no_room = "none", str(error)  # it would not fit the next time either
+        except BaseException:
             self._accused = accused(posts)
+            self._note_no_room()
             cancel(posts)
             raise
         self._delta_is_out = False
@@ -319,6 +320,23 @@ class ServerDelivery:
             seconds=time.monotonic() - begin,
         )
 
+    def _note_no_room(self) -> None:
+        """Send weights as without staging while the servers that refused are in the group: it would not fit the next
+        time either. A bucket goes to all servers of a group in one piece, so the others cannot stage without them."""
+        for base_url, error in self._accused.items():
+            if isinstance(error, StagingError):
+                self._no_room[base_url, self._statuses[base_url].server_id] = str(error)
+                log.warning("full syncs without staging until %s has left or restarted: %s", base_url, error)
+
+    def _forget_no_room(self) -> None:
+        """Stage again as configured, once the servers without room are gone."""
+        here = {(base_url, status.server_id) for base_url, status in self._statuses.items()}
+        gone = [server for server in self._no_room if server not in here]
+        for server in gone:
+            del self._no_room[server]
+        if gone and not self._no_room:
+            log.info("%s had no room and has left or restarted: staging is tried again", [url for url, _ in gone])
+
     def _outgoing(self, source: WeightSource, mode: Mode, ver: int) -> Outgoing:
         """Return the buckets to be staged, whole or as changes."""
         if self._kept is None or mode != "full":
@@ -334,9 +352,10 @@ class ServerDelivery:
             staged = None
         staged_s, full_because = staged.seconds if staged else 0.0, ""
         if staged is None and self._kept is not None and mode == "full":
-            full_because = self._no_room or self._not_serving
+            full_because = next(iter(self._no_room.values()), self._kept.no_room or self._not_serving)
             if not full_because:
-                staged = self._stage(source, mode, ver, "host" if self._staging == "none" else self._staging)
+                place = self._config.sync.staging
+                staged = self._stage(source, mode, ver, "host" if place == "none" else place)
         if staged is not None:
             full_because = staged.full_because
             replies, learner, weights = self._switch_to_staged(staged)

@@ -177,6 +177,7 @@ class FakeServer:
     kept: list[torch.Tensor] = field(default_factory=list)  # buckets that were staged last
     kept_weights: str = ""  # their digest
     gate: str = "serving"
+    server_id: str = "fake"
 
     def __post_init__(self) -> None:
         get, post, url = self.router.get, self.router.post, self.base_url
@@ -195,6 +196,7 @@ class FakeServer:
 
     def _state(self) -> dict[str, Any]:
         state = {"ver": self.ver, "world_size": self.world_size, "dtype": self.dtype, "gate": self.gate}
+        state["server_id"] = self.server_id
         return fakes.status(**state, max_lora_rank=self.max_lora_rank)
 
     async def _init(self, request: httpx.Request) -> httpx.Response:

@@ -19,6 +19,7 @@ from learner.policy.canary_scores import CanaryScores
 from learner.policy.weights import checksum
 from learner.records import VisionInputs
 from learner.rollout.server_backend import ServerBackend
+from learner.sync import kept
 from learner.sync.canary import Scorer
 from learner.sync.fitness import check_architecture, check_prompt, check_vision
 from learner.sync.sync import Sync
@@ -542,6 +543,68 @@ def test_a_delta_that_fails_becomes_a_full_sync(
     change_one(weights)
     assert sync.sync().full_because == ""
     assert same_weights(servers, weights)
+
+
+@pytest.mark.parametrize("staging", ["none", "device"])
+@pytest.mark.parametrize("mended", ["restarted", "left"])
+def test_changes_travel_again_once_the_server_without_room_is_gone(
+    mended: str,
+    staging: str,
+    build: Build,
+    servers: list[FakeServer],
+    backends: list[ServerBackend],
+    weights: Weights,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """R09. Until then all servers get all weights: a server's process that has no room would have none again."""
+    sync = build(delta="on", staging=staging)
+    servers[1].refuses_stage = StagingError("no room", found="8.9 GB of weights")
+    sync.sync()
+    assert URLS[1] in caplog.text
+    servers[0].server_id = "another start of a server that had room"
+    sync.close()
+    assert "8.9 GB" in sync.sync().full_because
+    remaining = servers if mended == "restarted" else servers[:1]
+    if mended == "restarted":
+        servers[1].server_id, servers[1].refuses_stage = "another start", None
+        sync.close()
+    else:
+        members = [member for member in backends[0].membership.members if member.base_url == URLS[0]]
+        backends[0].adopt(replace(backends[0].membership, members=members))
+    for because in ("the last try failed", ""):
+        change_one(weights)
+        sync.stage()
+        assert sync.sync().full_because == because
+        assert same_weights(remaining, weights)
+    place = "host" if staging == "none" else staging
+    assert [entry for entry in servers[0].log if "stage" in entry] == [
+        f"stage 1 {place}",
+        f"stage 3 {place}",
+        f"stage 4 {place} delta",
+    ]
+
+
+def test_a_learner_without_room_sends_all_weights(
+    build: Build,
+    servers: list[FakeServer],
+    weights: Weights,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The sync under way goes on. The next ones do not stage what no delta will follow."""
+    sync = build(delta="on")
+    monkeypatch.setattr(kept, "available_bytes", lambda: 0)
+    reasons = []
+    for ver in (1, 2):
+        change_one(weights)
+        receipt = sync.sync()
+        assert (receipt.ver, receipt.sent_bytes) == (ver, receipt.num_bytes)
+        assert same_weights(servers, weights)
+        reasons.append(receipt.full_because)
+    assert reasons[0] == "it was the first full sync of this run"
+    assert "no room for the copy" in reasons[1]
+    assert caplog.text.count("no room for the copy") == 1
+    assert servers[0].log == ["init", "stage 1 host", "update 1", "update 2"]
 
 
 def test_a_server_without_room_gets_all_weights_from_then_on(
