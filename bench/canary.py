@@ -37,7 +37,8 @@ import torch
 import typer
 
 from bench.figures import circumstances
-from bench.photographs import LORA, LOSS, PROMPT, build_model, photographs, server_config
+from bench.models import build_photograph_model
+from bench.photographs import LORA, LOSS, PROMPT, photographs, server_config
 from bench.runs import Server, last_words, learner_config, read_events, say, served_by
 from deploy.demo.model import build as build_small_model
 from deploy.launch import server_argv, supervised
@@ -309,7 +310,7 @@ def run(
     model = scratch / f"photographs-{size}"
     if not (model / "config.json").is_file():
         if on_gpu:
-            build_model(model)
+            build_photograph_model(model)
         else:
             build_small_model(model, size)  # type: ignore[arg-type]
     folder = Path(tempfile.mkdtemp(prefix="canary-"))

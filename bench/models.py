@@ -4,6 +4,8 @@
 - Text models of real size with random weights (`build`): Qwen3's own shapes in bfloat16. They have the demo's tokenizer
   extended to Qwen3's vocabulary, so everything that a random model writes has a text. transformers and vLLM load them.
 - A vision model of real size with random weights.
+- Models for photographs (`build_photograph_model`): Qwen3-VL-4B's shape, or a small one with the same patches, so that
+  a photograph has as many tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +16,17 @@ from typing import Any, Literal, cast
 
 import torch
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM, GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedTokenizerFast,
+    Qwen2VLImageProcessor,
+    Qwen3Config,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
+    Qwen3VLProcessor,
+    Qwen3VLVideoProcessor,
+)
 
 from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
@@ -23,6 +35,7 @@ from deploy.demo.model import build as build_vision_model
 from learner.tiny import CHAT_TEMPLATE, EOS, PAD, build_tokenizer
 
 Size = Literal["0.6B", "4B", "tiny"]
+PhotographSize = Literal["4B", "small"]
 CHECKPOINT = Path("deploy/demo/checkpoint")
 MAX_POSITIONS = 4096
 
@@ -31,6 +44,19 @@ SHAPES: dict[Size, tuple[int, int, int, int, int, int, int]] = {
     "0.6B": (151_936, 1024, 28, 16, 8, 128, 3072),
     "4B": (151_936, 2560, 36, 32, 8, 128, 9728),
     "tiny": (4096, 64, 2, 4, 2, 32, 128),
+}
+
+PATCH_SIZE, MERGE_SIZE = 16, 2  # a photograph of 1024x1024 pixels has 4,096 patches and 1,024 tokens
+MOST_PIXELS = 1024 * 1024
+# the language model: vocabulary, hidden, layers, heads, key-value heads, head size, intermediate, sections of positions
+TEXT_SHAPES: dict[PhotographSize, tuple[int, int, int, int, int, int, int, list[int]]] = {
+    "4B": (151_936, 2560, 36, 32, 8, 128, 9728, [24, 20, 20]),
+    "small": (4096, 128, 2, 4, 2, 32, 256, [6, 5, 5]),
+}
+# the vision tower: layers, hidden, heads, intermediate, layers whose output goes to the language model too
+VISION_SHAPES: dict[PhotographSize, tuple[int, int, int, int, list[int]]] = {
+    "4B": (24, 1024, 16, 4096, [5, 11, 17]),
+    "small": (1, 32, 1, 64, [0]),  # on a CPU its attention over 4,096 patches is most of the work
 }
 
 
@@ -105,4 +131,84 @@ def grown_tokenizer(vocab_size: int) -> PreTrainedTokenizerFast:
         clean_up_tokenization_spaces=False,
         model_max_length=MAX_POSITIONS,
         chat_template=CHAT_TEMPLATE,
+    )
+
+
+# ---- models for photographs ----------------------------------------------------------------------------------------
+
+
+def photograph_model(folder: Path, size: PhotographSize) -> Path:
+    """Made on the first GPU if there is one."""
+    path = folder / f"photographs-{size}"
+    if not (path / "config.json").is_file():
+        build_photograph_model(path, size)
+    return path
+
+
+def build_photograph_model(path: Path, size: PhotographSize = "4B") -> int:
+    """Write a Qwen3-VL with random weights in bfloat16 into `path`; returns its number of parameters."""
+    vocab_size = TEXT_SHAPES[size][0]
+    tokenizer: Any = grown_tokenizer(vocab_size)
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda:0" if torch.cuda.is_available() else "cpu"):
+        model: Any = Qwen3VLForConditionalGeneration(photograph_config(tokenizer, size))
+    torch.set_default_dtype(torch.float32)
+    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
+    model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
+    model.save_pretrained(path)
+    patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
+    pixels = {"shortest_edge": 256 * 256, "longest_edge": MOST_PIXELS}
+    Qwen3VLProcessor(
+        image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
+        tokenizer=tokenizer,
+        video_processor=Qwen3VLVideoProcessor(size=pixels, **patches),
+        chat_template=CHAT_TEMPLATE,
+    ).save_pretrained(path)
+    count = sum(p.numel() for p in model.parameters())
+    del model
+    torch.cuda.empty_cache()
+    return count
+
+
+def photograph_config(tokenizer: Any, size: PhotographSize) -> Qwen3VLConfig:
+    """Return the model's configuration, with the tokenizer's ids."""
+    token = tokenizer.convert_tokens_to_ids
+    vocab_size, hidden, layers, heads, kv_heads, head_dim, intermediate, sections = TEXT_SHAPES[size]
+    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
+    text = {
+        "vocab_size": vocab_size,
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        "max_position_embeddings": 32_768,
+        "rope_parameters": rope,
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    depth, width, vision_heads, vision_intermediate, deepstack = VISION_SHAPES[size]
+    vision = {
+        "depth": depth,
+        "hidden_size": width,
+        "intermediate_size": vision_intermediate,
+        "num_heads": vision_heads,
+        "patch_size": PATCH_SIZE,
+        "spatial_merge_size": MERGE_SIZE,
+        "out_hidden_size": hidden,
+        "num_position_embeddings": 48 * 48,
+        "deepstack_visual_indexes": deepstack,
+    }
+    return Qwen3VLConfig(
+        text_config=text,
+        vision_config=vision,
+        image_token_id=token("<|image_pad|>"),
+        video_token_id=token("<|video_pad|>"),
+        vision_start_token_id=token("<|vision_start|>"),
+        vision_end_token_id=token("<|vision_end|>"),
+        tie_word_embeddings=True,
+        dtype="bfloat16",
     )

@@ -24,24 +24,14 @@ from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
-import torch
 import typer
-from transformers import (
-    GenerationConfig,
-    Qwen2VLImageProcessor,
-    Qwen3VLConfig,
-    Qwen3VLForConditionalGeneration,
-    Qwen3VLProcessor,
-    Qwen3VLVideoProcessor,
-)
 
 from bench.figures import circumstances
-from bench.models import grown_tokenizer
+from bench.models import build_photograph_model
 from bench.runs import Server, learner_config, read_events, say, serve, served_by, start_learner, steps_of
 from bench.watch import GpuUse, gpu_use
 from deploy.demo.model import build as build_small_model
 from deploy.launch import Processes, supervised
-from learner.tiny import CHAT_TEMPLATE
 from shared.errors import ProjectError
 
 Size = Literal["4B", "tiny"]
@@ -60,68 +50,6 @@ PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label"
 WARM_UP_STEPS = 3  # they compile
 KV_CACHE_BYTES = 24 << 30
 _ENDS_S = 60.0  # time after the last step
-
-
-def build_model(path: Path) -> int:
-    """Build Qwen3-VL-4B's shape with random weights, in bfloat16; its number of parameters."""
-    tokenizer: Any = grown_tokenizer(151_936)
-    token = tokenizer.convert_tokens_to_ids
-    rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": [24, 20, 20], "mrope_interleaved": True}
-    text = {
-        "vocab_size": 151_936,
-        "hidden_size": 2560,
-        "intermediate_size": 9728,
-        "num_hidden_layers": 36,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 32_768,
-        "rope_parameters": rope,
-        "tie_word_embeddings": True,
-        "eos_token_id": tokenizer.eos_token_id,
-        "pad_token_id": tokenizer.pad_token_id,
-    }
-    vision = {
-        "depth": 24,
-        "hidden_size": 1024,
-        "intermediate_size": 4096,
-        "num_heads": 16,
-        "patch_size": 16,
-        "spatial_merge_size": 2,
-        "out_hidden_size": 2560,
-        "num_position_embeddings": 48 * 48,
-        "deepstack_visual_indexes": [5, 11, 17],
-    }
-    config = Qwen3VLConfig(
-        text_config=text,
-        vision_config=vision,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
-        tie_word_embeddings=True,
-        dtype="bfloat16",
-    )
-    torch.manual_seed(0)
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda:0"):
-        model: Any = Qwen3VLForConditionalGeneration(config)
-    torch.set_default_dtype(torch.float32)
-    end, pad = tokenizer.eos_token_id, tokenizer.pad_token_id
-    model.generation_config = GenerationConfig(eos_token_id=[end, pad], pad_token_id=pad, do_sample=False)
-    model.save_pretrained(path)
-    patches = {"patch_size": 16, "merge_size": 2, "temporal_patch_size": 2}
-    pixels = {"shortest_edge": 256 * 256, "longest_edge": 1024 * 1024}
-    Qwen3VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
-        tokenizer=tokenizer,
-        video_processor=Qwen3VLVideoProcessor(size=pixels, **patches),
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(path)
-    count = sum(p.numel() for p in model.parameters())
-    del model
-    torch.cuda.empty_cache()
-    return count
 
 
 def photographs(data: Path) -> dict[str, Any]:
@@ -275,7 +203,7 @@ def main(
     model = scratch / f"photographs-{size}"
     if not (model / "config.json").is_file():
         if on_gpu:
-            say(f"{build_model(model):,} parameters")
+            say(f"{build_photograph_model(model):,} parameters")
         else:
             build_small_model(model, "tiny")
     rows: list[dict[str, Any]] = []

@@ -36,7 +36,8 @@ import typer
 from PIL import Image
 
 from bench.figures import circumstances, markdown_table
-from bench.photographs import LORA, PROMPT, Size, build_model
+from bench.models import build_photograph_model
+from bench.photographs import LORA, PROMPT, Size
 from bench.photographs import photographs as section_of
 from bench.runs import Events, last_words, learner_config, read_events, say, start_learner, steps_of, visible
 from bench.watch import GpuUse, gpu_use
@@ -362,7 +363,7 @@ def race_of(
     model = scratch / f"photographs-{size}"
     if not (model / "config.json").is_file():
         say("making the model")
-        apart(build_model if on_gpu else build_small_model, model, *([] if on_gpu else ["tiny"]))
+        apart(build_photograph_model if on_gpu else build_small_model, model, *([] if on_gpu else ["tiny"]))
     folder = enlarged(data, scratch / "photographs-large", 64) if is_large else data
     return Race(
         model=model,
