@@ -126,20 +126,20 @@ class Client:
     One client for all calls, as in a learner: a new one loads TLS certificates, which takes 10 to 30 ms.
     """
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, base_url: str, timeout_s: float = _TIMEOUT_S) -> None:
         self._loop = LoopThread("bench-client")
-        self._client = ServerClient(config.base_url, timeouts=Timeouts.of(_TIMEOUT_S, _TIMEOUT_S))
+        self._client = ServerClient(base_url, timeouts=Timeouts.of(timeout_s, timeout_s))
 
     async def infer(self, call: InferCall) -> int:
         """Number of tokens in the answers."""
-        num_tokens = 0
+        return sum(len(output.response_token_ids) for output in await self.outputs(call))
 
-        def on_answer(_: int, output: RolloutOutput) -> None:
-            nonlocal num_tokens
-            num_tokens += len(output.response_token_ids)
-
+    async def outputs(self, call: InferCall) -> list[RolloutOutput]:
+        """The answers, in the order in which they ended."""
+        found: list[RolloutOutput] = []
+        on_answer = lambda _, output: found.append(output)  # noqa: E731
         await asyncio.wrap_future(self._loop.submit(self._client.infer(call, on_answer)))
-        return num_tokens
+        return found
 
     def __enter__(self) -> Client:
         return self
@@ -201,7 +201,7 @@ def _images(folder: Path, num_requests: int, rounds: int) -> list[Figure]:
     requests = [RolloutInferRequest(messages=messages, images=[str(image)]) for image in chosen]
 
     async def rates_of(engine: VllmEngine) -> dict[str, list[float]]:
-        with Client(config) as client, ServedApp(engine, config):
+        with Client(config.base_url) as client, ServedApp(engine, config):
             sides: dict[str, Side] = {
                 "http": lambda i: client.infer(_call(requests, i, IMAGE_MAX_TOKENS, seed=1000 * i)),
                 "direct": lambda i: direct(engine, _call(requests, i, IMAGE_MAX_TOKENS, seed=1000 * i)),
@@ -256,7 +256,7 @@ async def _text_rates(
     rounds: int,
 ) -> tuple[dict[str, list[float]], dict[int, float]]:
     """Rates by side, and by `decode_batch_size`."""
-    with Client(config) as client, ServedApp(engine, config):
+    with Client(config.base_url) as client, ServedApp(engine, config):
         sides: dict[str, Side] = {
             "straight to the engine": lambda i: direct(engine, _call(requests, i, MAX_TOKENS, seed=None)),
             "through /infer/": lambda i: client.infer(_call(requests, i, MAX_TOKENS, seed=None)),

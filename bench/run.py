@@ -44,6 +44,7 @@ Part = Literal[
     "ahead",
     "sync",
     "infer",
+    "in_flight",
     "memory",
     "several",
     "learning",
@@ -90,6 +91,10 @@ PARTS: Mapping[Part, Sequence[Job]] = {
         Job(function="bench.infer:measure", settings={"size": "demo"}),
         _cuda(1, "bench.infer:measure", size="0.6B"),
         _cuda(1, "bench.infer:measure", size="4B"),
+    ],
+    "in_flight": [
+        _cuda(1, "bench.in_flight:measure", size="4B"),
+        _try("bench.in_flight:measure", size="small", rounds=2),
     ],
     "memory": [_try("bench.memory:measure"), _try("bench.memory:learner")],
     "several": [_cuda(4, "bench.sync:full", size="4B", servers=3)],

@@ -66,6 +66,7 @@ def test_parts_know_on_which_devices_they_run() -> None:
         ("bench.sync:full", "4B"),
         ("bench.infer:measure", "0.6B"),
         ("bench.infer:measure", "4B"),
+        ("bench.in_flight:measure", "4B"),
         ("bench.sync:full", "4B"),
         ("bench.learning:measure", "4B"),
         ("bench.training:offload", "4B"),
