@@ -17,7 +17,7 @@ from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shared.generation import Prompt
 from shared.pixels import LEVELS, seen_image, settings_of
@@ -32,6 +32,22 @@ _KEPT = 1024  # images, 2 KB each
 
 # one for each image of a prompt; None: vLLM sent it before anybody asked
 Seen = Sequence[Future[ProcessedImage] | None]
+
+
+def share_tokenizers() -> None:
+    """Let a deep copy of a thread-safe tokenizer of vLLM be the tokenizer itself, in this process. Call it before the
+    engine starts.
+
+    vLLM passes its tokenizer on when it reads a processor. transformers then copies it deeply several times, and throws
+    the copies away: most of the time of an engine's first image if the vocabulary is large. Threads may share such a
+    tokenizer, because each call takes a tokenizer of its own from a pool. vLLM makes that pool from plain tokenizers,
+    which are copied as before.
+    """
+    from vllm.tokenizers import hf
+
+    # Without the class (in another version) the copies only take longer.
+    if pool := getattr(hf, "ThreadSafeHFTokenizerMixin", None):
+        pool.__deepcopy__ = lambda tokenizer, memo: tokenizer
 
 
 class EngineImages:
@@ -117,11 +133,14 @@ class EngineImages:
         return ProcessedImages.model_validate(said)
 
     def _read_settings(self, prompt: Prompt) -> dict[str, str]:
-        context = self.renderer.get_mm_processor().info.ctx
-        overrides = dict(context.get_merged_mm_kwargs(prompt.for_engine().get("mm_processor_kwargs", {})))
+        info = self.renderer.get_mm_processor().info
+        asked: Any = prompt.for_engine().get("mm_processor_kwargs", {})
+        overrides = dict(info.ctx.get_merged_mm_kwargs(asked))
         if self._dtype == LEVELS:  # vLLM makes the processor leave this to the device
             overrides |= {"do_rescale": True, "do_normalize": True}
-        return settings_of(context.get_hf_processor().image_processor, overrides)
+        # Asked for as the model's own code does, vLLM has it already. Otherwise it reads the files again, and copies
+        # the tokenizer several times: 4 s for a vocabulary of 152,000.
+        return settings_of(info.get_hf_processor(**asked).image_processor, overrides)
 
 
 def beginning(whole: Prompt, rendered: EngineInput, prompt: Prompt) -> EngineInput | None:

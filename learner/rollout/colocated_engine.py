@@ -36,7 +36,7 @@ from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
 from learner.rollout.load_graph import LoadGraph
 from shared.checkpoint import model_folder
-from shared.engine_images import EngineImages
+from shared.engine_images import EngineImages, share_tokenizers
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
 from shared.generation import (
     CPU_ENGINE_ARGS,
@@ -265,10 +265,12 @@ class ColocatedEngine:
     def _start(self, folder: str) -> LLM:
         from vllm import LLM
 
+        share_tokenizers()
         if self.max_lora_rank:
             adapt_linear_layers_only()
         try:
-            return LLM(**self._engine_args(folder))
+            with _all_told_by("vllm"):
+                return LLM(**self._engine_args(folder))
         except Exception as error:  # vLLM raises errors of any type
             raise ConfigError(
                 f"{ROLLOUT}.vllm: the colocated engine does not start",
@@ -429,3 +431,15 @@ def _keeping_compiler_variables() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _all_told_by(name: str) -> Iterator[None]:
+    """Let the log have everything that a library says: how long vLLM loads, compiles and captures is in no metric."""
+    logger = logging.getLogger(name)
+    level = logger.level
+    logger.setLevel(logging.INFO)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

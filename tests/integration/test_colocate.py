@@ -5,6 +5,7 @@ One engine for the module. That all backends answer alike: test_backends.py; who
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -27,6 +28,7 @@ from learner.rollout.colocate import ColocateBackend
 from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.sync.canary import CanaryItem
+from shared.engine_images import EngineImages
 from shared.errors import CanaryError, ConfigError, CoverageError, SyncError
 from shared.seeds import offset_seed, request_seed
 
@@ -188,6 +190,35 @@ def test_the_engine_gets_what_each_prompt_is_by_itself(world: World) -> None:
         together = told(render())
     assert together == told(render())
     assert all(images.result(prompt, one) for prompt, one in zip(prompts, seen, strict=True))
+
+
+def test_the_settings_of_the_processor_are_those_of_the_one_that_vllm_has(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To read a processor again takes seconds for a large vocabulary, and a run's first sync waited for it."""
+    from vllm.transformers_utils.processor import cached_get_processor
+
+    world.sync()
+    prompt = world.policy.encoder.for_engine(world.samples[4])
+    (known,) = world.engine.score([prompt], [[20, 21]])
+    renderer = world.engine._images.renderer
+    monkeypatch.setattr(world.engine, "_images", EngineImages(renderer, world.engine._threads))
+    cached_get_processor.cache_clear()
+    renderer.get_mm_processor().info.get_hf_processor()  # the model's own code does so for each image
+    before = cached_get_processor.cache_info().misses
+    (first,) = world.engine.score([prompt], [[20, 21]])  # the image was sent before: it is processed again
+    assert first.pixels is not None
+    assert first.pixels == known.pixels
+    assert cached_get_processor.cache_info().misses == before > 0
+
+
+def test_a_deep_copy_of_vllms_tokenizer_is_the_tokenizer(world: World) -> None:
+    """transformers copies it again and again while vLLM reads a processor. Other tokenizers are copied."""
+    tokenizer, own = world.engine._images.renderer.tokenizer, world.policy.tokenizer
+    assert copy.deepcopy({"tokenizer": tokenizer})["tokenizer"] is tokenizer
+    copied = copy.deepcopy(own)
+    assert copied is not own
+    assert tokenizer.encode("every digit") == copied.encode("every digit")
 
 
 def test_decode_batch_size_bounds_what_is_decoded_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
