@@ -105,7 +105,8 @@ class SeededChoice(LogitsProcessor):
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         """Raises RolloutError if the model gives no distribution, because its weights are not finite."""
-        draw = self._draws[:, input_ids.shape[1] - self._prompt_length, None].to(scores.device, torch.float64)
+        self._draws = self._draws.to(scores.device, torch.float64)  # copied at the first token only
+        draw = self._draws[:, input_ids.shape[1] - self._prompt_length, None]
         cumulative = scores.double().softmax(-1).cumsum(-1)  # [B, V]; float64: a float32 sum is off by whole tokens
         total = cumulative[:, -1:]
         if not total.isfinite().all():
@@ -139,9 +140,11 @@ class ChosenLogprobs:
     def around(self, processors: LogitsProcessorList) -> LogitsProcessorList:
         return LogitsProcessorList([self.raw, *processors, self.chosen])
 
-    def of(self, row: int, length: int) -> tuple[float, ...]:
-        """Return the log-probabilities of the first `length` tokens of a sequence."""
-        return tuple(float(step[row]) for step in self._steps[:length])
+    def of(self, lengths: Sequence[int]) -> list[tuple[float, ...]]:
+        """Return the log-probabilities of the first `lengths[b]` tokens of sequence b."""
+        # One copy from the device: reading each value by itself makes the host wait for the device each time.
+        of_steps = torch.stack(self._steps, dim=1).tolist()  # [B, steps]
+        return [tuple(row[:length]) for row, length in zip(of_steps, lengths, strict=True)]
 
 
 def pad_left(
@@ -336,10 +339,9 @@ class HfBackend(RolloutBackend):
             raise self._out_of_memory(len(prompts), error) from error
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         answers = [read_answer(token_ids, self._stop_ids) for token_ids in new]
-        return [
-            (response, stop, chosen.of(row, len(response) + (stop is not None)) if chosen else None)
-            for row, (response, stop) in enumerate(answers)
-        ]
+        lengths = [len(response) + (stop is not None) for response, stop in answers]
+        logprobs = chosen.of(lengths) if chosen is not None else [None] * len(answers)
+        return [(*answer, own) for answer, own in zip(answers, logprobs, strict=True)]
 
     def _encode(self, sample: Sample) -> EncodedPrompt:
         prompt = self._policy.encoder.encode(sample)

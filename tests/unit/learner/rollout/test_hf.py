@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.config.sections.model import LoraConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
@@ -292,6 +293,29 @@ def test_log_probabilities_are_those_of_the_learning_forward(
     (greedy,) = plain.generate(samples[:1], first_req_idx=0, greedy=True, **PLACE)
     assert greedy.logprobs is not None, "an evaluation scores its boxes with them"
     assert len(greedy.logprobs) == len(greedy.response_token_ids) + (greedy.stop_token_id is not None)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_the_host_reads_no_value_of_each_sequence(vlm: Policy, samples: list[Sample], temperature: float) -> None:
+    """R21: a GPU's host waits at each value that it reads, so their number must not grow with the batch."""
+
+    class Reads(TorchDispatchMode):
+        number = 0
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.number += function is torch.ops.aten._local_scalar_dense.default
+            return function(*args, **(kwargs or {}))
+
+    def reads(number: int) -> int:
+        with Reads() as counted:
+            rollouts = backend.generate([samples[1]] * number, first_req_idx=0, greedy=temperature == 0, **PLACE)
+        assert all(len(rollout.logprobs or ()) == NUM_NEW for rollout in rollouts), "each ran to the end"
+        return counted.number
+
+    keys = {"rollout_backend": "hf", "decode_batch_size": 8}
+    keys["decoding"] = {"max_new_tokens": NUM_NEW, "temperature": temperature}
+    backend = HfBackend(RolloutMatchingConfig.model_validate(keys), vlm, run_seed=7, logprobs=True)
+    assert reads(6) == reads(2) > 0
 
 
 def test_no_samples_no_call(vlm: Policy, monkeypatch: pytest.MonkeyPatch) -> None:
