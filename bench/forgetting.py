@@ -10,7 +10,7 @@ new one. The base is the demo's checkpoint after `sft` on both; of the new task 
 
 An *arm* is a method, on the same scenes of the new task and for the same time (`--run-seconds`, the start included).
 `sft, a tenth of old data` has a tenth more scenes, of the old task. Every few steps an arm answers validation scenes of
-the new task, and test scenes of both tasks (`data.retain`). The arms are compared at equal new-task F1: the *level* is
+the new task and test scenes of both tasks, all in one batch. The arms are compared at equal new-task F1: the *level* is
 the best validation F1 of the arm that reaches least, among those that gained at least 0.02 over the base. Of each arm
 the first evaluation at that level counts. `kept`: its old-task F1 on the test scenes minus that of `sft` [95% interval
 over scenes, the same for both].
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import time
 from collections import defaultdict
@@ -53,7 +54,7 @@ from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
 Row = dict[str, Any]
 F1 = "f1@0.5"
 COUNTED = ("tp@0.50", "ignored@0.50", "predictions", "truth")  # F1 needs these of a scene
-OLD, NEW = "old", "new"
+VAL, OLD, NEW = "val", "old", "new"  # the parts of an evaluation: its scenes' ids begin with them
 LEAST_GAIN = 0.02
 NEW_SHARE = 0.2  # share of the base's scenes
 REPORT_S = 6.0
@@ -178,6 +179,8 @@ def main(
     if device == Device.cuda and not torch.cuda.is_available():
         raise typer.BadParameter("--device cuda: torch finds no GPU here; wanted a GPU, or --device cpu")
     gpu = torch.cuda.is_available() and device != Device.cpu
+    if gpu:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")  # many processes share the cores
     number = slots if gpu else 1
     experiment = ForgettingExperiment(
         out=out,
@@ -192,6 +195,7 @@ def main(
         test=test,
     )
     chosen = [ForgettingRun(r, a, FIRST_SEED + i) for i in range(seeds) for r in regime or REGIMES for a in arm or ARMS]
+    chosen.sort(key=lambda run: ARMS[run.arm].grpo is None)  # the longest runs begin first, so that all end together
     sys.exit(exit_code_of(lambda processes: _work(experiment, processes, chosen), lambda: report(experiment.out)))
 
 
@@ -216,35 +220,35 @@ def _work(experiment: ForgettingExperiment, processes: Processes, runs: Sequence
 
 
 def write_data(experiment: ForgettingExperiment, regimes: Iterable[str]) -> None:
-    """Write per regime: `teaching` (the base's), `train` and `mixed` (with old scenes), `val`, and tests `old` and
-    `new`."""
-    teaching, tenth = 8 * experiment.scenes, -(-experiment.scenes // 10)
-    build(Build(train=teaching, val=0, test=0, seed=4), experiment.work / "data" / "teaching")
-    build(
-        Build(train=experiment.scenes + tenth, val=experiment.val, test=experiment.test, seed=3),
-        experiment.work / "data" / "scenes",
-    )
-    known = _rows(experiment.work / "data" / "teaching", "train")
-    train, val, test = (_rows(experiment.work / "data" / "scenes", split) for split in ("train", "val", "test"))
+    """Write per regime `train`, `mixed` (with old scenes) and `eval` (validation scenes, and test scenes of the old and
+    of the new task); where a base is missing `teaching`, which makes it."""
+    folder, workers = experiment.work / "data", os.cpu_count() or 1
+    tenth = -(-experiment.scenes // 10)
+    drawn = Build(train=experiment.scenes + tenth, val=experiment.val, test=experiment.test, seed=3)
+    build(drawn, folder / "scenes", workers=workers)
+    train, val, test = (_rows(folder / "scenes", split) for split in ("train", "val", "test"))
     for regime in regimes:
-        task, few = REGIMES[regime], round(NEW_SHARE * len(known))
+        task = REGIMES[regime]
         mine = of_new_task(train[: experiment.scenes], task)
+        asked = {VAL: of_new_task(val, task), OLD: test, NEW: of_new_task(test, task)}
         parts = {
-            "teaching": known[few:] + of_new_task(known[:few], task),
             "train": mine,
             "mixed": mine + train[experiment.scenes :],
-            "val": of_new_task(val, task),
-            OLD: test,
-            NEW: of_new_task(test, task),
+            "eval": [{**row, "id": f"{part}-{row['id']}"} for part, rows in asked.items() for row in rows],
         }
+        if not experiment.base(regime).is_dir():
+            build(Build(train=8 * experiment.scenes, val=0, test=0, seed=4), folder / "teaching", workers=workers)
+            known = _rows(folder / "teaching", "train")
+            few = round(NEW_SHARE * len(known))
+            parts["teaching"] = known[few:] + of_new_task(known[:few], task)
         for part, rows in parts.items():
             study.write_rows(experiment.data(regime, part), rows)
 
 
 def _rows(folder: Path, split: str) -> list[Row]:
-    """Return the rows with absolute paths of images: the files of a regime are elsewhere."""
+    """Return the rows with the images' paths from the folder above, where the files of the regimes are."""
     rows = study.read_rows(folder / f"{split}.jsonl")
-    return [{**row, "images": [str((folder / image).absolute()) for image in row["images"]]} for row in rows]
+    return [{**row, "images": [f"{folder.name}/{image}" for image in row["images"]]} for row in rows]
 
 
 def of_new_task(rows: Iterable[Row], task: NewTask) -> list[Row]:
@@ -294,7 +298,7 @@ def run_config(experiment: ForgettingExperiment, run: ForgettingRun) -> dict[str
         arm,
         model=experiment.base(run.regime),
         train=experiment.data(run.regime, "mixed" if arm.old_share else "train"),
-        test=experiment.data(run.regime, "val"),
+        test=experiment.data(run.regime, "eval"),
         run_dir=experiment.run_dir(run),
         steps=arm.steps,
         batch_size=batch_size,
@@ -313,7 +317,6 @@ def run_config(experiment: ForgettingExperiment, run: ForgettingRun) -> dict[str
             "eval_steps": max(1, arm.steps // arm.evaluations),
         },
     )
-    config["data"]["retain"] = [{"name": name, "val": str(experiment.data(run.regime, name))} for name in (OLD, NEW)]
     if arm.lora:
         config["model"]["lora"] = {"r": 16, "alpha": 32}
     return config
@@ -326,27 +329,22 @@ def keep_result(experiment: ForgettingExperiment, run: ForgettingRun) -> None:
     seconds: dict[int, float] = {0: 0.0}
     for step in steps_of(events):
         seconds[step["global_step"]] = seconds[step["global_step"] - 1] + step["step_s"]
-    course = [
-        {
-            "step": event["global_step"],
-            "seconds": round(seconds[event["global_step"]], 1),
-            "val": event["metrics"][F1],
-            **{
-                name: _counts(run_dir / "eval" / f"retain_{name}_{event['global_step']:06d}.jsonl")
-                for name in (OLD, NEW)
-            },
-        }
-        for event in events
-        if event["event"] == "eval"
-    ]
+    course = []
+    for event in events:
+        if event["event"] == "eval":
+            step = event["global_step"]
+            val, old, new = _parts(run_dir / "eval" / f"step_{step:06d}.jsonl")
+            course.append({"step": step, "seconds": round(seconds[step], 1), "val": _f1(val), OLD: old, NEW: new})
     result = {"arm": run.arm, "seed": run.seed, "course": course, **circumstances()}
     write_atomically(run.result(experiment.out), json.dumps(result) + "\n")
     say(f"{run.folder}: {len(course)} evaluations, new-task F1 {max((one['val'] for one in course), default=0.0):.3f}")
 
 
-def _counts(path: Path) -> dict[str, dict[str, float]]:
+def _parts(path: Path) -> list[dict[str, dict[str, float]]]:
+    """Return the counts of the scenes of each part, by id."""
     lines = [json.loads(line) for line in path.read_text().splitlines()]
-    return {line["id"]: {name: line["counts"].get(name, 0.0) for name in COUNTED} for line in lines}
+    counts = {line["id"]: {name: line["counts"].get(name, 0.0) for name in COUNTED} for line in lines}
+    return [{i: one for i, one in counts.items() if i.startswith(f"{part}-")} for part in (VAL, OLD, NEW)]
 
 
 # ---- the report ------------------------------------------------------------------------------------------------------

@@ -67,6 +67,7 @@ from shared.reading import json_in
 Row = dict[str, Any]
 
 VAL, TEST = 100, 500  # scenes of digits
+TAUGHT = 10_000  # scenes that the bases learn from
 TEST_PART = "test"
 SELECTED_BY = "fm@0.5"  # labels of validation scenes have gaps where those of training have
 REPORT_S = 6.0
@@ -392,7 +393,7 @@ def main(
 def engine(vllm: bool, slots: int) -> dict[str, Any]:
     """Return what makes rollouts: keys of `rollout_matching`."""
     if not vllm:
-        return {"rollout_backend": "hf", "decode_batch_size": 640}
+        return {"rollout_backend": "hf", "decode_batch_size": 1024}  # a whole evaluation
     share = {"gpu_memory_utilization": round(0.8 / slots, 3), "max_model_len": 1024}
     return {"decode_batch_size": 256, "vllm": {"mode": "colocate", "tensor_parallel_size": 1, **share}}
 
@@ -416,7 +417,7 @@ def _run(experiment: StudyExperiment, runs: Sequence[StudyRun], predicted: Seque
 
 def write_data(experiment: StudyExperiment, regimes: Iterable[Regime]) -> None:
     """Write per regime `REGIME.train.jsonl`, `REGIME.val.jsonl`, `REGIME.test.jsonl`, the last two also as
-    `REGIME.eval.jsonl`; for the bases `teaching/HABIT.jsonl`."""
+    `REGIME.eval.jsonl`; where a base is missing `teaching/HABIT.jsonl`."""
     began = time.monotonic()
     if any(not regime.is_bccd for regime in regimes):
         workers = os.cpu_count() or 1
@@ -425,17 +426,8 @@ def write_data(experiment: StudyExperiment, regimes: Iterable[Regime]) -> None:
             experiment.work / "data",
             workers=workers,
         )
-        build(Build(train=experiment.pool, val=0, test=0, seed=4), experiment.work / "teaching", workers=workers)
-        rows = read_rows(experiment.work / "teaching" / "train.jsonl")
-        for name, habit in HABITS.items():
-            rng = np.random.default_rng(5)
-            write_rows(
-                experiment.work / "teaching" / f"{name}.jsonl",
-                [
-                    row | ({"objects": habit.of_labels(row["objects"], rng)} if rng.random() < HABIT_SHARE else {})
-                    for row in rows
-                ],
-            )
+        if missing_bases(experiment, {regime.base for regime in regimes}):
+            _write_teaching(experiment, workers)
     for regime in regimes:
         train, val, test = _photographs(experiment) if regime.is_bccd else _digits(experiment, regime)
         if regime.fault:
@@ -446,6 +438,20 @@ def write_data(experiment: StudyExperiment, regimes: Iterable[Regime]) -> None:
         write_rows(folder / f"{regime.name}.test.jsonl", test)
         write_rows(folder / f"{regime.name}.eval.jsonl", val + test)
     say(f"data: {time.monotonic() - began:.0f} s")
+
+
+def _write_teaching(experiment: StudyExperiment, workers: int) -> None:
+    build(Build(train=TAUGHT, val=0, test=0, seed=4), experiment.work / "teaching", workers=workers)
+    rows = read_rows(experiment.work / "teaching" / "train.jsonl")
+    for name, habit in HABITS.items():
+        rng = np.random.default_rng(5)
+        write_rows(
+            experiment.work / "teaching" / f"{name}.jsonl",
+            [
+                row | ({"objects": habit.of_labels(row["objects"], rng)} if rng.random() < HABIT_SHARE else {})
+                for row in rows
+            ],
+        )
 
 
 def _digits(experiment: StudyExperiment, regime: Regime) -> tuple[list[Row], list[Row], list[Row]]:
@@ -483,17 +489,21 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 def make_bases(experiment: StudyExperiment, processes: Processes, names: Iterable[str]) -> None:
     """`knows` first, `half-taught` beside it, then those that come from it, side by side."""
-    wanted = set(names) - set(MODELS)
-    if wanted & set(HABITS):
-        wanted.add(KNOWS)
-    rounds = [[KNOWS, HALF], list(HABITS)]
-    for names_now in rounds:
-        missing = [name for name in names_now if name in wanted and not experiment.base(name).is_dir()]
-        started = {name: _start_base(experiment, processes, name) for name in missing}
+    missing = missing_bases(experiment, names)
+    for together in ([KNOWS, HALF], list(HABITS)):
+        started = {name: _start_base(experiment, processes, name) for name in together if name in missing}
         for name, learner in started.items():
             (checkpoint,) = checkpoints_of(learner, experiment.left_s()).values()
             export(checkpoint, experiment.base(name))
             say(f"base {name}: {experiment.left_s():.0f} s left")
+
+
+def missing_bases(experiment: StudyExperiment, names: Iterable[str]) -> set[str]:
+    """Return the bases that must be made for those named: `knows` too, for a habit that is not there."""
+    missing = {name for name in set(names) - set(MODELS) if not experiment.base(name).is_dir()}
+    if missing & set(HABITS) and not experiment.base(KNOWS).is_dir():
+        missing.add(KNOWS)
+    return missing
 
 
 def _start_base(experiment: StudyExperiment, processes: Processes, name: str) -> LearnerRun:

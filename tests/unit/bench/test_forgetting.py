@@ -49,7 +49,6 @@ def test_every_arm_is_a_configuration_that_the_learner_takes(tmp_path: Path) -> 
         write_yaml(path, run_config(experiment(tmp_path), ForgettingRun("even", name, 17)), "test")
         config = load_config(str(path), world_size=1)
         assert config.custom.trainer_variant == arm.variant
-        assert [one.name for one in config.data.retain] == ["old", "new"]
         assert (config.model.lora is not None) == arm.lora
 
 
@@ -66,17 +65,49 @@ def test_a_new_task_has_a_prompt_and_labels_of_its_own(regime: str) -> None:
 
 
 def test_the_data_of_a_regime(tmp_path: Path) -> None:
-    """Old scenes of `mixed` are none of the new task's, and both tests have the same scenes."""
+    """Old scenes of `mixed` are none of the new task's, and both tests have the same scenes. The files go along with
+    the folder, to another machine."""
     made = experiment(tmp_path)
     forgetting.write_data(made, ["even"])
-    parts = {name: study.read_rows(made.data("even", name)) for name in ("train", "mixed", "old", "new", "teaching")}
+    parts = {name: study.read_rows(made.data("even", name)) for name in ("train", "mixed", "eval", "teaching")}
+    for part in ("val", "old", "new"):
+        parts[part] = [row for row in parts["eval"] if row["id"].startswith(f"{part}-")]
     prompts = {name: {row["messages"][0]["content"] for row in rows} for name, rows in parts.items()}
     assert len(prompts["train"]) == len(prompts["new"]) == len(prompts["old"]) == 1
     assert prompts["mixed"] == prompts["teaching"] == prompts["old"] | prompts["new"]
+    assert prompts["val"] == prompts["train"] == prompts["new"]
     extra = {row["id"] for row in parts["mixed"]} - {row["id"] for row in parts["train"]}
     assert len(extra) == len(parts["mixed"]) - len(parts["train"]) == 1
-    assert {row["id"] for row in parts["new"]} <= {row["id"] for row in parts["old"]}
-    assert all(Path(image).is_file() for rows in parts.values() for row in rows for image in row["images"])
+    pictures = {name: {row["images"][0] for row in rows} for name, rows in parts.items()}
+    assert pictures["new"] <= pictures["old"]
+    assert not pictures["val"] & pictures["old"]
+    assert all((made.work / "data" / picture).is_file() for some in pictures.values() for picture in some)
+
+
+def test_a_base_that_is_there_needs_no_teaching(tmp_path: Path) -> None:
+    made = experiment(tmp_path)
+    made.base("even").mkdir(parents=True)
+    forgetting.write_data(made, ["even"])
+    assert made.data("even", "train").is_file()
+    assert not made.data("even", "teaching").exists()
+
+
+def test_an_evaluation_is_kept_by_its_parts(tmp_path: Path) -> None:
+    """One file has the validation scenes and both tests; each scene counts for the part that its id names."""
+    made, run = experiment(tmp_path), ForgettingRun("even", "sft", 17)
+    folder = made.run_dir(run)
+    (folder / "eval").mkdir(parents=True)
+    hits = {"val": 1.0, "old": 0.0, "new": 1.0}
+    counts = {"truth": 1.0, "predictions": 1.0}
+    lines = [{"id": f"{part}-test-1", "counts": {**counts, "tp@0.50": hit}} for part, hit in hits.items()]
+    (folder / "eval" / "step_000000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    event = {"event": "eval", "global_step": 0, "metrics": {"f1@0.5": 0.5}}
+    (folder / "metrics.jsonl").write_text(json.dumps(event) + "\n")
+    run.result(made.out).parent.mkdir(parents=True)
+    forgetting.keep_result(made, run)
+    (kept,) = json.loads(run.result(made.out).read_text())["course"]
+    assert kept["val"] == 1.0
+    assert [kept[part][f"{part}-test-1"]["tp@0.50"] for part in ("old", "new")] == [0.0, 1.0]
 
 
 def scenes(hits: int) -> dict[str, dict[str, float]]:

@@ -122,6 +122,15 @@ def test_the_stages_of_a_recipe_are_one_course(tmp_path: Path) -> None:
     assert [one["global_step"] for one in steps] == [*range(1, 17), *range(9, 25)]
 
 
+def test_only_missing_bases_are_taught(tmp_path: Path) -> None:
+    """A habit is taught to `knows`; a habit that is there needs no `knows`."""
+    made = experiment(tmp_path)
+    assert study.missing_bases(made, ["demo", "bccd"]) == set()
+    assert study.missing_bases(made, ["demo", "repeats"]) == {"repeats", "knows"}
+    made.base("repeats").mkdir(parents=True)
+    assert study.missing_bases(made, ["repeats", "half-taught"]) == {"half-taught"}
+
+
 def test_a_recipe_has_the_time_of_a_run(tmp_path: Path) -> None:
     with pytest.raises(typer.BadParameter, match="run-seconds"):
         study.main(out=tmp_path, arm=["recipe"], regime=["demo-32"], colocate=False)
