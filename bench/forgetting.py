@@ -213,6 +213,7 @@ def _work(experiment: ForgettingExperiment, processes: Processes, runs: Sequence
         keep=lambda run: keep_result(experiment, run),
         run_limit_s=experiment.run_s,
         keeps_stopped=True,
+        keeps_cut=True,  # arms are compared where they have the same F1, not after the same time
     )
 
 
@@ -335,6 +336,9 @@ def keep_result(experiment: ForgettingExperiment, run: ForgettingRun) -> None:
             step = event["global_step"]
             val, old, new = _parts(run_dir / "eval" / f"step_{step:06d}.jsonl")
             course.append({"step": step, "seconds": round(seconds[step], 1), "val": _f1(val), OLD: old, NEW: new})
+    if len(course) < 2:
+        say(f"{run.folder}: stopped before it was evaluated after a step")
+        return
     result = {"arm": run.arm, "seed": run.seed, "course": course, **circumstances()}
     write_atomically(run.result(experiment.out), json.dumps(result) + "\n")
     say(f"{run.folder}: {len(course)} evaluations, new-task F1 {max((one['val'] for one in course), default=0.0):.3f}")

@@ -28,6 +28,7 @@ from shared.errors import CheckpointError, ProjectError
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _POLL_S = 0.2
 _EXPORT_S = 120.0
+_CUT_S = 1.0
 _LAST_LINES = 60
 
 
@@ -126,9 +127,10 @@ def run_all(
     ended: Callable[[R, int | None], None],  # gets the exit code; None if it ran out of time
     deadline: float,
     run_limit_s: float,
+    reports_cut: bool = False,
 ) -> None:
-    """Run until no run is left or `deadline` (monotonic) has passed. Runs that are still going are stopped and not
-    reported."""
+    """Run until no run is left or `deadline` (monotonic) has passed. Runs that are still going are stopped, and with
+    `reports_cut` reported as out of time."""
     while time.monotonic() < deadline:
         for slot in slots:
             _look(slot, ended, run_limit_s)
@@ -138,9 +140,14 @@ def run_all(
         if all(slot.run is None for slot in slots):
             return
         time.sleep(_POLL_S)
-    for slot in slots:
-        if slot.learner is not None and slot.run is not None:
-            slot.learner.process.stop(1.0)
+    going = [(slot.run, slot.learner.process) for slot in slots if slot.run is not None and slot.learner is not None]
+    for _, process in going:
+        process.popen.terminate()  # all at once: they have one second together
+    killed_at = time.monotonic() + _CUT_S
+    for run, process in going:
+        process.stop(max(0.0, killed_at - time.monotonic()))
+        if reports_cut:
+            ended(run, None)
 
 
 def _look(slot: Slot[R], ended: Callable[[R, int | None], None], run_limit_s: float) -> None:
@@ -197,12 +204,13 @@ class Experiment:
         can_start: Callable[[N], bool] = lambda run: True,
         run_limit_s: float | None = None,
         keeps_stopped: bool = False,
+        keeps_cut: bool = False,
     ) -> None:
         """Run every run without a result, several side by side, as far as the time goes.
 
         `keep` writes the result of a run that has ended well; with `keeps_stopped` also of one that `run_limit_s` has
-        stopped. `command`: of the learner, with its options; none: `train`. `can_start` False: the run waits for
-        others.
+        stopped, with `keeps_cut` too of one that the experiment's deadline has. `command`: of the learner, with its
+        options; none: `train`. `can_start` False: the run waits for others.
         """
         left = self.unfinished(runs)
         say(f"{len(left)} runs, {len(slots)} at a time, {self.left_s():.0f} s left")
@@ -235,7 +243,15 @@ class Experiment:
             say(f"{run.folder}: {'out of time' if code is None else f'exit code {code}'}: {last_words(log)}")
 
         limit_s = self.left_s() if run_limit_s is None else run_limit_s
-        run_all(slots, next_run=next_run, start=start, ended=ended, deadline=self.deadline, run_limit_s=limit_s)
+        run_all(
+            slots,
+            next_run=next_run,
+            start=start,
+            ended=ended,
+            deadline=self.deadline,
+            run_limit_s=limit_s,
+            reports_cut=keeps_cut,
+        )
 
 
 # ---- base models ---------------------------------------------------------------------------------------------------

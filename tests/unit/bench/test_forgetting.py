@@ -100,14 +100,18 @@ def test_an_evaluation_is_kept_by_its_parts(tmp_path: Path) -> None:
     hits = {"val": 1.0, "old": 0.0, "new": 1.0}
     counts = {"truth": 1.0, "predictions": 1.0}
     lines = [{"id": f"{part}-test-1", "counts": {**counts, "tp@0.50": hit}} for part, hit in hits.items()]
-    (folder / "eval" / "step_000000.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    event = {"event": "eval", "global_step": 0, "metrics": {"f1@0.5": 0.5}}
-    (folder / "metrics.jsonl").write_text(json.dumps(event) + "\n")
     run.result(made.out).parent.mkdir(parents=True)
-    forgetting.keep_result(made, run)
-    (kept,) = json.loads(run.result(made.out).read_text())["course"]
-    assert kept["val"] == 1.0
-    assert [kept[part][f"{part}-test-1"]["tp@0.50"] for part in ("old", "new")] == [0.0, 1.0]
+    for step in (0, 1):
+        (folder / "eval" / f"step_{step:06d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        event = {"event": "eval", "global_step": step, "metrics": {"f1@0.5": 0.5}}
+        took = {"event": "step", "global_step": 1, "metrics": {"step_s": 2.0}}
+        with (folder / "metrics.jsonl").open("a") as file:
+            file.write("".join(json.dumps(one) + "\n" for one in ([took, event] if step else [event])))
+        forgetting.keep_result(made, run)
+        assert run.result(made.out).exists() == (step == 1), "its start alone is no result"
+    first, last = json.loads(run.result(made.out).read_text())["course"]
+    assert (first["step"], last["step"], last["seconds"], last["val"]) == (0, 1, 2.0, 1.0)
+    assert [last[part][f"{part}-test-1"]["tp@0.50"] for part in ("old", "new")] == [0.0, 1.0]
 
 
 def scenes(hits: int) -> dict[str, dict[str, float]]:

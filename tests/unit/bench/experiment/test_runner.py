@@ -65,19 +65,25 @@ def test_slots_run_everything_side_by_side_and_report_how_it_ended(tmp_path: Pat
     assert time.monotonic() - began < 20.0
 
 
-def test_at_the_deadline_what_runs_is_stopped_and_not_reported(tmp_path: Path) -> None:
-    left, ends = [Job("slow", "import time; time.sleep(60)")], []
+@pytest.mark.parametrize("reports_cut", [False, True])
+def test_at_the_deadline_what_runs_is_stopped(reports_cut: bool, tmp_path: Path) -> None:
+    """All together, however long each takes to end."""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"
+    left, ends = [Job(str(i), stubborn) for i in range(8)], {}
+    deadline = time.monotonic() + 1.0
     with supervised() as processes:
         run_all(
-            [Slot(index=0)],
+            [Slot(index=i) for i in range(8)],
             next_run=lambda: left.pop() if left else None,
             start=lambda job, slot: job.start(processes, tmp_path),
-            ended=lambda job, code: ends.append(job),
-            deadline=time.monotonic() + 1.0,
+            ended=lambda job, code: ends.update({job.name: code}),
+            deadline=deadline,
             run_limit_s=60.0,
+            reports_cut=reports_cut,
         )
-        assert processes.started[-1].popen.poll() is not None
-    assert ends == []
+        assert all(process.popen.poll() is not None for process in processes.started)
+    assert time.monotonic() - deadline < 6.0, "a second for all, not for each"
+    assert ends == (dict.fromkeys("76543210") if reports_cut else {})
 
 
 def test_a_slot_whose_server_has_ended_takes_no_more_runs(tmp_path: Path) -> None:
