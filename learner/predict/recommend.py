@@ -120,14 +120,17 @@ def _labels_are_missing(found: Mapping[str, FeatureEstimate]) -> Rule:
     return Rule(COMPLETED_SFT, missing.low > MISSING, reason)
 
 
-def better_places(found: Mapping[str, FeatureEstimate]) -> Rule:
-    """Return True if rollouts can still teach: the best of K answers is better in places, and K answers differ."""
+def better_places(found: Mapping[str, FeatureEstimate], *, least_low: float = HEADROOM) -> Rule:
+    """Return True if rollouts can still teach: the best of K answers is better in places, and K answers differ. The
+    interval must lie above `least_low`, the estimate above HEADROOM."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
         f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "
-        f"answers that are all worth the same; {HEADROOM} and at most {NO_SIGNAL:.0%} are asked for"
+        f"answers that are all worth the same; more than {HEADROOM}, an interval above {least_low:g}, and at most "
+        f"{NO_SIGNAL:.0%} are asked for"
     )
-    return Rule(GRPO, headroom.low > HEADROOM and silent.value <= NO_SIGNAL, reason)
+    holds = headroom.value > HEADROOM and headroom.low > least_low and silent.value <= NO_SIGNAL
+    return Rule(GRPO, holds, reason)
 
 
 def _better_places_now(found: Mapping[str, FeatureEstimate]) -> Rule:

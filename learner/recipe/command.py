@@ -25,8 +25,7 @@ from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
-from learner.predict.recommend import better_places
-from learner.recipe.headroom import measure_headroom
+from learner.recipe.headroom import grpo_pays, measure_headroom
 from learner.recipe.record import START, TIME_UP, Record, StageResult, digest_of, read_record, spent_s, stage_result
 from learner.recipe.stages import GRPO, PATIENCE, SFT, check_recipe, grpo_stage, metric_of, sft_stage
 from learner.report.page import write_report
@@ -39,7 +38,9 @@ from learner.wiring.build import joined_ranks, train_on
 from shared.config.parse import write_yaml
 from shared.errors import ConfigError
 
-SFT_SHARE = 0.6  # largest share of the time, as long as grpo may follow
+# The largest share of the time, as long as grpo may follow. Patience ends sft long before. While its score rises it
+# learns faster than grpo would: on photographs 60% of five minutes were over after one step.
+SFT_SHARE = 0.8
 AGAIN = os.EX_TEMPFAIL  # the exit code of a recipe that goes on in a new process
 LEAST_SHARE = 0.1  # share of the time: with less, grpo is not begun
 WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
@@ -170,7 +171,7 @@ class Recipe:
         self._began_s = time.monotonic()
         if code or (name == GRPO and not self.record.grpo):
             return code
-        patience = config.training.early_stop_patience or PATIENCE
+        patience = config.training.early_stop_patience or PATIENCE[name]
         run_dir, why = Path(config.training.output_dir), why or self.record.grpo
 
         def ended() -> Record:
@@ -195,7 +196,7 @@ class Recipe:
         trainer.journal.note("recipe: measuring what rollouts could still gain")
         trainer.complete_labels()
         found = measure_headroom(trainer)
-        rule = better_places(found)
+        rule = grpo_pays(found)
         self.record = replace(self.record, headroom=found)
         self._decide(**{"grpo" if rule.holds else "no_grpo": rule.reason})
         return rule.holds

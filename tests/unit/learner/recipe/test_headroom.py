@@ -1,0 +1,45 @@
+"""The rule by which a recipe begins `grpo`, on what recipes measured (R49)."""
+
+from __future__ import annotations
+
+import pytest
+
+from learner.predict.features import FeatureEstimate
+from learner.predict.recommend import Rule, better_places
+from learner.recipe.headroom import grpo_pays
+
+
+def found(places: tuple[float, float, float], silent: float) -> dict[str, FeatureEstimate]:
+    return {
+        "headroom_places": FeatureEstimate(*places),
+        "no_signal": FeatureEstimate(silent, max(0.0, silent - 0.1), min(1.0, silent + 0.1)),
+    }
+
+
+@pytest.mark.parametrize(
+    ("regime", "places", "silent", "pays"),
+    [
+        ("60% missing: grpo has 0.832 there, sft 0.789", (0.040, 0.012, 0.071), 0.11, True),
+        ("40% missing: grpo has 0.826, sft 0.830", (0.025, 0.010, 0.040), 0.22, False),
+        ("20% missing: a tie", (0.013, -0.000, 0.032), 0.22, False),
+        ("complete: grpo has 0.827, sft 0.834", (0.017, 0.004, 0.032), 0.25, False),
+        ("perhaps nothing is left", (0.040, -0.001, 0.081), 0.11, False),
+        ("answers hardly differ", (0.040, 0.012, 0.071), 0.81, False),
+    ],
+)
+def test_grpo_begins_where_its_gain_is_likely(
+    regime: str, places: tuple[float, float, float], silent: float, pays: bool
+) -> None:
+    rule = grpo_pays(found(places, silent))
+    assert rule.holds is pays, regime
+    assert f"{places[0]:.3f}" in rule.reason
+
+
+def test_a_recommendation_asks_for_more_than_a_recipe() -> None:
+    """A recipe only spends the time that it has left, and keeps the better weights."""
+    measured = found((0.040, 0.012, 0.071), 0.11)
+    asked: list[Rule] = [better_places(measured), grpo_pays(measured)]
+    assert [rule.holds for rule in asked] == [False, True]
+    sure = found((0.060, 0.031, 0.090), 0.11)
+    assert better_places(sure).holds
+    assert grpo_pays(sure).holds
