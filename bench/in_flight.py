@@ -86,8 +86,8 @@ def server_config(model: Path, images: Path, *, on_gpu: bool, num_requests: int)
         "max_num_seqs": num_requests,
     }
     if not on_gpu:
-        engine_args = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
-        return {**config, "enforce_eager": True, "cpu_threads": 1, "engine_args": engine_args}
+        small = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES}
+        return {**config, "enforce_eager": True, "cpu_threads": 1, "engine_args": small}
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 16, 32, 48, 64]}
     engine_args = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "compilation_config": graphs}
     return {**config, "gpu_memory_utilization": 0.8, "engine_args": engine_args}

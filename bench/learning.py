@@ -13,6 +13,10 @@ answers of 220 tokens in the median, lognormal with sigma 0.9: a mean of 330, 1 
 "demo": the same prompts, answers of 35 tokens an object (Qwen's JSON with coordinates in digits) and four times the
 objects of the demo's rollouts on its 200 test scenes after stage 2 (1 to 8 of them, here 4 to 32): hardly any tail.
 
+`photographs` does the same for a vision-language model, compiled only. The lengths are those of "long tail", and a
+prompt's first tokens are those of a photograph: as many as fit, so the sizes differ (up to 1,150 tokens, or 4,600
+patches of 16x16 pixels). The tower and its products count as the layers of the language model do.
+
 About 150 s on one H200. To try it without a GPU: `--device cpu`.
 """
 
@@ -34,7 +38,7 @@ from torch.profiler import ProfilerActivity, profile
 from transformers import PreTrainedModel
 
 from bench.figures import Figure, median, sampled
-from bench.models import Size, text_model
+from bench.models import PhotographSize, Size, photograph_model, text_model
 from learner.config.sections.model import ModelConfig
 from learner.config.sections.training import TrainingConfig
 from learner.policy.compiled import uncompiled
@@ -42,11 +46,12 @@ from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
 from learner.policy.packed import pack_inputs
 from learner.policy.parallel import Ranks
-from learner.records import PackedRow, Segment
+from learner.records import PackedRow, Segment, VisionInputs
 from learner.steps.packing import pack_all
 from shared.errors import ConfigError
 
 WANTED_SHARE = 0.5  # share of the matmul rate
+WANTED_CHECKPOINTED = 0.42  # the same with gradient checkpointing, of rows with photographs
 ROWS_PER_STEP, STEPS = 3, 3
 COMPARED_SAMPLES = 72
 PROFILED_KERNELS = 25
@@ -55,29 +60,30 @@ T = TypeVar("T")
 
 
 def measure(folder: Path, *, size: Size = "4B", row_tokens: int = 16_384) -> Iterator[Figure]:
-    """Measure all cases, one after the other. `row_tokens`: capacity of a row."""
-    return Learning(folder, size, row_tokens).measure()
+    """Measure all cases of a text model, one after the other. `row_tokens`: capacity of a row."""
+    return Learning(partial(text_model, folder, size), row_tokens).measure()
+
+
+def photographs(folder: Path, *, size: PhotographSize = "4B", row_tokens: int = 16_384) -> Iterator[Figure]:
+    """Measure a vision-language model on rows with photographs, compiled; eager if it cannot be compiled."""
+    return Learning(partial(photograph_model, folder, size), row_tokens).with_photographs()
 
 
 class Learning:
     """One policy, and the cases measured with it."""
 
-    def __init__(self, folder: Path, size: Size, row_tokens: int) -> None:
-        self.folder, self.size, self.row_tokens = folder, size, row_tokens
+    def __init__(self, make_model: Callable[[], Path], row_tokens: int) -> None:
+        self.make_model, self.row_tokens = make_model, row_tokens
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.console = Console(highlight=False, width=180)
         self.peak_flops = 0.0
 
     def measure(self) -> Iterator[Figure]:
         begin = time.perf_counter()
-        self.peak_flops = matmul_rate(self.device)
-        yield Figure(name="torch.matmul, bfloat16, square", value=self.peak_flops / 1e12, unit="TFLOP/s")
-        self.model = text_model(self.folder, self.size)
-        free_memory()
+        yield self.matmul()
         policy = self.policy()
         rows = self.rows(policy)
-        num_parameters = sum(p.numel() for p in policy.model.parameters())
-        self.console.print(f"{num_parameters / 1e9:.2f}B parameters, {time.perf_counter() - begin:.0f} s so far")
+        self.console.print(f"{time.perf_counter() - begin:.0f} s so far")
         if not policy.why_not_compiled:
             yield from self.cases(policy, rows, "compiled", wanted=WANTED_SHARE)
             for lengths in get_args(Lengths):
@@ -86,30 +92,58 @@ class Learning:
             yield from self.cases(policy, rows, "eager")
         yield Figure(name="the whole part", value=time.perf_counter() - begin, unit="s")
 
+    def with_photographs(self) -> Iterator[Figure]:
+        begin = time.perf_counter()
+        yield self.matmul()
+        policy = self.policy()
+        rows = [with_photographs(row, policy.model, seed=i) for i, row in enumerate(self.rows(policy))]
+        self.console.print(f"{time.perf_counter() - begin:.0f} s so far")
+        patches = sum(num_patches(row) for row in rows)
+        tower = sum(tower_flops(policy.model, row) for row in rows)
+        whole = sum(model_flops(policy.model, row) for row in rows)
+        yield Figure(name="patches per token of a row", value=patches / sum(r.num_tokens for r in rows), unit="")
+        yield Figure(name="the vision tower's part of the model FLOPs", value=tower / whole, unit="share")
+        bounds = {"wanted": WANTED_SHARE, "checkpointed": WANTED_CHECKPOINTED}
+        yield from self.cases(policy, rows, "eager" if policy.why_not_compiled else "compiled", **bounds)
+        yield Figure(name="the whole part", value=time.perf_counter() - begin, unit="s")
+
+    def matmul(self) -> Figure:
+        self.peak_flops = matmul_rate(self.device)
+        return Figure(name="torch.matmul, bfloat16, square", value=self.peak_flops / 1e12, unit="TFLOP/s")
+
     def policy(self) -> Policy:
         """Return the policy, compiled where that is possible."""
-        config = ModelConfig(path=str(self.model), dtype="bfloat16", compile=True)
+        config = ModelConfig(path=str(self.make_model()), dtype="bfloat16", compile=True)
+        free_memory()
         try:
-            return self.load(config)
+            policy = self.load(config)
         except ConfigError as error:
             self.console.print(f"only eager: {error}", markup=False, soft_wrap=True)
-            return self.load(config.model_copy(update={"compile": False}))
+            policy = self.load(config.model_copy(update={"compile": False}))
+        self.console.print(f"{sum(p.numel() for p in policy.model.parameters()) / 1e9:.2f}B parameters")
+        return policy
 
     def load(self, config: ModelConfig) -> Policy:
         return load_policy(config, device=self.device, bf16=self.device.type == "cuda")
 
     def cases(
-        self, policy: Policy, rows: Sequence[PackedRow], name: str, wanted: float | None = None
+        self,
+        policy: Policy,
+        rows: Sequence[PackedRow],
+        name: str,
+        *,
+        wanted: float | None = None,
+        checkpointed: float | None = None,
     ) -> Iterator[Figure]:
-        """Measure all cases, with and without gradient checkpointing."""
+        """Measure all cases, with and without gradient checkpointing. `wanted`, `checkpointed`: their bounds."""
         model = policy.model
         yield from self.attempt(f"{name}, first row", partial(self.first_row, policy, rows[0], name))
         yield from self.attempt(f"{name}", partial(self.steps, policy, rows, name, wanted))
         yield from self.attempt(f"{name}, parts", partial(self.parts, policy, rows, name))
         yield from self.attempt(f"{name}, profile", partial(self.profile, policy, rows[0], name))
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        checkpointed = partial(self.steps, policy, rows, f"{name}, gradient checkpointing")
-        yield from self.attempt(f"{name}, checkpointing", checkpointed)
+        steps = partial(self.steps, policy, rows, f"{name}, gradient checkpointing", checkpointed)
+        yield from self.attempt(f"{name}, checkpointing", steps)
         model.gradient_checkpointing_disable()
 
     def rows(self, policy: Policy) -> list[PackedRow]:
@@ -149,10 +183,12 @@ class Learning:
         """Seconds of each part of a step alone, with waits; the median over rows."""
         optimizer = self.optimizer(policy)
         packing = [self.timed(partial(pack_inputs, row, policy.model, CPU))[0] for row in rows]
+        sending = [self.timed(partial(pack_inputs, row, policy.model, self.device))[0] for row in rows]
         learning = [self.timed(partial(policy.backward, row))[0] for row in rows]
         reducing, _ = self.timed(partial(policy.reduce_gradients, Ranks(), weight_sum=1000.0))
         updating, _ = self.timed(partial(optimizer.update, 0))
         yield sampled(f"{name}: packing a row, on the host", packing, "s")
+        yield sampled(f"{name}: packing a row, onto the device", sending, "s")
         yield sampled(f"{name}: forward and backward of a row", learning, "s")
         yield Figure(name=f"{name}: gradients scaled, once per step", value=reducing, unit="s")
         yield Figure(name=f"{name}: clipping and AdamW, once per step", value=updating, unit="s")
@@ -316,13 +352,51 @@ def _pad(segment: Segment, length: int) -> Segment:
     )
 
 
+def with_photographs(row: PackedRow, model: PreTrainedModel, *, seed: int) -> PackedRow:
+    """Return the row with a photograph at the beginning of every prompt, in place of as many tokens."""
+    rng = np.random.default_rng(seed)
+    return replace(row, segments=tuple(_with_photograph(segment, model, rng) for segment in row.segments))
+
+
+def _with_photograph(segment: Segment, model: PreTrainedModel, rng: np.random.Generator) -> Segment:
+    """Put in the largest photograph that leaves the prompt two tokens, about four thirds as wide as high."""
+    vision, image_token = model.config.vision_config, model.config.image_token_id
+    most = max(1, segment.prompt_length - 2)
+    height = max(1, int((most * 3 / 4) ** 0.5))
+    width = most // height
+    side = vision.spatial_merge_size
+    values = rng.standard_normal((height * width * side**2, _patch_dim(model)), dtype=np.float32)
+    ids = np.where(segment.input_ids == image_token, 0, segment.input_ids)
+    ids[: height * width] = image_token
+    grid = torch.tensor([[1, height * side, width * side]])
+    return replace(
+        segment,
+        input_ids=ids,
+        labels=np.where(segment.labels == -100, -100, ids),
+        vision=VisionInputs(pixel_values=torch.from_numpy(values), image_grid_thw=grid),
+    )
+
+
+def _patch_dim(model: PreTrainedModel) -> int:
+    vision = model.config.vision_config
+    return int(vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+
+
+def num_patches(row: PackedRow) -> int:
+    return sum(_patches(segment) for segment in row.segments)
+
+
+def _patches(segment: Segment) -> int:
+    return len(segment.vision.pixel_values) if segment.vision is not None else 0
+
+
 def model_flops(model: PreTrainedModel, row: PackedRow) -> float:
     """Return the multiplications and additions that learning this row needs, forward and backward, recomputation not
     counted.
 
     `6 N T + 6 V h S + 3 layers x sum over segments of 2 L (L + 1) H D`: N weights of the layers' matrices and T tokens;
     V x h weights of the output head and S supervised tokens; L tokens of a segment, each attending to itself and all
-    before it, with H query heads of size D.
+    before it, with H query heads of size D. And those of the vision tower.
     """
     settings = model.config.get_text_config()
     layers = model.get_decoder().layers
@@ -331,4 +405,25 @@ def model_flops(model: PreTrainedModel, row: PackedRow) -> float:
     pairs = sum(len(segment) * (len(segment) + 1) for segment in row.segments)
     width = settings.num_attention_heads * settings.head_dim
     head = settings.vocab_size * settings.hidden_size
-    return 6.0 * weights * row.num_tokens + 6.0 * head * supervised + 3.0 * len(layers) * 2 * pairs * width
+    text = 6.0 * weights * row.num_tokens + 6.0 * head * supervised + 3.0 * len(layers) * 2 * pairs * width
+    return text + tower_flops(model, row)
+
+
+def tower_flops(model: PreTrainedModel, row: PackedRow) -> float:
+    """Return the vision tower's part of `model_flops`; 0 without photographs. One photograph a segment.
+
+    `4 E P + 6 N P + 3 layers x sum over photographs of 4 p^2 h + 6 M P / m^2`: E weights of the patch embedding, whose
+    input needs no gradient; P patches; N weights of the layers' matrices; p patches of a photograph, each attending to
+    all, with h channels; M weights of the mergers' matrices, which see m x m patches at once.
+    """
+    patches = num_patches(row)
+    if not patches:
+        return 0.0
+    tower, settings = model.base_model.visual, model.config.vision_config
+    mergers = [tower.merger, *getattr(tower, "deepstack_merger_list", [])]
+    weights = sum(p.numel() for p in tower.blocks.parameters() if p.ndim == 2)
+    merging = sum(p.numel() for merger in mergers for p in merger.parameters() if p.ndim == 2)
+    embedding = _patch_dim(model) * settings.hidden_size
+    pairs = sum(_patches(segment) ** 2 for segment in row.segments)
+    products = 4.0 * embedding + 6.0 * weights + 6.0 * merging / settings.spatial_merge_size**2
+    return products * patches + 3.0 * len(tower.blocks) * 4 * pairs * settings.hidden_size

@@ -48,6 +48,7 @@ Part = Literal[
     "memory",
     "several",
     "learning",
+    "learning_photographs",
     "offload",
     "changed",
     "jitter",
@@ -101,6 +102,10 @@ PARTS: Mapping[Part, Sequence[Job]] = {
     "learning": [
         _cuda(1, "bench.learning:measure", size="4B"),
         _try("bench.learning:measure", size="tiny", row_tokens=1024),
+    ],
+    "learning_photographs": [
+        _cuda(1, "bench.learning:photographs", size="4B"),
+        _try("bench.learning:photographs", size="small", row_tokens=1024),
     ],
     "offload": [_cuda(1, "bench.training:offload", size="4B"), _try("bench.training:offload", size="tiny")],
     "changed": [

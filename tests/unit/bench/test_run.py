@@ -69,6 +69,7 @@ def test_parts_know_on_which_devices_they_run() -> None:
         ("bench.in_flight:measure", "4B"),
         ("bench.sync:full", "4B"),
         ("bench.learning:measure", "4B"),
+        ("bench.learning:photographs", "4B"),
         ("bench.training:offload", "4B"),
         ("bench.changed:measure", "0.6B"),
         ("bench.jitter:measure", "0.5B"),
