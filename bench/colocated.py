@@ -2,12 +2,12 @@
 
 The race's run (`bench.race`) is built in a process of its own, without its training steps, so nothing is compiled for
 learning. In turn: a sync, and the rollouts of a step. The first sync is sampled: what compiles there, and in which
-functions its time goes. Then come syncs in several ways: as in a run, and without each of the CUDA graphs that a
-sync replays. Before each the adapter is changed a little, so the canary checks what was replayed. One way waits for the
-device at the end of each part, so that its work counts where it was launched. Merging alone is timed too, against the
-operations of peft one by one. One sync and one call of rollouts are profiled. Last, the engine alone gets the same
-prompts, each rendered by itself, as the rollouts ask for them, and without seeds, log-probabilities, images, or all of
-these.
+functions its time goes. Then come syncs in several ways: as in a run, where the learner scores beside the engine; with
+the learner's scores before the load; and without each of the CUDA graphs that a sync replays. Before each the adapter
+is changed a little, so the canary checks what was replayed. One way waits for the device at the end of each part, so
+that its work counts where it was launched. Merging alone is timed too, against the operations of peft one by one. One
+sync and one call of rollouts are profiled. Last, the engine alone gets the same prompts, each rendered by itself, as
+the rollouts ask for them, and without seeds, log-probabilities, images, or all of these.
 
 Out: FILE with the seconds and parts of each sync and rollout, the engine's seconds alone, and `exit`: the process's
 exit code, and lines of vLLM's allocator among its last words. In `STEM-logs` beside it: `run.log`, all that the process
@@ -146,6 +146,10 @@ class World:
     def launch_loads(self) -> None:
         """Run merges and copies from Python from now on."""
         self._delivery._graph = None
+
+    def score_before(self) -> None:
+        """Let the learner score before the load from now on, and not beside the engine."""
+        self._delivery._scores_beside = lambda: False
 
     @contextmanager
     def waiting(self) -> Iterator[None]:
@@ -381,6 +385,7 @@ def _ways(world: World, found: dict[str, Any], syncs: int, keep: Callable[[], No
     ways: dict[str, tuple[Callable[[], None], AbstractContextManager[None]]] = {
         "as in a run": (nothing, nullcontext()),
         "as in a run, waiting for the device after each part": (nothing, world.waiting()),
+        "scores before the load": (world.score_before, nullcontext()),
         "layers captured one by one": (world.capture_layers, nullcontext()),
         "layers one by one, loads launched": (world.launch_loads, nullcontext()),
         "nothing captured": (world.launch_layers, nullcontext()),

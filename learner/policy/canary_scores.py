@@ -11,6 +11,9 @@ On CUDA, each forward pass of answers without images is captured once as a CUDA 
 of 4B; launching every kernel from Python takes several times as long. With images the pass is captured with what it
 reads on the host (`pass_graph.py`), or else its layers one by one (`layer_graphs.py`). A sharded model's layers are at
 other addresses in every pass, so nothing is captured.
+
+A pass that is one graph with images runs beside what is launched after it (`side_stream.py`). It reads the policy, so
+`CanaryScores.join` comes before the policy changes.
 """
 
 from __future__ import annotations
@@ -28,6 +31,7 @@ from learner.policy.layer_graphs import CudaRecorder, LayerGraphs, Work
 from learner.policy.load import Policy
 from learner.policy.packed import PackedInputs
 from learner.policy.pass_graph import PassGraph
+from learner.policy.side_stream import SideStream
 from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
 from shared.quantization import Quantization
@@ -43,11 +47,13 @@ class CanaryScores:
     """Natural log-probabilities per answer under the weights that are served. `merge_gap`: their mean absolute
     difference from the log-probabilities under the weights as trained, nats per token.
 
-    Reading the log-probabilities waits for the device. So whoever can sends weights first."""
+    Reading the log-probabilities waits for the device. So whoever can sends weights first. `join`, which does not wait:
+    what is launched on the device from now on comes after the pass. Call it before the policy may change."""
 
     read: Read
     merge_gap: float
     checksums: Checksums = field(default_factory=dict)  # those of the weights that were used, as far as they are known
+    join: Callable[[], None] = lambda: None
 
     @property
     def logprobs(self) -> list[list[float]]:
@@ -99,7 +105,7 @@ class CanaryScorer:
             way.merge_gap = float(gaps.mean())
         way.number += 1
         checksums = self._checksums(way) | way.scorer.checksums
-        return CanaryScores(read=sent, merge_gap=way.merge_gap, checksums=checksums)
+        return CanaryScores(read=sent, merge_gap=way.merge_gap, checksums=checksums, join=way.scorer.join)
 
     @torch.no_grad()
     def _checksums(self, way: _Sent) -> Checksums:
@@ -149,7 +155,8 @@ def _as_trained(_: Modules) -> AbstractContextManager[Checksums]:
 class RepeatedLogprobs:
     """`Policy.logprobs` of the same answers, again and again, `within` a context. `checksums`: what that context says
     of the weights that it replaced. `layers`: how layers are captured; None: on CUDA, where the pass has images.
-    `whole`: it is tried to capture such a pass as one graph, whose memory is kept; `record`: how."""
+    `whole`: it is tried to capture such a pass as one graph, whose memory is kept; `record`: how. `side`: the stream of
+    its replays."""
 
     def __init__(
         self,
@@ -160,6 +167,7 @@ class RepeatedLogprobs:
         layers: LayerGraphs | None = None,
         whole: bool = False,
         record: Callable[[Work], Work] | None = None,
+        side: SideStream | None = None,
     ) -> None:
         self._policy, self._answers, self._within = policy, answers, within
         can = policy.device.type == "cuda" and len(answers) > 0 and not policy.is_sharded
@@ -167,7 +175,8 @@ class RepeatedLogprobs:
         if can and not self.is_captured:
             record = record or CudaRecorder(policy.device)
             layers = layers or LayerGraphs(policy.model, CudaRecorder(policy.device))
-        self._layers, self._record = layers, record if whole else None
+            side = side or SideStream(policy.device)
+        self._layers, self._record, self._side = layers, record if whole else None, side
         self._whole: PassGraph | None = None
         self._number = 0  # counts calls at these addresses
         self._addresses: tuple[int, ...] = ()
@@ -180,7 +189,8 @@ class RepeatedLogprobs:
         return self.begin()()
 
     def begin(self) -> Read:
-        """Start the pass. What it returns waits for the device, and gives what a call gives."""
+        """Start the pass. What it returns waits for the device, and gives what a call gives. `join` comes before the
+        policy changes."""
         if not self.is_captured:
             logprobs = self._by_graphs(self._layers) if self._layers is not None else self._pass()
         else:
@@ -188,7 +198,16 @@ class RepeatedLogprobs:
                 self._capture()
             self._graph.replay()
             logprobs = self._logprobs.clone()  # the next replay overwrites it
-        return cache(partial(self._policy.split, logprobs, self._answers))
+        return cache(partial(self._joined, logprobs))
+
+    def join(self) -> None:
+        """Let what is launched on the device from now on wait for the pass. The host does not wait."""
+        if self._side is not None:
+            self._side.join()
+
+    def _joined(self, logprobs: torch.Tensor) -> list[list[float]]:
+        self.join()
+        return self._policy.split(logprobs, self._answers)
 
     def _by_graphs(self, layers: LayerGraphs) -> torch.Tensor:
         """The first pass warms up and looks whether layers can be captured. The second one is captured, whole or layer
@@ -204,7 +223,8 @@ class RepeatedLogprobs:
         if self._number == 2 and self._record is not None:
             self._whole = PassGraph.of(self._pass, self._policy.model.parameters(), self._record)
         if self._whole is not None:
-            return self._whole()
+            with nullcontext() if self._side is None else self._side.entered():
+                return self._whole()
         return self._by_layers(layers)
 
     def _by_layers(self, layers: LayerGraphs) -> torch.Tensor:

@@ -130,6 +130,12 @@ class ColocatedEngine:
     def _worker(self) -> Worker:
         return self._llm.llm_engine.model_executor.driver_worker.worker
 
+    @property
+    def leaves_training(self) -> bool:
+        """True if waking it changes nothing: it is awake, and training's state stays where it is. Then the trained
+        model can compute while the engine does."""
+        return not self._asleep and not self._offload.moves
+
     @contextmanager
     def awake(self, *, after_update: bool = False) -> Iterator[None]:
         """Keep the engine ready to load, generate and score. `after_update`: training may have computed since the last

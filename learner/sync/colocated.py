@@ -6,6 +6,10 @@ rank. Tensors go from the policy to vLLM's loader one by one; there is no wire b
 different weights (with one rank there is no second side to compare); (2) coverage: every served parameter was written,
 or each of the adapter's tensors has found its layer; (3) canary: each engine gives the fixed answers the learner's
 log-probabilities. No engine generates after a failure. The weights below an adapter are part of the adapter's version.
+
+The learner's pass for the canary reads only the policy, which does not change during a sync. So where the engine is
+awake and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the
+learner scores first: the policy is away, or memory is short, while the engine is awake.
 """
 
 from __future__ import annotations
@@ -64,7 +68,7 @@ class EngineDelivery:
         self._given: Given | None = None  # the weights that were last walked through
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         self._same = PromptCheck(image_processing=encoder.image_processing)
-        self._learner: Mapping[Mode, CanaryScores] = {}
+        self._learner: dict[Mode, CanaryScores] = {}  # the scores of the sync under way, those that have begun
         self._parts: dict[str, float] = {}  # seconds of the sync under way
 
     def together(self, work: Callable[[], T]) -> T:
@@ -93,16 +97,35 @@ class EngineDelivery:
 
     @contextmanager
     def delivering(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
-        self._parts = {}
-        # The scores come before the engine wakes: scoring needs the policy on its device.
-        with self._part("scores"):
-            self._learner = {mode: self._canary.scorer(self._engine.dtype, mode == "full") for mode in modes}
+        self._parts, self._learner = {}, {}
         with ExitStack() as stack:
+            stack.callback(self._end_scores)
+            if not self._scores_beside():
+                # The scores come before the engine wakes: scoring needs the policy on its device.
+                for mode in modes:
+                    self._begin_scores(mode)
             with self._part("wake"):
                 stack.enter_context(self._engine.awake(after_update=True))
             yield self._parts
             with self._part("sleep"):
                 stack.close()
+
+    def _scores_beside(self) -> bool:
+        """Return True if the learner scores at the same time as the engine."""
+        # With more ranks, the collectives of both would run at the same time, in any order.
+        return self._ranks.world_size == 1 and self._engine.leaves_training
+
+    def _begin_scores(self, mode: Mode) -> CanaryScores:
+        """Begin the learner's scores of this sync, unless they have begun."""
+        if mode not in self._learner:
+            with self._part("scores"):
+                self._learner[mode] = self._canary.scorer(self._engine.dtype, mode == "full")
+        return self._learner[mode]
+
+    def _end_scores(self) -> None:
+        # After a failure nobody has read them, and what changes the policy next must wait for them all the same.
+        for scores in self._learner.values():
+            scores.join()
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         self._load(source, self._engine.load)
@@ -115,7 +138,7 @@ class EngineDelivery:
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         given = self._load(source, self._load_all if mode == "full" else self._engine.load_adapter)
-        learner = self._learner[mode]
+        learner = self._begin_scores(mode)
         with self._part("canary"):
             gaps = self._ranks.all_succeed(lambda: self._gap(learner, ver))
         return Delivered(
@@ -181,7 +204,12 @@ class EngineDelivery:
             cached_logprobs=[score.cached_logprobs for score in scores if score.cached_logprobs],
             prompt_token_ids=[score.prompt_token_ids for score in scores],
         )
-        return self._canary.compare(learner.logprobs, reply, NAME, self._engine.dtype)
+        began = time.perf_counter()
+        expected = learner.logprobs
+        waited = time.perf_counter() - began
+        self._parts["scores"] += waited
+        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # is inside this part
+        return self._canary.compare(expected, reply, NAME, self._engine.dtype)
 
 
 class _Counted:

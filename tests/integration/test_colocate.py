@@ -137,6 +137,32 @@ def test_rollouts_are_made_by_the_weights_last_synced(world: World, trained: Cal
     assert {rollout.server_id for rollout in rollouts} == {"colocate"}
 
 
+def test_both_sides_score_after_the_load(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R09: nothing is moved for an engine that is awake, so the learner's pass begins when the weights are on their
+    way. What it gives is read when the engine has scored."""
+    called: list[str] = []
+    sync = colocate_sync(world.engine, world.policy, world.canary(world.policy), config())
+    told = [(world.engine, "load"), (world.engine, "score"), (world.policy, "answer_logprobs")]
+    told += [(world.policy, "split"), (world.engine, "_rest")]
+
+    def telling(name: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        def tell(*args: Any, **kwargs: Any) -> Any:
+            called.append(name)
+            return method(*args, **kwargs)
+
+        return tell
+
+    for owner, name in told:
+        monkeypatch.setattr(owner, name, telling(name, getattr(owner, name)))
+    receipt = sync.sync()
+    assert called == ["load", "answer_logprobs", "score", "split", "_rest"]
+    assert sum(receipt.parts.values()) == pytest.approx(receipt.seconds, rel=0.2)
+    monkeypatch.setattr(sync._delivery, "_scores_beside", lambda: False)
+    called.clear()
+    sync.sync()
+    assert called == ["answer_logprobs", "load", "score", "split", "_rest"]
+
+
 def test_training_does_not_notice(world: World) -> None:
     """Weights bit for bit, gradients and random generators, through a start, a sync and rollouts."""
     before_start, after_start = world.generators_at_start

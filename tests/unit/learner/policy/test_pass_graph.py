@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from bench import tiny_models
 from learner.policy.canary_scores import Modules, RepeatedLogprobs
 from learner.policy.layer_graphs import LayerGraphs
 from learner.policy.pass_graph import INDEXING, Notes, OtherPassError, PassGraph, is_mask, reads
+from learner.policy.side_stream import SideStream
 from learner.policy.weights import as_sent, checksum, replaced_modules
 from tests.unit.learner.policy.rows import image, policy_of, sample
 from tests.unit.learner.policy.test_layer_graphs import Tape, answers, change, record
@@ -99,6 +101,44 @@ def test_weights_of_later_count(tiny_vlm: Path) -> None:
         parameter.data = parameter.data.clone()
     change(policy)
     assert repeated() == policy.logprobs(asked)
+
+
+class Side(SideStream):
+    """Tells when a replay is launched on it, and when it is joined."""
+
+    def __init__(self) -> None:
+        super().__init__(torch.device("cpu"))
+        self.told: list[str] = []
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        self.told.append("entered")
+        yield
+
+    def join(self) -> None:
+        self.told.append("joined")
+
+
+def test_only_replays_run_beside_and_whoever_reads_joins_them(tiny_vlm: Path) -> None:
+    """An eager pass would keep memory that the current stream cannot use. A capture warms up and checks by eager
+    passes, too."""
+    policy = policy_of(tiny_vlm)
+    asked, side, during = answers(policy), Side(), []
+    policy.model.base_model.register_forward_pre_hook(lambda *_: during.append(list(side.told)) or None)
+    layers = LayerGraphs(policy.model, record)
+    repeated = RepeatedLogprobs(policy, asked, layers=layers, whole=True, record=strict, side=side)
+    repeated()
+    assert side.told == ["joined"]
+    read = repeated.begin()
+    assert side.told == ["joined", "entered"], "captured, and replayed beside"
+    assert all("entered" not in told for told in during)
+    read()
+    assert side.told == ["joined", "entered", "joined"]
+    read()
+    assert side.told == ["joined", "entered", "joined"], "read once"
+    repeated.begin()
+    repeated.join()
+    assert side.told[3:] == ["entered", "joined"]
 
 
 def test_a_graph_is_not_replayed_once_a_buffer_has_moved(tiny_vlm: Path) -> None:

@@ -280,6 +280,21 @@ def test_an_engine_sleeps_otherwise(offload: Recorded, monkeypatch: pytest.Monke
     assert llm.is_sleeping
 
 
+def test_training_is_left_where_it_is_only_by_an_engine_that_is_awake(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner then scores while the engine does (R09)."""
+    engine, llm = asleep_engine(offload)
+    device = Device(monkeypatch, llm)
+    device.free, device.held = 10, 40
+    assert not engine.leaves_training
+    with engine.awake(after_update=True):
+        pass
+    assert engine.leaves_training
+    offload.moves = True
+    assert not engine.leaves_training
+
+
 @pytest.mark.parametrize("settings", [{}, {"keeps_awake": False}, {"keeps_awake": True}])
 def test_an_engine_on_cuda_sleeps_from_its_start_unless_the_device_is_its_own(
     offload: Recorded, monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool]

@@ -15,12 +15,13 @@ from typing import Any
 import pytest
 import torch
 
+from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.records import SyncReceipt
 from learner.sync.canary import Canary
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
-from shared.errors import CanaryError, CoverageError, DigestError, ProjectError, SyncError
+from shared.errors import CanaryError, CoverageError, DigestError, ProjectError, RolloutError, SyncError
 from shared.generation import Scores
 from tests.syncs import scorer_of
 from tests.unit.learner.sync.fakes import PROMPT_IDS, Adapter, Merged, Weights, canary_items, logprobs
@@ -32,6 +33,7 @@ class Engine:
 
     dtype = torch.float32
     max_lora_rank = 8
+    leaves_training = False
 
     def __init__(self) -> None:
         self.ver: int | None = None
@@ -66,6 +68,7 @@ class Engine:
         self.tensors |= {name: tensor.clone() for name, tensor in given.items()}
 
     def score(self, prompts: Sequence[Any], responses: Sequence[Sequence[int]]) -> list[Scores]:
+        self.events.append("score")
         return [
             Scores(
                 prompt_token_ids=list(PROMPT_IDS),
@@ -93,7 +96,16 @@ def sync_of(
         engine.events.append("learner")
         return [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()]
 
-    canary = Canary(items=canary_items(), scorer=scorer_of(learner_logprobs), tolerance=0.1)
+    def scorer(dtype: torch.dtype | None, merged: bool) -> CanaryScores:
+        scores = scorer_of(learner_logprobs)(dtype, merged)
+
+        def read() -> list[list[float]]:
+            engine.events.append("read")
+            return scores.logprobs
+
+        return CanaryScores(read=read, merge_gap=0.0, join=lambda: engine.events.append("join"))
+
+    canary = Canary(items=canary_items(), scorer=scorer, tolerance=0.1)
     delivery = EngineDelivery(engine, Encoder(), canary=canary, ranks=ranks)  # type: ignore[arg-type]
     sync = Sync(delivery, weights, adapter=adapter, fallback_to_full=fallback_to_full)
     sync.connect()
@@ -146,7 +158,53 @@ def test_the_learner_scores_before_the_engine_wakes() -> None:
     """R20: the trained model is away while the engine has the device."""
     world = World(1)
     world.run()
-    assert world.engines[0].events == ["learner", "awake", "load", "asleep"]
+    assert world.engines[0].events == ["learner", "awake", "load", "score", "read", "asleep", "join"]
+
+
+def test_both_sides_score_at_the_same_time_where_the_policy_stays() -> None:
+    """R09: the learner's pass begins when the load is on its way, and is read when the engine has scored. With more
+    ranks the order is the same for all."""
+    world = World(1)
+    world.engines[0].leaves_training = True
+    (receipt,) = world.run()
+    assert world.engines[0].events == ["awake", "load", "learner", "score", "read", "asleep", "join"]
+    assert isinstance(receipt, SyncReceipt)
+    assert receipt.parts.keys() == {"scores", "wake", "merge", "load", "canary", "sleep"}
+    assert min(receipt.parts.values()) >= 0.0
+    assert 0.0 < sum(receipt.parts.values()) <= receipt.seconds
+    two = World(2)
+    two.engines[0].leaves_training = True
+    two.run()
+    assert [engine.events[:2] for engine in two.engines] == 2 * [["learner", "awake"]]
+
+
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_follows_a_failure_waits_for_the_learner_s_pass(beside: bool) -> None:
+    """Nobody reads its scores then, and the next optimizer step would change what it reads."""
+    world = World(1)
+    (engine,) = world.engines
+    engine.leaves_training = beside
+
+    def fail(prompts: Sequence[Any], responses: Sequence[Sequence[int]]) -> list[Scores]:
+        raise RolloutError("the engine failed")
+
+    engine.score = fail  # type: ignore[method-assign]
+    (outcome,) = world.run()
+    assert isinstance(outcome, RolloutError)
+    assert "read" not in engine.events
+    assert engine.events.index("learner") < engine.events.index("join")
+    assert engine.ver is None
+
+
+def test_an_adapter_s_scores_are_not_waited_for_by_a_full_sync() -> None:
+    """R08: scores are begun for what is delivered, and all of them end with the sync."""
+    world = AdapterWorld(1)
+    (engine,) = world.engines
+    engine.leaves_training, engine.refuses_adapter = True, True
+    (receipt,) = world.run()
+    assert isinstance(receipt, SyncReceipt)
+    assert receipt.mode == "full"
+    assert engine.events == ["awake", "load", "load_adapter", "load", "learner", "score", "read", "asleep", "join"]
 
 
 def one_bit_off(world: World) -> None:
@@ -174,7 +232,7 @@ def test_what_fails_on_one_rank_is_told_on_all(
     break_rank_1(world)
     assert [type(outcome) for outcome in world.run()] == [error, error]
     assert [engine.ver for engine in world.engines] == [None, None]
-    assert {engine.events[-1] for engine in world.engines} == {"asleep"}
+    assert [engine.events[-2:] for engine in world.engines] == 2 * [["asleep", "join"]]
     world.weights[1].tensors = world.weights[0].tensors
     world.engines[1].misses, world.engines[1].score_delta = "", 0.0
     assert [outcome.ver for outcome in world.run() if isinstance(outcome, SyncReceipt)] == [2, 2]
