@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config.load import load_config
-from learner.config.modes import ROLLOUT
+from learner.config.modes import ROLLOUT, colocates
 from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
@@ -30,6 +30,7 @@ from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
 from shared.families import check_folder
 from shared.masking import masked_in
+from shared.quantization import LEAST_CAPABILITY, check_model
 from shared.tokens import read_token
 
 
@@ -106,9 +107,9 @@ def preflight(
     _check_parts(config)
     plan = resolve(config, world_size)
     report = plan.to_json()
-    if (advice := preset_advice(config)) is not None:
-        report["advice"] = [advice]
-    mistakes = [*_output_dir(config), *_annotations(config), *_family(config)]
+    if advice := [said for said in (preset_advice(config), _fp8_advice(config)) if said is not None]:
+        report["advice"] = advice
+    mistakes = [*_output_dir(config), *_annotations(config), *_family(config), *_fp8_family(config)]
     report |= memory_report(config, world_size)
     if build_model:
         mistakes += _names_of_model(config)
@@ -163,6 +164,33 @@ def _family(config: RunConfig) -> list[Mistake]:
     key = "model.path"
     try:
         check_folder(config.model.path, key=key, allow_untested=config.model.allow_untested_family)
+    except ConfigError as error:
+        return [Mistake.of(error, key)]
+    return []
+
+
+def _colocates_fp8(config: RunConfig) -> bool:
+    return colocates(config) and config.rollout_matching.vllm.quantization == "fp8"
+
+
+def _fp8_advice(config: RunConfig) -> str | None:
+    """Say what `check` does not look at: the GPUs, which may be those of another machine."""
+    if not _colocates_fp8(config):
+        return None
+    least = ".".join(map(str, LEAST_CAPABILITY))
+    return (
+        f"{ROLLOUT}.vllm.quantization: fp8 needs GPUs of compute capability {least} or more (Ada, Hopper, newer), or "
+        "the engine refuses to start; rollout-learner doctor looks at those of the machine that it runs on"
+    )
+
+
+def _fp8_family(config: RunConfig) -> list[Mistake]:
+    """Return a mistake if a colocated engine would refuse FP8 for this model. Nothing if it is not on this machine."""
+    key = f"{ROLLOUT}.vllm.quantization"
+    if not _colocates_fp8(config) or not (Path(config.model.path) / "config.json").is_file():
+        return []
+    try:
+        check_model(key, config.model.path)
     except ConfigError as error:
         return [Mistake.of(error, key)]
     return []

@@ -282,6 +282,38 @@ def test_the_estimate_is_compared_with_the_gpu(
     assert ("global_max_length" in finding.remedy) == (verdict == "warn")
 
 
+COLOCATED_FP8 = {
+    "training.bf16": True,
+    "custom.extra.rollout_matching": {"rollout_backend": "vllm", "vllm": {"quantization": "fp8", "mode": "colocate"}},
+}
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "verdict", "words"),
+    [
+        ([], "skipped", "no GPU"),
+        ([(8, 9)], "ok", "8.9"),
+        ([(9, 0), (9, 0)], "ok", "9.0"),
+        ([(9, 0), (8, 6)], "fail", "compute capability 8.6"),
+        ([(7, 5)], "fail", "compute capability 7.5"),
+    ],
+)
+def test_gpus_that_colocated_fp8_would_be_refused_on_are_found(
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], verdict: str, words: str
+) -> None:
+    """R16: the engine refuses them when it starts, on any rank. Without colocated FP8 nothing is looked at."""
+    cuda = machine.torch.cuda
+    monkeypatch.setattr(cuda, "is_available", lambda: bool(capabilities))
+    monkeypatch.setattr(cuda, "device_count", lambda: len(capabilities))
+    monkeypatch.setattr(cuda, "get_device_capability", lambda index: capabilities[index])
+    colocated = config_of(changed(minimal(), COLOCATED_FP8))
+    finding = command.CHECKS["machine"]["FP8"](replace(situation(), config=colocated))
+    assert (finding.verdict, words in finding.text) == (verdict, True)
+    assert ("quantization: none" in finding.remedy) == (verdict == "fail")
+    elsewhere = situation({f"{VLLM}.quantization": "fp8", f"{VLLM}.mode": "server"})
+    assert command.CHECKS["machine"]["FP8"](elsewhere).verdict == "skipped"
+
+
 # ---- the command ---------------------------------------------------------------------------------------------------
 
 

@@ -569,7 +569,7 @@ def test_changes_travel_again_once_the_server_without_room_is_gone(
         servers[1].server_id, servers[1].refuses_stage = "another start", None
         sync.close()
     else:
-        members = [member for member in backends[0].membership.members if member.base_url == URLS[0]]
+        members = tuple(member for member in backends[0].membership.members if member.base_url == URLS[0])
         backends[0].adopt(replace(backends[0].membership, members=members))
     for because in ("the last try failed", ""):
         change_one(weights)
