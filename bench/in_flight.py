@@ -8,9 +8,10 @@ first round warms up:
 - "known": the same photographs again. Nothing is decoded less, but vLLM finds all else in its caches.
 - "text": prompts of as many tokens without photographs, none of them seen before.
 
-The seconds of CPU time that each process and each thread of the server used in a turn come from `/proc`. A thread that
-is full while others have time is a limit: of vLLM's threads one alone prepares all photographs. The three fullest
-threads of a turn are printed, the fullest of the server's own process is a figure.
+The seconds of CPU time that each process and each thread of the server used in a turn come from `/proc`. Of vLLM's
+threads one alone prepares all photographs. With new ones it is the fullest thread of the server's process beside the
+main one, which has the event loop. What it could do alone, if it never waited, is a figure: it limits the server if the
+server comes close to that. `--set size=small` on a GPU shows the server's own limit, because the model takes no time.
 
 Photographs are drawn scenes of 1024x1024 pixels, as JPEG files. To try it without a GPU: `--device cpu`, where the
 model itself takes most of the time.
@@ -48,6 +49,7 @@ _JPEG_QUALITY = 90
 _FULLEST = 3
 _CPU_KV_CACHE_BYTES = 1 << 30
 _TIMEOUT_S = 600.0
+_TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # the kernel counts CPU time in these
 
 
 def measure(
@@ -123,8 +125,12 @@ class Thread(NamedTuple):
     pid: int
     tid: int
 
+    @property
+    def is_main(self) -> bool:
+        return self.pid == self.tid
+
     def __str__(self) -> str:
-        return f"{self.process} {self.pid}, {'main thread' if self.pid == self.tid else f'thread {self.tid}'}"
+        return f"{self.process} {self.pid}, {'main thread' if self.is_main else f'thread {self.tid}'}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -136,9 +142,17 @@ class Turn:
     prompt_tokens: int  # of the first request
     cpu: Mapping[Thread, float]  # seconds
 
-    def share(self, process: str) -> float:
-        """Return the part of the time in which the fullest thread of these processes ran."""
-        return max((s for thread, s in self.cpu.items() if thread.process == process), default=0.0) / self.seconds
+    @property
+    def event_loop(self) -> float:
+        """Seconds of the main thread of the server's process."""
+        return sum(s for thread, s in self.cpu.items() if thread.process == "server" and thread.is_main)
+
+    @property
+    def fullest_other(self) -> float:
+        """Seconds of the fullest other thread of that process: with new photographs, the one that prepares them."""
+        return max(
+            (s for thread, s in self.cpu.items() if thread.process == "server" and not thread.is_main), default=0.0
+        )
 
     def seconds_of(self, process: str) -> float:
         return sum(s for thread, s in self.cpu.items() if thread.process == process)
@@ -175,7 +189,7 @@ def _threads(pid: int, server: int) -> Iterator[tuple[Thread, float]]:
         for task in sorted(Path(f"/proc/{pid}/task").iterdir(), key=lambda task: int(task.name)):
             with contextlib.suppress(OSError):
                 fields = (task / "stat").read_text().rpartition(")")[2].split()
-                used = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+                used = (int(fields[11]) + int(fields[12])) * _TICK_S
                 yield Thread(process, pid, int(task.name)), used
 
 
@@ -193,12 +207,15 @@ def _figures(turns: Mapping[str, Sequence[Turn]], number: int) -> list[Figure]:
         figures += [
             sampled(f"{what}: requests", [number / turn.seconds for turn in found], "requests/s"),
             sampled(f"{what}: tokens", [turn.tokens / turn.seconds for turn in found], "tokens/s"),
-            sampled(f"{what}: the fullest thread of the server", [turn.share("server") for turn in found], "cores"),
+            sampled(f"{what}: the event loop's thread", [turn.event_loop / turn.seconds for turn in found], "cores"),
+            sampled(f"{what}: the fullest other", [turn.fullest_other / turn.seconds for turn in found], "cores"),
             *(
                 sampled(f"{what}: CPU of {process}", [turn.seconds_of(process) for turn in found], "s")
                 for process in ("server", "images", "engine")
             ),
         ]
+    could = [number / max(turn.fullest_other, _TICK_S) for turn in turns["new"]]
+    figures.append(sampled("new: what the preparing thread could do alone", could, "requests/s"))
     for other in ("known", "text"):
         pairs = zip(turns["new"], turns[other], strict=True)
         figures.append(sampled(f"new against {other}", [b.seconds / a.seconds for a, b in pairs], "ratio"))

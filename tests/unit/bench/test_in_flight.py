@@ -57,7 +57,9 @@ def test_ratios_are_within_a_round() -> None:
     found = {figure.name: figure for figure in figures}
     assert found["new against known"].samples == [0.5, 0.75]
     assert found["new against text"].samples == [0.25, 0.5]
-    assert found["2 at once, new: the fullest thread of the server"].samples == [0.25, 0.5]
+    assert found["2 at once, new: the event loop's thread"].samples == [0.125, 0.25]
+    assert found["2 at once, new: the fullest other"].samples == [0.25, 0.5]
+    assert found["new: what the preparing thread could do alone"].samples == [2.0, 2.0]
     assert found["2 at once, new: CPU of server"].value == 1.5
     assert found["2 at once, new: CPU of images"].value == 0.25
 
