@@ -259,7 +259,9 @@ class HfBackend(RolloutBackend):
         mode = "greedy" if greedy else decoding.mode
         with_logprobs = (self._logprobs or greedy) and mode != "beam"
         with recorded(record, self._on_call):
-            prompts = [self._encode(sample) for sample in asked.samples]
+            distinct = {id(sample): sample for sample in asked.samples}  # a group's sample comes several times
+            encoded = {key: self._encode(sample) for key, sample in distinct.items()}
+            prompts = [encoded[id(sample)] for sample in asked.samples]
             rollouts: list[Rollout] = []
             with generating(self._policy.model):
                 size = samples_at_once(self.config, mode)

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.config.sections.model import LoraConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.data.prompt import PromptEncoder
 from learner.policy.load import Policy
 from learner.records import EncodedPrompt, RolloutCallLog, Sample
 from learner.rollout.backend import MicroStep
@@ -293,6 +294,21 @@ def test_log_probabilities_are_those_of_the_learning_forward(
     (greedy,) = plain.generate(samples[:1], first_req_idx=0, greedy=True, **PLACE)
     assert greedy.logprobs is not None, "an evaluation scores its boxes with them"
     assert len(greedy.logprobs) == len(greedy.response_token_ids) + (greedy.stop_token_id is not None)
+
+
+def test_a_group_s_prompt_is_encoded_once(vlm: Policy, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    """R21: a sample that is drawn several times has its images opened once, and its answers stay the same."""
+    backend, encode, asked = backend_of(vlm, temperature=1.0), PromptEncoder.encode, []
+
+    def encoded(encoder: PromptEncoder, sample: Sample) -> EncodedPrompt:
+        asked.append(sample.sample_id)
+        return encode(encoder, sample)
+
+    drawn = [one for one in samples[:2] for _ in range(3)]
+    alone = [answers(backend, [one], first)[0] for first, one in enumerate(drawn)]
+    monkeypatch.setattr(PromptEncoder, "encode", encoded)
+    assert answers(backend, drawn) == alone
+    assert asked == ["s0", "s1"]
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
