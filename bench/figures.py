@@ -13,7 +13,7 @@ import platform
 import shutil
 import statistics
 import subprocess
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
@@ -21,6 +21,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.table import Table
+
+from shared.errors import DataError
 
 _HERE = Path(__file__).resolve().parent
 RESULTS = _HERE / "results"
@@ -86,6 +88,27 @@ def save(name: str, figures: Sequence[Figure], folder: Path = RESULTS) -> Path:
     run = {**circumstances(), "figures": [{**asdict(figure), "good": figure.good} for figure in figures]}
     path.write_text(json.dumps(run, indent=1, default=float) + "\n", encoding="utf-8")
     return path
+
+
+def check_options(
+    path: Path, stored: Mapping[str, Any], wanted: Mapping[str, Any], *, may_grow: Collection[str] = ()
+) -> None:
+    """Check that a result file is of the same options as the call that goes on with it. `stored`, `wanted`: values by
+    name, in the file and of the call; `may_grow`: numbers that may be larger in the call. Raises DataError."""
+    wanted = json.loads(json.dumps(wanted, default=str))  # as a file has them
+
+    def agrees(name: str) -> bool:
+        if name not in stored or name not in wanted:
+            return False
+        return bool(stored[name] == wanted[name] or (name in may_grow and stored[name] < wanted[name]))
+
+    if differing := [name for name in {**stored, **wanted} if not agrees(name)]:
+        raise DataError(
+            f"{path} has results of other options",
+            found=", ".join(f"{name} {stored.get(name, 'not said')}" for name in differing),
+            wanted=", ".join(f"{name} {wanted.get(name, 'not said')}" for name in differing),
+            remedy="choose another --out, or give the options of that file",
+        )
 
 
 def circumstances() -> dict[str, Any]:

@@ -7,9 +7,10 @@ Two parts, each once per kind of engine, in a process of its own:
 - "f1": the demo's checkpoint answers held-out scenes greedily. The scenes and the weights are the same for both kinds.
 
 Out: FILE with what each part gave. Rounds are written one by one, as soon as they have ended. The same call again
-measures only the parts that have not ended. The table says medians after the warm-up, their ratios, and what issue 37
-wants of them. Exit code 1 if something of it does not hold, 2 if a part did not score all of its scenes. Without a GPU
-engines refuse FP8: `--size tiny --kind none` tries the rest.
+measures only the parts that have not ended. Options must be those of FILE; only `--rounds` may be larger. The table
+says medians after the warm-up, their ratios, and what issue 37 wants of them. Exit code 1 if something of it does not
+hold, 2 if a part did not score all of its scenes. Without a GPU engines refuse FP8: `--size tiny --kind none` tries the
+rest.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ import typer
 from rich.console import Console
 
 from bench.colocated import World
-from bench.figures import Figure, circumstances, median, show
+from bench.figures import Figure, check_options, circumstances, median, show
 from bench.models import CHECKPOINT
 from bench.photographs import Size
 from bench.race import Race, apart, race_of
@@ -129,11 +130,21 @@ class Fp8Results:
     """FILE: what the parts gave, by name and kind. It is read anew each time: a part writes it from its own process."""
 
     path: Path
-    what: Mapping[str, Any]
+    what: Mapping[str, Any]  # the call's options
+
+    def check(self) -> None:
+        """Raises DataError if FILE is of other options: what it has would be compared with what they give. There may be
+        more rounds than before."""
+        if self.path.is_file():
+            check_options(self.path, self._stored["what"], self.what, may_grow={"rounds"})
 
     @property
     def parts(self) -> dict[str, Any]:
-        return dict(json.loads(self.path.read_text())["parts"]) if self.path.is_file() else {}
+        return dict(self._stored["parts"]) if self.path.is_file() else {}
+
+    @property
+    def _stored(self) -> dict[str, Any]:
+        return dict(json.loads(self.path.read_text()))
 
     def lacks_speed(self, kind: Quantization, rounds: int) -> bool:
         """True if this kind has fewer rounds."""
@@ -199,8 +210,10 @@ def main(
 ) -> None:
     """Measure both kinds of engine, and compare them."""
     kinds = [one for one in KINDS if kind is None or one in kind]
-    results = Fp8Results(path=out, what={"size": size, "whole_model": whole_model, "rounds": rounds, "scenes": scenes})
+    what = {"size": size, "whole_model": whole_model, "share": share, "rounds": rounds, "scenes": scenes}
+    results = Fp8Results(path=out, what={**what, "data": data.name})
     try:
+        results.check()
         if part is None or "speed" in part:
             options: dict[str, Any] = {"size": size, "photographs": "published", "whole_model": whole_model}
             race = race_of(data, scratch, steps=rounds, share=share, **options)

@@ -29,7 +29,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -39,7 +39,7 @@ import httpx
 import typer
 
 from bench import forked
-from bench.figures import circumstances
+from bench.figures import check_options, circumstances
 from bench.models import demo_model, demo_scenes
 from bench.runs import LearnerRun, Server, read_events, say, served_by, small_server, start_learner, visible
 from bench.training import demo_run
@@ -282,12 +282,16 @@ def main(
     gpu: Annotated[bool, typer.Option(help="Servers and learner on GPUs.")] = False,
 ) -> None:
     """Kill and freeze one of some real servers in turn, and measure how the run goes on."""
-    before = json.loads(out.read_text()) if out.is_file() else {"rows": []}
-    rows: list[Row] = before["rows"]
+    options = {"servers": servers, "infer_timeout_s": infer_timeout_s, "gpu": gpu}
+    try:
+        rows = rows_before(out, options)
+    except ProjectError as error:
+        say(str(error))
+        sys.exit(error.exit_code)
     broken, began, world = "", time.monotonic(), None
 
     def write(broken: str) -> None:
-        figures = {"servers": servers, "infer_timeout_s": infer_timeout_s, "by_fault": spread(rows)}
+        figures = {**options, "by_fault": spread(rows)}
         out.write_text(json.dumps({**circumstances(), **figures, "broken": broken, "rows": rows}, indent=1) + "\n")
 
     with tempfile.TemporaryDirectory(prefix="kills-") as folder, supervised() as processes:
@@ -311,6 +315,15 @@ def main(
     say(f"{time.monotonic() - began:.0f} s in all")
     say(f"left: {len(left(rows, kills, freezes))} faults{'; DOES NOT HOLD: ' + broken if broken else ''}")
     sys.exit(1 if broken else 0)
+
+
+def rows_before(out: Path, options: Mapping[str, Any]) -> list[Row]:
+    """Return the faults that the result file has. Raises DataError if they were made with other options."""
+    if not out.is_file():
+        return []
+    before = json.loads(out.read_text())
+    check_options(out, {name: before[name] for name in options if name in before}, options)
+    return list(before["rows"])
 
 
 def _more_serve(world: ServersAndRun, before: int) -> bool:

@@ -35,7 +35,7 @@ from xml.etree import ElementTree
 import typer
 from PIL import Image
 
-from bench.figures import circumstances, markdown_table
+from bench.figures import check_options, circumstances, markdown_table
 from bench.models import build_photograph_model
 from bench.photographs import LORA, PROMPT, Size
 from bench.photographs import photographs as section_of
@@ -44,7 +44,7 @@ from bench.watch import GpuUse, gpu_use
 from deploy.demo.model import build as build_small_model
 from deploy.launch import Process, Processes, supervised
 from learner.run.files import write_atomically
-from shared.errors import ConfigError, DeadlineError, ProjectError, ServerError
+from shared.errors import DeadlineError, ProjectError, ServerError
 
 Side = Literal["ours", "trl"]
 Photographs = Literal["published", "large"]
@@ -98,16 +98,11 @@ class RaceResults:
     """FILE: what each side has measured so far."""
 
     def __init__(self, path: Path, work: Mapping[str, Any]) -> None:
-        """Raises ConfigError if FILE is of another race."""
+        """Raises DataError if FILE is of another race."""
         self._path, self._work = path, json.loads(json.dumps(work, default=str))
         before: dict[str, Any] = json.loads(path.read_text()) if path.is_file() else {}
-        if before and before["race"] != self._work:
-            raise ConfigError(
-                f"{path} is the result of another race",
-                found=str(before["race"]),
-                wanted=str(self._work),
-                remedy="choose another --out, or give the options of that race",
-            )
+        if before:
+            check_options(path, before["race"], self._work)
         self.sides = {side["side"]: SideResult(**side) for side in before.get("sides", [])}
         self.floors: Mapping[str, float] = before.get("floors", {})
 

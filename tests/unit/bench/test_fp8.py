@@ -67,6 +67,41 @@ def test_what_has_not_ended_is_measured_again(tmp_path: Path) -> None:
     assert {figure["name"] for figure in stored["figures"]} >= {"tokens/s, none", "sync, none"}
 
 
+WHAT = {"size": "4B", "whole_model": False, "share": 0.3, "rounds": 8, "scenes": 1000, "data": "bccd"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "agrees"),
+    [
+        ("rounds", 8, True),
+        ("rounds", 9, True),
+        ("rounds", 7, False),
+        ("size", "8B", False),
+        ("whole_model", True, False),
+        ("share", 0.4, False),
+        ("scenes", 1001, False),
+        ("data", "others", False),
+    ],
+)
+def test_a_call_with_other_options_than_its_file_is_refused(
+    tmp_path: Path, name: str, value: object, agrees: bool
+) -> None:
+    """One side would be compared with another one's measurements. The file stays as it is."""
+    out = tmp_path / "fp8.json"
+    Fp8Results(path=out, what=WHAT).check()
+    Fp8Results(path=out, what=WHAT).put("f1 none", scored(8))
+    before = out.read_bytes()
+    later = Fp8Results(path=out, what={**WHAT, name: value})
+    if agrees:
+        later.check()
+    else:
+        with pytest.raises(DataError) as refused:
+            later.check()
+        assert (refused.value.found, refused.value.wanted) == (f"{name} {WHAT[name]}", f"{name} {value}")
+        assert "--out" in refused.value.remedy
+    assert out.read_bytes() == before
+
+
 def test_rounds_of_the_warm_up_alone_have_no_figures() -> None:
     assert figures({"speed none": rounds(WARM_UP)}) == []
     ratios = figures({"speed none": rounds(WARM_UP + 1), "speed fp8": rounds(WARM_UP + 2, 0.5)})

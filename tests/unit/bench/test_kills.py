@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
-from bench.kills import Row, choose, in_time, left, spread
+import json
+from pathlib import Path
+
+import pytest
+
+from bench.kills import Row, choose, in_time, left, rows_before, spread
+from shared.errors import DataError
 
 
 def test_two_servers_are_hit_in_turn_and_never_both() -> None:
@@ -32,6 +38,17 @@ def test_killed_servers_start_beside_the_next_faults() -> None:
     assert len(rows) == 20
     assert [row["kind"] for row in rows[:4]] == ["kill", "kill", "kill", "freeze"]
     assert waited <= 7, "only the last kills have no freeze beside their starts"
+
+
+def test_faults_of_other_options_are_not_gone_on_with(tmp_path: Path) -> None:
+    out = tmp_path / "kills.json"
+    options = {"servers": 2, "infer_timeout_s": 8.0, "gpu": False}
+    assert rows_before(out, options) == []
+    out.write_text(json.dumps({**options, "by_fault": {}, "rows": [{"kind": "kill"}]}))
+    assert rows_before(out, options) == [{"kind": "kill"}]
+    with pytest.raises(DataError) as refused:
+        rows_before(out, {**options, "servers": 5})
+    assert (refused.value.found, refused.value.wanted) == ("servers 2", "servers 5")
 
 
 def test_figures_per_kind_with_median_and_largest() -> None:

@@ -12,7 +12,7 @@ from PIL import Image
 
 from bench.race import LARGE, RaceResults, RunningSide, SideResult, enlarged, parts_lines, steps_with_parts, table
 from deploy.launch import supervised
-from shared.errors import ConfigError, DeadlineError
+from shared.errors import DataError, DeadlineError
 from tests.unit.bench.test_runs import started
 
 WORK = {"model": "tiny", "steps": 4, "data": "bccd"}
@@ -66,8 +66,9 @@ def test_a_file_of_another_race_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "race.json"
     RaceResults(out, WORK).write()
     before = out.read_bytes()
-    with pytest.raises(ConfigError, match="another race"):
+    with pytest.raises(DataError) as refused:
         RaceResults(out, {**WORK, "steps": 5})
+    assert (refused.value.found, refused.value.wanted) == (f"steps {WORK['steps']}", "steps 5")
     assert out.read_bytes() == before
 
 
