@@ -99,8 +99,8 @@ class ForgettingArm(study.StudyArm):
     lora: bool = False
 
 
-# Half as long as in bench.study: there the best step of `sft` on digits was mostly 40 or earlier, and an evaluation takes
-# longer than 8 steps.
+# Half as long as in bench.study. There the best step of `sft` on digits was mostly 40 or earlier, and an evaluation
+# takes longer than 8 steps.
 _SFT: Mapping[str, Any] = {"variant": "sft", "steps": 64, "evaluations": 8}
 _GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 3e-5, "batch_size": 16, "steps": 80, "evaluations": 8}
 ARMS: Mapping[str, ForgettingArm] = {
