@@ -146,7 +146,7 @@ class FaultySync:
         self._fault = _THE_FIRST
         try:
             self._honest(sync)
-        except ProjectError:
+        except ProjectError:  # the canary compares old weights with the learner's new ones: it must refuse them
             pass
         finally:
             self._fault = ""

@@ -167,7 +167,7 @@ def _hear_out(link: socket.socket) -> Sent:
                 answered = 1
         except TimeoutError:
             return Sent(hangs=1, answered=answered)
-        except OSError:
+        except OSError:  # a reset ends the connection too, and that is all that is asked of the other side
             pass
     return Sent(taken=1, answered=answered)
 

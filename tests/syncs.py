@@ -1,4 +1,4 @@
-"""A `Sync` as tests want it: from a list of canary items, to the servers of a backend."""
+"""A `Sync` as tests want it, from canary items to the servers of a backend, and weights that change for it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import torch
 
 from learner.config.sections.vllm import VllmConfig
 from learner.policy.canary_scores import CanaryScores
+from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
@@ -69,3 +70,12 @@ def server_sync(
         discovery=discovery,
     )
     return Sync(delivery, weights, adapter=adapter, fallback_to_full=config.sync.fallback_to_full)
+
+
+@torch.no_grad()
+def change_few(policy: Policy, seed: int, share: float = 0.004) -> None:
+    """Change as many values as a small step does, so much that answers change."""
+    torch.manual_seed(seed)
+    for parameter in policy.model.parameters():
+        chosen = torch.rand(parameter.shape, device=parameter.device) < share
+        parameter[chosen] += 3 * (parameter.std(correction=0) + 0.02)

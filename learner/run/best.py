@@ -100,7 +100,7 @@ class BestEvaluation:
                 stored = json.loads((self.root / BEST_FILE).read_text())
                 if stored["metric"] == self.metric:
                     found = {int(at): float(value) for at, value in stored["values"].items()}
-            except FileNotFoundError:
+            except FileNotFoundError:  # nothing was measured until `step`
                 pass
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 log.warning("%s cannot be read, so evaluations are compared from here on: %s", BEST_FILE, error)

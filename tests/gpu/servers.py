@@ -87,15 +87,6 @@ def change(policy: Policy, seed: int) -> None:
         parameter += 0.3 * (parameter.std(correction=0) + 0.02) * torch.randn_like(parameter)
 
 
-@torch.no_grad()
-def change_few(policy: Policy, seed: int, share: float = 0.004) -> None:
-    """Change few values, as a small step does."""
-    torch.manual_seed(seed)
-    for parameter in policy.model.parameters():
-        chosen = torch.rand(parameter.shape, device=parameter.device) < share
-        parameter[chosen] += 3 * (parameter.std(correction=0) + 0.02)
-
-
 def answers(backend: ServerBackend) -> list[tuple[int, ...]]:
     rollouts = backend.generate(samples(), global_step=1, micro_step_idx=0, first_req_idx=0, greedy=True)
     return [rollout.response_token_ids for rollout in rollouts]

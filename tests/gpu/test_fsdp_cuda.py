@@ -119,7 +119,8 @@ def rank_main(case: str, model: Path, out: Path) -> None:
 
 
 def on_two(case: str, model: Path, out: Path) -> Callable[[str], list[dict[str, float]]]:
-    """Run `case` on two ranks; return what gives, for a name, the values that each rank found."""
+    """Run `case` on two ranks, and assert that neither fails. Return what gives, for a name, the values that each rank
+    found."""
     for process in launch("tests.gpu.test_fsdp_cuda", 2, case, str(model), str(out), timeout_s=CASE_S):
         assert process.returncode == 0, process.stderr[-3000:]
     return lambda name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)]
@@ -157,7 +158,8 @@ def test_each_gpu_holds_half(tmp_path: Path) -> None:
 
 
 def test_a_sync_sends_what_was_gathered(vlm: Path, tmp_path: Path) -> None:
-    """R09: bit for bit, after one that failed on the way; the server's half is in rank 0's process."""
+    """R09: bit for bit, after one that failed on the way. The ranks assert it (`sync_twice`); the server's half is in
+    rank 0's process."""
     on_two("sync", vlm, tmp_path)
 
 

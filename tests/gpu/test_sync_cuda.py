@@ -15,8 +15,9 @@ from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
 from shared.errors import CommunicatorError
 from tests.gpu.devices import OTHER, SHARED, needs_gpus
-from tests.gpu.servers import answers, change, change_few, learner, load, samples, server_on
+from tests.gpu.servers import answers, change, learner, load, samples, server_on
 from tests.servers import RunningServer
+from tests.syncs import change_few
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 

@@ -27,7 +27,7 @@ from shared.addresses import free_port
 from shared.errors import CanaryError, CoverageError, MediaError, ServerPoisonedError
 from shared.wire import TensorSpec
 from tests.servers import RunningServer, running_server
-from tests.syncs import server_sync
+from tests.syncs import change_few, server_sync
 
 pytestmark = pytest.mark.integration
 
@@ -235,15 +235,6 @@ def test_staged_weights_are_served_after_the_sync_and_not_before(
     assert second.staged_s > 0
     after = generate(backend, samples, greedy=True)
     assert ([r.response_token_ids for r in after] != old, {r.ver for r in after}) == (True, {second.ver})
-
-
-def change_few(policy: Policy, seed: int, share: float = 0.004) -> None:
-    """Change the values that travel as a small step does."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in policy.model.parameters():
-            chosen = torch.rand(parameter.shape, generator=generator) < share
-            parameter[chosen] += 0.5 * parameter.abs().mean()
 
 
 def test_changes_alone_bring_the_served_model_to_the_learner_s(

@@ -265,7 +265,7 @@ def greedy(model: Any, processor: Any) -> list[int]:
 
 
 def told(run: Run, *words: str) -> None:
-    """Exit code 2 and a message that has these words, and no traceback."""
+    """Assert that the run ended with exit code 2 and a message that has these words, without a traceback."""
     assert run.exit_code == 2, run.err
     assert "Traceback" not in run.err + run.out
     for word in words:

@@ -20,7 +20,7 @@ def test_damaged_files_end_in_typed_errors(name: str) -> None:
 
 @pytest.mark.parametrize("name", list(kinds()))
 def test_undamaged_files_are_read(name: str, tmp_path: Path) -> None:
-    """Damage to a file that is wrong already would find nothing."""
+    """Damage to a file that is wrong already would find nothing. A reader that refuses its file raises here."""
     kinds()[name].write(tmp_path)
     kinds()[name].read(tmp_path)
 
