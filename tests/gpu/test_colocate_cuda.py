@@ -109,7 +109,7 @@ def world(request: pytest.FixtureRequest, started: tuple[World, Switched]) -> Wo
 
 
 def test_syncs_are_checked_and_change_the_answers(world: World) -> None:
-    """R09: also past the caches that the old weights had filled; the trained weights are as before."""
+    """R09: they do so past the caches that the old weights had filled; the trained weights are as before."""
     assert world.sync() < 0.01
     first = world.generate()
     world.change()

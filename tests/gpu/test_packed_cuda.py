@@ -91,7 +91,7 @@ def test_cuda_and_cpu_agree_in_float32(path: Path) -> None:
 
 
 def test_a_packed_bf16_row_is_near_float32(path: Path) -> None:
-    """Through the varlen kernel, vision tower included; an empty row adds nothing."""
+    """The row goes through the varlen kernel, vision tower included. An empty row adds nothing."""
     exact, packed = policy_on(path, "cuda", bf16=False), policy_on(path, "cuda", bf16=True)
     segments = segments_of(exact)
     total = sum(exact.backward(row(one)).loss_sum for one in segments)

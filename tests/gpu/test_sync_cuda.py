@@ -75,7 +75,8 @@ def test_staged_weights_are_served_by_the_sync_and_not_before(
 def test_changes_alone_bring_the_served_model_to_the_learner_s(
     server: RunningServer, model: Path, staging: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """R09: over NCCL, kept in the host's memory or on the device. The seals and the canary check each."""
+    """R09: changes travel over NCCL, and are kept in the host's memory or on the device. The seals and the
+    canary check each."""
     policy = load(model)
     with learner(server, policy, staging=staging, delta="on") as (backend, sync):
         first = sync.sync()

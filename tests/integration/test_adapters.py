@@ -174,7 +174,7 @@ def test_several_answers_are_scored_at_once(
     policy_of: Callable[..., Policy],
     sample: Sample,
 ) -> None:
-    """Under an adapter, each as the learner scores it; vLLM's adapted output head can't do that."""
+    """The learner scores each alike, under an adapter; vLLM's adapted output head can't do that."""
     policy, backend = policy_of(), connect()
     train(policy, 4)
     start(backend, policy).sync()

@@ -13,8 +13,8 @@ pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
 
 def test_nothing_is_lost_under_faults(tmp_path: Path) -> None:
-    """D15, R40. In network namespaces where they can be made. The check itself is shown to find what is wrong in the
-    same run's notes."""
+    """D15, R40. Servers run in network namespaces where they can be made. The check itself is shown to find
+    what is wrong in the same run's notes."""
     campaign, broken = chaos(tmp_path, seconds=5.0, pause_s=0.4, seed=1, fills_disk=False)
     assert broken == []
     assert len(campaign.faults) >= 3

@@ -69,7 +69,7 @@ def assert_same(found: list[dict[str, Any]], reference: list[dict[str, Any]]) ->
 
 
 def test_in_this_process(folder: Path, reference: list[dict[str, Any]]) -> None:
-    """The default."""
+    """This is the default."""
     (done,) = forked.finish(
         forked.COLOCATED, "learner", arguments(folder, "vllm"), envs=[{**os.environ}], timeout_s=TIMEOUT_S
     )

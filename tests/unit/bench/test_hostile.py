@@ -31,7 +31,7 @@ def test_a_member_that_cannot_seal(tmp_path: Path) -> None:
 
 
 def test_calls_that_schemathesis_draws(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One path; `test_api_schema.py` has all."""
+    """This tries one path; `test_api_schema.py` has all."""
     monkeypatch.setattr("rollout_server.service._versions", dict)
     for fits, statuses in ((True, {200}), (False, {400})):
         answers = hostile._call(("/close_communicator/", fits, 5))

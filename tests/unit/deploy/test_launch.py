@@ -204,7 +204,7 @@ def test_r16_the_learner_s_mistakes_do_not_wait_for_servers(tmp_path: Path) -> N
 
 
 def test_r17_servers_then_learner_each_on_its_devices(tmp_path: Path) -> None:
-    """Under a URL prefix, with a token that `/ready/` does not need, and one log per server."""
+    """Servers have a URL prefix, a token that `/ready/` does not need, and a log each."""
     server = {"url_prefix": "/a/b", "tensor_parallel_size": 2}
     path = files(tmp_path, ["fine", "fine"], "exits-7", server=server, launch={"learner.devices": [3]})
     for i, devices in enumerate(("[0, 2]", "[1, 4]")):

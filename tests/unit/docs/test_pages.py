@@ -120,8 +120,8 @@ def write_coco(folder: Path) -> None:
 def test_the_output_of_check_is_the_one_on_the_page(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Of data and a configuration like those that the page speaks of. When the program says something else, so must
-    the page: copy the output."""
+    """The data and the configuration are like those that the page speaks of. When the program says something else, so
+    must the page: copy the output."""
     (block,) = (b for b in blocks() if b.page == ROOT / "docs/howto/own-data.md" and b.text.startswith("train:"))
     monkeypatch.chdir(tmp_path)
     write_raccoons(tmp_path)

@@ -335,7 +335,8 @@ def test_the_step_s_gradient_does_not_depend_on_how_it_is_cut(
 
 
 def test_a_step_is_evaluated_once(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At the start, every two steps, and at the end, which is one of these; `sft` asks servers for nothing else."""
+    """The run evaluates at the start, every two steps, and at the end, which is one of these; `sft` asks servers for
+    nothing else."""
     settings = {"per_device_train_batch_size": 4, "max_steps": 4, "eval_steps": 2}
     settings |= {"eval_on_start": True, "eval_on_end": True, "eval_samples": 4}
     seen = run(make_config(tiny_text, tmp_path, **settings), monkeypatch, 2)
@@ -554,7 +555,7 @@ def test_a_run_that_fails_says_why(tiny_text: Path, tmp_path: Path, monkeypatch:
 def test_a_spike_is_written_with_the_samples_of_its_step(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
-    """Of all ranks. What the first rank's only row cost at step 11 is made up; all else is real."""
+    """Samples of all ranks are there. What the first rank's only row cost at step 11 is made up; all else is real."""
     settings = {"per_device_train_batch_size": 2, "max_steps": 11, "global_max_length": 400, "learning_rate": 1e-5}
     config = make_config(tiny_text, tmp_path, num_samples=16, **settings)
     add = StepTotals.add

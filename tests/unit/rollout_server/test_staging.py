@@ -390,7 +390,7 @@ def test_changes_make_the_new_weights_of_those_that_are_kept(pair: Pair) -> None
 
 @pytest.mark.parametrize("flip", [0, 5, 20, -33, -32, -17, -16, -1])
 def test_changes_with_another_byte_load_nothing(pair: Pair, flip: int) -> None:
-    """Wherever it is: in the table, a place, a value, or one of both seals."""
+    """The byte may be in the table, a place, a value, or one of both seals."""
     assert pair.stage(1).error is None
     pair.send(1, TENSORS)
     reply, _ = pair.send_changes(2, TENSORS, one_changed(TENSORS, at=3), flip=flip)
@@ -401,7 +401,7 @@ def test_changes_with_another_byte_load_nothing(pair: Pair, flip: int) -> None:
 
 
 def test_changes_of_other_weights_are_refused_before_they_travel(pair: Pair) -> None:
-    """By what the digest names; and if it named the wrong ones, by the seal of what came out."""
+    """The digest names other ones. If it named the wrong ones, the seal of what came out would differ."""
     assert pair.stage(1).error is None
     pair.send(1, TENSORS)
     changes = Delta(base="00" * 16, sizes=[bucket.num_bytes for bucket in BUCKETS])

@@ -110,7 +110,7 @@ def test_launch_and_wait_ready_read_no_more(
 @pytest.mark.parametrize("stranger", ["long", "chunked", "error", "line"], indirect=True)
 @pytest.mark.parametrize("path", ["/status/", "/infer/"])
 def test_the_learners_client_reads_no_more(path: str, stranger: Stranger, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not packed either, and as one line or in chunks."""
+    """Packing, one long line or chunks make no difference."""
     monkeypatch.setattr(client_module, "MAX_REPLY_BYTES", 1 << 20)
     monkeypatch.setattr(client_module, "_ANSWER_BYTES", 1 << 20)
     request = RolloutInferRequest.model_validate({"messages": [{"role": "user", "content": "?"}]})

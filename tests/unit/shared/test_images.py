@@ -237,7 +237,7 @@ def test_a_form_outside_the_list_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_broken_images_of_other_forms_are_the_senders_fault(tmp_path: Path, data: bytes) -> None:
-    """However they are sent. Their readers raise what they like: none of them runs."""
+    """They may be sent in any way. Their readers raise what they like: none of them runs."""
     (tmp_path / "a.png").write_bytes(data)
     for source in (str(tmp_path / "a.png"), f"data:image/png;base64,{text(data)}", text(data)):
         for use in (Images(ImageRules()).load, Images(ImageRules()).size):

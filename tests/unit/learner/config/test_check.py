@@ -288,7 +288,7 @@ def test_without_servers_there_is_nothing_to_probe(
 def test_a_family_that_does_not_work_is_a_mistake(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not a KeyError in the first step."""
+    """It would be a KeyError in the first step otherwise."""
     (tmp_path / "llava").mkdir()
     (tmp_path / "llava" / "config.json").write_text('{"model_type": "llava"}')
     assert run_check(write(file, minimal(), {"model.path": str(tmp_path / "llava")})) == 2

@@ -85,7 +85,7 @@ def test_r04_one_device_is_one_engine() -> None:
 
 
 def test_r26_the_first_channels() -> None:
-    """Against the rule, written out: B iff floor((s + 1) b) > floor(s b)."""
+    """They follow the rule, written out: B iff floor((s + 1) b) > floor(s b)."""
     for tenths in range(11):
         plan = plan_of(stage2(), {"stage2_ab.schedule.b_ratio": tenths / 10})
         assert plan.channels == tuple("B" if (s + 1) * tenths // 10 > s * tenths // 10 else "A" for s in range(10))

@@ -188,7 +188,7 @@ def test_d7_decode_mode_contradicts(decoding: dict[str, Any], path: str) -> None
 
 @pytest.mark.parametrize(("key", "value"), [("top_p", 0.9), ("top_k", 20)])
 def test_r29_sampling_needs_a_temperature(key: str, value: float) -> None:
-    """At temperature 0 nothing is sampled: the key would have no effect."""
+    """Nothing is sampled at temperature 0: the key would have no effect."""
     mistake = only_mistake(minimal(), {f"{DECODING}.{key}": value})
     assert mistake.path == f"{DECODING}.{key}"
     assert "temperature" in mistake.remedy
@@ -278,7 +278,7 @@ def test_r20_the_documented_defaults_are_legal() -> None:
     ],
 )
 def test_r20_nothing_is_offloaded_while_it_is_trained(learning: dict[str, Any], words: str, others: set[str]) -> None:
-    """Beside the mistake that colocated rollouts can't overlap with learning at all (R25 R32)."""
+    """The other mistake is that colocated rollouts can't overlap with learning at all (R25 R32)."""
     offload = {f"{ROLLOUT}.offload": {"enabled": True, "offload_optimizer": True}}
     found = {m.path: m for m in mistakes(stage2(), {**COLOCATE, **learning, **offload})}
     assert set(found) == {f"{ROLLOUT}.offload.enabled", *others}

@@ -65,7 +65,7 @@ def test_a_broken_row_is_told_with_file_and_line(
 
 
 def test_several_images_are_not_augmented(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """R16: known before a model is loaded."""
+    """R16: this is known before a model is loaded."""
     objects = [{"desc": "cat", "image": 2, "bbox_2d": [10, 50, 20, 90]}]
     two = {**ROW, "images": ["1.png", "1.png"], "messages": TWO_IMAGES, "objects": objects}
     plain = {"custom.trainer_variant": "sft"}

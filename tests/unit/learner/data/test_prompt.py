@@ -124,7 +124,7 @@ def test_a_turned_photograph_is_seen_upright(encoder: PromptEncoder, tmp_path: P
 
 
 def test_urls_are_fetched_where_their_host_is_allowed(tiny_vlm: Path, tmp_path: Path) -> None:
-    """D13: under the rules that the server has."""
+    """D13: the learner follows the rules that the server has."""
     (tmp_path / "a.png").write_bytes(base64.b64decode(image(64, 64)))
     server = ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(QuietHandler, directory=str(tmp_path)))
     threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()

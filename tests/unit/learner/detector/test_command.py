@@ -167,7 +167,7 @@ def test_the_url_of_a_server_is_checked_and_shown_without_what_may_be_secret(
 
 
 def test_a_server_that_is_not_there_is_told_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not after the minutes that a run waits."""
+    """A run would wait for minutes."""
     monkeypatch.setattr(detector_answers, "REACHABLE_S", 0.2)
     (port,) = free_ports(1)
     with pytest.raises(ServerUnreachableError) as error, Detector(CHECKPOINT, server=f"http://127.0.0.1:{port}"):

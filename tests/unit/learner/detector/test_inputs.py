@@ -133,7 +133,7 @@ def test_find_missing_says_that_it_looks_at_photographs_one_by_one() -> None:
 
 
 def test_a_model_of_pages_is_not_asked_about_one_photograph(tmp_path: Path) -> None:
-    """Known before the model is loaded."""
+    """This is known before the model is loaded."""
     turn = {"role": "user", "content": "<image><image>Detect every digit."}
     pages = ModelFiles(folder=tmp_path, settings=InferenceSettings(task=TaskConfig(), messages=[turn]))
     with pytest.raises(ConfigError, match="not for one photograph"):

@@ -66,7 +66,7 @@ def test_parameters_are_those_of_the_model_that_was_measured() -> None:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_are_those_that_torch_counts(name: str) -> None:
-    """On the meta device, so nothing is allocated. Norms, biases and position embeddings are left out: 1%."""
+    """Nothing is allocated on the meta device. Norms, biases and position embeddings are left out: 1%."""
     mixture = "num_experts" in MODELS[name]["text_config"]
     config_class, model_class = (
         (Qwen3VLMoeConfig, Qwen3VLMoeForConditionalGeneration)

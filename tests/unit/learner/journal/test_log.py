@@ -219,7 +219,7 @@ def test_an_error_ends_its_phase(hands: Hands) -> None:
 
 
 def test_a_server_that_does_not_serve_has_a_bar_until_it_does() -> None:
-    """R40: in the event of every step that it missed."""
+    """R40: the event of every step that it missed has one."""
     timeline = Timeline(0)
 
     def bars() -> list[tuple[str, str]]:

@@ -67,7 +67,7 @@ def test_tensorboard_has_config_numbers_and_pictures(tmp_path: Path) -> None:
 
 
 def test_mlflow_has_config_numbers_pictures_and_the_report(tmp_path: Path) -> None:
-    """In its file store. A resumed run goes on in the same run."""
+    """All are in its file store. A resumed run goes on in the same run."""
     pytest.importorskip("mlflow")
     from mlflow import MlflowClient
 

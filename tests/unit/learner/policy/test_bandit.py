@@ -53,7 +53,7 @@ def pulls(logits: torch.Tensor, number: int, generator: torch.Generator) -> torc
 
 
 def test_importance_weights_make_the_gradient_of_old_rollouts_unbiased() -> None:
-    """Within four standard errors of 400,000 pulls; without them the error is many times that."""
+    """The mean is within four standard errors of 400,000 pulls; without them the error is many times that."""
     arms = pulls(OLD, 400_000, torch.Generator().manual_seed(0))
     parts = torch.stack([estimate(part, is_corrected=True) for part in arms.split(4000)])
     error = (parts.mean(0) - exact()).abs()

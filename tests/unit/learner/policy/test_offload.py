@@ -48,7 +48,7 @@ def tensors(monkeypatch: pytest.MonkeyPatch) -> list[torch.Tensor]:
 
 
 def test_what_was_away_is_as_it_was(tensors: list[torch.Tensor]) -> None:
-    """On a CPU, which is a device as others are for whom moves."""
+    """The CPU stands for a device here: moving is the same for both."""
     before = [(tensor.detach().clone(), tensor.dtype, tensor.shape) for tensor in tensors]
     addresses = [tensor.data_ptr() for tensor in tensors]
     with Offload(lambda: tensors, HOST).away():

@@ -216,7 +216,7 @@ def test_a_repeated_pass_reads_nothing_and_sees_later_weights(run: Callable[[], 
     ],
 )
 def test_a_read_that_depends_on_weights_is_found(run: Callable[[], torch.Tensor]) -> None:
-    """Through views, copies and sums."""
+    """Views, copies and sums do not hide it."""
     assert PassGraph.of(run, [WEIGHT], strict) is None
 
 

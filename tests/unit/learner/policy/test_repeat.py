@@ -16,7 +16,7 @@ from tests.unit.learner.trainer_world import make_config, run
 def test_the_resolved_configuration_repeats_the_run(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:
-    """Written by the run itself; what came from a base or a variable is in it."""
+    """The run itself writes it; what came from a base or a variable is in it."""
     settings = {"variant": variant, "max_steps": 2, "effective_batch_size": 4, "per_device_train_batch_size": 2}
     base = make_config(tiny_text, tmp_path, **settings).model_dump(mode="json", exclude={"model"})
     (tmp_path / "base.yaml").write_text(dump_yaml(base))

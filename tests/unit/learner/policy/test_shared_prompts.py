@@ -180,7 +180,7 @@ def test_answers_without_tokens_are_no_pieces(vlm: Policy) -> None:
 )
 @settings(max_examples=20, deadline=None)
 def test_attention_sees_the_prompt_and_itself(drawn: list[tuple[int, list[int]]], dtype: torch.dtype) -> None:
-    """Against one softmax per query over the tokens that it may see."""
+    """The reference is one softmax per query over the tokens that it may see."""
     torch.manual_seed(0)
     lengths, prefixes, sees, at = [], [], [], 0
     for prompt, answers in drawn:

@@ -301,7 +301,7 @@ def served(run_dir: Path) -> Iterator[str]:
 
 @pytest.mark.integration
 def test_a_browser_shows_what_comes_later(served: str, run_dir: Path, tmp_path: Path) -> None:
-    """In a real browser where there is one: the script has replaced the parts. Else over plain HTTP."""
+    """A real browser shows that the script has replaced the parts. Without one, plain HTTP is read."""
     assert "step 6 of 6" in httpx.get(served, trust_env=False, timeout=60.0).text
     write_answers(run_dir)
     if CHROMIUM is None:

@@ -208,7 +208,7 @@ def test_a_reply_that_breaks_after_its_last_answer_is_complete() -> None:
 
 @given(st.integers(1, 12), st.integers(1, 12))
 def test_a_server_that_is_busy_after_some_answers_is_not_lost(number: int, quota: int) -> None:
-    """However often, as long as each call has an answer: neither the server nor a request has failed."""
+    """It may be busy any number of times if each call has an answer: neither the server nor a request has failed."""
 
     async def answer_one(server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
         await asyncio.sleep(0)

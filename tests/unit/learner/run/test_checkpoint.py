@@ -198,7 +198,8 @@ DAMAGES: list[tuple[str, bytes | str]] = [
 
 
 def test_whatever_was_changed_is_a_checkpoint_error(tiny_vlm: Path, tmp_path: Path) -> None:
-    """With a manifest that says so, too: a list, `{}`, other shapes, no file at all. Policy and optimizer stay."""
+    """A manifest that agrees with the change does not help: a list, `{}`, other shapes, no file at all. Policy
+    and optimizer stay."""
     policy, optimizer = start(tiny_vlm)
     train(policy, optimizer, TrainerState(), 1)
     store = CheckpointStore(root=tmp_path / "run", ranks=Ranks())

@@ -78,7 +78,7 @@ def test_a_folder_of_the_user_stays_and_one_that_cannot_be_made_is_left_out(tmp_
 
 
 def test_a_run_shortens_the_turns_of_its_threads(tmp_path: Path) -> None:
-    """Beside rollouts the thread that learns waits for the interpreter's lock by turns (D9)."""
+    """The thread that learns beside rollouts waits for the interpreter's lock by turns (D9)."""
     path = tmp_path / "run.yaml"
     write_yaml(path, minimal())
     before = sys.getswitchinterval()

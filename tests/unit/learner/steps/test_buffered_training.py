@@ -144,7 +144,7 @@ def test_a_resume_in_the_middle_of_a_window_makes_new_rollouts_of_it(
 
 
 def test_a_run_resumed_between_windows_ends_with_the_uninterrupted_run_s_weights(train: Train) -> None:
-    """Bit for bit, as without a buffer."""
+    """They are equal bit for bit, as without a buffer."""
     settings = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "packing": False, "m_steps": 2}
     settings |= {"num_samples": 8, "lr_scheduler_type": "constant"}
     (whole,) = train(max_steps=4, **settings)

@@ -239,7 +239,7 @@ def test_labels_that_cannot_be_read_name_their_file(tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_elsewhere_takes_the_newest_labels_along(tmp_path: Path) -> None:
-    """Under their own step, so that a resume of the new run finds them too."""
+    """They are kept under their own step, so that a resume of the new run finds them too."""
     first = completion_of(list(SAMPLES), answers=[[(0, 750, 50, 800)], [(0, 750, 50, 800)]], folder=tmp_path / "first")
     first.complete(0, 1)
     first.complete(4, 2)

@@ -214,8 +214,8 @@ def written(k: int) -> dict[str, Any]:
 
 
 def test_coco_results_stand_beside_it(tmp_path: Path) -> None:
-    """In pixels, by pycocotools' names; a polygon has its outline; ids are those of the annotations, if they have
-    some."""
+    """They are in pixels, by pycocotools' names; a polygon has its outline; ids are those of the annotations, if they
+    have some."""
     [(evaluation, _)] = evaluate_on(1, 3)
     write_evaluation(evaluation, tmp_path / "step_000003.jsonl", {"eight": 1, "seven": 4})
     rows = json.loads((tmp_path / "step_000003.coco.json").read_text())

@@ -130,7 +130,7 @@ SHORT, WHOLE = truth(ONE, 1), truth(ONE)  # F1 0.5 and 1
 
 
 def test_a_segment_is_the_prompt_and_the_rollout_s_own_tokens() -> None:
-    """One per place, in order; the stop token is learned, and an answer that was cut has none."""
+    """Each place has one, in order; the stop token is learned, and an answer that was cut has none."""
     texts = [SHORT, WHOLE, truth(TWO), "no idea"]
     segments = made(texts, 2, cut=[1])
     assert [s.sample_id for s in segments] == ["s0", "s0", "s1", "s1"]

@@ -35,7 +35,7 @@ def test_what_is_wanted_is_made_once_and_taken_in_order() -> None:
 
 
 def test_a_fence_waits_for_the_call_in_flight_and_lets_none_start() -> None:
-    """R24: whatever room there is."""
+    """R24: room for another call changes nothing."""
     held = Held()
     server = FakeServer(before=held)
     made = producer(server)

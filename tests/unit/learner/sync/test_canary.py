@@ -42,7 +42,7 @@ def test_the_gap_is_the_mean_and_the_largest_difference(learner: list[list[float
 
 @pytest.mark.parametrize("worst", [-3.0, math.nan, -math.inf])
 def test_above_the_tolerance_the_worst_token_is_named(worst: float) -> None:
-    """Not a number is not within a tolerance."""
+    """A gap that is no number is above every tolerance."""
     with pytest.raises(CanaryError) as caught:
         canary(0.4).compare([[-1, -1], [-1, -1]], reply([[-1, -1], [-1, worst]]), "http://u")
     assert "http://u" in caught.value.what

@@ -41,7 +41,7 @@ def test_bases_merge_and_later_ones_win(tmp_path: Path) -> None:
 )
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=examples(50))
 def test_merging_is_key_by_key(tmp_path: Path, parts: list[Any]) -> None:
-    """Against the obvious reference: every leaf path, the last file that sets it or cuts it wins."""
+    """The reference is the obvious one: every leaf path, the last file that sets it or cuts it wins."""
 
     def reference(below: Any, above: Any) -> Any:
         if not isinstance(below, dict) or not isinstance(above, dict):

@@ -210,7 +210,7 @@ def test_after_each_object_an_answer_has_earned_what_it_would_earn_if_it_ended_t
 def test_an_object_s_tokens_hold_its_name_and_its_place(
     made: tuple[DetectionTask, CuttingTokenizer], predicted: list[DetectionObject]
 ) -> None:
-    """Whichever of the two is written last. What is left until the next object, or the end, is punctuation."""
+    """Either of the two may be written last. What is left until the next object, or the end, is punctuation."""
     task, tokenizer = made
     whole = answer(predicted, [ONE], made=made)
     ends, ids = task.prefix_rewards(whole, WEIGHTS).ends.tolist(), whole.parsed.rollout.response_token_ids

@@ -156,7 +156,7 @@ class Kept:
 def test_what_nobody_labelled_stays_in_its_place_and_is_not_learned(
     scene: list[str], cut_off: bool, merges: set[bytes]
 ) -> None:
-    """Against the scene itself: from the first miss on all that was said or labelled, in reading order."""
+    """The scene itself is the reference: from the first miss on all that was said or labelled, in reading order."""
     kept = Kept({merge for merge in merges if b"0" not in merge})
     objects = [(kept.at(place, f"{word}{place}"), word) for place, word in enumerate(scene)]
     said = [obj for obj, word in objects if word != "missed"]
