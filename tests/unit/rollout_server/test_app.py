@@ -196,7 +196,7 @@ def test_token() -> None:
 
 @pytest.mark.parametrize("token", [None, "secret"])
 def test_a_web_page_changes_nothing(token: str | None) -> None:
-    """This also holds without a token: a page in this machine's browser sends forms and text under its own name only."""
+    """This holds without a token too: a page in this machine's browser sends forms and text under its own name only."""
     body = InferCall(infer_requests=[RolloutInferRequest.model_validate(request("a"))]).model_dump_json()
     right = {"Content-Type": "application/json", **({"Authorization": f"Bearer {token}"} if token else {})}
 

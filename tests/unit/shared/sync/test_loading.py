@@ -259,8 +259,8 @@ class Mapper:
 
 
 def test_a_checkpoint_s_name_is_spelled_as_the_served_model_spells_it() -> None:
-    """The name is that before layers are fused. A name that the model leaves out stays as it is, as all names do without
-    a mapping."""
+    """The name is that before layers are fused. A name that the model leaves out stays as it is, as all names do
+    without a mapping."""
 
     class Mapped:
         hf_to_vllm_mapper = Mapper()
