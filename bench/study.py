@@ -68,6 +68,7 @@ Row = dict[str, Any]
 
 VAL, TEST = 100, 500  # scenes of digits
 TAUGHT = 10_000  # scenes that the bases learn from
+PHOTOGRAPHS_AT_ONCE = 512
 TEST_PART = "test"
 SELECTED_BY = "fm@0.5"  # labels of validation scenes have gaps where those of training have
 REPORT_S = 6.0
@@ -596,6 +597,9 @@ def run_config(experiment: StudyExperiment, run: StudyRun) -> dict[str, Any]:
     every = max(1, steps // arm.evaluations)
     data = experiment.work / ("bccd" if regime.is_bccd else "data")
     batch_size = min(arm.batch_size, regime.scenes) * arm.group
+    keys = dict(experiment.engine)
+    if regime.is_bccd:  # photographs and their answers take several times the memory of a scene of digits
+        keys["decode_batch_size"] = min(PHOTOGRAPHS_AT_ONCE, keys["decode_batch_size"])
     config = arms.run_config(
         arm,
         model=experiment.stopped(run.first) if run.first else experiment.base(regime.base),
@@ -604,7 +608,7 @@ def run_config(experiment: StudyExperiment, run: StudyRun) -> dict[str, Any]:
         run_dir=experiment.run_dir(run),
         steps=steps,
         batch_size=batch_size,
-        engine=experiment.engine,
+        engine=keys,
         max_new_tokens=512 if regime.is_bccd else 192,
         global_max_length=(900 if regime.is_bccd else 320) * batch_size,
         data_workers=1 if experiment.on_gpu else 0,

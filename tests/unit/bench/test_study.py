@@ -42,6 +42,8 @@ def test_every_arm_is_a_configuration_that_the_learner_takes(regime: str, tmp_pa
         config = load_config(str(path), world_size=1)
         assert config.custom.trainer_variant == arm.variant
         assert config.training.learning_rate == arm.rate * 0.5
+        at_once = config.rollout_matching.decode_batch_size
+        assert at_once == 512 if regime == "bccd" else at_once > study.VAL + study.TEST, "an evaluation is one batch"
 
 
 def test_runs_have_files_of_their_own(tmp_path: Path) -> None:
