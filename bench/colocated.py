@@ -138,6 +138,17 @@ class World:
         for scorer in self._scorers:
             scorer._whole = None
 
+    def merge_in_two(self) -> None:
+        """Merge adapters by torch's two kernels from now on, and capture anew."""
+        if self.on_gpu:
+            from learner.policy import merge_cuda
+
+            merge_cuda._PROVEN.update(dict.fromkeys(merge_cuda._PROVEN))
+        if (graph := self._delivery._graph) is not None:
+            graph._addresses = ()
+        for scorer in self._scorers:
+            scorer._whole, scorer._number = None, 0
+
     def launch_layers(self) -> None:
         """Run the canary's layers from Python from now on."""
         for scorer in self._scorers:
@@ -221,6 +232,18 @@ class World:
         vllm.reset_encoder_cache()
         with self.engine.awake():
             return self.timed(lambda: self.engine._run(prompts, params))
+
+
+def merge_kernels(*, on_gpu: bool) -> dict[str, str]:
+    """Return how each kind of layer was merged so far, by shape, rank and types."""
+    if not on_gpu:
+        return {}
+    from learner.policy import merge_cuda
+
+    return {
+        " ".join(str(part) for part in key[1:]): "torch" if index is None else str(merge_cuda.TILINGS[index])
+        for key, index in merge_cuda._PROVEN.items()
+    }
 
 
 @contextmanager
@@ -360,13 +383,17 @@ def inside(race: Race, out: Path, rounds: int, syncs: int, *, brief: bool, optio
             world.change()
             keep()
         found["tokens"] = world.num_tokens
-        _ways(world, found, syncs, keep)
         found["merges"] = world.merges()
         say(f"merging alone: {_row(found['merges'])}")
+        found["kernels"] = merge_kernels(on_gpu=world.on_gpu)
+        say(f"layers whose merge is one kernel: {found['kernels']}")
+        with profiled(logs, "sync", on_gpu=world.on_gpu):
+            world.sync()
+        _ways(world, found, syncs, keep)
         keep()
-        for name, work in () if brief else (("sync", world.sync), ("rollouts", world.rollouts)):
-            with profiled(logs, name, on_gpu=world.on_gpu):
-                work()
+        if not brief:
+            with profiled(logs, "rollouts", on_gpu=world.on_gpu):
+                world.rollouts()
         for name, without in () if brief else ALONE.items():
             found["alone"][name] = [world.alone(without) for _ in range(3)]
             say(f"the engine alone, {name}: " + ", ".join(f"{one:.3f}" for one in found["alone"][name]))
@@ -386,6 +413,7 @@ def _ways(world: World, found: dict[str, Any], syncs: int, keep: Callable[[], No
         "as in a run": (nothing, nullcontext()),
         "as in a run, waiting for the device after each part": (nothing, world.waiting()),
         "scores before the load": (world.score_before, nullcontext()),
+        "scores before the load, merges in two kernels": (world.merge_in_two, nullcontext()),
         "layers captured one by one": (world.capture_layers, nullcontext()),
         "layers one by one, loads launched": (world.launch_loads, nullcontext()),
         "nothing captured": (world.launch_layers, nullcontext()),

@@ -12,6 +12,7 @@ from peft.tuners.lora import LoraLayer
 
 from deploy.demo.model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
+from learner.policy import merge_cuda
 from learner.policy.canary_scores import CanaryScorer, RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
 from learner.policy.weights import as_sent, merged_weight
@@ -88,3 +89,49 @@ def test_a_merge_is_to_the_bit_as_peft_adds_and_rounds(alpha: int) -> None:
     with torch.no_grad():
         expected = ((b @ a) * (alpha / 4) + weight).to(torch.bfloat16)
     assert torch.equal(merged_weight(layer, torch.bfloat16), expected)
+
+
+@pytest.mark.parametrize("shape", [(4096, 2560), (1024, 2560), (9728, 2560), (2560, 9728), (1000, 700)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_merge_in_one_kernel_is_to_the_bit_as_in_two(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    """4B's layers, and one that fills no tile. The kernel is used only where a proof with other halves held."""
+    torch.manual_seed(0)
+    base = torch.randn(shape, device="cuda", dtype=torch.bfloat16)
+    a, b = torch.randn(64, shape[1], device="cuda"), torch.randn(shape[0], 64, device="cuda")
+    drawn = torch.cuda.get_rng_state()
+    found = merge_cuda.merged(base, a, b, 2.0, dtype)
+    assert torch.equal(torch.cuda.get_rng_state(), drawn), "a proof draws nothing of training's"
+    expected = merge_cuda.by_torch(base, a, b, 2.0, dtype)
+    for tiling in merge_cuda.TILINGS:  # the order of additions is cuBLAS' own, the values are the same
+        near = merge_cuda.launch(base, a, b, 2.0, dtype, tiling)
+        torch.testing.assert_close(near.float(), expected.float(), rtol=2**-7, atol=1e-3)
+    ((index,),) = [[value] for key, value in merge_cuda._PROVEN.items() if key[1:3] == shape and key[5] == dtype]
+    print(shape, dtype, "torch" if index is None else merge_cuda.TILINGS[index])
+    assert (found is None) == (index is None)
+    if found is not None:
+        assert torch.equal(found, expected)
+
+
+def test_nothing_changes_the_policy_while_its_pass_runs_beside(tmp_path: Path) -> None:
+    """R09: weights that change right after `join` are not seen by a pass that began before, and what is launched
+    meanwhile does not change its scores. Many passes, because a race does not always show."""
+    build(tmp_path, "demo", seed=0)
+    lora = LoraConfig(r=8, alpha=16, target_modules="all-linear")
+    policy = load_policy(
+        ModelConfig(path=str(tmp_path), dtype="bfloat16", lora=lora), device=torch.device("cuda"), bf16=True
+    )
+    answers = [(policy.encoder.encode(sample([image(128, 128)])), tuple(range(20, 50)))]
+    scorer = CanaryScorer(policy, answers, checksums=False, whole=True)
+    for _ in range(3):
+        scorer(torch.bfloat16, merged=True).read()
+    work = torch.randn(2048, 2048, device="cuda")
+    for _ in range(50):
+        with as_sent(policy.model, torch.bfloat16, merged=True):
+            expected = policy.logprobs(answers)
+        scores = scorer(torch.bfloat16, merged=True)
+        for _ in range(10):
+            work = torch.nn.functional.normalize(work @ work)
+        scores.join()
+        change(policy)
+        assert scores.logprobs[0] == pytest.approx(expected[0], abs=1e-3)
+        assert policy.logprobs(answers)[0] != pytest.approx(expected[0], abs=1e-3)
