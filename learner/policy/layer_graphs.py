@@ -12,6 +12,7 @@ into its graph's own before each replay, and what it returns is a copy, so graph
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -24,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_iter, tree_unflatten
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+log = logging.getLogger("learner.policy")
 Work = Callable[[], None]
 Forward = Callable[..., object]
 READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
@@ -164,6 +166,16 @@ class CudaRecorder:
             now.wait_stream(self._stream)
         replay: Work = graph.replay
         return replay
+
+
+def recorded(record: Callable[[Work], Work], work: Work, what: str) -> Work | None:
+    """Return what repeats `work`; None, and a warning that names `what`, if the device has no memory for the capture.
+    Raises any other error: torch's generators are unusable then."""
+    try:
+        return record(work)
+    except torch.OutOfMemoryError as error:
+        log.warning("%s is not captured as a CUDA graph, and takes longer: %s", what, str(error).splitlines()[0])
+        return None
 
 
 class _HostReads(TorchDispatchMode):

@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from learner.policy.layer_graphs import COPIES, INDEXING, READS, Work
+from learner.policy.layer_graphs import COPIES, INDEXING, READS, Work, recorded
 
 log = logging.getLogger("learner.policy")
 Pass = Callable[[], torch.Tensor]
@@ -62,8 +62,8 @@ class PassGraph:
             with notes.repeating():
                 outputs.append(run())
 
-        replay = record(work)
-        return cls(replay, outputs[0], notes)
+        replay = recorded(record, work, "the canary's pass")
+        return None if replay is None else cls(replay, outputs[0], notes)
 
     def __call__(self) -> torch.Tensor:
         """Return what the pass gives under the weights of now, in memory of its own."""

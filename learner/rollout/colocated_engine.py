@@ -200,7 +200,8 @@ class ColocatedEngine:
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]], graph: LoadGraph | None = None) -> None:
         """Overwrite the served weights, check that every parameter was written, and reset the caches of the old ones.
-        The adapter is removed. `graph`: of loads of the same weights, without adapters in the engine.
+        The adapter is removed. `graph`: of loads of the same weights, without adapters in the engine. It may walk
+        through `weights` twice.
 
         Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
         """

@@ -165,7 +165,7 @@ class EngineDelivery:
         """Return what every rank's engine was given."""
 
         def load_counted() -> Given:
-            weights = _Counted(source.named_weights(self._engine.dtype), with_digest=self._ranks.world_size > 1)
+            weights = _Counted(lambda: source.named_weights(self._engine.dtype), with_digest=self._ranks.world_size > 1)
             with self._part("load"):
                 load(weights)
             self._parts["merge"] = self._parts.get("merge", 0.0) + weights.seconds
@@ -213,20 +213,25 @@ class EngineDelivery:
 
 
 class _Counted:
-    """Named tensors on their way into a loader."""
+    """Named tensors on their way into a loader. A loader that walks through them again gets all of them again."""
 
-    def __init__(self, weights: Iterator[tuple[str, torch.Tensor]], *, with_digest: bool) -> None:
-        self._weights, self._with_digest = weights, with_digest
-        self._num_tensors = self._num_bytes = 0
+    def __init__(self, named_weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], *, with_digest: bool) -> None:
+        self._named_weights, self._with_digest = named_weights, with_digest
         self.walked = False
         self.seconds = 0.0  # seconds in which they were made
+        self._begin()
+
+    def _begin(self) -> None:
+        self._num_tensors = self._num_bytes = 0
         self._hasher = hashlib.blake2b(digest_size=16)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         self.walked = True
+        self._begin()
+        weights = self._named_weights()
         while True:
             began = time.perf_counter()
-            name, tensor = next(self._weights, ("", None))
+            name, tensor = next(weights, ("", None))
             self.seconds += time.perf_counter() - began
             if tensor is None:
                 return

@@ -239,3 +239,11 @@ def test_a_pass_that_goes_another_way_is_not_captured(caplog: pytest.LogCaptureF
 def test_values_that_differ_are_not_captured() -> None:
     draws = itertools.count()
     assert PassGraph.of(lambda: WEIGHT + next(draws), [WEIGHT], strict) is None
+
+
+def test_a_pass_without_memory_for_its_graph_is_not_captured(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(work: Callable[[], None]) -> Callable[[], None]:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    assert PassGraph.of(lambda: WEIGHT * 2, [WEIGHT], fail) is None
+    assert "the canary's pass is not captured" in caplog.text

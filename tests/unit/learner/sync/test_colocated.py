@@ -249,6 +249,22 @@ def test_a_replayed_load_is_counted_as_the_one_that_it_repeats(monkeypatch: pyte
     assert (second.num_tensors, second.num_bytes) == (first.num_tensors, first.num_bytes) != (0, 0)
 
 
+def test_a_loader_may_walk_through_the_weights_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A load that is captured is loaded once and recorded once. It counts once."""
+    world = World(1)
+    engine, load = world.engines[0], world.engines[0].load
+
+    def twice(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        assert [name for name, _ in weights] == list(world.weights[0].tensors)
+        load(weights)
+
+    monkeypatch.setattr(engine, "load", twice)
+    (receipt,) = world.run()
+    assert isinstance(receipt, SyncReceipt)
+    assert receipt.num_tensors == 4
+    assert receipt.num_bytes == sum(tensor.nbytes for tensor in world.weights[0].tensors.values())
+
+
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
