@@ -35,7 +35,7 @@ from PIL import Image
 from bench.figures import Figure, sampled
 from bench.infer import Client
 from bench.models import PhotographSize, photograph_model
-from bench.runs import say, serve
+from bench.runs import say, start_server
 from deploy.demo.scenes import Style, draw_scene, load_bank
 from deploy.launch import supervised
 from rollout_server.processes import descendants
@@ -47,10 +47,9 @@ PHOTOGRAPH = Style(canvas=1024, min_height=60, max_height=300, max_digits=12, ma
 # tokens of the photograph, the vision tower would compute it again.
 PROMPT = "<image>" + "Detect every digit. " * 8
 CPU_CACHE_BLOCK = 32  # tokens; vLLM's default is 128
-KV_CACHE_BYTES = 24 << 30
+KV_CACHE_BYTES: Mapping[PhotographSize, int] = {"4B": 24 << 30, "small": 1 << 30}  # for all rounds' prompts
 _JPEG_QUALITY = 90
 _FULLEST = 3
-_CPU_KV_CACHE_BYTES = 1 << 30
 _TIMEOUT_S = 600.0
 _TICK_S = 1 / os.sysconf("SC_CLK_TCK")  # the kernel counts CPU time in these
 
@@ -68,11 +67,13 @@ def measure(
     model = photograph_model(folder, size)
     on_gpu = torch.cuda.is_available()
     images = folder / "photographs"
-    sets = [draw(images, photographs, seed=i) for i in range(1 + rounds)]
+    images.mkdir()
     turns: dict[str, list[Turn]] = {"new": [], "known": [], "text": []}
     with supervised() as processes:
-        config = server_config(model, images, on_gpu=on_gpu, num_requests=photographs)
-        server = serve(processes, folder, "in-flight", config, devices=[0] if on_gpu else ())
+        config = server_config(model, images, size=size, on_gpu=on_gpu, num_requests=photographs)
+        server = start_server(processes, folder, "in-flight", config, devices=[0] if on_gpu else ())
+        sets = [draw(images, photographs, seed=i) for i in range(1 + rounds)]  # while it starts
+        server.wait_ready()
         with Client(server.url, _TIMEOUT_S) as client:
             for i, files in enumerate(sets):
                 asked = [_request(PROMPT, [str(file)], pixels=pixels) for file in files]
@@ -83,7 +84,10 @@ def measure(
     return _figures({name: found[1:] for name, found in turns.items()}, photographs)
 
 
-def server_config(model: Path, images: Path, *, on_gpu: bool, num_requests: int) -> dict[str, Any]:
+def server_config(
+    model: Path, images: Path, *, size: PhotographSize, on_gpu: bool, num_requests: int
+) -> dict[str, Any]:
+    engine_args: dict[str, Any] = {"kv_cache_memory_bytes": KV_CACHE_BYTES[size]}
     config: dict[str, Any] = {
         "model": str(model),
         "allowed_image_roots": [str(images.resolve())],
@@ -91,16 +95,15 @@ def server_config(model: Path, images: Path, *, on_gpu: bool, num_requests: int)
         "max_num_seqs": num_requests,
     }
     if not on_gpu:
-        small = {"kv_cache_memory_bytes": _CPU_KV_CACHE_BYTES, "block_size": CPU_CACHE_BLOCK}
-        return {**config, "enforce_eager": True, "cpu_threads": 1, "engine_args": small}
+        engine_args["block_size"] = CPU_CACHE_BLOCK
+        return {**config, "enforce_eager": True, "cpu_threads": 1, "engine_args": engine_args}
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 16, 32, 48, 64]}
-    engine_args = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "compilation_config": graphs}
+    engine_args["compilation_config"] = graphs
     return {**config, "gpu_memory_utilization": 0.8, "engine_args": engine_args}
 
 
 def draw(folder: Path, number: int, *, seed: int) -> list[Path]:
     """Write photographs of a megapixel that no other seed draws; returns their paths."""
-    folder.mkdir(parents=True, exist_ok=True)
     bank = load_bank("train")
     files = [folder / f"{seed}-{n}.jpg" for n in range(number)]
     for n, file in enumerate(files):
