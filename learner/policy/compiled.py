@@ -78,9 +78,13 @@ def uncompiled() -> AbstractContextManager[object]:
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Turns a compiler's failure at the first row into a ConfigError."""
+    """Compile, and turn a compiler's failure at the first row into a ConfigError."""
     try:
-        yield
+        # Layers of a kind have the same floats, which never change. Otherwise torch takes an epsilon for an input until
+        # the whole graph is traced, finds that a kernel needs the number, and traces it again. No cache keeps what it
+        # gave up.
+        with torch._dynamo.config.patch(specialize_float=True):
+            yield
     except TorchDynamoException as error:
         raise ConfigError(
             "a layer of the model, or the loss, cannot be compiled",

@@ -182,6 +182,16 @@ def test_adapters_compile_no_layer_twice(tiny_vlm: Path, freeze: list[str]) -> N
     assert found[0] == found[1]
 
 
+@pytest.mark.usefixtures("as_on_cuda")
+def test_no_graph_is_compiled_for_floats_that_never_change(tiny_vlm: Path) -> None:
+    """By default torch takes a layer's epsilon for an input. A kernel wants the number, so torch gave the finished
+    graph up and began again, also where a run before had compiled it."""
+    policy = policy_of(tiny_vlm, compile=True, dtype="bfloat16", lora=LoraConfig(r=4, alpha=8))
+    policy.backward(image_row(policy, [(64, 64)]))
+    assert counters["aot_autograd"]["total"] == num_programs() > 2
+    assert not torch._dynamo.config.specialize_float, "other parts of this process compile as before"
+
+
 @pytest.mark.usefixtures("_faster_compiler")
 def test_names_and_scores_stay(tiny_text: Path) -> None:
     eager, policy = (policy_of(tiny_text, compile=wanted) for wanted in (False, True))
