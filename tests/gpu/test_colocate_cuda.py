@@ -5,24 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
 
 import pytest
 import torch
 
 from bench.engines import colocate_sync, colocated_engine
 from deploy.demo.model import build
-from learner.config.sections.model import ModelConfig
+from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.rollout_matching import OffloadConfig, RolloutMatchingConfig
 from learner.config.sections.training import TrainingConfig
 from learner.policy.load import Policy, load_policy
 from learner.policy.offload import Offload, make_offload
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
+from learner.policy.weights import as_sent
 from learner.records import Rollout
 from learner.rollout.colocate import ColocateBackend
 from learner.rollout.colocated_engine import ColocatedEngine
 from learner.sync.canary import CanaryItem
 from learner.sync.sync import Sync
+from shared.errors import RolloutError
 from tests.fp8 import parts_of
 from tests.unit.learner.policy.rows import image, sample
 
@@ -45,11 +49,19 @@ class World:
     policy: Policy
     engine: ColocatedEngine
 
-    def make_sync(self) -> Sync:
+    def expected(self) -> list[float]:
+        """Return the canary's scores under the weights that are sent now."""
+        with as_sent(self.policy.model, self.engine.dtype, merged=True):
+            return self.policy.logprobs([(self.item.prompt, self.item.response_token_ids)])[0]
+
+    @property
+    def item(self) -> CanaryItem:
         scene = sample([image(128, 128, seed=0)])
         prompt = self.policy.encoder.encode(scene)
-        item = CanaryItem(sample=scene, prompt=prompt, response_token_ids=tuple(range(20, 40)))
-        return colocate_sync(self.engine, self.policy, item, CONFIG, RANKS)
+        return CanaryItem(sample=scene, prompt=prompt, response_token_ids=tuple(range(20, 40)))
+
+    def make_sync(self) -> Sync:
+        return colocate_sync(self.engine, self.policy, self.item, CONFIG, RANKS)
 
     def sync(self) -> float:
         """Sync the engine; return the canary's gap."""
@@ -81,6 +93,10 @@ class Switched(Offload):
 
     def __init__(self, offload: Offload) -> None:
         self.offload, self.on = offload, True
+
+    @property
+    def moves(self) -> bool:
+        return self.on and self.offload.moves
 
     @contextmanager
     def away(self) -> Iterator[None]:
@@ -139,6 +155,73 @@ def test_syncs_that_are_replayed_bring_the_learner_s_weights(world: World, start
         world.change()
     graph = sync._delivery._graph  # type: ignore[attr-defined]
     assert graph.is_captured == (not offload.on)
+
+
+@pytest.fixture
+def beside(started: tuple[World, Switched], tmp_path: Path) -> Iterator[World]:
+    """A policy with a LoRA on every linear layer, and an engine that stays awake."""
+    world, offload = started
+    engine, offload.on = world.engine, False
+    build(tmp_path, "demo", seed=0)
+    lora = LoraConfig(r=8, alpha=16, target_modules="all-linear")
+    policy = load_policy(ModelConfig(path=str(tmp_path), lora=lora), device=CUDA)
+    if engine._asleep:
+        engine._wake_up()
+    engine._sleeps = False
+    try:
+        yield World(policy, engine)
+    finally:
+        engine._sleeps = True
+        engine._sleep()
+
+
+def test_scores_at_the_same_time_are_those_one_after_the_other(beside: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R09: each of a few adapters, first at the same time and then with the learner's scores first. The weights change
+    right after a sync, and its scores are of before."""
+    sync = beside.make_sync()
+    delivery: Any = sync._delivery
+    for _ in range(4):
+        assert sync.sync().canary_gap < 0.01
+    assert beside.engine.leaves_training
+    ((way,), graph) = delivery._canary.scorer._sent.values(), delivery._graph
+    assert way.scorer._whole is not None
+    assert graph.is_captured
+    for _ in range(10):
+        beside.change()
+        expected = beside.expected()
+        assert sync.sync().canary_gap < 0.01
+        together = delivery._learner["full"]
+        with monkeypatch.context() as patch:
+            patch.setattr(delivery, "_scores_beside", lambda: False)
+            assert sync.sync().canary_gap < 0.01
+        in_turn = delivery._learner["full"]
+        beside.change()
+        assert together.logprobs == in_turn.logprobs
+        assert together.logprobs[0] == pytest.approx(expected, abs=1e-3)
+    assert way.scorer._side._stream is not None
+
+
+def test_a_failed_sync_leaves_no_pass_that_sees_later_weights(beside: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R09: the engine fails while the learner's pass runs, and then a step changes what the pass reads."""
+    sync = beside.make_sync()
+    delivery: Any = sync._delivery
+    for _ in range(4):
+        sync.sync()
+
+    def fail(*_: object) -> NoReturn:
+        raise RolloutError("the engine failed")
+
+    for _ in range(10):
+        beside.change()
+        expected = beside.expected()
+        with monkeypatch.context() as patch:
+            patch.setattr(beside.engine, "score", fail)
+            with pytest.raises(RolloutError, match="the engine failed"):
+                sync.sync()
+        beside.change()
+        assert delivery._learner["full"].logprobs[0] == pytest.approx(expected, abs=1e-3)
+        assert beside.engine.ver is None
+        assert sync.sync().canary_gap < 0.01
 
 
 def test_the_engine_sleeps_while_training_has_the_device(world: World) -> None:

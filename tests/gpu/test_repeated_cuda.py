@@ -105,7 +105,7 @@ def test_a_merge_in_one_kernel_is_to_the_bit_as_in_two(shape: tuple[int, int], d
     for tiling in merge_cuda.TILINGS:  # the order of additions is cuBLAS' own, the values are the same
         near = merge_cuda.launch(base, a, b, 2.0, dtype, tiling)
         torch.testing.assert_close(near.float(), expected.float(), rtol=2**-7, atol=1e-3)
-    ((index,),) = [[value] for key, value in merge_cuda._PROVEN.items() if key[1:3] == shape and key[5] == dtype]
+    (index,) = [value for key, value in merge_cuda._PROVEN.items() if key[1:3] == shape and key[5] == dtype]
     print(shape, dtype, "torch" if index is None else merge_cuda.TILINGS[index])
     assert (found is None) == (index is None)
     if found is not None:
@@ -125,6 +125,7 @@ def test_nothing_changes_the_policy_while_its_pass_runs_beside(tmp_path: Path) -
     for _ in range(3):
         scorer(torch.bfloat16, merged=True).read()
     work = torch.randn(2048, 2048, device="cuda")
+    before = [(parameter, parameter.detach().clone()) for _, parameter in policy.trainable]
     for _ in range(50):
         with as_sent(policy.model, torch.bfloat16, merged=True):
             expected = policy.logprobs(answers)
@@ -132,6 +133,8 @@ def test_nothing_changes_the_policy_while_its_pass_runs_beside(tmp_path: Path) -
         for _ in range(10):
             work = torch.nn.functional.normalize(work @ work)
         scores.join()
-        change(policy)
+        with torch.no_grad():
+            for parameter, value in before:
+                parameter.copy_(value + 0.05 * torch.randn_like(value))
         assert scores.logprobs[0] == pytest.approx(expected[0], abs=1e-3)
-        assert policy.logprobs(answers)[0] != pytest.approx(expected[0], abs=1e-3)
+        assert policy.logprobs(answers)[0] != pytest.approx(expected[0], abs=1e-2)
