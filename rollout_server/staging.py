@@ -53,6 +53,7 @@ class Staging:
         else:
             _check_fits(sum(map(page_locked_bytes, self.sizes)), torch.device("cpu"), None)
         self._buffers: list[torch.Tensor] = []
+        self._kept: list[list[tuple[str, torch.Tensor]]] = []  # views of the buffers
         self._allocate()
 
     def begin(self, buckets: Sequence[Bucket], place: Place, delta: Delta | None = None) -> bool:
@@ -87,10 +88,10 @@ class Staging:
         elsewhere."""
         return self._buffers[index] if self._on_device and not self.travels_changed(index) else None
 
-    def kept(self) -> Iterable[Iterable[tuple[str, torch.Tensor]]]:
+    def kept(self) -> Sequence[Sequence[tuple[str, torch.Tensor]]]:
         """Return the tensors of each bucket, as checkpoint names and views. The weights must be whole."""
         assert self.is_whole, "loaded before everything had arrived"
-        return (unpack(buffer, bucket.tensors) for buffer, bucket in zip(self._buffers, self._buckets, strict=True))
+        return self._kept
 
     # ---- as a load -------------------------------------------------------------------------------------------------
 
@@ -111,6 +112,9 @@ class Staging:
     def finish(self) -> int:
         """Return the number of tensors that are kept."""
         assert self._num_kept == len(self._buckets), "finished before everything had arrived"
+        # Views of hundreds of tensors take milliseconds, in which rollouts need not wait yet.
+        pairs = zip(self._buffers, self._buckets, strict=True)
+        self._kept = [list(unpack(buffer, bucket.tensors)) for buffer, bucket in pairs]
         self.is_whole = True
         return self._num_tensors
 
@@ -119,7 +123,7 @@ class Staging:
 
     def release(self) -> None:
         """Give the memory back. Not to be used again."""
-        self.is_whole, self._buffers = False, []
+        self.is_whole, self._buffers, self._kept = False, [], []
         if self._device.type == "cuda":
             # `_room` asks the driver, which counts blocks in torch's cache as taken.
             torch.cuda.empty_cache()

@@ -60,6 +60,7 @@ SyncCall = TypeVar("SyncCall", InitCommunicatorCall, StageWeightsCall, UpdateWei
 _SLICE_S = 0.25  # nothing else runs during an update, so workers may wait
 # The engine generates while a group is joined and while weights are staged, so workers only take a look.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
+_TURNS = 3  # of the event loop, until a call that starts calls has sent them
 
 
 @dataclass
@@ -112,6 +113,7 @@ class WeightUpdates:
         self._staged: StagedWeights | None = None
         self._expected: ExpectScoresCall | None = None
         self._expected_came = asyncio.Event()
+        self._ran_meanwhile: set[str] = set()  # modes of updates during whose load the model could run
         self._full_weights = engine.weights  # the digest of the last full update
 
     async def open_group(self, call: InitCommunicatorCall) -> None:
@@ -195,7 +197,10 @@ class WeightUpdates:
                 ) as outcome:
                     drained, deadline = time.monotonic(), Deadline(call.timeout_s)
                     try:
-                        loaded, scores = await load_and_score(self._engine, call, clear_cache=clear_cache)
+                        loaded, scores = await load_and_score(
+                            self._engine, call, clear_cache=clear_cache, ran_meanwhile=call.mode in self._ran_meanwhile
+                        )
+                        self._ran_meanwhile |= {call.mode} if loaded.runs_meanwhile else set()
                         outcome.weights = self._weights(call, loaded)
                         if not call.base_of_adapter:
                             check_canary(await self._expectation(call, deadline), scores)
@@ -333,36 +338,40 @@ class WeightUpdates:
 
 
 async def load_and_score(
-    engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False
+    engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False, ran_meanwhile: bool = False
 ) -> tuple[WorkerReply, ScoreReply]:
-    """Receive, load and score: a worker's last reply, and the canary's scores. Staged weights were received before.
+    """Receive, load and score: a worker's last reply, and the canary's scores. Staged weights were received before;
+    `ran_meanwhile`: the model could run while such weights were loaded, and most likely can again.
 
     The caller holds the gate, and leaves the group if this raises. Raises what the workers, the media rules and the
     engine raise.
 
     The engine does one thing after the other, so the next call is made before the last one has answered. Caches are
-    reset right after the receiving has begun. If the model can run while it is loaded, the canary's requests are
-    already queued when the load ends, and share one forward pass. If the load then takes longer than a slice, their
-    answers belong to some weights in between: they are thrown away and made again.
+    reset right after the receiving has begun, or right before staged weights are loaded. If the model can run while it
+    is loaded, the canary's requests are already queued when the load ends, and share one forward pass. If the load then
+    takes longer than a slice, their answers belong to some weights in between: they are thrown away and made again.
 
     Weights that are not finite leave NaN in the KV cache. There it spoils answers of later weights, because attention
     also reads places that it gives no weight. So if a canary's scores are not finite, they are made once more from a
     cleared cache. `clear_cache` clears it at once, which takes as long as writing all of it.
     """
-    rest = call.model_copy(update={"buckets": [], "canary": []})
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
-    start = ("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode())
-    calls: list[Coroutine[object, None, list[WorkerReply] | None]] = [
-        engine.on_workers(*(("sync_load", call.mode) if call.staged else start)),
+    emptied: list[Coroutine[object, None, list[WorkerReply] | None]] = [
         engine.reset_caches(),
         *([engine.on_workers("sync_clear_cache")] if clear_cache else []),
     ]
-    started, *_ = await gather(calls)
-    assert started is not None, "workers answer"
-    if all(reply.runs_meanwhile for reply in started):
-        quick = await _score_behind_load(engine, call)
-        if quick is not None:
-            return quick
+    quick = None
+    if call.staged and ran_meanwhile:
+        quick = await _score_behind(engine, call, ("sync_load", call.mode, _SLICE_S), emptied)
+    else:
+        rest = call.model_copy(update={"buckets": [], "canary": []})
+        start = ("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode())
+        started, *_ = await gather([engine.on_workers(*(("sync_load", call.mode) if call.staged else start)), *emptied])
+        assert started is not None, "workers answer"
+        if all(reply.runs_meanwhile for reply in started):
+            quick = await _score_behind(engine, call, ("sync_poll", _SLICE_S))
+    if quick is not None:
+        return quick
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
         pass
     await engine.reset_caches()
@@ -378,18 +387,33 @@ async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
         return await score(engine, call.canary, call.ver, through_cache=True)
 
 
-async def _score_behind_load(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply] | None:
-    """Return the last reply and the scores; None if loading takes longer than a slice."""
-    loading = asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S))
+async def _score_behind(
+    engine: Engine,
+    call: UpdateWeightsCall,
+    load: tuple[str, *tuple[object, ...]],
+    first: Sequence[Coroutine[object, None, list[WorkerReply] | None]] = (),
+) -> tuple[WorkerReply, ScoreReply] | None:
+    """Return the last reply and the scores; None if `load`, a call to the workers, takes longer than a slice. No score
+    is asked for before the calls of `first` have answered."""
+
+    async def score_then() -> ScoreReply:
+        await emptying
+        return await _score(engine, call)
+
+    emptying = asyncio.ensure_future(gather(first))
+    for _ in range(_TURNS if first else 0):
+        await asyncio.sleep(0)  # what comes first is on its way to the engine
+    loading = asyncio.create_task(engine.on_workers(*load))
     await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
-    scoring = asyncio.create_task(_score(engine, call))
+    scoring = asyncio.create_task(score_then())
     try:
         replies = await loading
         return (replies[0], await scoring) if _all_done(replies) else None
     finally:
         loading.cancel()
         scoring.cancel()
-        await asyncio.gather(loading, scoring, return_exceptions=True)
+        emptying.cancel()
+        await asyncio.gather(loading, scoring, emptying, return_exceptions=True)
 
 
 def _check_verdict(call: UpdateWeightsCall) -> None:

@@ -148,13 +148,16 @@ class SyncWorker:
         return WorkerReply(done=False, runs_meanwhile=True)
 
     @_answering
-    def sync_load(self, mode: str) -> WorkerReply:
-        """Begin to load what was staged, in place of receiving it."""
+    def sync_load(self, mode: str, slice_s: float | None = None) -> WorkerReply:
+        """Begin to load what was staged, in place of receiving it. `slice_s`: go on with it at once, as `sync_poll`
+        does, if the model can run meanwhile."""
         receiving, staging = self._sync_receiving, self._sync_staging
         if not isinstance(receiving, Receiving) or staging is None or not staging.is_whole:
             raise SyncError("no staged weights are kept", wanted="/stage_weights/ before an update of staged weights")
         load = self._load(mode)
-        self._sync_receiving = Loading(staging, load, receiving.advance(0.0).weights)
+        self._sync_receiving = loading = Loading(staging, load, receiving.advance(0.0).weights)
+        if slice_s is not None and load.runs_meanwhile:
+            return loading.advance(slice_s)
         return WorkerReply(done=False, runs_meanwhile=load.runs_meanwhile)
 
     @_answering
@@ -280,7 +283,9 @@ class Loading:
             if self._left and time.monotonic() > until:
                 return WorkerReply(done=False)
         if self._reply is None:
-            self._reply = WorkerReply(num_tensors=self._load.finish(), weights=self._weights)
+            num_tensors = self._load.finish()
+            meanwhile = self._load.runs_meanwhile
+            self._reply = WorkerReply(num_tensors=num_tensors, weights=self._weights, runs_meanwhile=meanwhile)
         return self._reply
 
     def close(self) -> None:
@@ -330,7 +335,9 @@ class Receiving:
             self._load.add(unpack(buffer, self._update.buckets[self._num_loaded].tensors))
             self._num_loaded += 1
         if self._reply is None:
-            self._reply = WorkerReply(num_tensors=self._load.finish(), weights=self._seals.hexdigest())
+            num_tensors, weights = self._load.finish(), self._seals.hexdigest()
+            meanwhile = self._load.runs_meanwhile
+            self._reply = WorkerReply(num_tensors=num_tensors, weights=weights, runs_meanwhile=meanwhile)
             if self._staging is not None:
                 self._staging.weights = self._reply.weights
         return self._reply

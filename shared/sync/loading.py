@@ -207,9 +207,10 @@ class WeightLoad:
         """Make the model ready to be overwritten."""
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
-        self._served = _names_by_storage(self._model)
+        parameters = list(self._model.named_parameters(remove_duplicate=False))
+        self._served = _names_by_storage(parameters)
         if self.in_place:
-            self._memory.begin(self._model.parameters())
+            self._memory.begin(parameter for _, parameter in parameters)
         else:
             if (rows := rows_of(self._model, getattr(self._model, "packed_modules_mapping", {}))) is not None:
                 self._proof = RowsProof(rows, self._vllm_config.model_config.dtype)
@@ -221,25 +222,32 @@ class WeightLoad:
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load these checkpoint tensors. Raises whatever the model's loader raises."""
-        with self._context(), torch.no_grad():
+        with torch.no_grad():
             if self.in_place:
                 left = self._without_rows(self._counted(tensors))
-                self._written |= self._memory.load(left, self._model.load_weights) if left else set()
+                self._written |= self._memory.load(left, self._load_weights) if left else set()
             else:
-                self._written |= set(self._model.load_weights(self._counted(tensors)) or ())
+                self._written |= set(self._load_weights(self._counted(tensors)) or ())
+
+    def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:
+        # Entering vLLM's context takes longer than repeating a bucket's copies, which do not need it.
+        with self._context():
+            written: Iterable[str] | None = self._model.load_weights(tensors)
+        return written
 
     def _without_rows(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
         """Write the tensors that have rows of their own; the others."""
         if self._rows is None:
             return list(tensors)
         left = []
-        for name, tensor in tensors:
-            rows = self._rows.get(self._served_name(name))
-            if rows is None or rows.values.shape != tensor.shape:
-                left.append((name, tensor))
-            else:
-                load_rows(rows, tensor, self._vllm_config.model_config.dtype)
-                self._written.add(rows.served)
+        with self._context():
+            for name, tensor in tensors:
+                rows = self._rows.get(self._served_name(name))
+                if rows is None or rows.values.shape != tensor.shape:
+                    left.append((name, tensor))
+                else:
+                    load_rows(rows, tensor, self._vllm_config.model_config.dtype)
+                    self._written.add(rows.served)
         return left
 
     def _served_name(self, name: str) -> str:
@@ -323,9 +331,11 @@ class WeightLoad:
             )
 
     def _check_written(self) -> None:
-        # Quantised weights have scales, which no checkpoint has. They are made of the weight beside them.
-        scales = {f"{name.removesuffix('.weight')}.weight_scale" for name in self._written}
-        unwritten = [names for names in self._served.values() if not names & (self._written | scales)]
+        written = self._written
+        if self._vllm_config.model_config.quantization is not None:
+            # Quantised weights have scales, which no checkpoint has. They are made of the weight beside them.
+            written = written | {f"{name.removesuffix('.weight')}.weight_scale" for name in written}
+        unwritten = [names for names in self._served.values() if names.isdisjoint(written)]
         if unwritten:
             raise uncovered(
                 f"{len(unwritten)} served parameters were not written",
@@ -344,10 +354,10 @@ def uncovered(found: str, names: Set[str], wanted: str) -> CoverageError:
     )
 
 
-def _names_by_storage(model: torch.nn.Module) -> dict[int, set[str]]:
+def _names_by_storage(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[int, set[str]]:
     """All names of each parameter, tied ones together. Before a reload, while tied parameters are still one object."""
     names: dict[int, set[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
+    for name, parameter in parameters:
         names.setdefault(id(parameter), set()).add(name)
     return names
 

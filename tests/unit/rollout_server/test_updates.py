@@ -10,7 +10,7 @@ import pytest
 
 from rollout_server.engine import Scores, WorkerReply, score
 from rollout_server.updates import check_canary, load_and_score
-from shared.errors import CanaryError, DigestError
+from shared.errors import CanaryError, DigestError, SyncError
 from shared.wire import ExpectScoresCall, RolloutInferRequest, ScoreItem, UpdateWeightsCall
 from tests.unit.rollout_server.fakes import FakeEngine
 
@@ -30,6 +30,7 @@ class Engine(FakeEngine):
         self.replies = {
             "sync_start": lambda: WorkerReply(done=False, runs_meanwhile=runs_meanwhile),
             "sync_poll": self._poll,
+            "sync_load": self._poll,
         }
 
     def _poll(self) -> WorkerReply:
@@ -64,6 +65,50 @@ def test_the_scores_are_those_after_the_load(runs_meanwhile: bool, num_slices: i
     _, scores = asyncio.run(load_and_score(engine, CALL))
     assert engine.log == log
     assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
+
+
+STAGED = [
+    (1, ["reset", "sync_load", "score"]),
+    (2, ["reset", "sync_load", "score", "sync_poll", "reset", "score"]),
+]
+
+
+@pytest.mark.parametrize(("num_slices", "log"), STAGED)
+def test_staged_weights_are_loaded_by_one_call(num_slices: int, log: list[str]) -> None:
+    engine = Engine(runs_meanwhile=True, num_slices=num_slices)
+    staged = CALL.model_copy(update={"staged": True})
+    _, scores = asyncio.run(load_and_score(engine, staged, ran_meanwhile=True))
+    assert engine.log == log
+    assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
+
+
+def test_no_score_of_staged_weights_is_asked_for_before_the_caches_are_reset() -> None:
+    class Slow(Engine):
+        async def reset_caches(self) -> None:
+            await asyncio.sleep(0.05)
+            await super().reset_caches()
+
+    engine = Slow(runs_meanwhile=True, num_slices=1)
+    staged = CALL.model_copy(update={"staged": True})
+    asyncio.run(load_and_score(engine, staged, ran_meanwhile=True))
+    assert engine.log == ["sync_load", "reset", "score"]
+
+
+def test_caches_that_cannot_be_reset_end_the_update() -> None:
+    class Busy(Engine):
+        async def reset_caches(self) -> None:
+            raise SyncError("the prefix cache cannot be reset")
+
+    engine = Busy(runs_meanwhile=True, num_slices=1)
+    staged = CALL.model_copy(update={"staged": True})
+
+    async def run() -> int:
+        with pytest.raises(SyncError, match="cannot be reset"):
+            await load_and_score(engine, staged, ran_meanwhile=True)
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+    assert "score" not in engine.log
 
 
 def test_the_canary_reads_the_prefix_cache_and_other_calls_do_not() -> None:
