@@ -57,8 +57,13 @@ def merged(
     if key not in _PROVEN:
         if torch.cuda.is_current_stream_capturing():
             return None
-        with torch.no_grad(), _disable_current_modes():  # whoever watches operations must not see a proof's
-            _PROVEN[key] = _proven(base, a, b, scaling, dtype)
+        # Whoever watches operations must not see a proof's.
+        with torch.no_grad(), _disable_current_modes(), _current(base):
+            try:
+                _PROVEN[key] = _proven(base, a, b, scaling, dtype)
+            except torch.OutOfMemoryError:
+                log.info("merges of %s, rank %d, are by torch: no memory for a proof", [*base.shape], len(a))
+                _PROVEN[key] = None
     tiling = _PROVEN[key]
     return None if tiling is None else _merge_lora(base, a, b, scaling, dtype, tiling)
 
@@ -78,7 +83,7 @@ def launch(
     found = torch.empty_like(base, dtype=dtype)
     num_out, num_in = base.shape
     grid = triton.cdiv(num_out, tiling.rows), triton.cdiv(num_in, tiling.columns)
-    with torch.cuda.device(base.device if base.is_cuda else -1):
+    with _current(base):
         _merge[grid](
             base,
             a,
@@ -95,6 +100,11 @@ def launch(
             num_warps=tiling.warps,
         )
     return found
+
+
+def _current(base: torch.Tensor) -> torch.cuda.device:
+    """Kernels and events are the current device's."""
+    return torch.cuda.device(base.device if base.is_cuda else -1)
 
 
 def by_torch(base: torch.Tensor, a: torch.Tensor, b: torch.Tensor, scaling: float, dtype: torch.dtype) -> torch.Tensor:

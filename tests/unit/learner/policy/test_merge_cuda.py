@@ -7,8 +7,11 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
+
+from learner.policy import merge_cuda
 
 KERNEL = """
 import torch
@@ -45,3 +48,26 @@ def test_the_kernel_merges_every_shape_and_is_seen_by_a_capture() -> None:
         [sys.executable, "-c", KERNEL], env=environment, capture_output=True, text=True, timeout=120, check=False
     )
     assert done.stdout.strip().endswith("right"), done.stderr[-2000:]
+
+
+@pytest.mark.parametrize(
+    ("fault", "tries"), [("no memory", 1), ("slower", 1), ("not contiguous", 0), ("while a graph is captured", 0)]
+)
+def test_torch_merges_what_is_not_proven(fault: str, tries: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each shape is tried once."""
+    tried: list[object] = []
+
+    def proven(*given: object) -> None:
+        tried.append(given)
+        if fault == "no memory":
+            raise torch.OutOfMemoryError("CUDA out of memory")
+
+    monkeypatch.setattr(merge_cuda, "_PROVEN", {})
+    monkeypatch.setattr(merge_cuda, "_proven", proven)
+    captures = fault == "while a graph is captured"
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: captures)  # builds for CPU lack it
+    base, a, b = torch.randn(8, 6), torch.randn(2, 6), torch.randn(8, 2)
+    given = (base.t().contiguous().t() if fault == "not contiguous" else base), a, b
+    for _ in range(2):
+        assert merge_cuda.merged(*given, 2.0, torch.bfloat16) is None
+    assert len(tried) == tries
