@@ -188,8 +188,8 @@ class World:
                 parameter.add_(torch.randn_like(parameter), alpha=1e-4)
 
     def merges(self) -> dict[str, float]:
-        """Return the seconds of merging all adapters once, each the best of five: as a sync does, and as peft does, one
-        operation after the other."""
+        """Return the seconds of merging all adapters once, each the best of five: as a sync does, on a GPU also by
+        torch's two kernels, and as peft does, one operation after the other."""
         import torch
         from peft.tuners.lora import LoraLayer
 
@@ -210,7 +210,16 @@ class World:
             for layer in layers:
                 merged_weight(layer, dtype)
 
-        ways = {"as a sync": by_sync, "one by one": by_peft}
+        @torch.no_grad()
+        def in_two() -> None:
+            from learner.policy.merge_cuda import by_torch
+
+            for layer in layers:
+                (name,) = layer.active_adapters
+                a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
+                by_torch(layer.get_base_layer().weight, a, b, scaling, dtype)
+
+        ways = {"as a sync": by_sync, "one by one": by_peft, **({"in two kernels": in_two} if self.on_gpu else {})}
         return {name: min(self.timed(way) for _ in range(5)) for name, way in ways.items()} if layers else {}
 
     def rollouts(self) -> None:
