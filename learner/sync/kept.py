@@ -139,6 +139,9 @@ class KeptWeights:
         on_cpu = bucket.device.type == "cpu"  # then the copy is the bucket itself, which was allocated before
         taken, room = 0 if on_cpu else page_locked_bytes(bucket.numel()), available_bytes() - SPARE_BYTES
         if taken > room:
+            release_page_locked()  # torch keeps that of a copy which was dropped after a failure
+            room = available_bytes() - SPARE_BYTES
+        if taken > room:
             self._give_up(f"{taken / _GB:.2f} GB more, and room for {max(0, room) / _GB:.2f} GB")
             return
         try:
