@@ -170,8 +170,8 @@ class EngineDelivery:
                 load(weights)
             self._parts["merge"] = self._parts.get("merge", 0.0) + weights.seconds
             self._parts["load"] -= weights.seconds
-            if weights.walked:
-                self._given = weights.given()
+            if weights.given is not None:
+                self._given = weights.given
             assert self._given is not None, "the first load walks through the weights, a graph repeats it"
             return self._given
 
@@ -213,36 +213,29 @@ class EngineDelivery:
 
 
 class _Counted:
-    """Named tensors on their way into a loader. A loader that walks through them again gets all of them again."""
+    """Named tensors on their way into a loader. A loader that walks through them again gets all of them again. `given`:
+    those of the last walk that was whole."""
 
     def __init__(self, named_weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], *, with_digest: bool) -> None:
         self._named_weights, self._with_digest = named_weights, with_digest
-        self.walked = False
+        self.given: Given | None = None
         self.seconds = 0.0  # seconds in which they were made
-        self._begin()
-
-    def _begin(self) -> None:
-        self._num_tensors = self._num_bytes = 0
-        self._hasher = hashlib.blake2b(digest_size=16)
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        self.walked = True
-        self._begin()
+        num_tensors = num_bytes = 0
+        hasher = hashlib.blake2b(digest_size=16)
         weights = self._named_weights()
         while True:
             began = time.perf_counter()
             name, tensor = next(weights, ("", None))
             self.seconds += time.perf_counter() - began
             if tensor is None:
-                return
-            self._num_tensors += 1
-            self._num_bytes += tensor.nbytes
+                break
+            num_tensors += 1
+            num_bytes += tensor.nbytes
             if self._with_digest:
-                content = digest(tensor.contiguous().view(-1).view(torch.uint8)).tolist()
-                self._hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)} {content}\n".encode())
+                values = digest(tensor.contiguous().view(-1).view(torch.uint8)).tolist()
+                hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)} {values}\n".encode())
             yield name, tensor
-
-    def given(self) -> Given:
-        """Return what the loader was given, once all tensors are through."""
-        content = self._hasher.hexdigest() if self._with_digest else ""
-        return Given(num_tensors=self._num_tensors, num_bytes=self._num_bytes, digest=content)
+        found = hasher.hexdigest() if self._with_digest else ""
+        self.given = Given(num_tensors=num_tensors, num_bytes=num_bytes, digest=found)

@@ -265,6 +265,22 @@ def test_a_loader_may_walk_through_the_weights_twice(monkeypatch: pytest.MonkeyP
     assert receipt.num_bytes == sum(tensor.nbytes for tensor in world.weights[0].tensors.values())
 
 
+def test_a_walk_that_is_broken_off_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture that finds no memory ends in the middle, after a load that was whole."""
+    world = World(1)
+    engine, load = world.engines[0], world.engines[0].load
+
+    def and_a_half(weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        load(weights)
+        next(iter(weights))
+
+    monkeypatch.setattr(engine, "load", and_a_half)
+    (receipt,) = world.run()
+    assert isinstance(receipt, SyncReceipt)
+    assert receipt.num_tensors == 4
+    assert receipt.num_bytes == sum(tensor.nbytes for tensor in world.weights[0].tensors.values())
+
+
 # ---- adapters --------------------------------------------------------------------------------------------------------
 
 
