@@ -18,6 +18,7 @@ A pass that is one graph with images runs beside what is launched after it (`sid
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence, Set
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -36,6 +37,7 @@ from learner.policy.weights import Checksums, as_sent, checksum, replaced_module
 from learner.records import EncodedPrompt
 from shared.quantization import Quantization
 
+log = logging.getLogger("learner.policy")
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
 Modules = Set[torch.nn.Module]
 Read = Callable[[], list[list[float]]]
@@ -232,8 +234,13 @@ class RepeatedLogprobs:
             self._layers = None
             return self._pass()
         if not layers.is_captured:
-            with layers.capturing():
-                return self._pass()
+            try:
+                with layers.capturing():
+                    return self._pass()
+            except torch.OutOfMemoryError as error:
+                log.warning("the canary's layers are not captured, and take longer: %s", str(error).splitlines()[0])
+                self._layers = None
+            return self._pass()
         captured = self.checksums  # replays write anew what a layer's graph has computed
         with layers.replaying():
             logprobs = self._pass(without=layers.inside)

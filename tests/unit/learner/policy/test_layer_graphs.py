@@ -114,6 +114,29 @@ def test_layers_that_read_on_the_host_are_not_captured(tiny_vlm: Path) -> None:
     assert repeated() == repeated() == policy.logprobs(asked)
 
 
+def test_layers_without_memory_for_their_graphs_run_without(
+    tiny_vlm: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where there is none for the whole pass, there may be none for a layer, be it the first or a later one."""
+    monkeypatch.setattr(layer_graphs, "_reads", lambda *_: False)
+    policy = policy_of(tiny_vlm)
+    captured: list[Work] = []
+
+    def fail(work: Work) -> Work:
+        captured.append(work)
+        if len(captured) > 1:
+            raise torch.OutOfMemoryError("CUDA out of memory\nmore")
+        return record(work)
+
+    asked = answers(policy)
+    repeated = RepeatedLogprobs(policy, asked, layers=LayerGraphs(policy.model, fail))
+    for _ in range(4):
+        assert repeated() == policy.logprobs(asked)
+        change(policy)
+    assert len(captured) == 2
+    assert "canary's layers are not captured" in caplog.text
+
+
 @pytest.mark.parametrize(
     "work",
     [
