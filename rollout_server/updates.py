@@ -26,7 +26,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
@@ -401,19 +401,19 @@ async def _score_behind(
         return await _score(engine, call)
 
     emptying = asyncio.ensure_future(gather(first))
-    for _ in range(_TURNS if first else 0):
-        await asyncio.sleep(0)  # what comes first is on its way to the engine
-    loading = asyncio.create_task(engine.on_workers(*load))
-    await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
-    scoring = asyncio.create_task(score_then())
+    tasks: list[asyncio.Future[Any]] = [emptying]
     try:
+        for _ in range(_TURNS if first else 0):
+            await asyncio.sleep(0)  # what comes first is on its way to the engine
+        tasks.append(loading := asyncio.create_task(engine.on_workers(*load)))
+        await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
+        tasks.append(scoring := asyncio.create_task(score_then()))
         replies = await loading
         return (replies[0], await scoring) if _all_done(replies) else None
     finally:
-        loading.cancel()
-        scoring.cancel()
-        emptying.cancel()
-        await asyncio.gather(loading, scoring, emptying, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _check_verdict(call: UpdateWeightsCall) -> None:

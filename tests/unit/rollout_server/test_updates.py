@@ -111,6 +111,33 @@ def test_caches_that_cannot_be_reset_end_the_update() -> None:
     assert "score" not in engine.log
 
 
+@pytest.mark.parametrize("turns", range(1, 8))
+def test_an_update_that_is_broken_off_leaves_no_call_under_way(turns: int) -> None:
+    """R10: otherwise it could reach the workers after they have left the group."""
+
+    class Slow(Engine):
+        async def reset_caches(self) -> None:
+            await asyncio.sleep(60.0)
+
+        async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
+            await asyncio.sleep(60.0)
+            return await super().on_workers(method, *args)
+
+    async def run() -> int:
+        staged = CALL.model_copy(update={"staged": True})
+        update = asyncio.create_task(
+            load_and_score(Slow(runs_meanwhile=True, num_slices=1), staged, ran_meanwhile=True)
+        )
+        for _ in range(turns):
+            await asyncio.sleep(0)
+        update.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await update
+        return len(asyncio.all_tasks())
+
+    assert asyncio.run(run()) == 1
+
+
 def test_the_canary_reads_the_prefix_cache_and_other_calls_do_not() -> None:
     """vLLM scores without it, and rollouts use it."""
     asked: list[bool] = []
