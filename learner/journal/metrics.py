@@ -185,8 +185,8 @@ SYNC = (
     Metric(
         "parts",
         "s",
-        "colocated: the host's time for the learner's `scores` (to begin them, and to wait for them once the engine has "
-        "scored), to `wake` the engine, to `merge` adapters, to `load`, "
+        "colocated: the host's time for the learner's `scores` (to begin them, and to wait for them once the engine "
+        "has scored), to `wake` the engine, to `merge` adapters, to `load`, "
         "for the engine's `canary`, and to `sleep`; what the device still has to do counts for the next part",
     ),
 )
