@@ -381,6 +381,8 @@ def test_doctor_and_probe_ask_the_servers_alike(
     tmp_path: Path, two_checks: dict[str, Finding], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server that is not there is a warning for doctor, which may run before it is started."""
+    # Without a network the hub is asked for the model again and again, for most of a minute.
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = write_run(tmp_path)
     found = [seen(status=status(world_size=2))]
     for module in (command, look_module):
