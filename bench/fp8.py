@@ -8,7 +8,7 @@ Two parts, each once per kind of engine, in a process of its own:
 
 Out: FILE with what each part gave. Rounds are written one by one, as soon as they have ended. The same call again
 measures only the parts that have not ended. Options must be those of FILE; only `--rounds` may be larger. The table
-says medians after the warm-up, their ratios, and what issue 37 wants of them. Exit code 1 if something of it does not
+says medians after the warm-up, their ratios, and what is wanted of them. Exit code 1 if something of it does not
 hold, 2 if a part did not score all of its scenes. Without a GPU engines refuse FP8: `--size tiny --kind none` tries the
 rest.
 """

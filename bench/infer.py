@@ -137,8 +137,8 @@ class Client:
     async def outputs(self, call: InferCall) -> list[RolloutOutput]:
         """The answers, in the order in which they ended."""
         found: list[RolloutOutput] = []
-        on_answer = lambda _, output: found.append(output)  # noqa: E731
-        await asyncio.wrap_future(self._loop.submit(self._client.infer(call, on_answer)))
+        answering = self._client.infer(call, lambda _, output: found.append(output))
+        await asyncio.wrap_future(self._loop.submit(answering))
         return found
 
     def __enter__(self) -> Client:

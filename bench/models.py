@@ -32,7 +32,7 @@ from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
 from deploy.demo.model import Size as VisionSize
 from deploy.demo.model import build as build_vision_model
-from learner.tiny import CHAT_TEMPLATE, EOS, PAD, build_tokenizer
+from learner.tiny import CHAT_TEMPLATE, EOS, PAD, build_tokenizer, vision_token_ids
 
 Size = Literal["0.6B", "4B", "tiny"]
 PhotographSize = Literal["4B", "small"]
@@ -173,7 +173,6 @@ def build_photograph_model(path: Path, size: PhotographSize = "4B") -> int:
 
 def photograph_config(tokenizer: Any, size: PhotographSize) -> Qwen3VLConfig:
     """Return the model's configuration, with the tokenizer's ids."""
-    token = tokenizer.convert_tokens_to_ids
     vocab_size, hidden, layers, heads, kv_heads, head_dim, intermediate, sections = TEXT_SHAPES[size]
     rope = {"rope_type": "default", "rope_theta": 5e6, "mrope_section": sections, "mrope_interleaved": True}
     text = {
@@ -205,10 +204,7 @@ def photograph_config(tokenizer: Any, size: PhotographSize) -> Qwen3VLConfig:
     return Qwen3VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
+        **vision_token_ids(tokenizer),
         tie_word_embeddings=True,
         dtype="bfloat16",
     )

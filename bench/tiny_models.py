@@ -32,7 +32,7 @@ from transformers import (
 )
 
 from deploy.demo.model import build
-from learner.tiny import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_tokenizer
+from learner.tiny import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_tokenizer, vision_token_ids
 
 
 def build_qwen3_vl(path: Path) -> None:
@@ -155,9 +155,6 @@ MORE_FAMILIES: Mapping[str, Callable[[Path], None]] = {  # `bench.families` alon
 
 
 def _qwen2_5_vl_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
-    def token(text: str) -> Any:
-        return tokenizer.convert_tokens_to_ids(text)
-
     text = {
         "vocab_size": len(tokenizer),
         "hidden_size": 64,
@@ -187,10 +184,7 @@ def _qwen2_5_vl_config(tokenizer: PreTrainedTokenizerFast) -> Qwen2_5_VLConfig:
     return Qwen2_5_VLConfig(
         text_config=text,
         vision_config=vision,
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
+        **vision_token_ids(tokenizer),
         tie_word_embeddings=False,
     )
 

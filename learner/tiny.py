@@ -203,22 +203,26 @@ def build_processor(tokenizer: PreTrainedTokenizerFast, max_pixels: int = 256**2
 
 def build_config(tokenizer: PreTrainedTokenizerFast, shape: TinyShape) -> Qwen3VLConfig:
     """Return the model's configuration, with the tokenizer's ids."""
-
-    def token(text: str) -> int:
-        token_id = tokenizer.convert_tokens_to_ids(text)
-        assert isinstance(token_id, int)
-        return token_id
-
     return Qwen3VLConfig(
         text_config=_text_config(tokenizer, shape),
         vision_config=_vision_config(shape),
-        image_token_id=token("<|image_pad|>"),
-        video_token_id=token("<|video_pad|>"),
-        vision_start_token_id=token("<|vision_start|>"),
-        vision_end_token_id=token("<|vision_end|>"),
+        **vision_token_ids(tokenizer),
         tie_word_embeddings=True,
         dtype="bfloat16",
     )
+
+
+def vision_token_ids(tokenizer: PreTrainedTokenizerFast) -> dict[str, int]:
+    """Return the tokenizer's ids of the tokens for images, by their keys in a Qwen-VL configuration."""
+    tokens = {
+        "image_token_id": "<|image_pad|>",
+        "video_token_id": "<|video_pad|>",
+        "vision_start_token_id": "<|vision_start|>",
+        "vision_end_token_id": "<|vision_end|>",
+    }
+    ids = {key: tokenizer.convert_tokens_to_ids(text) for key, text in tokens.items()}
+    assert all(isinstance(token_id, int) for token_id in ids.values())
+    return ids
 
 
 def _text_config(tokenizer: PreTrainedTokenizerFast, shape: TinyShape) -> dict[str, object]:

@@ -200,7 +200,8 @@ class WeightUpdates:
                         loaded, scores = await load_and_score(
                             self._engine, call, clear_cache=clear_cache, ran_meanwhile=call.mode in self._ran_meanwhile
                         )
-                        self._ran_meanwhile |= {call.mode} if loaded.runs_meanwhile else set()
+                        if loaded.runs_meanwhile:
+                            self._ran_meanwhile.add(call.mode)
                         outcome.weights = self._weights(call, loaded)
                         if not call.base_of_adapter:
                             check_canary(await self._expectation(call, deadline), scores)
@@ -356,17 +357,18 @@ async def load_and_score(
     cleared cache. `clear_cache` clears it at once, which takes as long as writing all of it.
     """
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
-    emptied: list[Coroutine[object, None, list[WorkerReply] | None]] = [
+    emptying: list[Coroutine[object, None, list[WorkerReply] | None]] = [
         engine.reset_caches(),
         *([engine.on_workers("sync_clear_cache")] if clear_cache else []),
     ]
     quick = None
     if call.staged and ran_meanwhile:
-        quick = await _score_behind(engine, call, ("sync_load", call.mode, _SLICE_S), emptied)
+        quick = await _score_behind(engine, call, ("sync_load", call.mode, _SLICE_S), emptying)
     else:
         rest = call.model_copy(update={"buckets": [], "canary": []})
         start = ("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode())
-        started, *_ = await gather([engine.on_workers(*(("sync_load", call.mode) if call.staged else start)), *emptied])
+        begin = engine.on_workers(*(("sync_load", call.mode) if call.staged else start))
+        started, *_ = await gather([begin, *emptying])
         assert started is not None, "workers answer"
         if all(reply.runs_meanwhile for reply in started):
             quick = await _score_behind(engine, call, ("sync_poll", _SLICE_S))

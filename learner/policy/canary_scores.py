@@ -12,15 +12,15 @@ of 4B; launching every kernel from Python takes several times as long. With imag
 reads on the host (`pass_graph.py`), or else its layers one by one (`layer_graphs.py`). A sharded model's layers are at
 other addresses in every pass, so nothing is captured.
 
-A pass that is one graph with images runs beside what is launched after it (`side_stream.py`). It reads the policy, so
+A pass that is one graph with images runs beside what is launched after it (`SideStream`). It reads the policy, so
 `CanaryScores.join` comes before the policy changes.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence, Set
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence, Set
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
 from typing import Any
@@ -32,7 +32,6 @@ from learner.policy.layer_graphs import CudaRecorder, LayerGraphs, Work
 from learner.policy.load import Policy
 from learner.policy.packed import PackedInputs
 from learner.policy.pass_graph import PassGraph
-from learner.policy.side_stream import SideStream
 from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
 from shared.quantization import Quantization
@@ -152,6 +151,34 @@ class _Sent:
 
 def _as_trained(_: Modules) -> AbstractContextManager[Checksums]:
     return nullcontext({})
+
+
+class SideStream:
+    """A stream beside the current one of `device`, which is a CUDA device. Its work begins once all that was launched
+    before it has ended, and what is launched later does not wait for it until `join`. The host never waits. Whoever
+    changes what the work reads calls `join` first.
+
+    Its kernels must come from a graph: a graph's memory is its own, and so is the workspace of its matrix products.
+    Work that allocates otherwise would keep memory that the other stream cannot use."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream: torch.cuda.Stream | None = None
+
+    @contextmanager
+    def entered(self) -> Iterator[None]:
+        """Launch what is inside on the side stream, after all that the current stream has been given so far."""
+        if self._stream is None:
+            # Made late: the engine makes and captures with streams of its own before, and torch hands out 32 in turn.
+            self._stream = torch.cuda.Stream(self._device)
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            yield
+
+    def join(self) -> None:
+        """Let the current stream wait, from now on, for all work so far."""
+        if self._stream is not None:
+            torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class RepeatedLogprobs:

@@ -13,10 +13,9 @@ import pytest
 import torch
 
 from bench import tiny_models
-from learner.policy.canary_scores import Modules, RepeatedLogprobs
+from learner.policy.canary_scores import Modules, RepeatedLogprobs, SideStream
 from learner.policy.layer_graphs import LayerGraphs
 from learner.policy.pass_graph import INDEXING, Notes, OtherPassError, PassGraph, is_mask, reads
-from learner.policy.side_stream import SideStream
 from learner.policy.weights import as_sent, checksum, replaced_modules
 from tests.unit.learner.policy.rows import image, policy_of, sample
 from tests.unit.learner.policy.test_layer_graphs import Tape, answers, change, record
