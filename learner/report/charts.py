@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 WIDTH, HEIGHT = 380.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 24.0
 MAX_COLUMNS = 90  # more points than this are drawn as means of neighbours, with their range
+ROUNDING = 1e-12  # relative
 MAX_DOTS = 45  # more points than this have no dots
 Point = tuple[float, float]
 
@@ -108,13 +109,14 @@ def _digits(value: float) -> str:
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
     """Round numbers from at or below `low` to at or above `high`, about `count` steps apart."""
-    if high <= low:
+    if high - low <= ROUNDING * max(abs(low), abs(high)):  # equal, but for the rounding of floats
         high = low + (abs(low) or 1.0)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [round(i * step, 12) for i in range(first, last + 1)]
+    digits = 12 + max(0, -math.floor(math.log10(step)))  # a loss of 1e-17 has ticks, too
+    return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,6 +54,16 @@ def test_ticks_hold_the_range_at_even_steps(low: float, span: float) -> None:
     assert max(steps) == pytest.approx(min(steps), rel=1e-3)
 
 
+@pytest.mark.parametrize(("low", "high"), [(-2e-18, 3e-17), (0.0, 1e-13), (1.0, 1.0 + 2e-16), (-3.0, -3.0 + 5e-16)])
+def test_ticks_of_float_noise_are_apart(low: float, high: float) -> None:
+    """A `grpo` run whose answers are all worth the same has a loss of about 1e-17. Its report failed."""
+    marks = ticks(low, high)
+    assert marks[0] <= low + 1e-9 * abs(low)
+    assert marks[-1] >= high - 1e-9 * abs(high)
+    assert 2 <= len(marks) <= 8
+    assert len(set(marks)) == len(marks)
+
+
 @pytest.mark.parametrize(
     ("value", "text"),
     [
