@@ -36,6 +36,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 from typing import Annotated, Any
 
 import typer
@@ -46,7 +47,6 @@ from bench.race import GROUP, Photographs, Race, apart, learner_settings, race_o
 from bench.runs import read_events, say
 from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
-from shared.quantization import Quantization
 
 _LINES = 60  # a profile shows so many
 SAMPLE_S = 0.02
@@ -71,9 +71,11 @@ ENGINES: dict[str, tuple[dict[str, str], dict[str, Any]]] = {
 
 
 class World:
-    """The race's run, ready for its first step."""
+    """The race's run, ready for its first step. `vllm`: further keys of that section."""
 
-    def __init__(self, race: Race, run_dir: Path, stack: ExitStack, *, quantization: Quantization = "none") -> None:
+    def __init__(
+        self, race: Race, run_dir: Path, stack: ExitStack, vllm: Mapping[str, str] = MappingProxyType({})
+    ) -> None:
         import torch
 
         from learner.config.load import config_of
@@ -84,7 +86,7 @@ class World:
         from learner.wiring.build import build, load_data
 
         settings = learner_settings(race, run_dir)
-        settings["custom"]["extra"]["rollout_matching"]["vllm"]["quantization"] = quantization
+        settings["custom"]["extra"]["rollout_matching"]["vllm"] |= vllm
         config = config_of(settings, world_size=1)
         ranks = init_ranks({}, timeout_s=60.0)
         stack.callback(ranks.close)

@@ -27,6 +27,7 @@ from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
 from learner.wiring.connect import computes_in, load_graph
+from shared.quantization import keys_in_fp8
 
 ONE_RANK = Ranks()  # runs on CPU
 
@@ -84,7 +85,7 @@ def colocate_sync(
         ),
         tolerance=config.vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
-        quantization=config.vllm.quantization,
+        in_fp8=bool(keys_in_fp8(config.vllm)),
     )
     graph = load_graph(policy, engine, ranks)
     delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks, graph=graph)

@@ -1,16 +1,17 @@
 """Rollouts and syncs in FP8 against bfloat16, and what the answers lose: `python -m bench.fp8 --data BCCD --out FILE`.
 
-Two parts, each once per kind of engine, in a process of its own:
+Kinds of engines: "none" of FP8, "fp8" weights, and "fp8-cache", with the KV cache in FP8 too. Two parts, each once per
+kind, in a process of its own:
 
 - "speed": the race's run (`bench.race`: 4B, LoRA, 8 photographs x 8 rollouts, so 64 at once) is built without its
   training steps. In turn: a sync, and the rollouts of a step. Rates are those of the engine.
-- "f1": the demo's checkpoint answers held-out scenes greedily. The scenes and the weights are the same for both kinds.
+- "f1": the demo's checkpoint answers held-out scenes greedily. The scenes and the weights are the same for all kinds.
 
 Out: FILE with what each part gave. Rounds are written one by one, as soon as they have ended. The same call again
 measures only the parts that have not ended. Options must be those of FILE; only `--rounds` may be larger. The table
-says medians after the warm-up, their ratios, and what is wanted of them. Exit code 1 if something of it does not
-hold, 2 if a part did not score all of its scenes. Without a GPU engines refuse FP8: `--size tiny --kind none` tries the
-rest.
+says medians after the warm-up, their ratios to "none", and what is wanted of them. Exit code 1 if something of it does
+not hold, 2 if a part did not score all of its scenes. Without a GPU engines refuse FP8: `--size tiny --kind none` tries
+the rest.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 from rich.console import Console
@@ -40,22 +41,27 @@ from deploy.demo.build_data import build as build_data
 from learner.run.environment import prepare_for_vllm
 from learner.run.files import write_atomically
 from shared.errors import DataError, ProjectError
-from shared.quantization import Quantization
 
 WARM_UP = 4  # rounds: a load is reloaded, watched, repeated and captured before it is as fast as it stays
 WANTED_RATE, WANTED_SYNC, WANTED_F1 = 1.3, 1.3, 0.005
-KINDS: tuple[Quantization, ...] = ("none", "fp8")
+Kind = Literal["none", "fp8", "fp8-cache"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+KEYS: Mapping[Kind, Mapping[str, str]] = {  # of the learner's section `vllm`
+    "none": {},
+    "fp8": {"quantization": "fp8"},
+    "fp8-cache": {"quantization": "fp8", "kv_cache_dtype": "fp8"},
+}
 _MOST_TOKENS = 256  # an answer to a demo's scene has no more
 
 
-def speed(race: Race, kind: Quantization, rounds: int, results: Fp8Results) -> None:
+def speed(race: Race, kind: Kind, rounds: int, results: Fp8Results) -> None:
     """Put the seconds and parts of each sync and of each step's rollouts into `results`, in this process. They are
     written after each round: a call that is cut off, or an engine that does not end, costs none of them."""
     prepare_for_vllm(os.environ)
     found: dict[str, Any] = {"sync": [], "rollouts": []}
     with tempfile.TemporaryDirectory(prefix="fp8-") as folder, ExitStack() as stack:
         began = time.monotonic()
-        world = World(race, Path(folder) / "run", stack, quantization=kind)
+        world = World(race, Path(folder) / "run", stack, KEYS[kind])
         found["start_s"] = time.monotonic() - began
         say(f"{kind}: built in {found['start_s']:.0f} s")
         for _ in range(rounds):
@@ -68,7 +74,7 @@ def speed(race: Race, kind: Quantization, rounds: int, results: Fp8Results) -> N
             results.put(f"speed {kind}", found)
 
 
-def accuracy(data: Path, kind: Quantization, scenes: int, results: Fp8Results) -> None:
+def accuracy(data: Path, kind: Kind, scenes: int, results: Fp8Results) -> None:
     """Put the metrics of greedy answers to the held-out scenes of `data` into `results`, in this process. Raises
     DataError if `data` has not `scenes` of them."""
     prepare_for_vllm(os.environ)
@@ -79,7 +85,7 @@ def accuracy(data: Path, kind: Quantization, scenes: int, results: Fp8Results) -
     from learner.wiring.build import build
 
     with tempfile.TemporaryDirectory(prefix="fp8-") as folder, ExitStack() as stack:
-        vllm = {"mode": "colocate", "quantization": kind, "gpu_memory_utilization": 0.3, "max_model_len": 1024}
+        vllm = {"mode": "colocate", "gpu_memory_utilization": 0.3, "max_model_len": 1024, **KEYS[kind]}
         settings = learner_config(
             CHECKPOINT.resolve(),
             data / "train.jsonl",
@@ -120,8 +126,8 @@ def check_scenes(name: str, found: int, *, wanted: int) -> None:
         raise DataError(
             f"{name}: the part did not score the scenes that it should",
             found=f"{found} scenes",
-            wanted=f"{wanted or 'at least one'}, the same for both kinds",
-            remedy="give --part f1 and the same --scenes for both kinds, or another --out",
+            wanted=f"{wanted or 'at least one'}, the same for all kinds",
+            remedy="give --part f1 and the same --scenes for all kinds, or another --out",
         )
 
 
@@ -146,11 +152,11 @@ class Fp8Results:
     def _stored(self) -> dict[str, Any]:
         return dict(json.loads(self.path.read_text()))
 
-    def lacks_speed(self, kind: Quantization, rounds: int) -> bool:
+    def lacks_speed(self, kind: Kind, rounds: int) -> bool:
         """True if this kind has fewer rounds."""
         return len(self.parts.get(f"speed {kind}", {}).get("rollouts", ())) < rounds
 
-    def lacks_f1(self, kind: Quantization, scenes: int) -> bool:
+    def lacks_f1(self, kind: Kind, scenes: int) -> bool:
         """True if this kind has not been scored, or on another number of scenes."""
         return self.parts.get(f"f1 {kind}", {}).get("scenes") != scenes
 
@@ -168,8 +174,8 @@ class Fp8Results:
 
 
 def figures(parts: Mapping[str, Any]) -> list[Figure]:
-    """Return the medians of all parts, and the ratios of those that both kinds have. A part of the speed that has not
-    ended counts if it has rounds after the warm-up. Raises DataError if a part scored no scene, or both not as many."""
+    """Return the medians of all parts, and how those in FP8 compare with "none". A part of the speed that has not ended
+    counts if it has rounds after the warm-up. Raises DataError if a part scored no scene, or not as many as others."""
     found: list[Figure] = []
     rates, syncs, scores, scenes = {}, {}, {}, 0
     for kind in KINDS:
@@ -185,14 +191,15 @@ def figures(parts: Mapping[str, Any]) -> list[Figure]:
             scenes = run["scenes"]
             scores[kind] = run["metrics"]["f1@0.5"]
             found.append(Figure(name=f"F1@0.5, {kind}, {run['scenes']} scenes", value=scores[kind], unit=""))
-    if len(rates) == len(KINDS):
-        ratio = median(rates["fp8"]) / median(rates["none"])
-        found.append(Figure(name="tokens/s, fp8 / none", value=ratio, unit="", wanted=WANTED_RATE))
-        ratio = median(syncs["fp8"]) / median(syncs["none"])
-        found.append(Figure(name="sync, fp8 / none", value=ratio, unit="", wanted=WANTED_SYNC, at_least=False))
-    if len(scores) == len(KINDS):
-        lost = abs(scores["none"] - scores["fp8"])
-        found.append(Figure(name="F1@0.5, difference", value=lost, unit="", wanted=WANTED_F1, at_least=False))
+    for kind in KINDS[1:]:
+        if "none" in rates and kind in rates:
+            ratio = median(rates[kind]) / median(rates["none"])
+            found.append(Figure(name=f"tokens/s, {kind} / none", value=ratio, unit="", wanted=WANTED_RATE))
+            ratio = median(syncs[kind]) / median(syncs["none"])
+            found.append(Figure(name=f"sync, {kind} / none", value=ratio, unit="", wanted=WANTED_SYNC, at_least=False))
+        if "none" in scores and kind in scores:
+            lost, name = abs(scores["none"] - scores[kind]), f"F1@0.5, {kind} against none"
+            found.append(Figure(name=name, value=lost, unit="", wanted=WANTED_F1, at_least=False))
     return found
 
 
@@ -200,7 +207,9 @@ def main(
     data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
     out: Annotated[Path, typer.Option(help="Result file; what it has is kept.")],
     size: Annotated[Size, typer.Option(help="Of the model of the speed.")] = "4B",
-    kind: Annotated[list[str] | None, typer.Option(help="none, fp8; again for each. Both if not given.")] = None,
+    kind: Annotated[
+        list[str] | None, typer.Option(help=f"{', '.join(KINDS)}; each by itself. All if not given.")
+    ] = None,
     part: Annotated[list[str] | None, typer.Option(help="speed, f1; again for each. Both if not given.")] = None,
     rounds: Annotated[int, typer.Option(min=WARM_UP + 1, help="The first four are warm-up.")] = 8,
     whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
@@ -208,7 +217,7 @@ def main(
     scenes: Annotated[int, typer.Option(min=1, help="Held-out scenes of the demo.")] = 1000,
     scratch: Annotated[Path, typer.Option(help="For the model and the scenes, kept there.")] = Path("/dev/shm"),
 ) -> None:
-    """Measure both kinds of engine, and compare them."""
+    """Measure the kinds of engines, and compare them."""
     kinds = [one for one in KINDS if kind is None or one in kind]
     what = {"size": size, "whole_model": whole_model, "share": share, "rounds": rounds, "scenes": scenes}
     results = Fp8Results(path=out, what={**what, "data": data.name})

@@ -16,7 +16,7 @@ from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
 from shared.errors import ConfigError
 from shared.families import check_folder
-from shared.quantization import Quantization
+from shared.quantization import KvCacheDtype, Quantization, keys_in_fp8, without_fp8
 from shared.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
 # This configuration has a key for these, or the server decides them itself.
 RESERVED_ENGINE_ARGS = frozenset(
     {
+        "calculate_kv_scales",  # from the first request's keys and values, so not those of later weights
         "data_parallel_size",
         "disable_log_stats",
         "dtype",
@@ -33,6 +34,7 @@ RESERVED_ENGINE_ARGS = frozenset(
         "enable_lora",
         "enforce_eager",
         "gpu_memory_utilization",
+        "kv_cache_dtype",
         "max_lora_rank",
         "max_loras",
         "max_model_len",
@@ -66,6 +68,12 @@ class ServerConfig(Section):
         "`fp8`: linear layers of the language model are held and computed in FP8; each sync is "
         "quantised as it is loaded. Needs a GPU of compute capability 8.9. As for the learner's `vllm.quantization`",
         "none",
+        req="R09",
+    )
+    kv_cache_dtype: KvCacheDtype = key(
+        "`fp8`: the KV cache holds keys and values in FP8, twice as many, with or without `quantization: fp8`. Needs a "
+        "GPU of compute capability 8.9. As for the learner's `vllm.kv_cache_dtype`",
+        "auto",
         req="R09",
     )
     seed: int = key("the engine's seed; requests have their own", 0)
@@ -290,21 +298,19 @@ def _check_engine_args(config: ServerConfig) -> Iterator[Mistake]:
 
 
 def _check_quantization(config: ServerConfig) -> Iterator[Mistake]:
-    if config.quantization == "none":
-        return
-    if config.tensor_parallel_size > 1:
+    if config.quantization == "fp8" and config.tensor_parallel_size > 1:
         yield Mistake(
             path="quantization",
             found=f"{config.quantization} with tensor_parallel_size: {config.tensor_parallel_size}",
             wanted="tensor_parallel_size: 1, because each part of a split row would get a scale of its own",
             remedy="use data_parallel_size or more servers, or set quantization: none",
         )
-    if config.dtype == "float32":
+    for name in keys_in_fp8(config) if config.dtype == "float32" else ():
         yield Mistake(
-            path="quantization",
-            found=f"{config.quantization} with dtype: float32",
+            path=name,
+            found="fp8 with dtype: float32",
             wanted="an engine that computes in 16 bits",
-            remedy="set dtype: bfloat16, or quantization: none",
+            remedy=f"set dtype: bfloat16, or {without_fp8(name)}",
         )
 
 

@@ -227,6 +227,7 @@ class RolloutService:
             gpus=self.engine.gpus,
             max_lora_rank=self.config.max_lora_rank if self.config.enable_lora else 0,
             quantization=self.config.quantization,
+            kv_cache_dtype=self.config.kv_cache_dtype,
             in_flight=self.gate.in_flight,
             waiting=self.waiting_gate.waiting,
             versions=self._versions,

@@ -1,9 +1,12 @@
-"""FP8 rollouts: what the engine is told, and where that works (`quantization: fp8`).
+"""FP8 rollouts: what the engine is told, and where that works (`quantization: fp8`, `kv_cache_dtype: fp8`).
 
 Weights travel as they do without it, and vLLM's loader quantises them on the way, by its `fp8_per_channel`. Each row of
 a linear layer of the language model becomes float8_e4m3fn with a scale of its own, and so does each token's input while
 the model runs. Rows know nothing of each other, so a layer that vLLM fuses (q, k and v) is quantised like its parts.
 The vision tower, embeddings, norms and the output head stay as they are. `shared/sync/fp8.py` has the values.
+
+The KV cache has a key of its own. vLLM then keeps keys and values as float8_e4m3fn with a scale of 1.0, and its
+FlashAttention 3 also takes the queries so. Weights have no part in that: a sync changes nothing but what is cached.
 
 Imports no torch, so a check can use it.
 """
@@ -12,23 +15,48 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from shared.errors import ConfigError
 from shared.families import TESTED
 from shared.reading import json_in
 
 Quantization = Literal["none", "fp8"]
+KvCacheDtype = Literal["auto", "fp8"]  # vLLM's names; auto: as the engine computes
+_OFF = {"quantization": "none", "kv_cache_dtype": "auto"}  # keys of both configurations, and their values without FP8
 LEAST_CAPABILITY = (8, 9)
 _QUANTISED = re.compile(r"(^|\.)layers\.\d+\.(self_attn|mlp)\.[a-z]+_proj$")
 _KEPT = "re:.*visual.*"  # vLLM's name of the vision tower, in every family that docs/models.md lists
 
 
-def vllm_arguments(quantization: Quantization) -> dict[str, Any]:
+class EngineKeys(Protocol):
+    """The server's configuration, or the learner's section `vllm`."""
+
+    @property
+    def quantization(self) -> Quantization: ...
+    @property
+    def kv_cache_dtype(self) -> KvCacheDtype: ...
+
+
+def keys_in_fp8(keys: EngineKeys) -> list[str]:
+    """Return the names of the keys that ask for FP8."""
+    values = {"quantization": keys.quantization, "kv_cache_dtype": keys.kv_cache_dtype}
+    return [name for name, value in values.items() if value == "fp8"]
+
+
+def vllm_arguments(keys: EngineKeys) -> dict[str, Any]:
     """Return further arguments of vLLM's `EngineArgs`."""
-    if quantization == "none":
-        return {}
-    return {"quantization": "fp8_per_channel", "quantization_config": {"ignore": [_KEPT]}}
+    arguments: dict[str, Any] = {}
+    if keys.quantization == "fp8":
+        arguments |= {"quantization": "fp8_per_channel", "quantization_config": {"ignore": [_KEPT]}}
+    if keys.kv_cache_dtype == "fp8":
+        arguments |= {"kv_cache_dtype": "fp8"}
+    return arguments
+
+
+def without_fp8(key: str) -> str:
+    """Return `key` with the value that it has without FP8, as a remedy says it. `key` may have a section before it."""
+    return f"{key}: {_OFF[key.rpartition('.')[2]]}"
 
 
 def is_quantised(name: str) -> bool:
@@ -46,7 +74,7 @@ def check_device(key: str, *, kind: str, capability: tuple[int, int] | None = No
         f"{key}: fp8 does not work on this device",
         found=found,
         wanted=f"a CUDA GPU of compute capability {'.'.join(map(str, LEAST_CAPABILITY))} or more (Ada, Hopper, newer)",
-        remedy=f"set {key}: none",
+        remedy=f"set {without_fp8(key)}",
     )
 
 

@@ -1,6 +1,7 @@
 """A colocated vLLM engine in FP8, on CPU or CUDA: what a sync must do there, and what its canary must find (R09).
 
-vLLM 0.32 computes FP8 on CPU, slower than bfloat16. Users are refused it; tests take it.
+vLLM 0.32 computes FP8 on CPU, slower than bfloat16, and with AVX-512 it keeps its KV cache so. Users are refused both;
+tests take them.
 """
 
 from __future__ import annotations
@@ -46,6 +47,11 @@ Weights = dict[str, torch.Tensor]
 Spoil = Callable[[Weights], None]
 
 
+CACHE_TOO = RolloutMatchingConfig.model_validate(
+    {**CONFIG.model_dump(), "vllm": {**CONFIG.vllm.model_dump(), "kv_cache_dtype": "fp8"}}
+)
+
+
 class Spoiled:
     """A policy's weights, other ones than it is scored with."""
 
@@ -64,6 +70,7 @@ class World:
     folder: Path
     engine: ColocatedEngine
     ranks: Ranks
+    config: RolloutMatchingConfig
 
     def policy(self, *, lora: bool = False) -> Policy:
         adapter = LoraConfig(r=RANK, alpha=16, target_modules=LANGUAGE) if lora else None
@@ -73,13 +80,13 @@ class World:
         scene = sample([image(64, 64)])
         item = CanaryItem(sample=scene, prompt=policy.encoder.encode(scene), response_token_ids=tuple(range(20, 80)))
         own = policy.adapter_weights() if adapter else None
-        sync = colocate_sync(self.engine, policy, item, CONFIG, self.ranks, adapter=own)
+        sync = colocate_sync(self.engine, policy, item, self.config, self.ranks, adapter=own)
         if spoil is not None:
             sync._weights = Spoiled(policy, spoil)
         return sync.sync()
 
     def answers(self, policy: Policy) -> list[tuple[int, ...]]:
-        backend = ColocateBackend(CONFIG, self.engine, policy.encoder, run_seed=3, ranks=self.ranks)
+        backend = ColocateBackend(self.config, self.engine, policy.encoder, run_seed=3, ranks=self.ranks)
         samples = [sample([image(64, 64, seed=i)]) for i in range(4)]
         rollouts = backend.generate(samples, global_step=1, micro_step_idx=0, first_req_idx=0)
         return [rollout.response_token_ids for rollout in rollouts]
@@ -90,12 +97,12 @@ class World:
 
 
 @contextmanager
-def started(folder: Path, ranks: Ranks) -> Iterator[World]:
+def started(folder: Path, ranks: Ranks, config: RolloutMatchingConfig = CONFIG) -> Iterator[World]:
     with (
         patch("learner.rollout.colocated_engine.check_device"),
-        colocated_engine(CONFIG, folder, None, ranks, lora_rank=RANK, dtype=torch.bfloat16) as engine,
+        colocated_engine(config, folder, None, ranks, lora_rank=RANK, dtype=torch.bfloat16) as engine,
     ):
-        yield World(folder, engine, ranks)
+        yield World(folder, engine, ranks, config)
 
 
 @torch.no_grad()
@@ -158,6 +165,17 @@ def two_are_swapped(weights: Weights) -> None:
         if ".language_model.layers.0." in name and name.endswith("_proj.weight"):
             other = name.replace("layers.0.", "layers.1.")
             weights[name], weights[other] = weights[other], weights[name]
+
+
+def check_cache(world: World) -> None:
+    """Keys and values take one byte each, and no sync has given them another scale than 1."""
+    config = world.engine._llm.llm_engine.vllm_config
+    assert config.cache_config.cache_dtype == "fp8"
+    layers = [one for one in config.compilation_config.static_forward_context.values() if hasattr(one, "_k_scale")]
+    assert layers
+    for layer in layers:
+        assert [float(layer._k_scale), float(layer._v_scale)] == [1.0, 1.0]
+        assert layer.kv_cache_torch_dtype.itemsize == 1
 
 
 SPOILS: list[Spoil] = [one_is_stale, two_are_swapped]

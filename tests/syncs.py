@@ -19,6 +19,7 @@ from learner.sync.server_delivery import ServerDelivery
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource
 from learner.sync.sync import Sync
 from shared.canary import Logprobs
+from shared.quantization import keys_in_fp8
 from shared.sync.group import start_join
 
 ONE_RANK = Ranks()
@@ -56,9 +57,8 @@ def server_sync(
     `learner_logprobs`."""
     config = config or backend.config.vllm
     scorer = scorer or scorer_of(learner_logprobs)
-    checked = Canary(
-        items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance, quantization=config.quantization
-    )
+    in_fp8 = bool(keys_in_fp8(config))
+    checked = Canary(items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance, in_fp8=in_fp8)
     delivery = ServerDelivery(
         backend,
         config,

@@ -30,7 +30,7 @@ from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
 from shared.families import check_folder
 from shared.masking import masked_in
-from shared.quantization import LEAST_CAPABILITY, check_model
+from shared.quantization import LEAST_CAPABILITY, check_model, keys_in_fp8
 from shared.tokens import read_token
 
 
@@ -169,17 +169,14 @@ def _family(config: RunConfig) -> list[Mistake]:
     return []
 
 
-def _colocates_fp8(config: RunConfig) -> bool:
-    return colocates(config) and config.rollout_matching.vllm.quantization == "fp8"
-
-
 def _fp8_advice(config: RunConfig) -> str | None:
     """Say what `check` does not look at: the GPUs, which may be those of another machine."""
-    if not _colocates_fp8(config):
+    keys = keys_in_fp8(config.rollout_matching.vllm)
+    if not colocates(config) or not keys:
         return None
-    least = ".".join(map(str, LEAST_CAPABILITY))
+    least, named = ".".join(map(str, LEAST_CAPABILITY)), " and ".join(keys)
     return (
-        f"{ROLLOUT}.vllm.quantization: fp8 needs GPUs of compute capability {least} or more (Ada, Hopper, newer), or "
+        f"{ROLLOUT}.vllm.{named}: fp8 needs GPUs of compute capability {least} or more (Ada, Hopper, newer), or "
         "the engine refuses to start; rollout-learner doctor looks at those of the machine that it runs on"
     )
 
@@ -187,7 +184,8 @@ def _fp8_advice(config: RunConfig) -> str | None:
 def _fp8_family(config: RunConfig) -> list[Mistake]:
     """Return a mistake if a colocated engine would refuse FP8 for this model. Nothing if it is not on this machine."""
     key = f"{ROLLOUT}.vllm.quantization"
-    if not _colocates_fp8(config) or not (Path(config.model.path) / "config.json").is_file():
+    asked = colocates(config) and config.rollout_matching.vllm.quantization == "fp8"
+    if not asked or not (Path(config.model.path) / "config.json").is_file():
         return []
     try:
         check_model(key, config.model.path)

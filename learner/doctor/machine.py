@@ -23,7 +23,7 @@ from learner.doctor.memory import FILLED, engine_share, of_run
 from shared.addresses import free_port, is_free, is_loopback
 from shared.config.parse import load_yaml
 from shared.errors import ProjectError
-from shared.quantization import check_device
+from shared.quantization import check_device, keys_in_fp8
 from shared.sync.calls import Operation
 from shared.sync.group import start_join
 
@@ -117,14 +117,16 @@ def gpu_memory(situation: Situation) -> Finding:
 
 def fp8(situation: Situation) -> Finding:
     """Check that colocated engines can compute in FP8 on every GPU at hand, as they do when they start."""
-    config, key = situation.config, f"{ROLLOUT}.vllm.quantization"
-    if not colocates(config) or config.rollout_matching.vllm.quantization != "fp8":
+    config = situation.config
+    keys = keys_in_fp8(config.rollout_matching.vllm)
+    if not colocates(config) or not keys:
         return skipped("the run has no colocated engine in FP8")
     if not torch.cuda.is_available():
         return skipped("no GPU on this machine: an engine would refuse to start here")
     capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
     try:
-        check_device(key, kind="cuda", capability=min(capabilities))
+        for name in keys:
+            check_device(f"{ROLLOUT}.vllm.{name}", kind="cuda", capability=min(capabilities))
     except ProjectError as error:
         return failed(error)
     return ok(f"{len(capabilities)} GPU(s) of compute capability {'.'.join(map(str, min(capabilities)))} or more")

@@ -62,7 +62,7 @@ def ready(situation: Situation) -> Finding:
 def same_model(situation: Situation) -> Finding:
     """The learner's model can be read and has the sizes that the servers report, which hold it as the learner
     expects."""
-    path, quantization = situation.config.model.path, situation.config.rollout_matching.vllm.quantization
+    path = situation.config.model.path
     try:
         learner = signature(AutoConfig.from_pretrained(path).to_dict())
     except (OSError, ValueError) as error:
@@ -74,7 +74,7 @@ def same_model(situation: Situation) -> Finding:
     for server, status in situation.statuses:
         try:
             check_architecture(server.base_url, status, learner)
-            check_quantization(server.base_url, status, quantization)
+            check_quantization(server.base_url, status, situation.config.rollout_matching.vllm)
         except ProjectError as error:
             return failed(error)
     return _of_all(situation, lambda status: f"{status.model} in {status.dtype}")

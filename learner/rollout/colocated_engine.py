@@ -52,7 +52,7 @@ from shared.generation import (
     scoring,
     stop_token_ids,
 )
-from shared.quantization import check_device, check_model, vllm_arguments
+from shared.quantization import check_device, check_model, keys_in_fp8, vllm_arguments
 from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only, adapter_request
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
@@ -99,11 +99,7 @@ class ColocatedEngine:
         self._asleep = self._stays_awake = False
         self._num_loads = 0
         folder = model_folder(model, "model.path")
-        if config.vllm.quantization == "fp8":
-            key, device = f"{ROLLOUT}.vllm.quantization", ranks.device
-            capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-            check_device(key, kind=device.type, capability=capability)
-            check_model(key, folder)
+        _check_fp8(config, folder, ranks.device)
         with offload.away(), _keeping_random_state(ranks.device), _keeping_compiler_variables():
             self._llm = self._start(folder)
             self._sleep()
@@ -303,7 +299,7 @@ class ColocatedEngine:
             "enable_sleep_mode": self._sleeps,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            **vllm_arguments(vllm.quantization),
+            **vllm_arguments(vllm),
         }
         if self.max_lora_rank:
             args |= {"enable_lora": True, "max_lora_rank": self.max_lora_rank, "max_loras": 1}
@@ -375,6 +371,15 @@ class ColocatedEngine:
             remedy="lower decode_batch_size, vllm.gpu_memory_utilization or decoding.max_new_tokens, set "
             f"offload.enabled: true, {ELSEWHERE}",
         )
+
+
+def _check_fp8(config: RolloutMatchingConfig, folder: str, device: torch.device) -> None:
+    """Raises ConfigError if FP8 is asked for, and this model or this device cannot do it."""
+    for name in keys_in_fp8(config.vllm):
+        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+        check_device(f"{ROLLOUT}.vllm.{name}", kind=device.type, capability=capability)
+    if config.vllm.quantization == "fp8":
+        check_model(f"{ROLLOUT}.vllm.quantization", folder)
 
 
 @contextmanager

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TypeVar
 
+from learner.config.sections.vllm import VllmConfig
 from learner.data.prompt import PromptCheck, check_prompt_prefix
 from learner.rollout.client import LAST_LOOK_S, ServerClient
 from learner.rollout.membership import Member
@@ -20,7 +21,6 @@ from shared.aio import gather
 from shared.checkpoint import differences
 from shared.errors import ProjectError, PromptMismatchError, ServerMismatchError, ServerUnreachableError
 from shared.pixels import ImageProcessing
-from shared.quantization import Quantization
 from shared.waits import time_limit
 from shared.wire import ScoreCall, ScoreReply, ServerStatus
 
@@ -45,7 +45,7 @@ def server_check(
     architecture: Mapping[str, str],
     prompts: Sequence[CanaryItem],
     image_processing: ImageProcessing | None = None,
-    quantization: Quantization = "none",
+    keys: VllmConfig,
 ) -> CheckServer:
     """Does a server have the learner's model, and read its prompts and their images alike (R03, R16, R45)?
 
@@ -56,7 +56,7 @@ def server_check(
 
     def check(client: ServerClient, status: ServerStatus) -> None:
         check_architecture(client.base_url, status, architecture)
-        check_quantization(client.base_url, status, quantization)
+        check_quantization(client.base_url, status, keys)
         for item in prompts:
             if status.gate == "poisoned":
                 return  # it scores nothing before the first sync, whose own check then covers the prompt
@@ -79,16 +79,20 @@ def check_architecture(base_url: str, status: ServerStatus, architecture: Mappin
         )
 
 
-def check_quantization(base_url: str, status: ServerStatus, wanted: Quantization) -> None:
+def check_quantization(base_url: str, status: ServerStatus, keys: VllmConfig) -> None:
     """Raises ServerMismatchError if the server's weights are of another kind than those that the canary is scored
-    with."""
-    if status.quantization != wanted:
-        raise ServerMismatchError(
-            f"{base_url}: the server holds its weights in another way than the learner expects",
-            found=f"quantization: {status.quantization}",
-            wanted=f"quantization: {wanted} (vllm.quantization)",
-            remedy="set the same in the server's configuration and in the learner's",
-        )
+    with, or its KV cache than the canary's tolerance is for. `keys`: the learner's section `vllm`."""
+    for what, name, found, wanted in (
+        ("weights", "quantization", status.quantization, keys.quantization),
+        ("KV cache", "kv_cache_dtype", status.kv_cache_dtype, keys.kv_cache_dtype),
+    ):
+        if found != wanted:
+            raise ServerMismatchError(
+                f"{base_url}: the server holds its {what} in another way than the learner expects",
+                found=f"{name}: {found}",
+                wanted=f"{name}: {wanted} (vllm.{name})",
+                remedy="set the same in the server's configuration and in the learner's",
+            )
 
 
 def check_adapter(base_url: str, status: ServerStatus, *, rank: int) -> None:

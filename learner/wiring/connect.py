@@ -39,6 +39,7 @@ from learner.sync.server_delivery import ServerDelivery
 from learner.sync.source import AdapterSource, ShardedAdapter, ShardedRanks, ShardedSource, SyncRanks, WeightSource
 from learner.sync.sync import Delivery, Sync
 from shared.checkpoint import signature
+from shared.quantization import keys_in_fp8
 
 Backend = ServerBackend | ColocateBackend | HfBackend
 ALONE = Ranks()  # one process
@@ -107,7 +108,7 @@ def connect_sync(
             architecture=signature(policy.model.config.to_dict()),
             prompts=prompts,
             image_processing=policy.encoder.image_processing,
-            quantization=vllm.quantization,
+            keys=vllm,
         )
         check_servers(backend, check, ranks=ranks)
         sync_ranks: SyncRanks = ranks
@@ -214,7 +215,7 @@ def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence
         ),
         tolerance=vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
-        quantization=vllm.quantization,
+        in_fp8=bool(keys_in_fp8(vllm)),
     )
 
 

@@ -22,7 +22,8 @@ from bench.figures import circumstances
 from bench.watch import gpu_use
 
 ROOT = Path(__file__).parents[2]
-ALONE = ("test_colocate_cuda.py", "test_fp8_cuda.py")  # each in a process: only one engine of a process may sleep
+# Each in a process: only one engine of a process may sleep.
+ALONE = ("test_colocate_cuda.py", "test_fp8_cuda.py", "test_fp8_cache_cuda.py")
 # Each takes one to three minutes, most of it in starting servers and ranks; the last lane has all other files.
 LANES = (
     ("test_sync_cuda.py",),

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from bench.fp8 import WARM_UP, Fp8Results, check_scenes, figures
+from bench.fp8 import KEYS, KINDS, WARM_UP, Fp8Results, check_scenes, figures
+from learner.config.sections.vllm import VllmConfig
 from shared.errors import DataError
+from shared.quantization import keys_in_fp8
 
 
 def scored(scenes: int, f1: float = 0.5) -> dict[str, Any]:
@@ -36,9 +38,13 @@ def test_a_part_without_its_scenes_meets_nothing(none: int, fp8: int) -> None:
 
 
 def test_equal_scenes_are_compared() -> None:
-    found = {figure.name: figure for figure in figures({"f1 none": scored(10, 0.5), "f1 fp8": scored(10, 0.4)})}
-    assert found["F1@0.5, difference"].value == pytest.approx(0.1)
-    assert found["F1@0.5, difference"].good is False
+    parts = {"f1 none": scored(10, 0.5), "f1 fp8": scored(10, 0.4), "f1 fp8-cache": scored(10, 0.503)}
+    found = {figure.name: figure for figure in figures(parts)}
+    assert found["F1@0.5, fp8 against none"].value == pytest.approx(0.1)
+    assert found["F1@0.5, fp8 against none"].good is False
+    assert found["F1@0.5, fp8-cache against none"].good is True
+    with pytest.raises(DataError, match="f1 fp8-cache"):
+        figures(parts | {"f1 fp8-cache": scored(9)})
 
 
 @pytest.mark.parametrize(("found", "wanted"), [(0, 0), (0, 8), (7, 8)])
@@ -104,5 +110,22 @@ def test_a_call_with_other_options_than_its_file_is_refused(
 
 def test_rounds_of_the_warm_up_alone_have_no_figures() -> None:
     assert figures({"speed none": rounds(WARM_UP)}) == []
-    ratios = figures({"speed none": rounds(WARM_UP + 1), "speed fp8": rounds(WARM_UP + 2, 0.5)})
-    assert next(figure.value for figure in ratios if figure.name == "tokens/s, fp8 / none") == pytest.approx(2.0)
+
+
+def test_kinds_in_fp8_are_compared_with_the_one_without() -> None:
+    """Each that has rounds, and only if that one has some too."""
+    parts = {"speed fp8": rounds(WARM_UP + 2, 0.5), "speed fp8-cache": rounds(WARM_UP + 1, 0.25)}
+    assert not [figure for figure in figures(parts) if "/ none" in figure.name]
+    found = {figure.name: figure for figure in figures(parts | {"speed none": rounds(WARM_UP + 1)})}
+    assert found["tokens/s, fp8 / none"].value == pytest.approx(2.0)
+    assert found["tokens/s, fp8-cache / none"].value == pytest.approx(4.0)
+    assert found["sync, fp8-cache / none"].value == pytest.approx(0.25)
+
+
+def test_each_kind_is_a_configuration() -> None:
+    assert KEYS.keys() == set(KINDS)
+    for kind, keys in KEYS.items():
+        vllm = VllmConfig.model_validate(keys)
+        assert [name == "kv_cache_dtype" for name in keys_in_fp8(vllm)] == {"none": [], "fp8": [False]}.get(
+            kind, [False, True]
+        )

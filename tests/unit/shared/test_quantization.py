@@ -1,4 +1,4 @@
-"""`quantization: fp8` is refused, with a way out, where it cannot work (R16)."""
+"""`quantization: fp8` and `kv_cache_dtype: fp8` are refused, with a way out, where they cannot work (R16)."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ from rollout_server.engine import VllmEngine
 from shared.config.model import ConfigErrors
 from shared.errors import ConfigError
 from shared.families import TESTED
-from shared.quantization import check_device, check_model
+from shared.quantization import check_device, check_model, keys_in_fp8, vllm_arguments
 
-KEY = "custom.extra.rollout_matching.vllm.quantization"
+VLLM = "custom.extra.rollout_matching.vllm"
+WAYS_OUT = {"quantization": "quantization: none", "kv_cache_dtype": "kv_cache_dtype: auto"}
 
 
+@pytest.mark.parametrize("key", WAYS_OUT)
 @pytest.mark.parametrize(("kind", "capability"), [("cpu", None), ("cuda", (8, 0)), ("cuda", (7, 5)), ("xpu", None)])
-def test_devices_without_fp8_are_refused(kind: str, capability: tuple[int, int] | None) -> None:
+def test_devices_without_fp8_are_refused(kind: str, capability: tuple[int, int] | None, key: str) -> None:
     with pytest.raises(ConfigError, match="fp8") as refused:
-        check_device("quantization", kind=kind, capability=capability)
+        check_device(key, kind=kind, capability=capability)
     assert "8.9" in refused.value.wanted
-    assert "quantization: none" in refused.value.remedy
+    assert WAYS_OUT[key] in refused.value.remedy
 
 
 @pytest.mark.parametrize("capability", [(8, 9), (9, 0), (10, 0), (12, 0)])
@@ -63,12 +65,27 @@ def test_the_servers_configuration(tmp_path: Path) -> None:
     assert server_mistakes(tmp_path, "quantization: fp9\n") == {"quantization"}
     assert server_mistakes(tmp_path, "quantization: fp8\ntensor_parallel_size: 2\n") == {"quantization"}
     assert server_mistakes(tmp_path, "quantization: fp8\ndtype: float32\n") == {"quantization"}
-    args = "engine_args: {quantization: awq, quantization_config: {}}\n"
-    assert server_mistakes(tmp_path, args) == {"engine_args.quantization", "engine_args.quantization_config"}
+    names = {"quantization", "quantization_config", "kv_cache_dtype", "calculate_kv_scales"}
+    args = f"engine_args: {{{', '.join(f'{name}: x' for name in names)}}}\n"
+    assert server_mistakes(tmp_path, args) == {f"engine_args.{name}" for name in names}
+
+
+def test_a_server_with_its_kv_cache_in_fp8(tmp_path: Path) -> None:
+    """Its weights may be in 16 bits, and rows of weights be split over devices."""
+    path = tmp_path / "server.yaml"
+    path.write_text("model: m\nkv_cache_dtype: fp8\ntensor_parallel_size: 2\n")
+    config = load_server_config(path)
+    assert (config.quantization, config.kv_cache_dtype) == ("none", "fp8")
+    assert vllm_arguments(config) == {"kv_cache_dtype": "fp8"}
+    assert vllm_arguments(ServerConfig(model="m")) == {}
+    both = vllm_arguments(ServerConfig(model="m", quantization="fp8", kv_cache_dtype="fp8"))
+    assert both == vllm_arguments(ServerConfig(model="m", quantization="fp8")) | {"kv_cache_dtype": "fp8"}
+    assert server_mistakes(tmp_path, "kv_cache_dtype: fp8\ndtype: float32\n") == {"kv_cache_dtype"}
+    assert server_mistakes(tmp_path, "kv_cache_dtype: fp8_e5m2\n") == {"kv_cache_dtype"}
 
 
 def learner_settings(vllm: dict[str, Any], **training: Any) -> dict[str, Any]:
-    rollouts = {"rollout_backend": "vllm", "vllm": {"quantization": "fp8", **vllm}}
+    rollouts = {"rollout_backend": "vllm", "vllm": vllm}
     return {
         "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
         "model": {"path": "model"},
@@ -78,26 +95,29 @@ def learner_settings(vllm: dict[str, Any], **training: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("vllm", "training", "world_size", "wanted"),
+    ("key", "vllm", "training", "world_size", "wanted"),
     [
-        ({}, {}, 1, "bfloat16"),
-        ({}, {"bf16": True}, 4, "one device"),  # the default of tensor_parallel_size
-        ({"tensor_parallel_size": 2}, {"bf16": True}, 2, "one device"),
+        ("quantization", {}, {}, 1, "bfloat16"),
+        ("kv_cache_dtype", {}, {}, 1, "bfloat16"),
+        ("quantization", {}, {"bf16": True}, 4, "one device"),  # the default of tensor_parallel_size
+        ("quantization", {"tensor_parallel_size": 2}, {"bf16": True}, 2, "one device"),
     ],
 )
 def test_the_learners_configuration(
-    vllm: dict[str, Any], training: dict[str, Any], world_size: int, wanted: str
+    key: str, vllm: dict[str, Any], training: dict[str, Any], world_size: int, wanted: str
 ) -> None:
     with pytest.raises(ConfigErrors) as refused:
-        config_of(learner_settings(vllm, **training), world_size=world_size)
-    (mistake,) = [mistake for mistake in refused.value.mistakes if mistake.path == KEY]
+        config_of(learner_settings({key: "fp8", **vllm}, **training), world_size=world_size)
+    (mistake,) = [mistake for mistake in refused.value.mistakes if mistake.path == f"{VLLM}.{key}"]
     assert wanted in mistake.wanted
-    assert "quantization: none" in mistake.remedy
+    assert WAYS_OUT[key] in mistake.remedy
 
 
 def test_what_works_is_taken() -> None:
-    config = config_of(learner_settings({}, bf16=True), world_size=1)
-    assert config.rollout_matching.vllm.quantization == "fp8"
+    config = config_of(learner_settings({"quantization": "fp8", "kv_cache_dtype": "fp8"}, bf16=True), world_size=1)
+    assert keys_in_fp8(config.rollout_matching.vllm) == ["quantization", "kv_cache_dtype"]
+    split = learner_settings({"kv_cache_dtype": "fp8", "tensor_parallel_size": 2}, bf16=True)
+    assert keys_in_fp8(config_of(split, world_size=2).rollout_matching.vllm) == ["kv_cache_dtype"]
 
 
 @pytest.fixture
@@ -108,9 +128,10 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
-def test_engines_without_a_gpu_are_refused_before_they_start(folder: Path) -> None:
+@pytest.mark.parametrize("key", WAYS_OUT)
+def test_engines_without_a_gpu_are_refused_before_they_start(folder: Path, key: str) -> None:
     ranks = Ranks()
-    config = RolloutMatchingConfig.model_validate({"vllm": {"quantization": "fp8"}})
+    config = RolloutMatchingConfig.model_validate({"vllm": {key: "fp8"}})
     with pytest.raises(ConfigError, match="without a GPU") as refused:
         ColocatedEngine(
             config,
@@ -120,6 +141,6 @@ def test_engines_without_a_gpu_are_refused_before_they_start(folder: Path) -> No
             tensor_parallel_size=1,
             offload=Offload(tuple, ranks.device),
         )
-    assert KEY in str(refused.value)
+    assert f"{VLLM}.{key}" in str(refused.value)
     with pytest.raises(ConfigError, match="without a GPU"):
-        VllmEngine(ServerConfig(model=str(folder), quantization="fp8"))
+        VllmEngine(ServerConfig.model_validate({"model": str(folder), key: "fp8"}))

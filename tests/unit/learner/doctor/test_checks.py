@@ -191,6 +191,9 @@ def test_a_server_that_holds_its_weights_in_another_way(tiny_text: Path) -> None
     assert (found.verdict, "quantization: fp8" in found.text) == ("fail", True)
     both = situation(here | {f"{VLLM}.quantization": "fp8"}, servers=[fp8])
     assert server_checks.same_model(both).verdict == "ok"
+    cache = situation(here | {f"{VLLM}.quantization": "fp8", f"{VLLM}.kv_cache_dtype": "fp8"}, servers=[fp8])
+    found = server_checks.same_model(cache)
+    assert (found.verdict, "kv_cache_dtype: auto" in found.text) == ("fail", True)
 
 
 @pytest.mark.parametrize(("max_lora_rank", "verdict"), [(16, "ok"), (8, "warn"), (0, "warn")])
@@ -282,12 +285,7 @@ def test_the_estimate_is_compared_with_the_gpu(
     assert ("global_max_length" in finding.remedy) == (verdict == "warn")
 
 
-COLOCATED_FP8 = {
-    "training.bf16": True,
-    "custom.extra.rollout_matching": {"rollout_backend": "vllm", "vllm": {"quantization": "fp8", "mode": "colocate"}},
-}
-
-
+@pytest.mark.parametrize(("key", "off"), [("quantization", "none"), ("kv_cache_dtype", "auto")])
 @pytest.mark.parametrize(
     ("capabilities", "verdict", "words"),
     [
@@ -299,18 +297,21 @@ COLOCATED_FP8 = {
     ],
 )
 def test_gpus_that_colocated_fp8_would_be_refused_on_are_found(
-    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], verdict: str, words: str
+    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], verdict: str, words: str, key: str, off: str
 ) -> None:
     """R16: the engine refuses them when it starts, on any rank. Without colocated FP8 nothing is looked at."""
     cuda = machine.torch.cuda
     monkeypatch.setattr(cuda, "is_available", lambda: bool(capabilities))
     monkeypatch.setattr(cuda, "device_count", lambda: len(capabilities))
     monkeypatch.setattr(cuda, "get_device_capability", lambda index: capabilities[index])
-    colocated = config_of(changed(minimal(), COLOCATED_FP8))
+    rollouts = {"rollout_backend": "vllm", "vllm": {key: "fp8", "mode": "colocate"}}
+    colocated = config_of(
+        changed(minimal(), {"training.bf16": True, "custom.extra.rollout_matching": rollouts}),
+    )
     finding = command.CHECKS["machine"]["FP8"](replace(situation(), config=colocated))
     assert (finding.verdict, words in finding.text) == (verdict, True)
-    assert ("quantization: none" in finding.remedy) == (verdict == "fail")
-    elsewhere = situation({f"{VLLM}.quantization": "fp8", f"{VLLM}.mode": "server"})
+    assert (f"{key}: {off}" in finding.remedy) == (verdict == "fail")
+    elsewhere = situation({f"{VLLM}.{key}": "fp8", f"{VLLM}.mode": "server"})
     assert command.CHECKS["machine"]["FP8"](elsewhere).verdict == "skipped"
 
 

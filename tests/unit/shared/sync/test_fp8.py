@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollout_server.config import ServerConfig
 from shared.quantization import is_quantised, vllm_arguments
 from shared.sync.fp8 import FP8_MAX, LEAST_SCALE, quantised, round_trip
 
@@ -110,8 +111,7 @@ def test_only_the_language_models_layers_are_quantised(name: str, expected: bool
 def test_vllm_takes_the_arguments() -> None:
     """It keeps the vision tower as it is."""
     config = pytest.importorskip("vllm.config.quantization")
-    assert vllm_arguments("none") == {}
-    found = vllm_arguments("fp8")
+    found = vllm_arguments(ServerConfig(model="m", quantization="fp8"))
     args = config.resolve_quantization_config(found["quantization"], found["quantization_config"])
     assert args.linear.weight.scale.group_shape.col == 1  # a scale per row of a weight
     from vllm.model_executor.layers.quantization.compressed_tensors.utils import should_ignore_layer
