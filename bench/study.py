@@ -701,8 +701,9 @@ def _course(run_dir: Path, *, with_weights: bool) -> list[Evaluated]:
 
 
 def _recipe_course(run_dir: Path) -> tuple[list[Evaluated], list[dict[str, Any]]]:
-    """The whole evaluations and the steps of both stages. Those of `grpo` are counted on from the step of `sft` whose
-    weights it began with; its first evaluation is of these weights, which were evaluated before."""
+    """The whole evaluations and the steps of both stages, in the order in which they were made: those of `grpo` are
+    counted on from the last step of `sft`, whichever weights it began with. Its first evaluation is of these weights,
+    which were evaluated before."""
     course: list[Evaluated] = []
     steps: list[dict[str, Any]] = []
     began_at = 0
@@ -714,7 +715,7 @@ def _recipe_course(run_dir: Path) -> tuple[list[Evaluated], list[dict[str, Any]]
                 found.append(_evaluated(path, test))
         steps += [{**one, "global_step": one["global_step"] + began_at} for one in steps_of(read_events(stage))]
         course += [replace(one, step=one.step + began_at) for one in found if one.step or not course]
-        began_at = _best(course).step if course else 0
+        began_at = max((one["global_step"] for one in steps), default=0)
     return course, steps
 
 

@@ -7,9 +7,10 @@
 
 1. `sft` on labels that are completed where `labels.complete` finds it safe, until its validation score rises no more.
    Its first evaluation measures the start.
-2. From its best weights: labels are completed again, and the headroom in places is measured on training samples.
-3. `grpo`, if there is headroom in places and K answers differ; otherwise only names are left, which rollouts do not
-   teach, and the recipe ends; if `sft` had ended for lack of time, it goes on first.
+2. If nothing was completed: from its best weights, the headroom in places is measured on training samples.
+3. `grpo`. If labels were completed, it begins from the start, whose answers completed them, with the same labels.
+   Otherwise from the best weights of `sft`, if there is headroom in places and K answers differ; if not, only names are
+   left, which rollouts do not teach, and the recipe ends; if `sft` had ended for lack of time, it goes on first.
 
 Each stage is an ordinary run in a folder of its own, `OUTPUT/sft` and `OUTPUT/grpo`, with its configuration beside it
 (`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score of all, those of the start

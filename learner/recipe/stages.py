@@ -72,8 +72,8 @@ def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str
 def grpo_stage(
     config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool
 ) -> dict[str, Any]:
-    """Return the configuration of `grpo` from `model` (None: the start), on labels that its own weights complete, if
-    that was safe before."""
+    """Return the configuration of `grpo` from `model` (None: the start), on labels that are completed if that was safe
+    before."""
     values = _stage(config, GRPO, minutes)
     complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["labels"]["complete"] = complete | {"write": None} if completes else None

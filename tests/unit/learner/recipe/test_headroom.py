@@ -19,15 +19,14 @@ def found(places: tuple[float, float, float], silent: float) -> dict[str, Featur
 @pytest.mark.parametrize(
     ("regime", "places", "silent", "pays"),
     [
-        ("60% missing: grpo has 0.832 there, sft 0.789", (0.040, 0.012, 0.071), 0.11, True),
-        ("40% missing: grpo has 0.826, sft 0.830", (0.025, 0.010, 0.040), 0.22, False),
-        ("20% missing: a tie", (0.013, -0.000, 0.032), 0.22, False),
         ("complete: grpo has 0.827, sft 0.834", (0.017, 0.004, 0.032), 0.25, False),
+        ("10% wrong names, nothing completed: a tie", (0.019, 0.004, 0.037), 0.22, False),
+        ("much is left", (0.040, 0.012, 0.071), 0.11, True),
         ("perhaps nothing is left", (0.040, -0.001, 0.081), 0.11, False),
         ("answers hardly differ", (0.040, 0.012, 0.071), 0.81, False),
     ],
 )
-def test_grpo_begins_where_its_gain_is_likely(
+def test_with_complete_labels_grpo_begins_where_its_gain_is_likely(
     regime: str, places: tuple[float, float, float], silent: float, pays: bool
 ) -> None:
     rule = grpo_pays(found(places, silent))
