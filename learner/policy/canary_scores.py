@@ -10,7 +10,7 @@ the last gap.
 On CUDA, each forward pass of answers without images is captured once as a CUDA graph. A replay takes 10 ms for a model
 of 4B; launching every kernel from Python takes several times as long. With images the pass is captured with what it
 reads on the host (`pass_graph.py`), or else its layers one by one (`layer_graphs.py`). A sharded model's layers are at
-other addresses in every pass, so nothing is captured.
+other addresses in every pass, so nothing is captured. Where the device has no memory for a graph, passes run without.
 
 A pass that is one graph with images runs beside what is launched after it (`SideStream`). It reads the policy, so
 `CanaryScores.join` comes before the policy changes.
@@ -28,7 +28,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from learner.policy.layer_graphs import CudaRecorder, LayerGraphs, Work
+from learner.policy.layer_graphs import CudaRecorder, LayerGraphs, Work, recorded
 from learner.policy.load import Policy
 from learner.policy.packed import PackedInputs
 from learner.policy.pass_graph import PassGraph
@@ -184,8 +184,8 @@ class SideStream:
 class RepeatedLogprobs:
     """`Policy.logprobs` of the same answers, again and again, `within` a context. `checksums`: what that context says
     of the weights that it replaced. `layers`: how layers are captured; None: on CUDA, where the pass has images.
-    `whole`: it is tried to capture such a pass as one graph, whose memory is kept; `record`: how. `side`: the stream of
-    its replays."""
+    `whole`: it is tried to capture such a pass as one graph, whose memory is kept. `record`: how; so are passes without
+    images captured. None: on CUDA. `side`: the stream of the replays of a pass with images."""
 
     def __init__(
         self,
@@ -199,19 +199,20 @@ class RepeatedLogprobs:
         side: SideStream | None = None,
     ) -> None:
         self._policy, self._answers, self._within = policy, answers, within
-        can = policy.device.type == "cuda" and len(answers) > 0 and not policy.is_sharded
-        self.is_captured = can and all(prompt.vision is None for prompt, _ in answers)
-        if can and not self.is_captured:
+        is_pictured = any(prompt.vision is not None for prompt, _ in answers)
+        if policy.device.type == "cuda" and len(answers) > 0 and not policy.is_sharded:
             record = record or CudaRecorder(policy.device)
-            layers = layers or LayerGraphs(policy.model, CudaRecorder(policy.device))
-            side = side or SideStream(policy.device)
-        self._layers, self._record, self._side = layers, record if whole else None, side
+            if is_pictured:
+                layers = layers or LayerGraphs(policy.model, CudaRecorder(policy.device))
+                side = side or SideStream(policy.device)
+        self._layers, self._record, self._side = layers, record if whole or not is_pictured else None, side
+        self.is_captured = False  # as one graph, because no image's sizes are read
         self._whole: PassGraph | None = None
         self._number = 0  # counts calls at these addresses
         self._addresses: tuple[int, ...] = ()
         self.checksums: Checksums = {}
-        if self.is_captured:
-            self._capture()
+        if self._record is not None and not is_pictured:
+            self._capture(self._record)
 
     def __call__(self) -> list[list[float]]:
         """Return the natural log-probabilities per answer, under the weights as they are now."""
@@ -220,13 +221,13 @@ class RepeatedLogprobs:
     def begin(self) -> Read:
         """Start the pass. What it returns waits for the device, and gives what a call gives. `join` comes before the
         policy changes."""
-        if not self.is_captured:
-            logprobs = self._by_graphs(self._layers) if self._layers is not None else self._pass()
-        else:
-            if self._addresses != self._addresses_now():  # offloaded weights come back elsewhere
-                self._capture()
-            self._graph.replay()
+        if self.is_captured and self._record is not None and self._addresses != self._addresses_now():
+            self._capture(self._record)  # offloaded weights come back elsewhere
+        if self.is_captured:
+            self._replay()
             logprobs = self._logprobs.clone()  # the next replay overwrites it
+        else:
+            logprobs = self._by_graphs(self._layers) if self._layers is not None else self._pass()
         return cache(partial(self._joined, logprobs))
 
     def join(self) -> None:
@@ -287,19 +288,23 @@ class RepeatedLogprobs:
         return self._policy.answer_inputs(self._answers)
 
     @torch.no_grad()
-    def _capture(self) -> None:
+    def _capture(self, record: Callable[[Work], Work]) -> None:
         policy = self._policy
+
+        def work() -> None:
+            self._logprobs = policy.answer_logprobs(self._inputs)
+
         with self._within(frozenset()) as checksums:
-            policy.answer_logprobs(self._inputs)  # warm up: the set-up of a first pass must not be captured
-            torch.cuda.synchronize(policy.device)
-            self._graph = torch.cuda.CUDAGraph()
-            with torch.cuda.device(policy.device):  # the default stream is on the first current device
-                stream = torch.cuda.Stream()
-                # "thread_local" lets other threads broadcast during the capture.
-                with torch.cuda.graph(self._graph, stream=stream, capture_error_mode="thread_local"):
-                    self._logprobs = policy.answer_logprobs(self._inputs)
-        self.checksums = checksums  # the graph's own memory: a replay writes it anew
-        self._addresses = self._addresses_now()
+            work()  # warm up: the set-up of a first pass must not be captured
+            if policy.device.type == "cuda":
+                torch.cuda.synchronize(policy.device)
+                torch.cuda.empty_cache()  # a capture takes no memory that torch keeps of other work
+            replay = recorded(record, work, "the canary's pass")
+        self.is_captured = replay is not None
+        if replay is not None:
+            self._replay = replay
+            self.checksums = checksums  # the graph's own memory: a replay writes it anew
+            self._addresses = self._addresses_now()
 
     @cached_property
     def _read(self) -> list[torch.Tensor]:

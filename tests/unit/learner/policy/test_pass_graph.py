@@ -246,3 +246,56 @@ def test_a_pass_without_memory_for_its_graph_is_not_captured(caplog: pytest.LogC
 
     assert PassGraph.of(lambda: WEIGHT * 2, [WEIGHT], fail) is None
     assert "the canary's pass is not captured" in caplog.text
+
+
+def no_memory(work: Callable[[], None]) -> Callable[[], None]:
+    """Fail as the allocator does in the middle of a capture."""
+    work()
+    raise torch.OutOfMemoryError("CUDA out of memory")
+
+
+def test_answers_without_images_are_scored_by_a_graph(tiny_vlm: Path) -> None:
+    """It is captured anew once weights lie elsewhere."""
+    policy, captured = policy_of(tiny_vlm), []
+    asked = answers(policy, images=False)
+
+    def taped(work: Callable[[], None]) -> Callable[[], None]:
+        captured.append(work)
+        return record(work)
+
+    repeated = RepeatedLogprobs(policy, asked, record=taped)
+    for moves in (False, False, True, False):
+        change(policy)
+        if moves:
+            for parameter in policy.model.parameters():
+                parameter.data = parameter.data.clone()
+        assert repeated() == policy.logprobs(asked)
+    assert repeated.is_captured
+    assert len(captured) == 2
+
+
+@pytest.mark.parametrize("captures", [0, 1])
+def test_answers_without_images_are_scored_without_memory_for_their_graph(
+    tiny_vlm: Path, caplog: pytest.LogCaptureFixture, captures: int
+) -> None:
+    """Also if there was memory the first time, and weights have moved since."""
+    policy, left = policy_of(tiny_vlm), iter([record] * captures)
+    asked = answers(policy, images=False)
+
+    def within(without: Modules) -> Any:
+        replaced = list(replaced_modules(policy.model, torch.bfloat16, merged=True))
+        return as_sent(policy.model, torch.bfloat16, merged=True, replaced=replaced)
+
+    repeated = RepeatedLogprobs(policy, asked, within, record=lambda work: next(left, no_memory)(work))
+    for _ in range(3):
+        for parameter in policy.model.parameters():
+            parameter.data = parameter.data.clone()
+        change(policy)
+        with as_sent(policy.model, torch.bfloat16, merged=True):
+            expected = policy.logprobs(asked)
+        assert repeated() == expected
+        sent = dict(policy.named_weights(torch.bfloat16))
+        for name, value in repeated.checksums.items():
+            assert name not in sent or int(value) == int(checksum(sent[name])), name
+    assert not repeated.is_captured
+    assert caplog.text.count("the canary's pass is not captured") == 1
