@@ -196,6 +196,8 @@ class WeightUpdates:
                     call.incarnation, call.ver, call.mode, base_of_adapter=call.base_of_adapter
                 ) as outcome:
                     drained, deadline = time.monotonic(), Deadline(call.timeout_s)
+                    if call.mode == "full" and not call.staged:
+                        self.totals.staged_bytes = 0  # the workers give it up
                     try:
                         loaded, scores = await load_and_score(
                             self._engine, call, clear_cache=clear_cache, ran_meanwhile=call.mode in self._ran_meanwhile

@@ -125,6 +125,9 @@ class SyncWorker:
         """Begin to receive this `UpdateWeightsCall`. Its buckets come apart: they are the same in every update."""
         self._end_receiving()
         call = UpdateWeightsCall.model_validate_json(update).model_copy(update={"buckets": _read(buckets)})
+        if call.mode == "full":
+            # The learner has given its own copy up, or never had one, so no changes of what was staged will come.
+            self._drop_staged()
         load = self._load(call.mode)
         self._sync_receiving = Receiving(call, self._joined().result(), load)
         return WorkerReply(done=False, runs_meanwhile=load.runs_meanwhile)

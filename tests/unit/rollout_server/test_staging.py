@@ -26,7 +26,7 @@ from shared.sync.delta import encode, sealed
 from shared.sync.group import Communicator, start_join
 from shared.sync.host_memory import SPARE_BYTES
 from shared.wire import BUCKETS as BUCKETS_TYPE
-from shared.wire import Delta, InitCommunicatorCall, StageWeightsCall
+from shared.wire import Delta, InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_app import error, open_group, push, request, serve, update
 from tests.unit.rollout_server.test_worker import BUCKETS, PLAN, TENSORS, RememberingLoad
@@ -85,6 +85,8 @@ def test_rollouts_go_on_while_weights_arrive_and_pause_only_for_the_load() -> No
         text = (await http.get("/metrics/")).text
         assert "rollout_staged_bytes 32.0" in text
         assert f"rollout_sync_last_pause_seconds {done['pause_s']}" in text
+        assert (await push(http, update(ver=2))).status_code == 200
+        assert "rollout_staged_bytes 0.0" in (await http.get("/metrics/")).text, "all weights came otherwise"
 
     serve(check)
 
@@ -349,6 +351,24 @@ def test_the_model_is_first_touched_by_the_load(pair: Pair) -> None:
     assert places[0] == places[1]
     worker.sync_leave("the end")
     assert worker._sync_staging is None
+
+
+@pytest.mark.parametrize(("mode", "keeps"), [("full", False), ("adapter", True)])
+def test_full_weights_that_come_otherwise_end_the_copy(pair: Pair, mode: str, keeps: bool) -> None:
+    """So does a learner send that has no copy any more: no changes of these weights will come. An adapter lies on
+    them."""
+    assert pair.stage(1).error is None
+    assert pair.send(1, TENSORS).error is None
+    pair.said(pair.worker.sync_load("full"))
+    assert pair.said(pair.worker.sync_poll(5.0)).done
+    call = UpdateWeightsCall.model_validate(
+        {"incarnation": "a", "ver": 2, "mode": mode, "buckets": [], "timeout_s": 5.0, "canary": []}
+    )
+    buckets = BUCKETS_TYPE.dump_json(BUCKETS).decode()
+    assert pair.said(pair.worker.sync_start(call.model_dump_json(), buckets)).error is None
+    assert (pair.worker._sync_staging is not None) == keeps
+    reply = pair.send(2, TENSORS)
+    assert (reply.error, reply.num_tensors) == (None, len(TENSORS))
 
 
 def test_nothing_is_loaded_that_was_not_staged_whole(pair: Pair) -> None:
