@@ -20,10 +20,13 @@ import itertools
 import logging
 import os
 import random
+import shutil
+import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -433,16 +436,34 @@ def _keeping_random_state(device: torch.device) -> Iterator[None]:
 @contextmanager
 def _keeping_compiler_variables() -> Iterator[None]:
     """Restore COMPILER_VARIABLES. Otherwise the learner's compiled layers would go to the folder of vLLM's model, and a
-    run with other settings of the engine would compile them again."""
+    run with other settings of the engine would compile them again.
+
+    vLLM sets Triton's folder only when it compiles its model. A run that finds the model compiled looks for the other
+    kernels in this process's folder, so they are copied there: to compile them again took 11 s."""
     before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     try:
         yield
     finally:
+        own, vllm = before["TRITON_CACHE_DIR"], os.environ.get("TRITON_CACHE_DIR")
+        if own and vllm and own != vllm:
+            with suppress(OSError):  # then the next run compiles them
+                _copy_kernels(Path(vllm), Path(own))
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def _copy_kernels(source: Path, folder: Path) -> None:
+    """Copy Triton's kernels, a folder each, that `folder` lacks. Other processes may read and add meanwhile."""
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        for kernel in source.iterdir():
+            if not (folder / kernel.name).exists():
+                shutil.copytree(kernel, Path(scratch) / kernel.name)
+                with suppress(OSError):  # another process was first
+                    (Path(scratch) / kernel.name).rename(folder / kernel.name)
 
 
 @contextmanager

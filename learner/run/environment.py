@@ -6,6 +6,8 @@ wait for it until their deadline. NCCL chooses by itself and avoids the loopback
 
 `keep_compiled` names the folder in which torch keeps what it compiles. Its default is under /tmp, which many machines
 clear, and containers always. A first step compiles for minutes, and for a fifth of that with the folder of a last run.
+Triton's folder is named too: torch points Triton at one of its own when it compiles, and leaves the default when it finds
+everything compiled, so that the kernels of a first run were not found by the second.
 
 `prepare_for_vllm` sets what vLLM takes from variables only, if its engine is inside the learner's process. The
 user's settings stay, except two that cannot work here:
@@ -41,15 +43,16 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
 
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
-    """Set the variable in `environment`, unless the user has, or cannot write to a folder for caches."""
-    if environment.get(COMPILED_VARIABLE):
-        return
-    with contextlib.suppress(OSError, RuntimeError):  # no home
-        root = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
-        folder = root / "rollout-learner" / "torch"
-        folder.mkdir(parents=True, exist_ok=True)
-        if os.access(folder, os.W_OK):
-            environment[COMPILED_VARIABLE] = str(folder)
+    """Set the variables in `environment`, unless the user has, or cannot write to a folder for caches."""
+    if not environment.get(COMPILED_VARIABLE):
+        with contextlib.suppress(OSError, RuntimeError):  # no home
+            root = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
+            folder = root / "rollout-learner" / "torch"
+            folder.mkdir(parents=True, exist_ok=True)
+            if os.access(folder, os.W_OK):
+                environment[COMPILED_VARIABLE] = str(folder)
+    if compiled := environment.get(COMPILED_VARIABLE):
+        environment.setdefault(TRITON_VARIABLE, str(Path(compiled) / "triton"))
 
 
 def shorten_turns() -> None:
@@ -59,6 +62,7 @@ def shorten_turns() -> None:
 
 TURN_S = 0.0002  # a change of threads takes about 0.00001
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+TRITON_VARIABLE = "TRITON_CACHE_DIR"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
 _SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
 _INTERFACE_ADDRESSES_V6 = Path("/proc/net/if_inet6")

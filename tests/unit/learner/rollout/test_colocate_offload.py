@@ -16,6 +16,7 @@ import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -473,6 +474,27 @@ def test_training_compiles_into_the_folder_that_it_had_before_the_engine(
     engine_with(offload)
     assert os.environ["TORCHINDUCTOR_CACHE_DIR"] == "/mine"
     assert not {"TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS"} & set(os.environ)
+
+
+def test_kernels_that_vllm_compiles_are_found_by_a_run_that_finds_its_model_compiled(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """vLLM 0.26 points Triton at a folder of its model only in the run that compiles the model."""
+    start = Engine._start
+    (tmp_path / "model/ab").mkdir(parents=True)
+    (tmp_path / "own/cd").mkdir(parents=True)
+    (tmp_path / "model/ab/sampler.cubin").write_bytes(b"kernel")
+
+    def start_compiling(engine: Engine, folder: str) -> Any:
+        os.environ["TRITON_CACHE_DIR"] = str(tmp_path / "model")
+        return start(engine, folder)
+
+    monkeypatch.setattr(Engine, "_start", start_compiling)
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "own"))
+    engine_with(offload)
+    assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "own")
+    assert (tmp_path / "own/ab/sampler.cubin").read_bytes() == b"kernel"
+    assert (tmp_path / "own/cd").is_dir()
 
 
 def test_training_draws_the_same_numbers_whatever_the_engine_draws(offload: Recorded) -> None:

@@ -12,7 +12,14 @@ from pathlib import Path
 import pytest
 
 from learner.__main__ import _rank_config
-from learner.run.environment import COMPILED_VARIABLE, GLOO_VARIABLE, TURN_S, gloo_interface, keep_compiled
+from learner.run.environment import (
+    COMPILED_VARIABLE,
+    GLOO_VARIABLE,
+    TRITON_VARIABLE,
+    TURN_S,
+    gloo_interface,
+    keep_compiled,
+)
 from shared.config.parse import write_yaml
 from tests.namespaces import Node, network
 from tests.unit.learner.config.examples import minimal
@@ -65,16 +72,17 @@ def test_what_torch_compiles_is_kept_where_caches_are(tmp_path: Path) -> None:
     folder = Path(environment[COMPILED_VARIABLE])
     assert folder.is_dir()
     assert tmp_path / "caches" in folder.parents
+    assert folder in Path(environment[TRITON_VARIABLE]).parents, "wherever torch leaves Triton's default or not"
 
 
 def test_a_folder_of_the_user_stays_and_one_that_cannot_be_made_is_left_out(tmp_path: Path) -> None:
-    chosen = {"XDG_CACHE_HOME": str(tmp_path), COMPILED_VARIABLE: "/mine"}
+    chosen = {"XDG_CACHE_HOME": str(tmp_path), COMPILED_VARIABLE: "/mine", TRITON_VARIABLE: "/kernels"}
     keep_compiled(chosen)
-    assert chosen[COMPILED_VARIABLE] == "/mine"
+    assert (chosen[COMPILED_VARIABLE], chosen[TRITON_VARIABLE]) == ("/mine", "/kernels")
     (tmp_path / "file").touch()
     impossible = {"XDG_CACHE_HOME": str(tmp_path / "file")}
     keep_compiled(impossible)
-    assert COMPILED_VARIABLE not in impossible
+    assert not {COMPILED_VARIABLE, TRITON_VARIABLE} & impossible.keys()
 
 
 def test_a_run_shortens_the_turns_of_its_threads(tmp_path: Path) -> None:
