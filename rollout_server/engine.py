@@ -60,6 +60,14 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
+_MOST_CAPTURED, _CAPTURED_EVERY = 512, 64  # tokens of a step that has CUDA graphs
+_GRAPH_ARGS = {
+    "compilation_config",
+    "cudagraph_capture_sizes",
+    "max_cudagraph_capture_size",
+    "performance_mode",
+    "speculative_config",
+}
 
 
 class WorkerReply(WireModel):
@@ -408,6 +416,20 @@ def _gpus(num_workers: int) -> list[str]:
     return [] if current_platform.is_cpu() else [current_platform.get_device_uuid(i) for i in range(num_workers)]
 
 
+def graph_args(config: ServerConfig) -> dict[str, object]:
+    """Return vLLM's argument for the sizes of steps, in tokens, that are captured as CUDA graphs; {} if those are the
+    user's, or vLLM's own are enough.
+
+    vLLM's own end at twice `max_num_seqs`, which is enough for decoding. A step of short prompts, such as a text
+    canary's, is larger. Without graphs Python launches each layer, and the device waits for it."""
+    most = min(2 * config.max_num_seqs, _MOST_CAPTURED)
+    if config.enforce_eager or most == _MOST_CAPTURED or _GRAPH_ARGS & config.engine_args.keys():
+        return {}
+    own = [*(n for n in (1, 2, 4) if n <= most), *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16)]
+    larger = [n for n in range(_CAPTURED_EVERY, _MOST_CAPTURED + 1, _CAPTURED_EVERY) if n > most]
+    return {"cudagraph_capture_sizes": own + larger}
+
+
 def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
@@ -433,6 +455,8 @@ def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:
             # memory. The full name is needed: on CPU vLLM turns "uni" into "mp", to choose OpenMP's threads per worker.
             # Here `cpu_threads` chooses them; without it torch takes one per core.
             settings["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
+    else:
+        settings |= graph_args(config)
     if config.enable_lora:
         settings |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": 1}
     if config.max_model_len is not None:

@@ -22,7 +22,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, PixelShare
-from rollout_server.engine import VllmEngine, WorkerReply
+from rollout_server.engine import VllmEngine, WorkerReply, graph_args
 from rollout_server.stalls import StallWatch
 from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerBusyError, ServerError
@@ -177,6 +177,32 @@ def test_no_reply_of_a_worker_is_given_up() -> None:
             assert reply.weights == method
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+@pytest.mark.parametrize("max_num_seqs", [1, 2, 8, 100, 128, 255])
+def test_steps_of_short_prompts_have_graphs(max_num_seqs: int) -> None:
+    """vLLM's own sizes stay, as vLLM says them in `_set_cudagraph_sizes`."""
+    sizes = graph_args(ServerConfig(model="m", max_num_seqs=max_num_seqs))["cudagraph_capture_sizes"]
+    assert isinstance(sizes, list)
+    most = 2 * max_num_seqs
+    own = {n for n in {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)} if n <= most}
+    assert own == {n for n in sizes if n <= most}
+    assert sizes == sorted(set(sizes))
+    assert all(any(n <= size < n + 64 for size in sizes) for n in range(1, 513))
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"max_num_seqs": 256},
+        {"enforce_eager": True},
+        {"engine_args": {"compilation_config": {"mode": 0}}},
+        {"engine_args": {"max_cudagraph_capture_size": 64}},
+        {"engine_args": {"cudagraph_capture_sizes": [8]}},
+    ],
+)
+def test_the_user_s_graphs_and_vllm_s_own_stay(settings: dict[str, Any]) -> None:
+    assert graph_args(ServerConfig(model="m", **settings)) == {}
 
 
 # ---- weight groups between GPUs, where vLLM's binding meets ----------------------------------------------------------
