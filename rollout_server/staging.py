@@ -24,7 +24,7 @@ import torch
 from shared.errors import StagingError
 from shared.sync.buckets import SEAL_BYTES, unpack
 from shared.sync.delta import SEALS_BYTES, patch
-from shared.sync.host_memory import SPARE_BYTES, available_bytes, page_locked_bytes, release_page_locked
+from shared.sync.host_memory import SPARE_BYTES, available_bytes, page_locked_bytes, release_page_locked, taking
 from shared.wire import Bucket, Delta, Place
 
 _GB = 1e9
@@ -48,13 +48,14 @@ class Staging:
         self._on_device = place == "device" or device.type == "cpu"
         self._buckets: Sequence[Bucket] = buckets
         self._num_kept = self._num_tensors = 0
-        if self._on_device:
-            _check_fits(sum(self.sizes), device, activation_bytes)
-        else:
-            _check_fits(sum(map(page_locked_bytes, self.sizes)), torch.device("cpu"), None)
         self._buffers: list[torch.Tensor] = []
         self._kept: list[list[tuple[str, torch.Tensor]]] = []  # views of the buffers
-        self._allocate()
+        with taking():
+            if self._on_device:
+                _check_fits(sum(self.sizes), device, activation_bytes)
+            else:
+                _check_fits(sum(map(page_locked_bytes, self.sizes)), torch.device("cpu"), None)
+            self._allocate()
 
     def begin(self, buckets: Sequence[Bucket], place: Place, delta: Delta | None = None) -> bool:
         """Make room for another update, in the same memory; False if it needs other buffers, or other weights than
@@ -136,6 +137,8 @@ class Staging:
         try:
             for size in self.sizes:
                 self._buffers.append(allocate(size, dtype=torch.uint8, **where))
+                if self._device.type == "cpu":
+                    self._buffers[-1].zero_()  # memory of the host is taken once it is written
         except RuntimeError as error:  # torch.OutOfMemoryError is one; so is what CUDA says of page-locked memory
             self.release()  # memory is short, and torch would keep what it got
             found = f"{sum(self.sizes) / _GB:.2f} GB could not be allocated: {str(error).splitlines()[0][:200]}"

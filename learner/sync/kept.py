@@ -23,7 +23,7 @@ import torch
 from learner.policy.weights import checksum
 from shared.sync.buckets import SEAL_BYTES
 from shared.sync.delta import encode, patch, sealed
-from shared.sync.host_memory import SPARE_BYTES, available_bytes, page_locked_bytes, release_page_locked
+from shared.sync.host_memory import SPARE_BYTES, available_bytes, page_locked_bytes, release_page_locked, taking
 from shared.wire import Delta
 
 PAYS_BELOW = 0.8  # share of a full sync's bytes: applying changes takes some time too
@@ -131,7 +131,8 @@ class KeptWeights:
     def _kept_one_by_one(self, buckets: Iterator[torch.Tensor]) -> Iterator[Parcel]:
         for bucket in buckets:
             if not self.no_room:
-                self._keep(bucket)
+                with taking():
+                    self._keep(bucket)
             yield from whole_parcels([bucket])
 
     def _keep(self, bucket: torch.Tensor) -> None:

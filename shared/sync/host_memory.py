@@ -1,15 +1,27 @@
 """The host's memory: what is free, and what page-locked tensors take of it.
 
 torch rounds each page-locked allocation up to a power of two, and keeps what was freed for the next one. So a check
-must count the rounded bytes, and memory counts as free again only after `release_page_locked`.
+must count the rounded bytes, and memory counts as free again only after `release_page_locked`. Several workers of a
+host, and a learner beside them, take memory at the same time. So each looks and takes inside `taking`.
 """
 
 from __future__ import annotations
 
+import fcntl
+import logging
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 import torch
 
+from shared.waits import SLICE_S, Deadline
+
+log = logging.getLogger(__name__)
+_MEMORY = Path("/proc/meminfo")
+_OTHERS_S = 60.0  # some GB of page-locked memory take seconds, and eight workers wait for each other
 SPARE_BYTES = 256 << 20  # left for what else allocates
 
 
@@ -20,8 +32,34 @@ def page_locked_bytes(num_bytes: int) -> int:
 
 def available_bytes() -> int:
     """Return the bytes of the host that may still be taken, as the kernel estimates it."""
-    fields = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    fields = dict(line.split(":") for line in _MEMORY.read_text().splitlines())
     return int(fields["MemAvailable"].split()[0]) << 10
+
+
+@contextmanager
+def taking(others_s: float = _OTHERS_S) -> Iterator[None]:
+    """Hold back the other processes of this machine that do this, from a look at what is free until it is taken. After
+    `others_s` it is done without: what does not fit is then found by whoever allocates."""
+    # A lock on the file that is read: it needs no folder that all users can write to, and ends with its process.
+    with _MEMORY.open() as file:
+        deadline = Deadline(others_s)
+        while not _locked(file):
+            if not deadline.left_s():
+                log.warning("another process has been taking memory of this host for %g s", others_s)
+                break
+            time.sleep(SLICE_S)
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    """Lock the file until it is closed, also where the system has no such locks; False if another process has."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        log.warning("memory of this host is taken without regard to other processes: %s", error)
+    return True
 
 
 def release_page_locked() -> None:

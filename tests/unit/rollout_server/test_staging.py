@@ -5,8 +5,11 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import threading
+import time
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -465,6 +468,33 @@ def test_what_does_not_fit_is_refused_with_the_figures(pair: Pair, monkeypatch: 
     assert "0.00 GB" in reply.error.found
     assert "sync.staging: none" in reply.error.remedy
     assert pair.worker._sync_staging is None
+
+
+def test_workers_of_one_host_do_not_count_the_same_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is room for two of three copies. Memory is taken some time after the look at what is free."""
+    taken = sum(bucket.num_bytes + SEAL_BYTES for bucket in BUCKETS)
+    free = [SPARE_BYTES + 2 * taken]
+
+    def allocate(staging: Staging) -> None:
+        time.sleep(0.05)
+        free[0] -= taken
+
+    monkeypatch.setattr(staging_module, "available_bytes", lambda: free[0])
+    monkeypatch.setattr(Staging, "_allocate", allocate)
+    together = threading.Barrier(3)
+
+    def stage() -> str:
+        together.wait(10.0)
+        try:
+            Staging(BUCKETS, "host", torch.device("cpu"))
+        except StagingError as error:
+            return error.found
+        return ""
+
+    with ThreadPoolExecutor(3) as threads:
+        found = [future.result(20.0) for future in [threads.submit(stage) for _ in range(3)]]
+    assert sum(one == "" for one in found) == 2
+    assert free == [SPARE_BYTES]
 
 
 def test_page_locked_memory_is_counted_as_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:

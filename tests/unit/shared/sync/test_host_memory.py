@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import subprocess
+import sys
+import time
 from pathlib import Path
+from threading import Timer
 from types import SimpleNamespace
 
 import pytest
@@ -21,6 +26,33 @@ def test_page_locked_memory_takes_the_next_power_of_two(asked: int, taken: int) 
 def test_available_memory_is_some_and_at_most_all() -> None:
     total = next(line for line in Path("/proc/meminfo").read_text().splitlines() if line.startswith("MemTotal"))
     assert 0 < host_memory.available_bytes() <= int(total.split()[1]) << 10
+
+
+HOLD = "from shared.sync.host_memory import taking\nwith taking():\n    print(flush=True)\n    input()"
+
+
+def test_processes_take_memory_in_turn(caplog: pytest.LogCaptureFixture) -> None:
+    """One that takes too long does not stop the others, and neither does one that was killed."""
+    with subprocess.Popen([sys.executable, "-c", HOLD], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        assert holder.stdout is not None
+        assert holder.stdout.readline()
+        with host_memory.taking(others_s=0.1):
+            assert "another process" in caplog.text
+        caplog.clear()
+        Timer(0.2, holder.kill).start()
+        began = time.monotonic()
+        with host_memory.taking(others_s=20.0):
+            assert 0.1 < time.monotonic() - began < 15.0
+        assert not caplog.records
+
+
+def test_a_system_without_such_locks(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(host_memory.fcntl, "flock", refuse)
+    with host_memory.taking():
+        assert "No locks available" in caplog.text
 
 
 @pytest.mark.parametrize(("public", "private"), [(True, True), (False, True), (False, False)])
