@@ -652,7 +652,8 @@ def keep_result(experiment: StudyExperiment, run: StudyRun) -> None:
     if not course:
         say(f"{run.folder}: stopped before its first evaluation")
         return
-    best = _best(course)
+    record = json_in(path) if (path := run_dir / RECIPE).is_file() else None
+    best = _best(course) if record is None else _kept_by(record, course)
     before = {} if run.first is None else json.loads(run.first.result(experiment.out).read_text())
     result = {
         "arm": run.label,
@@ -666,7 +667,7 @@ def keep_result(experiment: StudyExperiment, run: StudyRun) -> None:
         "course": [{"step": one.step, "val": one.val, "test": one.test} for one in course],
         "rewards": [round(one["reward"], 4) for one in steps if "reward" in one],
         "scenes": best.scenes,
-        "recipe": json_in(record) if (record := run_dir / RECIPE).is_file() else None,
+        "recipe": record,
         **circumstances(),
     }
     if ARMS[run.arm].variant == "sft" and run.seed == FIRST_SEED and run.rate == 1.0:
@@ -717,6 +718,16 @@ def _recipe_course(run_dir: Path) -> tuple[list[Evaluated], list[dict[str, Any]]
         course += [replace(one, step=one.step + began_at) for one in found if one.step or not course]
         began_at = max((one["global_step"] for one in steps), default=0)
     return course, steps
+
+
+def _kept_by(record: Mapping[str, Any], course: Sequence[Evaluated]) -> Evaluated:
+    """Return the evaluation of the weights that a recipe kept; the best one so far if no stage of it has ended."""
+    at, began_at = 0, 0
+    for stage in record["stages"]:
+        if stage["name"] == record["best_of"]:
+            at = began_at + stage["best_step"]
+        began_at += stage["steps"]
+    return next(one for one in course if one.step == at) if record["stages"] else _best(course)
 
 
 def _best(course: Sequence[Evaluated]) -> Evaluated:

@@ -14,6 +14,7 @@
 
 Each stage is an ordinary run in a folder of its own, `OUTPUT/sft` and `OUTPUT/grpo`, with its configuration beside it
 (`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score of all, those of the start
-included. So the recipe never gives less than it began with, on validation. A second command goes on where the first
-one ended, however that was.
+included. On completed labels `grpo` needs no better score than `sft`, if validation does not show it to be worse, and
+if it is better than the start. So the recipe never gives less than it began with, on validation. A second command goes
+on where the first one ended, however that was.
 """

@@ -26,7 +26,17 @@ from learner.config.plan import resolve
 from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
 from learner.recipe.headroom import grpo_pays, measure_headroom
-from learner.recipe.record import START, TIME_UP, Record, StageResult, digest_of, read_record, spent_s, stage_result
+from learner.recipe.record import (
+    START,
+    TIME_UP,
+    Record,
+    StageResult,
+    digest_of,
+    read_record,
+    score_difference,
+    spent_s,
+    stage_result,
+)
 from learner.recipe.stages import GRPO, PATIENCE, SFT, check_recipe, grpo_stage, metric_of, sft_stage
 from learner.report.page import write_report
 from learner.run.best import BEST_LINK, point_best
@@ -186,7 +196,12 @@ class Recipe:
         def ended() -> Record:
             if not self.ranks.is_main:
                 return self.record
-            record = self.record.with_stage(stage_result(run_dir, why=why, seconds=seconds, patience=patience))
+            stage = stage_result(run_dir, why=why, seconds=seconds, patience=patience)
+            sft = self.record.stage(SFT)
+            versus = None
+            if sft is not None and sft.completed:
+                versus = score_difference(self.root, self.record.metric, sft, stage)
+            record = self.record.with_stage(stage, versus)
             self._keep(record)
             return record
 
@@ -272,6 +287,9 @@ def told(record: Record) -> list[str]:
         lines.append(f"  why: {stage.why}")
         lines += [f"  labels: {stage.labels}"] if stage.labels else []
         lines += [f"  {name}: {', '.join(texts)}" for name in ("gained", "lost") if (texts := getattr(stage, name))]
+    if (versus := record.versus_sft) is not None:
+        shown = f"{versus.value:.3f} [{versus.low:.3f}, {versus.high:.3f}]"
+        lines.append(f"grpo minus sft: {shown}; grpo is taken unless the whole interval is below 0")
     end = f"{record.best_of}, {record.metric} {record.best_score:.3f}" if record.best_score is not None else "start"
     return [*lines, f"ended: {record.ended}", f"best on validation: {end}"]
 

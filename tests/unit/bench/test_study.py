@@ -124,6 +124,19 @@ def test_the_stages_of_a_recipe_are_one_course(tmp_path: Path) -> None:
     assert [one["global_step"] for one in steps] == [*range(1, 33)]
 
 
+@pytest.mark.parametrize(
+    ("best_of", "stages", "step"),
+    [("grpo", 2, 24), ("sft", 2, 8), ("start", 2, 0), ("start", 0, 24)],
+)
+def test_what_counts_of_a_recipe_is_what_it_kept(tmp_path: Path, best_of: str, stages: int, step: int) -> None:
+    """It may keep `grpo` with a score below that of `sft`. Before a stage has ended, the best one so far counts."""
+    write_stage(tmp_path / "sft", {0: 1, 8: 3, 16: 2})
+    write_stage(tmp_path / "grpo", {0: 1, 8: 4})
+    ended = [{"name": "sft", "steps": 16, "best_step": 8}, {"name": "grpo", "steps": 8, "best_step": 8}]
+    course, _ = study._recipe_course(tmp_path)
+    assert study._kept_by({"best_of": best_of, "stages": ended[:stages]}, course).step == step
+
+
 def test_only_missing_bases_are_taught(tmp_path: Path) -> None:
     """A habit is taught to `knows`; a habit that is there needs no `knows`."""
     made = experiment(tmp_path)
