@@ -1,4 +1,4 @@
-"""The memory tables of docs/performance/guide.md, computed by learner/doctor/memory.py: written by `make docs`.
+"""The memory tables of docs/performance/guide.md, computed by learner/config/memory.py: written by `make docs`.
 
 In: sizes of public models, and figures of bench/results. Out: two tables in Markdown, between markers in the page.
 """
@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from learner.doctor.memory import GIB, Use, estimate, longest_row, shape_of
+from learner.config.memory import GIB, Use, estimate, longest_row, shape_of
 
 PAGE = "docs/performance/guide.md"
 BEGIN, END = "<!-- made by `make docs`: memory -->", "<!-- end: memory -->"

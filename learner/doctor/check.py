@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from learner.config.load import load_config
+from learner.config.memory import memory_report
 from learner.config.modes import ROLLOUT, colocates
 from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
@@ -23,7 +24,6 @@ from learner.config.sections.loss import preset_advice
 from learner.config.sections.servers import SERVER, WAY_OUT
 from learner.doctor.finding import SeenServer
 from learner.doctor.length import length_report
-from learner.doctor.memory import memory_report
 from learner.extensions import check_extensions
 from learner.journal.trackers import check_trackers
 from shared.config.model import ConfigErrors, Mistake

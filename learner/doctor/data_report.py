@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from learner.config.memory import memory_in_words
 from learner.config.schema import RunConfig
 from learner.config.sections.augment import stays_upright
 from learner.config.sections.model import ModelConfig
@@ -29,7 +30,6 @@ from learner.data.survey import (
     warnings_of,
 )
 from learner.doctor.length import length_in_words
-from learner.doctor.memory import memory_in_words
 from shared.config.model import ConfigErrors, Mistake
 
 READY = "ready"

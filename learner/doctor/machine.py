@@ -17,9 +17,9 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from learner.config.memory import FILLED, engine_share, of_run
 from learner.config.modes import ROLLOUT, colocates, uses_servers
 from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
-from learner.doctor.memory import FILLED, engine_share, of_run
 from shared.addresses import free_port, is_free, is_loopback
 from shared.config.parse import load_yaml
 from shared.errors import ProjectError

@@ -62,6 +62,7 @@ from shared.wire import RequestConfig
 
 _PIECE_BYTES = 64 * 2**20
 ROOM = 0.08  # share of the device that stays free beside an engine that stays awake
+SURPLUS = 1.5  # of what learning is estimated to take, before any was seen
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -78,7 +79,8 @@ ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 class ColocatedEngine:
     """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. `lora_rank`
     is the rank of the adapters that will be loaded; 0: none, which decodes a little faster. `keeps_awake`: nothing else
-    needs the device, so the engine never sleeps."""
+    needs the device, so the engine never sleeps. `learning_bytes`: what learning is estimated to take on the device
+    beside the weights, which are there; None: not known."""
 
     def __init__(
         self,
@@ -91,6 +93,7 @@ class ColocatedEngine:
         offload: Offload,
         lora_rank: int = 0,
         keeps_awake: bool = False,
+        learning_bytes: int | None = None,
     ) -> None:
         """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory."""
         self.ver: int | None = None
@@ -105,7 +108,9 @@ class ColocatedEngine:
         _check_fp8(config, folder, ranks.device)
         with offload.away(), _keeping_random_state(ranks.device), _keeping_compiler_variables():
             self._llm = self._start(folder)
-            self._sleep()
+            # The first sleep takes longest: its memory on the host is new.
+            self._stays_awake = self._may_stay_awake() and self._has_room_for(learning_bytes)
+            self._rest()
         model_config = self._llm.llm_engine.model_config
         self.max_model_len = int(model_config.max_model_len)
         self._caches_prefixes = bool(self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
@@ -275,7 +280,7 @@ class ColocatedEngine:
         if self.max_lora_rank:
             adapt_linear_layers_only()
         try:
-            with _all_told_by("vllm"):
+            with _all_told_by("vllm"), _inspecting_here():
                 return LLM(**self._engine_args(folder))
         except Exception as error:  # vLLM raises errors of any type
             raise ConfigError(
@@ -318,6 +323,11 @@ class ColocatedEngine:
 
     def _may_stay_awake(self) -> bool:
         return self._config.vllm.sleep == "auto" and not self._offload.moves
+
+    def _has_room_for(self, estimated_bytes: int | None) -> bool:
+        if estimated_bytes is None or not self._sleeps:
+            return False
+        return self._has_room(int(SURPLUS * estimated_bytes))
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
         """Return True if the device has room beside the engine for `needed_bytes`, and for larger rows than those
@@ -453,6 +463,23 @@ def _keeping_compiler_variables() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+@contextmanager
+def _inspecting_here() -> Iterator[None]:
+    """Let vLLM look at the model's class in this process, which needs the class anyway. vLLM starts another one, so as
+    not to touch CUDA: 15 s where its caches are empty (0.26, H200). Here CUDA has long begun."""
+    from vllm.model_executor.models import registry
+
+    before = getattr(registry, "_run_in_subprocess", None)
+    if before is None:  # another version: the start only takes longer
+        yield
+        return
+    registry._run_in_subprocess = lambda inspect: inspect()
+    try:
+        yield
+    finally:
+        registry._run_in_subprocess = before
 
 
 def _copy_kernels(source: Path, folder: Path) -> None:

@@ -6,7 +6,7 @@ wait for it until their deadline. NCCL chooses by itself and avoids the loopback
 
 `keep_compiled` names the folder in which torch keeps what it compiles. Its default is under /tmp, which many machines
 clear, and containers always. A first step compiles for minutes, and for a fifth of that with the folder of a last run.
-Triton's folder is named too: torch points Triton at one of its own when it compiles, and leaves the default when it finds
+Triton's folder is named too: torch names one of its own when it compiles, and leaves Triton's default when it finds
 everything compiled, so that the kernels of a first run were not found by the second.
 
 `prepare_for_vllm` sets what vLLM takes from variables only, if its engine is inside the learner's process. The

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from learner.config.memory import of_run
 from learner.config.modes import sync_mode
 from learner.config.plan import tensor_parallel_size
 from learner.config.schema import RunConfig
@@ -141,6 +142,7 @@ def _colocate(
 ) -> ColocateBackend:
     rollouts = config.rollout_matching
     adapter = _synced_adapter(config, policy)
+    memory = of_run(config, ranks.world_size)
     engine = ColocatedEngine(
         rollouts,
         model=base_model_path(config.model) or config.model.path,
@@ -149,6 +151,7 @@ def _colocate(
         tensor_parallel_size=tensor_parallel_size(config, ranks.world_size),
         offload=make_offload(rollouts.offload, policy, optimizer),
         lora_rank=adapter.rank if adapter is not None and not adapter.obstacle else 0,
+        learning_bytes=memory.total - memory.weights if memory is not None else None,
     )
     return ColocateBackend(
         rollouts,

@@ -97,7 +97,8 @@ class VllmConfig(Section):
     )
     sleep: Literal["auto", "always"] = key(
         "colocated, on CUDA: the engine gives its memory back while the learner computes. `auto`: only where that is "
-        "needed; once training was seen to leave enough memory free, the engine stays awake, and syncs are faster",
+        "needed; where training is estimated, or was seen, to leave enough memory free, the engine stays awake, and "
+        "syncs are faster",
         "auto",
         req="R04",
     )

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import vllm
 
 from learner.config.sections.decoding import DecodingConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
@@ -296,13 +297,35 @@ def test_training_is_left_where_it_is_only_by_an_engine_that_is_awake(
     assert not engine.leaves_training
 
 
-@pytest.mark.parametrize("settings", [{}, {"keeps_awake": False}, {"keeps_awake": True}])
-def test_an_engine_on_cuda_sleeps_from_its_start_unless_the_device_is_its_own(
-    offload: Recorded, monkeypatch: pytest.MonkeyPatch, settings: dict[str, bool]
+@pytest.mark.parametrize(
+    ("settings", "sleeps"),
+    [
+        ({}, True),
+        ({"keeps_awake": False}, True),
+        ({"keeps_awake": True}, False),
+        ({"learning_bytes": 20}, False),  # one and a half times as much, and 8 more, are free
+        ({"learning_bytes": 21}, True),
+    ],
+)
+def test_an_engine_on_cuda_sleeps_from_its_start_unless_there_is_room(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], sleeps: bool
 ) -> None:
     monkeypatch.setattr(colocated_engine, "_keeping_random_state", lambda _: nullcontext())  # has no CUDA here
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (38, 100))
     engine = engine_with(offload, ranks=Ranks(device=torch.device("cuda")), **settings)
-    assert engine._llm.is_sleeping == (not settings.get("keeps_awake", False))
+    assert engine._llm.is_sleeping == sleeps
+    with engine.awake():
+        assert not engine._llm.is_sleeping
+    assert engine._llm.is_sleeping == sleeps
+
+
+def test_an_engine_whose_training_state_moves_away_sleeps_from_its_start(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(colocated_engine, "_keeping_random_state", lambda _: nullcontext())
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (100, 100))
+    offload.moves = True
+    assert engine_with(offload, ranks=Ranks(device=torch.device("cuda")), learning_bytes=1)._llm.is_sleeping
 
 
 # ---- settings, errors, shares --------------------------------------------------------------------------------------
@@ -495,6 +518,25 @@ def test_kernels_that_vllm_compiles_are_found_by_a_run_that_finds_its_model_comp
     assert os.environ["TRITON_CACHE_DIR"] == str(tmp_path / "own")
     assert (tmp_path / "own/ab/sampler.cubin").read_bytes() == b"kernel"
     assert (tmp_path / "own/cd").is_dir()
+
+
+def test_vllm_looks_at_the_model_s_class_in_this_process_while_the_engine_starts(
+    offload: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM's own registry: `_run_in_subprocess` is what it calls to look at a class that it does not know."""
+    from vllm.model_executor.models import registry
+
+    looked_in: list[int] = []
+
+    def start(**args: object) -> Any:
+        looked_in.append(registry._run_in_subprocess(os.getpid))
+        return Llm(offload)
+
+    before = registry._run_in_subprocess
+    monkeypatch.setattr(vllm, "LLM", start)
+    ColocatedEngine._start(engine_with(offload), "m")
+    assert looked_in == [os.getpid()]
+    assert registry._run_in_subprocess is before
 
 
 def test_training_draws_the_same_numbers_whatever_the_engine_draws(offload: Recorded) -> None:

@@ -21,9 +21,9 @@ from transformers import (
 
 from bench.tiny_models import build_llama, build_qwen2, build_qwen2_5_vl, build_qwen2_vl
 from deploy.memory_table import END, MEASURED, MODELS, PAGE, RANK, TEXT_4B, with_tables
+from learner.config import memory
 from learner.config.load import config_of
-from learner.doctor import memory
-from learner.doctor.memory import GIB, Use, engine_share, estimate, memory_in_words, memory_report, shape_of
+from learner.config.memory import GIB, Use, engine_share, estimate, memory_in_words, memory_report, shape_of
 from learner.policy.loss import LOGITS_CHUNK
 from tests.unit.learner.config.examples import ROLLOUT, changed, minimal
 
