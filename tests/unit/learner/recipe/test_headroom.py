@@ -20,7 +20,7 @@ def found(places: tuple[float, float, float], silent: float) -> dict[str, Featur
     ("regime", "places", "silent", "pays"),
     [
         ("complete: grpo has 0.827, sft 0.834", (0.017, 0.004, 0.032), 0.25, False),
-        ("10% wrong names, nothing completed: a tie", (0.019, 0.004, 0.037), 0.22, False),
+        ("10% wrong names, nothing completed", (0.019, 0.004, 0.037), 0.22, False),
         ("much is left", (0.040, 0.012, 0.071), 0.11, True),
         ("perhaps nothing is left", (0.040, -0.001, 0.081), 0.11, False),
         ("answers hardly differ", (0.040, 0.012, 0.071), 0.81, False),
