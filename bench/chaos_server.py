@@ -16,7 +16,8 @@ import math
 import sys
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass, field
 
 import torch
@@ -37,6 +38,7 @@ from shared.wire import (
     InitCommunicatorCall,
     RequestConfig,
     RolloutInferRequest,
+    ScoreItem,
     UpdateWeightsCall,
 )
 
@@ -126,6 +128,9 @@ class TensorEngine:
         return [await asyncio.to_thread(work, *args)]
 
     async def reset_caches(self) -> None: ...
+
+    def together(self, items: Sequence[ScoreItem]) -> AbstractAsyncContextManager[None]:
+        return nullcontext()
 
     def serve_adapter(self, name: str | None) -> None: ...
 

@@ -31,7 +31,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from multiprocessing.connection import Connection
@@ -60,7 +60,7 @@ from shared.generation import Generation, Scores
 from shared.sync.buckets import is_sealed, pack, seal, seal_key, spec_of
 from shared.sync.group import start_join
 from shared.sync.meeting import CARD_BYTES, HELLO_BYTES, Seat, meet, num_strangers
-from shared.wire import RequestConfig, RolloutInferRequest
+from shared.wire import RequestConfig, RolloutInferRequest, ScoreItem
 
 HOST, SECRET = "127.0.0.1", b"of this group"
 HANG_S = 10.0
@@ -455,6 +455,9 @@ class EchoEngine:
         return [WorkerReply(runs_meanwhile=True)]
 
     async def reset_caches(self) -> None: ...
+    def together(self, items: Sequence[ScoreItem]) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
     def serve_adapter(self, name: str | None) -> None: ...
     def check_answers(self) -> None: ...
     async def watch(self) -> None: ...

@@ -17,16 +17,18 @@ import itertools
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.openai_api import OpenAICall, OpenAILayer, given_back, image_parts, texts
 from rollout_server.processes import cpu_seconds, descendants
-from rollout_server.prompts import Renderer, too_long
+from rollout_server.prompts import Renderer, image_sources, too_long
 from rollout_server.stalls import StallWatch
 from shared.aio import gather
+from shared.canary import cached_positions
 from shared.checkpoint import checkpoint_digest, model_folder, signature
 from shared.engine_images import EngineImages, Look
 from shared.errors import ConfigError, RequestError, ServerError, SyncError
@@ -50,6 +52,7 @@ from shared.generation import (
 from shared.quantization import check_device, check_model, keys_in_fp8, vllm_arguments
 from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
+from shared.waits import time_limit
 from shared.wire import ErrorBody, RequestConfig, RolloutInferRequest, ScoreItem, ScoreReply, WireModel
 
 if TYPE_CHECKING:
@@ -60,6 +63,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
+_MOST_HELD_S = 1.0  # that the engine waits for the last request of those that share a step
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64  # tokens of a step that has CUDA graphs
 _GRAPH_ARGS = {
     "compilation_config",
@@ -105,6 +109,7 @@ class Engine(Protocol):
     async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]: ...
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]: ...
     async def reset_caches(self) -> None: ...
+    def together(self, items: Sequence[ScoreItem]) -> AbstractAsyncContextManager[None]: ...
     def serve_adapter(self, name: str | None) -> None: ...
     def check_answers(self) -> None: ...
     async def watch(self) -> None: ...
@@ -159,6 +164,7 @@ class VllmEngine:
         self._caches_prefixes = bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
+        self._sends = _Sends(self._llm.engine_core)
         self._adapter: LoRARequest | None = None
         self._openai = OpenAILayer(
             self._llm, model=config.model_name, renderer=self._renderer, adapter=lambda: self._adapter
@@ -295,6 +301,42 @@ class VllmEngine:
                 remedy="try again",
             )
 
+    @contextlib.asynccontextmanager
+    async def together(self, items: Sequence[ScoreItem]) -> AsyncIterator[None]:
+        """Let the engine begin none of the items before it has been sent all, with their reads through the cache. They
+        share a step then, if they fit into one. Without it the first request has a step of its own, because requests
+        are sent one by one. The caller holds the gate.
+
+        Nothing is held where items have images: these are processed one by one, and may wait for each other's memory.
+        Nor with several replicas, which agree on every pause, in steps of their own."""
+        core = self._llm.engine_core
+        if len(getattr(core, "core_engines", ())) > 1 or any(image_sources(item.request) for item in items):
+            yield
+            return
+        answers = [len(item.response_token_ids) for item in items]
+        number = sum(1 + (len(cached_positions(n)) if self._caches_prefixes else 0) for n in answers)
+        sent = self._sends.expect(number)
+        # The engine does one thing after the other, so the answer is not waited for. No caches are cleared.
+        holding = asyncio.ensure_future(core.pause_scheduler_async("keep", False))
+        going_on = asyncio.create_task(self._go_on(sent, holding))
+        try:
+            await asyncio.sleep(0)  # the engine is told to hold before it is sent anything
+            yield
+        finally:
+            sent.set()
+            await asyncio.shield(going_on)  # an engine that is still held would serve nobody
+
+    async def _go_on(self, sent: asyncio.Event, holding: asyncio.Future[None]) -> None:
+        """Let the engine go on after `sent`, or after some time if that is shorter."""
+        with contextlib.suppress(TimeoutError):
+            async with time_limit(_MOST_HELD_S):
+                await sent.wait()
+        # This is sent whatever the watch says: an engine that answers again must not be held then.
+        resuming = asyncio.ensure_future(self._llm.engine_core.resume_scheduler_async())
+        with self._vllm_errors():
+            async with self._stalls.guard():
+                await asyncio.shield(asyncio.gather(resuming, holding))
+
     def serve_adapter(self, name: str | None) -> None:
         """Answer requests with the adapter that the workers hold from now on; None: without an adapter."""
         self._adapter = name and adapter_request(name)
@@ -366,6 +408,27 @@ class VllmEngine:
                 wanted=f"0 to {self.vocab_size - 1}",
                 remedy="serve the model that the learner trains",
             )
+
+
+class _Sends:
+    """Counts the requests that are sent to the engine: `AsyncLLM` says nowhere when one has been."""
+
+    def __init__(self, core: Any) -> None:
+        self._send = core.add_request_async
+        core.add_request_async = self._count
+        self._left = 0
+        self._sent = asyncio.Event()
+
+    def expect(self, number: int) -> asyncio.Event:
+        """Return an event that is set once `number` more requests were sent."""
+        self._left, self._sent = number, asyncio.Event()
+        return self._sent
+
+    async def _count(self, request: object) -> None:
+        await self._send(request)
+        self._left -= 1
+        if self._left == 0:
+            self._sent.set()
 
 
 def _check_fp8(path: str, config: ServerConfig) -> None:

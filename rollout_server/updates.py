@@ -379,7 +379,8 @@ async def load_and_score(
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
         pass
     await engine.reset_caches()
-    return replies[0], await _score(engine, call)
+    async with engine.together(call.canary):
+        return replies[0], await _score(engine, call)
 
 
 async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
@@ -402,7 +403,8 @@ async def _score_behind(
 
     async def score_then() -> ScoreReply:
         await emptying
-        return await _score(engine, call)
+        async with engine.together(call.canary):
+            return await _score(engine, call)
 
     emptying = asyncio.ensure_future(gather(first))
     tasks: list[asyncio.Future[Any]] = [emptying]

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from typing import Any
 
 from rollout_server.engine import WorkerReply
 from rollout_server.openai_api import ChatCall, OpenAICall
 from shared.errors import ProjectError, PromptTooLongError
 from shared.generation import Generation, Scores, checked_scores
-from shared.wire import RequestConfig, RolloutInferRequest
+from shared.wire import RequestConfig, RolloutInferRequest, ScoreItem
 
 
 class FakeEngine:
@@ -30,6 +31,7 @@ class FakeEngine:
         self.calls: list[tuple[Any, ...]] = []
         self.replies: dict[str, Callable[[], WorkerReply]] = {}  # keys are worker methods
         self.num_resets = 0
+        self.held: list[int] = []  # numbers of items that shared a step
         self.scored: list[list[int]] = []
         self.logprob = -0.5
         self.adapter: str | None = None
@@ -110,6 +112,11 @@ class FakeEngine:
 
     async def reset_caches(self) -> None:
         self.num_resets += 1
+
+    @asynccontextmanager
+    async def together(self, items: Sequence[ScoreItem]) -> AsyncIterator[None]:
+        self.held.append(len(items))
+        yield
 
     def serve_adapter(self, name: str | None) -> None:
         self.adapter = name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import itertools
 import os
@@ -22,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, PixelShare
-from rollout_server.engine import VllmEngine, WorkerReply, graph_args
+from rollout_server.engine import VllmEngine, WorkerReply, _Sends, graph_args
 from rollout_server.stalls import StallWatch
 from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerBusyError, ServerError
@@ -30,7 +31,7 @@ from shared.generation import TRIES, Prompt
 from shared.sync.calls import Operation
 from shared.sync.group import _introduction
 from shared.sync.meeting import HELLO_BYTES, Seat
-from shared.wire import Message, RequestConfig, RolloutInferRequest
+from shared.wire import Message, RequestConfig, RolloutInferRequest, ScoreItem
 from tests.unit.shared.sync.test_strangers import HOST, SECRET, connect, nothing_is_unpickled
 
 
@@ -177,6 +178,78 @@ def test_no_reply_of_a_worker_is_given_up() -> None:
             assert reply.weights == method
 
     asyncio.run(asyncio.wait_for(run(), 10))
+
+
+class HeldCore:
+    """vLLM's client of one engine: notes what is sent, in order."""
+
+    def __init__(self) -> None:
+        self.log: list[str] = []
+
+    async def add_request_async(self, request: str) -> None:
+        self.log.append(request)
+
+    async def pause_scheduler_async(self, mode: str, clear_cache: bool) -> None:
+        assert (mode, clear_cache) == ("keep", False)
+        self.log.append("hold")
+
+    async def resume_scheduler_async(self) -> None:
+        self.log.append("go on")
+
+
+def _item(*, images: list[str] | None = None) -> ScoreItem:
+    request = RolloutInferRequest(messages=[Message(role="user", content="a")], images=images or [])
+    return ScoreItem(request=request, response_token_ids=[1, 2])
+
+
+def _holding(core: HeldCore, num_sent: int, *, items: list[ScoreItem], error: bool = False) -> list[str]:
+    """Return what the engine has been sent when the caller has sent `num_sent` requests, and then in all."""
+    engine = object.__new__(VllmEngine)
+    engine._stalls, engine._llm, engine._caches_prefixes = StallWatch(60.0), SimpleNamespace(engine_core=core), True
+    engine._sends = _Sends(core)
+
+    async def run() -> list[str]:
+        before: list[str] = []
+        with pytest.raises(RequestError) if error else contextlib.nullcontext():
+            async with engine.together(items):
+                for i in range(num_sent):
+                    await engine._llm.engine_core.add_request_async(f"{i}")
+                    await asyncio.sleep(0)
+                    before = list(core.log)
+                if error:
+                    raise RequestError("refused")
+                await asyncio.sleep(0.05)
+                before = list(core.log)
+        return before
+
+    return asyncio.run(asyncio.wait_for(run(), 10))
+
+
+def test_requests_that_share_a_step_are_all_sent_before_it() -> None:
+    """R10: two items of two tokens, each token read through the cache too. The canary has one step then."""
+    core = HeldCore()
+    wanted = ["hold", *map(str, range(6)), "go on"]
+    assert _holding(core, 6, items=[_item(), _item()]) == wanted
+    assert core.log == wanted
+
+
+def test_the_engine_goes_on_if_a_request_is_refused() -> None:
+    core = HeldCore()
+    assert _holding(core, 2, items=[_item(), _item()], error=True) == ["hold", "0", "1"]
+    assert core.log == ["hold", "0", "1", "go on"]
+
+
+def test_the_engine_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollout_server.engine._MOST_HELD_S", 0.01)
+    assert _holding(HeldCore(), 1, items=[_item()]) == ["hold", "0", "go on"]
+
+
+def test_nothing_is_held_for_images_or_replicas() -> None:
+    """Images may wait for each other's memory, and replicas agree on a pause in steps of their own."""
+    replicas = HeldCore()
+    replicas.core_engines = [b"0", b"1"]  # type: ignore[attr-defined]
+    for core, items in ((HeldCore(), [_item(), _item(images=["a.png"])]), (replicas, [_item()])):
+        assert _holding(core, 3, items=items) == core.log == ["0", "1", "2"]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 8, 100, 128, 255])

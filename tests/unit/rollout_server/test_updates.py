@@ -65,6 +65,7 @@ def test_the_scores_are_those_after_the_load(runs_meanwhile: bool, num_slices: i
     _, scores = asyncio.run(load_and_score(engine, CALL))
     assert engine.log == log
     assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
+    assert engine.held == [1] * log.count("score")
 
 
 STAGED = [
