@@ -15,7 +15,7 @@ from learner.report.charts import Table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeSection:
-    """`result`: which weights are the best, and why the recipe ended."""
+    """`result`: which weights are the best and why, and why the recipe ended."""
 
     result: str
     stages: Table
@@ -27,10 +27,19 @@ def recipe_section(recipe: Mapping[str, Any]) -> RecipeSection | None:
         rows = [_row(stage) for stage in recipe["stages"]]
         best = f"{recipe['best_of']}, {recipe['metric']} {float(recipe['best_score']):.3f}"
         ended = recipe["ended"] or "not yet"
+        tie = _tie(recipe.get("versus_sft"))
     except (KeyError, TypeError, ValueError):
         return None
     head = ["Stage", "Why", "Labels", f"{recipe['metric']}", "Best step", "Minutes", "Gained", "Lost", "Ended because"]
-    return RecipeSection(result=f"Best on validation: {best}. Ended: {ended}.", stages=Table(head, rows))
+    return RecipeSection(result=f"Best on validation: {best}. {tie}Ended: {ended}.", stages=Table(head, rows))
+
+
+def _tie(versus: Mapping[str, Any] | None) -> str:
+    """Return why `grpo` may be kept with a score below that of `sft`; nothing if labels were not completed."""
+    if versus is None:
+        return ""
+    value, low, high = (float(versus[key]) for key in ("value", "low", "high"))
+    return f"grpo minus sft: {value:.3f} [{low:.3f}, {high:.3f}]; grpo is kept unless the whole interval is below 0. "
 
 
 def _row(stage: Mapping[str, Any]) -> list[str]:

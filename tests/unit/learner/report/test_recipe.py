@@ -36,8 +36,23 @@ def test_a_folder_of_stages_shows_them_as_a_table(tmp_path: Path) -> None:
         assert text in page
 
 
+def test_a_tie_that_goes_to_grpo_is_explained() -> None:
+    """Its score may be below that of `sft`."""
+    versus = {"value": -0.01, "low": -0.03, "high": 0.012}
+    found = recipe_section(RECIPE | {"best_of": "grpo", "best_score": 0.615, "versus_sft": versus})
+    assert found is not None
+    assert "-0.010 [-0.030, 0.012]" in found.result
+
+
 @pytest.mark.parametrize(
-    "change", [{"stages": 3}, {"stages": [{}]}, {"best_score": None}, {"metric": None, "stages": [1]}]
+    "change",
+    [
+        {"stages": 3},
+        {"stages": [{}]},
+        {"best_score": None},
+        {"metric": None, "stages": [1]},
+        {"versus_sft": {"value": 1}},
+    ],
 )
 def test_what_is_no_recipe_shows_nothing(change: dict[str, Any]) -> None:
     assert recipe_section(RECIPE) is not None
