@@ -16,7 +16,9 @@ from __future__ import annotations
 
 import multiprocessing
 import time
+import urllib.request
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -54,6 +56,7 @@ WANTED_OF_ONE_SERVER = 1.5
 WARM_UP, ROUNDS = 3, 12
 BUCKET_BYTES = 512 << 20
 KV_CACHE_BYTES = 16 << 30
+_METRICS_TIMEOUT_S = 10.0
 
 
 def full(folder: Path, *, size: Size = "4B", servers: int = 1) -> Iterator[Figure]:
@@ -110,11 +113,24 @@ def _full_syncs(policy: Policy, servers: Sequence[Server], staging: str = "none"
         for _ in range(WARM_UP + ROUNDS):
             _change_all(policy)
             sync.stage()
-            receipts.append(sync.sync())
+            receipts.append(replace(sync.sync(), parts=pause_parts(metrics(servers[0]))))
         return receipts[WARM_UP:]
     finally:
         sync.close()
         backend.close()
+
+
+def metrics(server: Server) -> str:
+    """Return what `/metrics/` of a server says."""
+    with urllib.request.urlopen(f"{server.url}/metrics/", timeout=_METRICS_TIMEOUT_S) as reply:
+        return str(reply.read(), "utf-8")
+
+
+def pause_parts(text: str) -> dict[str, float]:
+    """Return the seconds of a server's last pause in each of its parts, from what `/metrics/` says."""
+    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("rollout_sync_last_"))
+    pause, load, canary = (float(found[f"rollout_sync_last_{name}_seconds"]) for name in ("pause", "load", "canary"))
+    return {"load": load, "canary": canary, "verdict": pause - load - canary}
 
 
 def _canary(policy: Policy, index: int) -> CanaryItem:
@@ -155,6 +171,10 @@ def pause_figures(
         name = "pause of the server, weights staged on its device"
         found += [
             sampled(name, pauses, "s", at_most=WANTED_PAUSE_S),
+            *(
+                sampled(f"of that pause: {part}", [receipt.parts[part] for receipt in device], "s")
+                for part in device[0].parts
+            ),
             sampled("what the learner's sync then takes", [receipt.seconds for receipt in device], "s"),
             sampled("the staging before it, beside rollouts", staged, "s"),
         ]

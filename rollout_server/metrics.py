@@ -54,6 +54,16 @@ class Metrics:
         )
         self._read("rollout_sync_last_pause_seconds", "The same of the last sync", lambda: totals.last_pause_seconds)
         self._read(
+            "rollout_sync_last_load_seconds",
+            "Of the pause of the last sync, until all weights were loaded",
+            lambda: totals.last_load_seconds,
+        )
+        self._read(
+            "rollout_sync_last_canary_seconds",
+            "Of the pause of the last sync, from then until the canary's scores were there",
+            lambda: totals.last_canary_seconds,
+        )
+        self._read(
             "rollout_staged_bytes", "Weights that each worker keeps beside the model", lambda: totals.staged_bytes
         )
         states = Gauge("rollout_gate_state", "1 for the present state", ["state"], registry=self._registry)

@@ -75,6 +75,8 @@ class SyncTotals:
     last_seconds: float = 0.0
     pause_seconds: float = 0.0  # time in which no call was let in though none was in flight
     last_pause_seconds: float = 0.0
+    last_load_seconds: float = 0.0  # of that pause: until the workers had loaded the weights
+    last_canary_seconds: float = 0.0  # and from then until the canary's scores were there
     staged_bytes: int = 0  # that each worker keeps beside the model now
     num_strangers: int = 0  # connections to the group's port that did not know its secret
 
@@ -87,6 +89,10 @@ class SyncTotals:
         self.pause_seconds += reply.pause_s
         self.last_pause_seconds = reply.pause_s
         return reply
+
+    def count_parts(self, *, drained: float, loaded: float, scored: float) -> None:
+        """Note when the parts of a pause ended, by the monotonic clock."""
+        self.last_load_seconds, self.last_canary_seconds = loaded - drained, scored - loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -199,9 +205,10 @@ class WeightUpdates:
                     if call.mode == "full" and not call.staged:
                         self.totals.staged_bytes = 0  # the workers give it up
                     try:
-                        loaded, scores = await load_and_score(
+                        loaded, scores, loaded_at = await load_and_score(
                             self._engine, call, clear_cache=clear_cache, ran_meanwhile=call.mode in self._ran_meanwhile
                         )
+                        self.totals.count_parts(drained=drained, loaded=loaded_at, scored=time.monotonic())
                         if loaded.runs_meanwhile:
                             self._ran_meanwhile.add(call.mode)
                         outcome.weights = self._weights(call, loaded)
@@ -342,9 +349,10 @@ class WeightUpdates:
 
 async def load_and_score(
     engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False, ran_meanwhile: bool = False
-) -> tuple[WorkerReply, ScoreReply]:
-    """Receive, load and score: a worker's last reply, and the canary's scores. Staged weights were received before;
-    `ran_meanwhile`: the model could run while such weights were loaded, and most likely can again.
+) -> tuple[WorkerReply, ScoreReply, float]:
+    """Receive, load and score: a worker's last reply, the canary's scores, and when the load ended, by the monotonic
+    clock. Staged weights were received before; `ran_meanwhile`: the model could run while such weights were loaded, and
+    most likely can again.
 
     The caller holds the gate, and leaves the group if this raises. Raises what the workers, the media rules and the
     engine raise.
@@ -378,9 +386,10 @@ async def load_and_score(
         return quick
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
         pass
+    loaded_at = time.monotonic()
     await engine.reset_caches()
     async with engine.together(call.canary):
-        return replies[0], await _score(engine, call)
+        return replies[0], await _score(engine, call), loaded_at
 
 
 async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
@@ -397,8 +406,8 @@ async def _score_behind(
     call: UpdateWeightsCall,
     load: tuple[str, *tuple[object, ...]],
     first: Sequence[Coroutine[object, None, list[WorkerReply] | None]] = (),
-) -> tuple[WorkerReply, ScoreReply] | None:
-    """Return the last reply and the scores; None if `load`, a call to the workers, takes longer than a slice. No score
+) -> tuple[WorkerReply, ScoreReply, float] | None:
+    """Return what `load_and_score` does; None if `load`, a call to the workers, takes longer than a slice. No score
     is asked for before the calls of `first` have answered."""
 
     async def score_then() -> ScoreReply:
@@ -414,8 +423,8 @@ async def _score_behind(
         tasks.append(loading := asyncio.create_task(engine.on_workers(*load)))
         await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
         tasks.append(scoring := asyncio.create_task(score_then()))
-        replies = await loading
-        return (replies[0], await scoring) if _all_done(replies) else None
+        replies, loaded_at = await loading, time.monotonic()
+        return (replies[0], await scoring, loaded_at) if _all_done(replies) else None
     finally:
         for task in tasks:
             task.cancel()

@@ -88,6 +88,12 @@ def test_rollouts_go_on_while_weights_arrive_and_pause_only_for_the_load() -> No
         text = (await http.get("/metrics/")).text
         assert "rollout_staged_bytes 32.0" in text
         assert f"rollout_sync_last_pause_seconds {done['pause_s']}" in text
+        totals = service.updates.totals
+        load_s, canary_s = totals.last_load_seconds, totals.last_canary_seconds
+        assert min(load_s, canary_s) > 0, "its parts"
+        assert load_s + canary_s <= done["pause_s"]
+        assert f"rollout_sync_last_load_seconds {load_s}" in text
+        assert f"rollout_sync_last_canary_seconds {canary_s}" in text
         assert (await push(http, update(ver=2))).status_code == 200
         assert "rollout_staged_bytes 0.0" in (await http.get("/metrics/")).text, "all weights came otherwise"
 

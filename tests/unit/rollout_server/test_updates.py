@@ -62,7 +62,7 @@ WANTED = [
 @pytest.mark.parametrize(("runs_meanwhile", "num_slices", "log"), WANTED)
 def test_the_scores_are_those_after_the_load(runs_meanwhile: bool, num_slices: int, log: list[str]) -> None:
     engine = Engine(runs_meanwhile=runs_meanwhile, num_slices=num_slices)
-    _, scores = asyncio.run(load_and_score(engine, CALL))
+    _, scores, _ = asyncio.run(load_and_score(engine, CALL))
     assert engine.log == log
     assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
     assert engine.held == [1] * log.count("score")
@@ -78,7 +78,7 @@ STAGED = [
 def test_staged_weights_are_loaded_by_one_call(num_slices: int, log: list[str]) -> None:
     engine = Engine(runs_meanwhile=True, num_slices=num_slices)
     staged = CALL.model_copy(update={"staged": True})
-    _, scores = asyncio.run(load_and_score(engine, staged, ran_meanwhile=True))
+    _, scores, _ = asyncio.run(load_and_score(engine, staged, ran_meanwhile=True))
     assert engine.log == log
     assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
 
@@ -150,7 +150,7 @@ def test_the_canary_reads_the_prefix_cache_and_other_calls_do_not() -> None:
             return replace(scores, cached_logprobs=[-9.0] if through_cache else [])
 
     engine = Asked(runs_meanwhile=True, num_slices=1)
-    _, scores = asyncio.run(load_and_score(engine, CALL))
+    _, scores, _ = asyncio.run(load_and_score(engine, CALL))
     assert scores.cached_logprobs == [[-9.0]]
     assert asyncio.run(score(engine, CALL.canary, 3)).cached_logprobs == []
     assert asked == [True, False]
