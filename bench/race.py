@@ -67,6 +67,7 @@ class Race:
     photographs: int
     tokens: int  # an answer's
     row_tokens: int  # the learner's rows'
+    context: int  # the engines': most tokens of a prompt and its answer
     whole_model: bool
     on_gpu: bool
     share: float  # vLLM's share of the GPU's memory
@@ -164,9 +165,9 @@ def _phases(step: Mapping[str, float]) -> str:
 
 def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
     """Return this project's side."""
-    vllm: dict[str, Any] = {"mode": "colocate", "gpu_memory_utilization": race.share, "max_model_len": 2048}
+    vllm: dict[str, Any] = {"mode": "colocate", "gpu_memory_utilization": race.share, "max_model_len": race.context}
     if not race.on_gpu:
-        vllm |= {"enforce_eager": True, "cpu_kv_cache_gib": 1, "max_model_len": 2048}
+        vllm |= {"enforce_eager": True, "cpu_kv_cache_gib": 1}
     return learner_config(
         race.model,
         race.data,
@@ -367,6 +368,8 @@ def race_of(
         photographs=8 if on_gpu else 2,
         tokens=256 if on_gpu else 24,
         row_tokens=4096 if not on_gpu else 26_624 if is_large else 20_480,
+        # TRL 1.16 gives vLLM prompts with all tokens of an image, and vLLM expands one of them again: 2,069 in all.
+        context=4096 if is_large else 2048,
         whole_model=whole_model,
         on_gpu=on_gpu,
         share=share,

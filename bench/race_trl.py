@@ -100,7 +100,7 @@ def main(settings: dict[str, Any]) -> None:
             use_vllm=True,
             vllm_mode="colocate",
             vllm_gpu_memory_utilization=settings["share"],
-            vllm_max_model_length=2048,
+            vllm_max_model_length=settings["context"],
             per_device_train_batch_size=batch // 4,
             gradient_accumulation_steps=4,
             num_generations=settings["group"],
