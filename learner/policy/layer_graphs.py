@@ -13,6 +13,7 @@ into its graph's own before each replay, and what it returns is a copy, so graph
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -149,12 +150,16 @@ class CudaRecorder:
         self._device = device
         self._stream: torch.cuda.Stream | None = None
         self._pool: Any = None
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()  # torch drops a pool with the last one
 
     def __call__(self, work: Work) -> Work:
         with torch.cuda.device(self._device):
             if self._stream is None:
-                self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+                self._stream = torch.cuda.Stream()
+            if not self._graphs:
+                self._pool = torch.cuda.graph_pool_handle()
             graph, now = torch.cuda.CUDAGraph(), torch.cuda.current_stream()
+            self._graphs.add(graph)
             # CUDA captures nothing on its default stream, so the work goes to another one.
             self._stream.wait_stream(now)
             with torch.cuda.stream(self._stream):

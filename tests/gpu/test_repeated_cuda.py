@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from deploy.demo.model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.policy import merge_cuda
 from learner.policy.canary_scores import CanaryScorer, RepeatedLogprobs
+from learner.policy.layer_graphs import CudaRecorder
 from learner.policy.load import Policy, load_policy
 from learner.policy.weights import as_sent, merged_weight
 from tests.gpu.devices import needs_gpus
@@ -52,6 +54,17 @@ def test_every_call_sees_the_weights_of_now(policy: Policy, with_image: bool, wh
         for one, other in zip(found[-1], expected, strict=True):
             assert one == pytest.approx(other, abs=1e-4)
     assert all(one != other for one, other in itertools.pairwise(found))
+
+
+def test_a_capture_follows_graphs_that_are_gone() -> None:
+    """torch drops the memory of graphs with the last of them; a capture into it ended the process's work on CUDA."""
+    recorder, number = CudaRecorder(torch.device("cuda")), torch.zeros(1, device="cuda")
+    for _ in range(3):
+        replay = recorder(lambda: number.add_(1))
+        replay()
+        del replay
+        gc.collect()
+    assert number.item() == 3, "a capture runs nothing"
 
 
 def test_merged_weights_are_scored_by_one_graph(tmp_path: Path) -> None:
