@@ -22,11 +22,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
 import typer
 
 from deploy.demo.build_data import Build, build
-from deploy.demo.summary import draw_before_and_after, show, summarize
 from deploy.launch import Processes, learner_argv, start_server, supervised, wait_ready
 from learner.report.page import write_report
 from learner.run.files import write_atomically
@@ -89,6 +87,11 @@ def _learn(processes: Processes, name: str, configs: dict[str, Path]) -> int:
 
 
 def _tell(phases: dict[str, float], started: float) -> int:
+    # Imported here: this takes seconds, which neither the server nor `--help` need wait for.
+    import torch
+
+    from deploy.demo.summary import draw_before_and_after, show, summarize
+
     torch.set_num_threads(1)  # three scenes: two threads mostly wait for each other, on busy cores six times as long
     with timed(phases, "pictures"):
         pictures = draw_before_and_after(MODEL, OUT / "ours", OUT / "pictures")
@@ -133,6 +136,8 @@ def write_data(out: Path) -> None:
 def has_fast_bfloat16() -> bool:
     """Return True if this CPU computes in bfloat16 about as fast as in float32. Without AVX-512, a row of the demo
     takes 12 times as long in bfloat16. (Processors with AMX have AVX-512 too.)"""
+    import torch
+
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")
 
 

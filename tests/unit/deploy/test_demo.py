@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from deploy.demo import run
@@ -110,7 +111,7 @@ def test_float32_where_bfloat16_is_slow(
 ) -> None:
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(run, "OUT", tmp_path)
-    monkeypatch.setattr(run.torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
     written = {name: yaml.safe_load(path.read_text()) for name, path in run._write_configs().items()}
     assert all(written[name].get("training", {}).get("bf16", True) is bf16 for name in ("sft", "ours"))
     assert written["server"].get("dtype", "auto") == ("auto" if bf16 else "float32")
