@@ -13,6 +13,7 @@ pytestmark = pytest.mark.integration
 SOURCE = Path(loop.__file__)
 
 
+@pytest.mark.slow
 def test_the_loop_rolls_out_learns_syncs_and_scores(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     scores = loop.main(tmp_path, steps=1)
     shown = capsys.readouterr().out

@@ -7,7 +7,6 @@ import json
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ from learner.report.live import create_app
 from learner.report.page import write_report
 from learner.report.read import read_runs
 from shared.config.parse import write_yaml
+from tests.ranks import learner
 
 pytestmark = pytest.mark.integration
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -51,8 +51,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "logging": {"trackers": [], "progress_bar": False},
     }
     write_yaml(folder / "run.yaml", config, "A tiny run.")
-    argv = [sys.executable, "-m", "learner", "train", "--config", str(folder / "run.yaml")]
-    ended = subprocess.run(argv, capture_output=True, text=True, timeout=500, check=False)
+    ended = learner(folder / "run.yaml", timeout_s=500.0)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     return folder / "run"
 

@@ -768,6 +768,7 @@ def test_a_stopped_engine_is_noticed(folder: Path, tmp_path: Path) -> None:
         assert http.post("/infer/", json=body).status_code == 200
 
 
+@pytest.mark.slow
 def test_an_honest_sync_heals_whatever_nan_weights_have_left(folder: Path, tmp_path: Path) -> None:
     """They leave NaN in the KV cache, whose unused places attention reads too: nothing times NaN is NaN."""
     broken = tmp_path / "broken"

@@ -136,6 +136,7 @@ def _repository(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_tests_of_a_mutant_are_those_that_execute_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "_COPIED", ("shared", "tests", "pyproject.toml"))
     place = mutants.Copy(_repository(tmp_path / "one"), tmp_path / "copy")
@@ -152,6 +153,7 @@ def test_tests_of_a_mutant_are_those_that_execute_its_line(tmp_path: Path, monke
     assert names(5) == set()
 
 
+@pytest.mark.slow
 def test_a_mutant_is_killed_by_the_tests_that_it_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "_COPIED", ("shared", "tests", "pyproject.toml"))
     source = _repository(tmp_path / "one")
@@ -168,6 +170,7 @@ def test_a_mutant_is_killed_by_the_tests_that_it_is_given(tmp_path: Path, monkey
     assert (place.folder / "shared/sums.py").read_text() == (source / "shared/sums.py").read_text()
 
 
+@pytest.mark.slow
 def test_a_test_that_runs_out_of_its_time_kills_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(mutants, "_COPIED", ("shared", "tests", "pyproject.toml"))
     source = _repository(tmp_path / "one")
@@ -178,6 +181,7 @@ def test_a_test_that_runs_out_of_its_time_kills_by_time(tmp_path: Path, monkeypa
     assert place.outcome(mutants.Mutant("shared/sums.py", 1, "", -1), {test: 0.1}) == ("killed by time", test)
 
 
+@pytest.mark.slow
 def test_a_line_that_only_another_process_executes_is_tried_with_all_direct_tests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,6 +36,11 @@ MINUTES = 60.0
 GAINS: Scores = {"sft": {0: 0.3, 1: 0.4, 2: 0.6, 3: 0.5}, "grpo": {0: 0.6, 1: 0.65, 2: 0.7}}
 
 
+def slow(*values: Any) -> Any:
+    """One more of the same kind, for `make check`."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
 class Killed(BaseException):
     """The process is gone: nothing is saved on its way out."""
 
@@ -231,7 +236,7 @@ def test_on_completed_labels_a_tie_goes_to_grpo(
     assert kept(tmp_path / "run") == tmp_path / "run" / best / "checkpoint-1"
 
 
-@pytest.mark.parametrize("killed_at_step", [None, 4, 5])
+@pytest.mark.parametrize("killed_at_step", [slow(None), slow(4), 5])
 def test_grpo_learns_the_labels_that_the_start_completed(
     tiny_text: Path,
     tmp_path: Path,
@@ -286,7 +291,7 @@ def test_sft_has_all_of_the_time_where_grpo_gains_nothing(
 @pytest.mark.parametrize(
     ("scores_said", "best", "checkpoint"),
     [
-        ({"sft": {0: 0.6}, "grpo": {0: 0.6}}, "start", None),
+        slow({"sft": {0: 0.6}, "grpo": {0: 0.6}}, "start", None),
         ({"sft": {0: 0.6, 1: 0.6}, "grpo": {0: 0.6}}, "start", None),  # an equal score is not worth a change
         ({"sft": {0: 0.6}, "grpo": {0: 0.6, 1: 0.7}}, "grpo", "grpo/checkpoint-1"),
         ({"sft": {0: 0.3, 1: 0.6}, "grpo": {0: 0.55, 1: 0.58}}, "sft", "sft/checkpoint-1"),
@@ -326,15 +331,15 @@ def kill_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number:
 @pytest.mark.parametrize(
     ("owner", "name", "number"),
     [
-        (Trainer, "step", 1),  # nothing was saved yet
-        (Trainer, "step", 3),  # sft's
+        slow(Trainer, "step", 1),  # nothing was saved yet
+        slow(Trainer, "step", 3),  # sft's
         (Trainer, "step", 5),  # grpo's
         (command, "stage_result", 1),  # sft has ended, and nobody knows
-        (record.Record, "write", 1),
+        slow(record.Record, "write", 1),
         (record.Record, "write", 3),
-        (record.Record, "write", 4),
-        (command, "measure_headroom", 1),
-        (command, "write_report", 1),
+        slow(record.Record, "write", 4),
+        slow(command, "measure_headroom", 1),
+        slow(command, "write_report", 1),
     ],
 )
 def test_it_goes_on_wherever_it_was_killed(

@@ -123,8 +123,10 @@ def test_all_ranks_learn_the_same_labels(train: Train, tmp_path: Path) -> None:
     assert all_learned(seen) == everyone(8)
 
 
-@pytest.mark.parametrize("refresh", ["once", 2])
-@pytest.mark.parametrize("stopped_at", [2, 3])
+@pytest.mark.parametrize(
+    ("stopped_at", "refresh"),
+    [(3, "once"), (2, 2), *(pytest.param(*other, marks=pytest.mark.slow) for other in [(2, "once"), (3, 2)])],
+)
 def test_a_resumed_run_goes_on_with_its_labels(
     train: Train, tmp_path: Path, refresh: str | int, stopped_at: int
 ) -> None:
