@@ -213,7 +213,7 @@ def test_the_programs_do_not_know_each_other(package: str, others: tuple[str, ..
 
 
 def test_imports_go_down() -> None:
-    """Issue 32: the order of FLOORS; nothing stands outside of it."""
+    """The order is that of FLOORS; nothing stands outside of it."""
     assert imports_up(edges()) == []
 
 

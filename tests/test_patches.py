@@ -1,4 +1,4 @@
-"""A patch of something that is not there patches nothing, and its test shows nothing (issue 32)."""
+"""A patch of something that is not there patches nothing, and its test shows nothing."""
 
 from __future__ import annotations
 

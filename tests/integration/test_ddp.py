@@ -178,7 +178,7 @@ def test_ranks_and_packing_do_not_change_the_step(
 
 
 def test_a_rank_without_reinforced_rows_reduces_the_same_parameters(runs: dict[int, Run]) -> None:
-    """Issue 39, 1: with `kl_weight` and `model.freeze`, peft made frozen adapters trainable on the ranks that had a
+    """With `kl_weight` and `model.freeze`, peft made frozen adapters trainable on the ranks that had a
     reinforced row. Buckets then had unequal sizes, and both ranks died."""
     alone = load_file(runs[1].out / "0-reference.safetensors")
     assert alone

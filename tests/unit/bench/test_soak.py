@@ -1,4 +1,4 @@
-"""Tests of what a soak notes of its processes, and of what it takes for growth (issue 39, 16)."""
+"""Tests of what a soak notes of its processes, and of what it takes for growth."""
 
 from __future__ import annotations
 

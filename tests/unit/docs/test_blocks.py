@@ -97,7 +97,7 @@ def test_shipped_runs_have_the_preset(path: Path, monkeypatch: pytest.MonkeyPatc
 
 
 def require_a_preset(config: RunConfig) -> None:
-    """Check issue 39, 8: what users copy is not what `check` warns of."""
+    """`check` has no advice on what users copy."""
     assert "take loss.preset: recommended" not in (preset_advice(config) or "")
 
 

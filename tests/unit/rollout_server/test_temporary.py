@@ -1,5 +1,4 @@
-"""The folder of a server's temporary files (issue 39, 14): a killed server's is removed by the next one, anybody else's
-stays."""
+"""The folder of a server's temporary files: a killed server's is removed by the next one, anybody else's stays."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers of strangers are read up to a length and for a time that are known before (issue 39, 14)."""
+"""Answers of strangers are read up to a length and for a time that are known before."""
 
 from __future__ import annotations
 

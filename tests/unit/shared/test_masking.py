@@ -1,4 +1,4 @@
-"""Secrets of the configuration stay out of what is written (issue 39, 14), also where a URL's form changed them."""
+"""Secrets of the configuration stay out of what is written, also where a URL's form changed them."""
 
 from __future__ import annotations
 

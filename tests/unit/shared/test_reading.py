@@ -21,7 +21,7 @@ TAGS = ["!!bool 3", "!!timestamp x", "!!set [1]", "!!omap 3", "!!int x", "!!floa
 
 @pytest.mark.parametrize("text", [*TAGS, "[" * 10_000])
 def test_what_is_no_yaml_is_a_value_error(text: str) -> None:
-    """Issue 39, 10: tags that do not fit their values, for which PyYAML raises errors of many kinds."""
+    """Tags that do not fit their values, for which PyYAML raises errors of many kinds."""
     with pytest.raises(ValueError, match=r"\w"):
         yaml_of(text)
 

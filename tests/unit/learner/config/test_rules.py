@@ -471,7 +471,7 @@ def test_r37_rollouts_are_compared_by_a_reward(task: str) -> None:
 
 
 def test_r37_a_weight_of_a_reward_that_does_not_exist_is_refused() -> None:
-    """Issue 39: it trained nothing, without a word."""
+    """Such a run trained nothing, without a word."""
     mistake = only_mistake(minimal(), {**GRPO, "reward.weights": {"f1_mious": 1.0, "f1": 1.0}})
     assert (mistake.path, mistake.remedy) == ("reward.weights.f1_mious", "did you mean f1_miou?")
     own = {**GRPO, "reward.functions": ["my_parts:found"]}

@@ -1,4 +1,4 @@
-"""Tests of what the model sees of a photograph, from its processor's limits (issue 39, 5)."""
+"""Tests of what the model sees of a photograph, from its processor's limits."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ BESIDE = {
 def test_a_pose_among_other_labels_is_named_by_its_line(
     tmp_path: Path, pose: str, beside: str, geometry: GeometryKind
 ) -> None:
-    """It was read as an outline, because the labels are not all alike (issue 39, 3)."""
+    """It was read as an outline, because the labels are not all alike."""
     text = refusal(f"{yolo(tmp_path, beside, pose)}:train", geometry)
     assert "line 2" in text
     assert "kpt_shape" in text
@@ -124,7 +124,7 @@ DEEP = b'{"categories": [], "info": ' + b"[" * 100_000 + b"]" * 100_000 + b"}"
     [DEEP, b"[]", b"", b"\xff", b'{"categories": 3}', b'{"categories": [1, {"id": 1}, {"id": true, "name": "a"}]}'],
 )
 def test_a_coco_file_that_was_replaced_has_no_ids(tmp_path: Path, content: bytes) -> None:
-    """A run and predict ask for them long after they have read the file (issue 39, 10)."""
+    """A run and predict ask for them long after they have read the file."""
     (tmp_path / "c.json").write_bytes(content)
     assert category_ids(tmp_path / "c.json") == {}
 

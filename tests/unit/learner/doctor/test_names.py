@@ -1,4 +1,4 @@
-"""Names in `model` that the model does not have, found without its weights (issue 39, 11)."""
+"""Names in `model` that the model does not have, found without its weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An export reaches the hub with its card: the real client against a fake hub (issue 36, 9)."""
+"""An export reaches the hub with its card: the real client against a fake hub."""
 
 from __future__ import annotations
 

@@ -232,7 +232,7 @@ def test_a_long_answer_of_a_server_is_not_read_to_its_end(run_dir: Path) -> None
 def test_servers_get_the_token_only_if_asked_for(
     asked: bool, run_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`--send-token`: whoever wrote the folder chose the addresses (issue 39, 13)."""
+    """`--send-token`: whoever wrote the folder chose the addresses."""
     got: list[str | None] = []
 
     class Server(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""The page as a whole: what is on it, that it needs nothing else, and that nothing on disk becomes markup (issue 3)."""
+"""The page as a whole: what is on it, that it needs nothing else, and that nothing on disk becomes markup."""
 
 from __future__ import annotations
 

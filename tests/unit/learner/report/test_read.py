@@ -1,4 +1,4 @@
-"""Run directories, whole, partial and damaged (issue 3, Report)."""
+"""Run directories, whole, partial and damaged."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""F1@0.5 of the report is the detection task's own (issue 3, Report)."""
+"""F1@0.5 of the report is the detection task's own."""
 
 from __future__ import annotations
 
