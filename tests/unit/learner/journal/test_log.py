@@ -51,7 +51,7 @@ class Measured:
 
 
 def test_no_file_of_a_run_shows_a_secret(tmp_path: Path) -> None:
-    """No secret is in the configuration, the plan, events, the list of servers and logs, also where the server's URL was
+    """No secret is in the configuration, the plan, events, the list of servers and logs, also where a server's URL was
     normalised. The values are still those that the run uses."""
     data = minimal()
     url = "http://${HOST_KEY}.example:8000/${PATH_TOKEN}/"
