@@ -35,6 +35,7 @@ from learner.rollout.backend import RolloutBackend
 from learner.run.best import BestEvaluation
 from learner.run.callbacks import Callbacks
 from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
+from learner.run.collector import start_set_aside
 from learner.run.files import write_atomically
 from learner.run.stopping import Stopped, StopRequest, TimeLimit
 from learner.steps.completing import LabelCompletion
@@ -166,20 +167,22 @@ class Trainer:
         self.mark_boundary()
         if training.eval_on_start:
             self.evaluate()
-        while self.state.global_step < self.total_steps and not self.best.gives_up and not self.callbacks.ended_by:
-            if self.time_limit.is_over():
-                self.journal.note(f"training.max_minutes: the time is up after step {self.state.global_step}")
-                break
-            self.complete_labels()
-            receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
-            result, rows = self.step()
-            self.journal.step(result, receipt, rows)
-            self.agree_on_servers()
-            self.callbacks.step(result)
-            if self.cadence.is_due(result.global_step):
-                self.save()
-            if training.eval_steps and result.global_step % training.eval_steps == 0:
-                self.evaluate()
+        with start_set_aside() as after_step:
+            while self.state.global_step < self.total_steps and not self.best.gives_up and not self.callbacks.ended_by:
+                if self.time_limit.is_over():
+                    self.journal.note(f"training.max_minutes: the time is up after step {self.state.global_step}")
+                    break
+                self.complete_labels()
+                receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
+                result, rows = self.step()
+                self.journal.step(result, receipt, rows)
+                self.agree_on_servers()
+                self.callbacks.step(result)
+                after_step()
+                if self.cadence.is_due(result.global_step):
+                    self.save()
+                if training.eval_steps and result.global_step % training.eval_steps == 0:
+                    self.evaluate()
         if self.callbacks.ended_by:
             self.journal.note(f"{self.callbacks.ended_by} ended the run after step {self.state.global_step}")
         if training.eval_on_end:

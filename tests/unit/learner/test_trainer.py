@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import json
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +19,13 @@ from learner.config.plan import resolve
 from learner.data.sampler import DistributedSampler
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
-from learner.records import PackedRow, Rollout, Sample
+from learner.records import LearnedRow, PackedRow, Rollout, Sample, StepResult
 from learner.report.page import render
 from learner.report.read import read_runs
 from learner.steps.totals import StepTotals
 from learner.tasks.detection.scores import read_calibration
 from learner.tasks.detection.task import DetectionTask
+from learner.trainer import Trainer
 from shared.errors import OutOfMemoryError, PromptMismatchError
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer, write_data
@@ -74,6 +77,22 @@ def test_the_log_begins_with_the_plan(tiny_text: Path, tmp_path: Path, monkeypat
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines[0]["event"] == "plan"
     assert lines[0].items() >= json.loads(json.dumps(resolve(config, 1).to_json())).items()
+
+
+def test_what_a_run_s_start_made_is_left_out_of_later_collections(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_frozen: list[bool] = []
+    step = Trainer.step
+
+    def watched(self: Trainer) -> tuple[StepResult, Sequence[LearnedRow]]:
+        is_frozen.append(gc.get_freeze_count() > 0)
+        return step(self)
+
+    monkeypatch.setattr(Trainer, "step", watched)
+    run(make_config(tiny_text, tmp_path, per_device_train_batch_size=2, max_steps=3), monkeypatch)
+    assert is_frozen == [False, True, True]
+    assert gc.get_freeze_count() == 0
 
 
 @pytest.mark.parametrize(("packing", "ratio", "wanted"), [(True, 1.0, 1.0), (True, 0.01, 0.0), (False, 1.0, None)])
