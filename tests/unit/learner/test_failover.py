@@ -99,11 +99,12 @@ class Learner:
         *,
         ranks: Ranks = ONE_RANK,
         min_servers: int | str = 1,
+        infer_timeout_s: float = INFER_TIMEOUT_S,
         control: ServerControl | None = None,
         discovery: Discovery | None = None,
     ) -> None:
         self.weights = Weights()
-        limits = {"timeout_s": SYNC_TIMEOUT_S, "infer_timeout_s": INFER_TIMEOUT_S, "min_servers": min_servers}
+        limits = {"timeout_s": SYNC_TIMEOUT_S, "infer_timeout_s": infer_timeout_s, "min_servers": min_servers}
         section = config([server.url for server in servers], decode_batch_size=4, **limits)
         entries = [
             entry.model_copy(update={"group_port": server.group_port})
@@ -406,7 +407,7 @@ def test_a_server_under_a_second_url_does_not_join_twice(servers: list[Server], 
 
 @pytest.mark.parametrize(("min_servers", "wanted"), [("all", DeadlineError), (3, ServerError)])
 def test_too_few_servers_end_the_run(servers: list[Server], min_servers: int | str, wanted: type[ProjectError]) -> None:
-    with closing(Learner(servers, min_servers=min_servers)) as learner:
+    with closing(Learner(servers, min_servers=min_servers, infer_timeout_s=1.0)) as learner:
         learner.synced()
         with pytest.raises(wanted, match=servers[1].url):
             learner.roll_out(60, after_first=servers[1].kill)
