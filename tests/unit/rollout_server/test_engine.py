@@ -35,21 +35,21 @@ from shared.wire import Message, RequestConfig, RolloutInferRequest, ScoreItem
 from tests.unit.shared.sync.test_strangers import HOST, SECRET, connect, nothing_is_unpickled
 
 
-@pytest.mark.parametrize("openmp", [1, 3])
-def test_all_threads_are_counted(openmp: int) -> None:
+def test_all_threads_are_counted() -> None:
     """OpenMP's stay after the first operation that used them, and would be missing from a forked process."""
-    work = f"""
+    work = """
 import threading, torch
 from rollout_server.engine import _num_threads
-torch.set_num_threads({openmp})
-torch.randn(1 << 20).exp_()
-before = _num_threads()
+for openmp in (1, 3):
+    torch.set_num_threads(openmp)
+    torch.randn(1 << 20).exp_()
+    print(_num_threads())
 threading.Thread(target=threading.Event().wait, daemon=True).start()
-print(before, _num_threads() - before)
+print(_num_threads())
 """
     found = subprocess.run([sys.executable, "-c", work], capture_output=True, text=True, check=True, timeout=120.0)
-    before, more = map(int, found.stdout.split())
-    assert (before == 1, more) == (openmp == 1, 1), found.stdout
+    alone, with_openmps, with_pythons = map(int, found.stdout.split())
+    assert alone == 1 < with_openmps == with_pythons - 1, found.stdout
 
 
 def test_new_shapes_of_images_take_no_more_memory() -> None:
