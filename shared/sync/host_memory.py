@@ -21,7 +21,9 @@ from shared.waits import SLICE_S, Deadline
 
 log = logging.getLogger(__name__)
 _MEMORY = Path("/proc/meminfo")
-_OTHERS_S = 60.0  # some GB of page-locked memory take seconds, and eight workers wait for each other
+# Enough for a few workers that take some GB each. A worker that waits answers no ping and uses no CPU time: after a
+# server's `engine_stall_s` its engine would count as stopped.
+OTHERS_S = 10.0
 SPARE_BYTES = 256 << 20  # left for what else allocates
 
 
@@ -37,7 +39,7 @@ def available_bytes() -> int:
 
 
 @contextmanager
-def taking(others_s: float = _OTHERS_S) -> Iterator[None]:
+def taking(others_s: float = OTHERS_S) -> Iterator[None]:
     """Hold back the other processes of this machine that do this, from a look at what is free until it is taken. After
     `others_s` it is done without: what does not fit is then found by whoever allocates."""
     # A lock on the file that is read: it needs no folder that all users can write to, and ends with its process.

@@ -18,6 +18,7 @@ import pytest
 import torch
 
 from rollout_server import staging as staging_module
+from rollout_server.config import ServerConfig
 from rollout_server.engine import WorkerReply
 from rollout_server.service import RolloutService
 from rollout_server.staging import Staging
@@ -27,7 +28,7 @@ from shared.errors import DigestError, StagingError
 from shared.sync.buckets import SEAL_BYTES, pack, seal, seal_key
 from shared.sync.delta import encode, sealed
 from shared.sync.group import Communicator, start_join
-from shared.sync.host_memory import SPARE_BYTES
+from shared.sync.host_memory import OTHERS_S, SPARE_BYTES
 from shared.wire import BUCKETS as BUCKETS_TYPE
 from shared.wire import Delta, InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall
 from tests.unit.rollout_server.fakes import FakeEngine
@@ -501,6 +502,11 @@ def test_workers_of_one_host_do_not_count_the_same_memory(monkeypatch: pytest.Mo
         found = [future.result(20.0) for future in [threads.submit(stage) for _ in range(3)]]
     assert sum(one == "" for one in found) == 2
     assert free == [SPARE_BYTES]
+
+
+def test_a_worker_that_waits_for_memory_does_not_count_as_stopped() -> None:
+    """Where it waits for another server's worker, its own engine answers no ping and uses no CPU time."""
+    assert 0.5 * ServerConfig(model="m").engine_stall_s >= OTHERS_S
 
 
 def test_page_locked_memory_is_counted_as_torch_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
