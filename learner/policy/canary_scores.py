@@ -206,13 +206,18 @@ class RepeatedLogprobs:
                 layers = layers or LayerGraphs(policy.model, CudaRecorder(policy.device))
                 side = side or SideStream(policy.device)
         self._layers, self._record, self._side = layers, record if whole or not is_pictured else None, side
-        self.is_captured = False  # as one graph, because no image's sizes are read
+        self._replay: Work | None = None  # of a pass without images
         self._whole: PassGraph | None = None
         self._number = 0  # counts calls at these addresses
         self._addresses: tuple[int, ...] = ()
         self.checksums: Checksums = {}
         if self._record is not None and not is_pictured:
             self._capture(self._record)
+
+    @property
+    def is_captured(self) -> bool:
+        """True if a pass without images is one graph."""
+        return self._replay is not None
 
     def __call__(self) -> list[list[float]]:
         """Return the natural log-probabilities per answer, under the weights as they are now."""
@@ -221,9 +226,9 @@ class RepeatedLogprobs:
     def begin(self) -> Read:
         """Start the pass. What it returns waits for the device, and gives what a call gives. `join` comes before the
         policy changes."""
-        if self.is_captured and self._record is not None and self._addresses != self._addresses_now():
+        if self._replay is not None and self._record is not None and self._addresses != self._addresses_now():
             self._capture(self._record)  # offloaded weights come back elsewhere
-        if self.is_captured:
+        if self._replay is not None:
             self._replay()
             logprobs = self._logprobs.clone()  # the next replay overwrites it
         else:
@@ -298,11 +303,11 @@ class RepeatedLogprobs:
             work()  # warm up: the set-up of a first pass must not be captured
             if policy.device.type == "cuda":
                 torch.cuda.synchronize(policy.device)
+            self._replay = None  # the next graph, or what runs without one, has the memory of the last
+            if policy.device.type == "cuda":
                 torch.cuda.empty_cache()  # a capture takes no memory that torch keeps of other work
-            replay = recorded(record, work, "the canary's pass")
-        self.is_captured = replay is not None
-        if replay is not None:
-            self._replay = replay
+            self._replay = recorded(record, work, "the canary's pass")
+        if self._replay is not None:
             self.checksums = checksums  # the graph's own memory: a replay writes it anew
             self._addresses = self._addresses_now()
 

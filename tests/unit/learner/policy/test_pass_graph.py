@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import itertools
 import logging
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -299,3 +301,23 @@ def test_answers_without_images_are_scored_without_memory_for_their_graph(
             assert name not in sent or int(value) == int(checksum(sent[name])), name
     assert not repeated.is_captured
     assert caplog.text.count("the canary's pass is not captured") == 1
+
+
+def test_a_graph_that_was_not_captured_anew_is_given_up(tiny_vlm: Path) -> None:
+    """Its memory is needed where there is none for the next one."""
+    policy, graphs = policy_of(tiny_vlm), []
+
+    def once(work: Callable[[], None]) -> Callable[[], None]:
+        if graphs:
+            return no_memory(work)
+        replay = partial(record(work))
+        graphs.append(weakref.ref(replay))
+        return replay
+
+    repeated = RepeatedLogprobs(policy, answers(policy, images=False), record=once)
+    repeated()
+    assert graphs[0]() is not None
+    for parameter in policy.model.parameters():
+        parameter.data = parameter.data.clone()
+    repeated()
+    assert graphs[0]() is None
