@@ -289,7 +289,8 @@ def told(record: Record) -> list[str]:
         lines += [f"  {name}: {', '.join(texts)}" for name in ("gained", "lost") if (texts := getattr(stage, name))]
     if (versus := record.versus_sft) is not None:
         shown = f"{versus.value:.3f} [{versus.low:.3f}, {versus.high:.3f}]"
-        lines.append(f"grpo minus sft: {shown}; grpo is kept unless the whole interval is below 0")
+        rule = "grpo is kept unless the whole interval is below 0, or it is no better than the start"
+        lines.append(f"grpo minus sft: {shown}; {rule}")
     end = f"{record.best_of}, {record.metric} {record.best_score:.3f}" if record.best_score is not None else "start"
     return [*lines, f"ended: {record.ended}", f"best on validation: {end}"]
 

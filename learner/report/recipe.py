@@ -39,7 +39,8 @@ def _tie(versus: Mapping[str, Any] | None) -> str:
     if versus is None:
         return ""
     value, low, high = (float(versus[key]) for key in ("value", "low", "high"))
-    return f"grpo minus sft: {value:.3f} [{low:.3f}, {high:.3f}]; grpo is kept unless the whole interval is below 0. "
+    rule = "grpo is kept unless the whole interval is below 0, or it is no better than the start"
+    return f"grpo minus sft: {value:.3f} [{low:.3f}, {high:.3f}]; {rule}. "
 
 
 def _row(stage: Mapping[str, Any]) -> list[str]:
