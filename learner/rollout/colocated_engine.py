@@ -4,8 +4,8 @@
 vLLM's API. One engine spans `tensor_parallel_size` ranks, each of which runs the same requests in the same order.
 Invariants:
 - whatever vLLM does, it does inside `awake`: training state is offloaded, and on CUDA the engine sleeps before and
-  after (vLLM for CPU has no sleep mode, and shares no device memory with training). It stays awake instead where it was
-  seen to have room beside training, because to sleep and wake moves its weights to host memory and back;
+  after (vLLM for CPU has no sleep mode, and shares no device memory with training). It stays awake instead where it is
+  estimated, or was seen, to have room beside training: to sleep and wake moves its weights to host memory and back;
 - the random generators of training are left as they were, and so is where torch keeps what it compiles;
 - `ver` is the version of the weights that were loaded and checked; None: they are not known to be right;
 - the adapter that was loaded last answers, until all weights are loaded.
