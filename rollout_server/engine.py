@@ -488,9 +488,11 @@ def graph_args(config: ServerConfig) -> dict[str, object]:
     most = min(2 * config.max_num_seqs, _MOST_CAPTURED)
     if config.enforce_eager or most == _MOST_CAPTURED or _GRAPH_ARGS & config.engine_args.keys():
         return {}
-    own = [*(n for n in (1, 2, 4) if n <= most), *range(8, min(most + 1, 256), 8), *range(256, most + 1, 16)]
-    larger = [n for n in range(_CAPTURED_EVERY, _MOST_CAPTURED + 1, _CAPTURED_EVERY) if n > most]
-    return {"cudagraph_capture_sizes": own + larger}
+    own = {n for n in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)) if n <= most}
+    # Newer versions of vLLM add this one: a padded step of more tokens than sequences has no graph of a whole decode.
+    own.add(config.max_num_seqs)
+    larger = {n for n in range(_CAPTURED_EVERY, _MOST_CAPTURED + 1, _CAPTURED_EVERY) if n > most}
+    return {"cudagraph_capture_sizes": sorted(own | larger)}
 
 
 def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:

@@ -258,7 +258,7 @@ def test_steps_of_short_prompts_have_graphs(max_num_seqs: int) -> None:
     sizes = graph_args(ServerConfig(model="m", max_num_seqs=max_num_seqs))["cudagraph_capture_sizes"]
     assert isinstance(sizes, list)
     most = 2 * max_num_seqs
-    own = {n for n in {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16)} if n <= most}
+    own = {n for n in {1, 2, 4, *range(8, 256, 8), *range(256, 513, 16), max_num_seqs} if n <= most}
     assert own == {n for n in sizes if n <= most}
     assert sizes == sorted(set(sizes))
     assert all(any(n <= size < n + 64 for size in sizes) for n in range(1, 513))
