@@ -41,8 +41,10 @@ def available_bytes() -> int:
 @contextmanager
 def taking(others_s: float = OTHERS_S) -> Iterator[None]:
     """Hold back the other processes of this machine that do this, from a look at what is free until it is taken. After
-    `others_s` it is done without: what does not fit is then found by whoever allocates."""
-    # A lock on the file that is read: it needs no folder that all users can write to, and ends with its process.
+    `others_s` it is done without: what does not fit is then found by whoever allocates. Processes in other containers
+    are not seen."""
+    # A lock on the file that is read: it needs no folder that all users can write to, and ends with its process. Each
+    # container has a /proc of its own, though the memory is the same.
     with _MEMORY.open() as file:
         deadline = Deadline(others_s)
         while not _locked(file):
