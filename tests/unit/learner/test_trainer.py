@@ -82,6 +82,7 @@ def test_the_log_begins_with_the_plan(tiny_text: Path, tmp_path: Path, monkeypat
 def test_what_a_run_s_start_made_is_left_out_of_later_collections(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    gc.unfreeze()  # what `conftest.py` has set aside
     is_frozen: list[bool] = []
     step = Trainer.step
 
