@@ -191,12 +191,15 @@ def score_difference(root: Path, metric: str, before: StageResult, after: StageR
     scenes; None if `metric` is not one of counts. Raises CheckpointError if an evaluation is lost."""
     if metric not in RATIOS:
         return None
-    earlier, later = (_counts(root / one.name / "eval" / f"step_{one.best_step:06d}.jsonl") for one in (before, after))
+    # The result of `before` is in the record, so that stage is not run again.
+    earlier = _counts(root, before, f"remove {root}, so that the recipe begins anew")
+    later = _counts(root, after, f"remove {root / after.name}, so that the stage begins anew")
     found = bootstrap_difference(earlier, later, metric)
     return FeatureEstimate(found.estimate, found.low, found.high)
 
 
-def _counts(path: Path) -> CountTable:
+def _counts(root: Path, stage: StageResult, remedy: str) -> CountTable:
+    path = root / stage.name / "eval" / f"step_{stage.best_step:06d}.jsonl"
     try:
         scenes = [json_of(line) for line in path.read_text().splitlines()]
         values = [[float(scene["counts"].get(column, 0.0)) for column in COLUMNS] for scene in scenes]
@@ -206,7 +209,7 @@ def _counts(path: Path) -> CountTable:
             "a stage's evaluation can't be read",
             found=f"{path}: {type(error).__name__}: {error}",
             wanted="a line with the counts of each scene",
-            remedy=f"remove {path.parents[1]}, so that the stage begins anew",
+            remedy=remedy,
         ) from error
 
 

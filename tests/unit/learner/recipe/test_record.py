@@ -80,3 +80,8 @@ def test_the_difference_is_over_the_same_scenes(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError) as caught:
         score_difference(tmp_path, "fm@0.5", SFT, grpo)
     assert "step_000008" in caught.value.found
+    assert f"remove {tmp_path / 'grpo'}," in caught.value.remedy
+    (tmp_path / "sft" / "eval" / "step_000008.jsonl").unlink()
+    with pytest.raises(CheckpointError) as caught:
+        score_difference(tmp_path, "fm@0.5", SFT, grpo)
+    assert f"remove {tmp_path}," in caught.value.remedy, "sft has its result already, and is not run again"
