@@ -172,9 +172,12 @@ def main(
         build_data(
             Build(train=(steps + 4) * samples, val=0, test=0, style="hard"), work.data, workers=os.cpu_count() or 1
         )
+        what = {"size": size, "samples": samples, "max_new_tokens": max_new_tokens, "ending": ending}
+        what |= {"row_tokens": row_tokens, "shared": shared}
         for row in _rows(wanted, work, out):
             rows.append(row)
-            write_atomically(out / "topologies.json", json.dumps({**circumstances(), "runs": rows}, indent=1) + "\n")
+            found = {**circumstances(), "what": what, "runs": rows}
+            write_atomically(out / "topologies.json", json.dumps(found, indent=1) + "\n")
     except KeyboardInterrupt:
         say("interrupted")
     finally:
