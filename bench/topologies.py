@@ -172,7 +172,7 @@ def main(
         build_data(
             Build(train=(steps + 4) * samples, val=0, test=0, style="hard"), work.data, workers=os.cpu_count() or 1
         )
-        what = {"size": size, "samples": samples, "max_new_tokens": max_new_tokens, "ending": ending}
+        what: dict[str, Any] = {"size": size, "samples": samples, "max_new_tokens": max_new_tokens, "ending": ending}
         what |= {"row_tokens": row_tokens, "shared": shared}
         for row in _rows(wanted, work, out):
             rows.append(row)
