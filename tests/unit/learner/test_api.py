@@ -86,6 +86,7 @@ def test_pixels_come_back_from_bins() -> None:
     assert "no/such/folder" in caught.value.found
 
 
+@pytest.mark.slow
 def test_the_notebook_runs_and_its_outputs_are_real() -> None:
     book = nbformat.read(NOTEBOOK, as_version=4)
     shown = [_text(cell) for cell in book.cells]

@@ -185,7 +185,7 @@ def test_completed_labels_ask_for_no_headroom(
     assert not found.headroom, "nothing was measured, because nothing was decided by it"
 
 
-@pytest.mark.parametrize(("start", "begins_with"), [(0.5, "start"), (0.44, "sft")])
+@pytest.mark.parametrize(("start", "begins_with"), [(0.5, "start"), slow(0.44, "sft")])
 def test_on_completed_labels_grpo_begins_with_the_start(
     tiny_text: Path,
     tmp_path: Path,
@@ -211,7 +211,7 @@ def test_on_completed_labels_grpo_begins_with_the_start(
     ("best_of_grpo", "best"),
     [
         (0.59, "grpo"),  # worse by less than validation can tell: here the answers, and so their counts, are the same
-        (0.49, "sft"),  # below the start
+        slow(0.49, "sft"),  # below the start
     ],
 )
 def test_on_completed_labels_a_tie_goes_to_grpo(
@@ -294,7 +294,7 @@ def test_sft_has_all_of_the_time_where_grpo_gains_nothing(
         slow({"sft": {0: 0.6}, "grpo": {0: 0.6}}, "start", None),
         ({"sft": {0: 0.6, 1: 0.6}, "grpo": {0: 0.6}}, "start", None),  # an equal score is not worth a change
         ({"sft": {0: 0.6}, "grpo": {0: 0.6, 1: 0.7}}, "grpo", "grpo/checkpoint-1"),
-        ({"sft": {0: 0.3, 1: 0.6}, "grpo": {0: 0.55, 1: 0.58}}, "sft", "sft/checkpoint-1"),
+        slow({"sft": {0: 0.3, 1: 0.6}, "grpo": {0: 0.55, 1: 0.58}}, "sft", "sft/checkpoint-1"),
     ],
 )
 def test_it_never_gives_less_than_its_start(
@@ -334,9 +334,9 @@ def kill_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number:
         slow(Trainer, "step", 1),  # nothing was saved yet
         slow(Trainer, "step", 3),  # sft's
         (Trainer, "step", 5),  # grpo's
-        (command, "stage_result", 1),  # sft has ended, and nobody knows
+        slow(command, "stage_result", 1),  # sft has ended, and nobody knows
         slow(record.Record, "write", 1),
-        (record.Record, "write", 3),
+        slow(record.Record, "write", 3),
         slow(record.Record, "write", 4),
         slow(command, "measure_headroom", 1),
         slow(command, "write_report", 1),

@@ -122,7 +122,7 @@ def test_the_executed_share_is_the_scheduled_one(
     assert steps[-1]["metrics"]["stage2_ab/executed_b_share"] == pytest.approx(int(7 * b_ratio) / 7)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_resume_in_the_middle_of_the_schedule_changes_nothing(
     world_size: int, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
