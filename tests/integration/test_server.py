@@ -741,6 +741,7 @@ def test_after_a_learner_that_says_nothing_the_next_one_gets_in_at_once(
     assert learner.sync(learner.tensors()).status_code == 200
 
 
+@pytest.mark.slow
 def test_a_stopped_engine_is_noticed(folder: Path, tmp_path: Path) -> None:
     """SIGSTOP: probes and calls say 503 within `engine_stall_s`, and the server comes back with its engine."""
     config = {"model": str(folder / "model"), "max_model_len": 512, "engine_stall_s": 3.0}
