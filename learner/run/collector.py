@@ -1,4 +1,8 @@
-"""Keeps what the start of a run has made out of Python's garbage collections."""
+"""Keeps what the start of a run has made out of Python's garbage collections.
+
+In: the end of each step of a run. Out: nothing; from the first one on, collections walk only what was made since.
+Invariant: when the run ends, however it does, all objects can be collected again.
+"""
 
 from __future__ import annotations
 

@@ -11,15 +11,10 @@ import torch
 from learner.policy.parallel import Ranks
 from tests import fp8
 from tests.fp8 import SPOILS, Spoil, World
-from tests.gpu.devices import needs_gpus
+from tests.gpu.devices import needs_fp8, needs_gpus
 
 pytest.importorskip("vllm")
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-pytestmark = [
-    pytest.mark.gpu,
-    needs_gpus(1),
-    pytest.mark.skipif(not HAS_FP8, reason="needs a GPU of compute capability 8.9"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpus(1), needs_fp8()]
 
 
 @pytest.fixture(scope="module")

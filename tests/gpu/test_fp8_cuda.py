@@ -17,17 +17,12 @@ from shared.addresses import free_port
 from shared.errors import CanaryError
 from tests import fp8
 from tests.fp8 import SPOILS, Spoil, Spoiled, World
-from tests.gpu.devices import OTHER, SHARED, needs_gpus
+from tests.gpu.devices import OTHER, SHARED, needs_fp8, needs_gpus
 from tests.gpu.servers import answers, change, load, samples, server_on
 from tests.syncs import server_sync
 
 pytest.importorskip("vllm")
-HAS_FP8 = torch.cuda.is_available() and torch.cuda.get_device_capability() >= (8, 9)
-pytestmark = [
-    pytest.mark.gpu,
-    needs_gpus(1),
-    pytest.mark.skipif(not HAS_FP8, reason="needs a GPU of compute capability 8.9"),
-]
+pytestmark = [pytest.mark.gpu, needs_gpus(1), needs_fp8()]
 CUDA = torch.device("cuda", 0)
 
 

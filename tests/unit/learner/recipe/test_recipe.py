@@ -84,6 +84,13 @@ def config_for(model: Path, folder: Path) -> RunConfig:
     return config_of(values)
 
 
+def completing(model: Path, folder: Path) -> dict[str, Any]:
+    """Return the values of a recipe that completes labels with what any answer has."""
+    values = config_for(model, folder).model_dump()
+    values["labels"]["complete"] = {"min_votes": 1}
+    return values
+
+
 def stages(folder: Path) -> list[tuple[str, int, float, float]]:
     found = read_record(folder / "run")
     assert found is not None
@@ -174,9 +181,7 @@ def test_completed_labels_ask_for_no_headroom(
     where `grpo` gains 0.04. So it begins, and validation decides. Here answers are all the same: no headroom."""
     scores(GAINS)
     monkeypatch.setattr(FakeBackend, "_answer", _one_more)
-    values = config_for(tiny_text, tmp_path).model_dump()
-    values["labels"]["complete"] = {"min_votes": 1}
-    assert recipe(config_of(values), MINUTES, environment={}) == 0
+    assert recipe(config_of(completing(tiny_text, tmp_path)), MINUTES, environment={}) == 0
     found = read_record(tmp_path / "run")
     assert found is not None
     assert stages(tmp_path) == BOTH
@@ -198,9 +203,7 @@ def test_on_completed_labels_grpo_begins_with_the_start(
     A start that is far behind is not taken."""
     scores({"sft": {0: start, 1: 0.6}, "grpo": {0: start, 1: 0.7}})
     monkeypatch.setattr(FakeBackend, "_answer", _one_more)
-    values = config_for(tiny_text, tmp_path).model_dump()
-    values["labels"]["complete"] = {"min_votes": 1}
-    assert recipe(config_of(values), MINUTES, environment={}) == 0
+    assert recipe(config_of(completing(tiny_text, tmp_path)), MINUTES, environment={}) == 0
     run = tmp_path / "run"
     configured = yaml.safe_load((run / "grpo.yaml").read_text())
     assert Path(configured["model"]["path"]) == {"start": tiny_text, "sft": run / "sft" / "checkpoint-1"}[begins_with]
@@ -226,9 +229,7 @@ def test_on_completed_labels_a_tie_goes_to_grpo(
     0.653 and 0.826."""
     scores({"sft": {0: 0.5, 1: 0.6}, "grpo": {0: 0.4, 1: best_of_grpo}})
     monkeypatch.setattr(FakeBackend, "_answer", _one_more)
-    values = config_for(tiny_text, tmp_path).model_dump()
-    values["labels"]["complete"] = {"min_votes": 1}
-    assert recipe(config_of(values), MINUTES, environment={}) == 0
+    assert recipe(config_of(completing(tiny_text, tmp_path)), MINUTES, environment={}) == 0
     found = read_record(tmp_path / "run")
     assert found is not None
     assert found.versus_sft is not None
@@ -248,8 +249,7 @@ def test_grpo_learns_the_labels_that_the_start_completed(
     they added 325 labels, of which 268 were right, and the start 495, of which 412 were."""
     scores(GAINS)
     monkeypatch.setattr(FakeBackend, "_answer", _one_more)
-    values = config_for(tiny_text, tmp_path).model_dump()
-    values["labels"]["complete"] = {"min_votes": 1}
+    values = completing(tiny_text, tmp_path)
     values["training"]["save_steps"] = 1
     config = config_of(values)
     if killed_at_step:
