@@ -351,10 +351,11 @@ def race_of(
     steps: int,
     whole_model: bool,
     share: float,
+    row_tokens: int | None = None,
     limit_s: float = 0.0,
 ) -> Race:
     """Return the race with these options; makes the model and the large photographs in `scratch`, if they are not
-    there."""
+    there. `row_tokens` None: a step's rollouts fit one row."""
     on_gpu, is_large = size == "4B", photographs == "large"
     model = scratch / f"photographs-{size}"
     if not (model / "config.json").is_file():
@@ -367,7 +368,7 @@ def race_of(
         steps=steps,
         photographs=8 if on_gpu else 2,
         tokens=256 if on_gpu else 24,
-        row_tokens=4096 if not on_gpu else 26_624 if is_large else 20_480,
+        row_tokens=row_tokens or (4096 if not on_gpu else 26_624 if is_large else 20_480),
         # TRL 1.16 gives vLLM prompts with all tokens of an image, and vLLM expands one of them again: 2,069 in all.
         context=4096 if is_large else 2048,
         whole_model=whole_model,
@@ -404,6 +405,9 @@ def main(
     photographs: Annotated[Photographs, typer.Option(help="large: scaled to 1,024 image tokens.")] = "published",
     size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
     steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1, help="Two of them are warm-up.")] = 6,
+    row_tokens: Annotated[
+        int | None, typer.Option(help="Of the learner's rows; default: a step in one. Less takes less memory.")
+    ] = None,
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
     limit: Annotated[float, typer.Option(help="Seconds after which a side is stopped.")] = 420.0,
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
@@ -417,6 +421,7 @@ def main(
         steps=steps,
         whole_model=whole_model,
         share=share,
+        row_tokens=row_tokens,
         limit_s=limit,
     )
     same = {name: value for name, value in asdict(race).items() if name not in ("limit_s", "data", "model")}
