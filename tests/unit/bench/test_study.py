@@ -6,12 +6,14 @@ import json
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import typer
+from PIL import Image
 
 from bench import study
 from bench.experiment.runner import Slot
-from bench.study import ARMS, FAULTS, Regime, StudyExperiment, StudyRun, run_config
+from bench.study import ARMS, FAULTS, NOISE_STD, Regime, StudyExperiment, StudyRun, run_config, with_noise
 from learner.config.load import load_config
 from shared.config.parse import write_yaml
 
@@ -33,7 +35,7 @@ def experiment(folder: Path) -> StudyExperiment:
     )
 
 
-@pytest.mark.parametrize("regime", ["demo-32", "stops-early-1000-missing", "bccd"])
+@pytest.mark.parametrize("regime", ["demo-32", "stops-early-1000-missing", "noisy-64-small20", "bccd"])
 def test_every_arm_is_a_configuration_that_the_learner_takes(regime: str, tmp_path: Path) -> None:
     for name, arm in ARMS.items():
         run = StudyRun(Regime.read(regime), name, 17, 0.5)
@@ -95,6 +97,24 @@ def test_a_fault_spoils_the_share_that_it_says(fault: str) -> None:
         spared = {"classes": lambda one: one["desc"] in "23", "small": lambda one: one["bbox_2d"][2] == 40}
         if fault in spared:
             assert sum(map(spared[fault], left)) == before / 2
+
+
+def test_noise_is_the_same_in_every_study(tmp_path: Path) -> None:
+    """Only the picture changes, and each scene has noise of its own."""
+    found = []
+    for name in ("one", "two"):
+        folder = tmp_path / name
+        (folder / "images").mkdir(parents=True)
+        for scene in ("a", "b"):
+            Image.new("RGB", (32, 32), (128, 128, 128)).save(folder / "images" / f"{scene}.png")
+        rows = [{"id": scene, "images": [f"images/{scene}.png"], "objects": [1]} for scene in ("a", "b")]
+        noisy = [with_noise(row, folder) for row in rows]
+        assert [row["objects"] for row in noisy] == [[1], [1]]
+        found.append([np.asarray(Image.open(folder / row["images"][0]), dtype=float) for row in noisy])
+    (a, b), (a_again, _) = found
+    assert (a == a_again).all()
+    assert (a != b).any()
+    assert a.std() == pytest.approx(NOISE_STD, rel=0.1)
 
 
 def write_stage(folder: Path, scores: dict[int, int]) -> None:
