@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.records import Assignment, DetectionObject, PredictedObject, Sample
+from learner.tasks.detection.completion import candidates, tally
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
 from learner.tasks.detection.metrics import count_objects, ignored_shares
@@ -46,21 +47,26 @@ class Drawn:
     union: Counts  # [N, columns] every finding once
     majority: Counts  # [N, columns] the findings of at least half of the answers
     agreed: NDArray[np.float64]  # [N, 2] findings agreed on with a label, and without one
+    tallies: NDArray[np.float64]  # [N, K + 1, 3] what `labels.complete` counts: clusters by votes and relation
 
 
 def drawn_of(groups: Sequence[Sequence[Assignment]], agreement: float = AGREEMENT) -> Drawn:
     """Counts of each scene's answers: all groups have the same size, and there is at least one."""
     size = len(groups[0])
-    found = [findings([_objects(one) for one in group]) for group in groups]
+    samples = [group[0].parsed.rollout.sample for group in groups]
+    answers = [[_objects(one) for one in group] for group in groups]
+    found = [findings(own) for own in answers]
     labels = [
-        labelled_and_unlabelled(agreed(one, size, agreement), group[0].parsed.rollout.sample)
-        for one, group in zip(found, groups, strict=True)
+        labelled_and_unlabelled(agreed(one, size, agreement), sample)
+        for one, sample in zip(found, samples, strict=True)
     ]
+    tallies = [tally(candidates(sample, own), size) for sample, own in zip(samples, answers, strict=True)]
     return Drawn(
         sampled=np.stack([count_objects(group).values for group in groups]),
         union=_counts(groups, [agreed(one, size, 0.0) for one in found]),
         majority=_counts(groups, [agreed(one, size, MAJORITY) for one in found]),
         agreed=np.array(labels, dtype=np.float64),
+        tallies=np.array(tallies, dtype=np.float64),
     )
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.predict.agreement import Counts, Drawn
+from learner.tasks.detection.completion import estimate
 from learner.tasks.detection.metrics import METRICS, columns_of
 
 Floats = NDArray[np.float64]
@@ -44,6 +45,7 @@ MEANINGS: Mapping[str, str] = {
     "exposure_names": "the same for names",
     "exposure_coordinates": "the same for coordinates (as tokens)",
     "missing_labels": "share of objects that probably have no label",
+    "unlabelled_right": "share of what any answer says without a label that is right, estimated",
     "nats_train": "nats per token of the training labels, teacher-forced",
     "nats_val": "the same on the validation sample",
     "overfit_nats": "nats_val - nats_train",
@@ -119,6 +121,7 @@ def _train(measured: Measured) -> dict[str, Floats]:
         "duplicate_rate": METRICS["duplicate_rate"](of_greedy),
         "parse_rate": METRICS["parse_rate"](of_greedy),
         "missing_labels": _ratio(labels[:, 1], labels.sum(axis=1)),
+        "unlabelled_right": np.array([estimate(one.astype(np.int64), 0).free_right for one in sums(drawn.tallies)]),
         "nats_train": _ratio(nats[:, 0], nats[:, 1]),
     }
     found["headroom"] = found["f1_best"] - found["f1_greedy"]

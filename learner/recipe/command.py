@@ -59,6 +59,7 @@ LEAST_SHARE = 0.1  # share of the time: with less, grpo is not begun
 START_SHARE = 0.75
 WHY_GRPO = "labels had gaps and were completed: what is left cannot be counted by them, so validation decides"
 FROM_START = ". It begins with the weights of the start, which have not learned the wrong ones among them"
+FROM_SFT = ". It begins with the weights of sft, which complete them again: the start was much worse"
 WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
 
 
@@ -147,7 +148,7 @@ class Recipe:
             world_size=self.ranks.world_size,
             minutes=left_s / 60,
             model=None if self._from_start(sft) else self._best_of(sft),
-            completes=sft.completed,
+            completes=sft.completed or _is_weak(sft),
         )
         code = self._run(GRPO, values, "", earlier_s)
         if not code and self.record.grpo:
@@ -161,7 +162,7 @@ class Recipe:
 
     def _from_start(self, sft: StageResult) -> bool:
         """True if `grpo` begins with the weights that completed the labels, and not with those that learned them."""
-        return sft.completed and sft.score_before >= START_SHARE * sft.score
+        return sft.completed and not _is_weak(sft)
 
     def _best_of(self, stage: StageResult) -> Path | None:
         """Return the stage's best weights; None: the start's."""
@@ -215,17 +216,19 @@ class Recipe:
                 write_yaml(path, values, f"A stage of the recipe in {self.root}, an ordinary run. Written by it.")
 
     def _prepare_grpo(self, trainer: Trainer) -> bool:
-        """Give `grpo` the completed labels, if there are any. Return True if it is to run: labels were completed, or it
-        has places left to gain. This is decided once; a stage that goes on has the answer.
+        """Give `grpo` the labels that the start completed, if there are any and it begins there. Return True if it is to
+        run: labels were completed, or it has places left to gain. This is decided once; a stage that goes on has the
+        answer.
 
         Headroom is counted by labels. If these have gaps, also after completion, it does not see what nobody labelled.
         """
         sft = self.record.stage(SFT)
         assert sft is not None
         if sft.completed:
-            self._take_labels(trainer)
+            if self._from_start(sft):
+                self._take_labels(trainer)
             if not self.record.grpo:
-                self._decide(grpo=WHY_GRPO + (FROM_START if self._from_start(sft) else ""))
+                self._decide(grpo=WHY_GRPO + (FROM_START if self._from_start(sft) else FROM_SFT))
         if self.record.grpo:
             return True
         trainer.journal.note("recipe: measuring what rollouts could still gain")
@@ -238,7 +241,8 @@ class Recipe:
     def _take_labels(self, trainer: Trainer) -> None:
         """Give `grpo` the labels that the start completed, unless it has them since an earlier checkpoint.
 
-        The weights of `sft` would complete fewer: they learned the annotated ones, and so find these more often.
+        The weights of `sft` would complete fewer, if the start is not much worse: they learned the annotated ones, and
+        so find these more often.
         """
         if trainer.labels is not None and trainer.config.training.resume_from_checkpoint is None:
             trainer.labels.restore(0, self.root / SFT)
@@ -294,6 +298,11 @@ def told(record: Record) -> list[str]:
         lines.append(f"grpo minus sft: {shown}; {rule}")
     end = f"{record.best_of}, {record.metric} {record.best_score:.3f}" if record.best_score is not None else "start"
     return [*lines, f"ended: {record.ended}", f"best on validation: {end}"]
+
+
+def _is_weak(sft: StageResult) -> bool:
+    """Return True if the start was much worse than `sft`, so that the latter completes labels better."""
+    return sft.score_before < START_SHARE * sft.score
 
 
 def _forget() -> None:

@@ -128,6 +128,11 @@ class CompletionEstimate:
     precision: tuple[float, ...]  # largest share of right free clusters with exactly so many votes
     free: tuple[int, ...]  # free clusters with exactly so many votes
 
+    @property
+    def free_right(self) -> float:
+        """Return the estimated share of right ones among all free clusters; 0 if there are none."""
+        return sum(f * p for f, p in zip(self.free, self.precision, strict=True)) / max(1, sum(self.free))
+
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 
