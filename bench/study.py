@@ -100,12 +100,14 @@ ARMS: Mapping[str, StudyArm] = {
     "sft": StudyArm(variant="sft", steps=120, evaluations=15),
     "sft on completed labels": StudyArm(variant="sft", steps=120, evaluations=15, complete={}),
     "sft on completed labels, 8 answers": StudyArm(variant="sft", steps=120, evaluations=15, complete={"rollouts": 8}),
+    "sft on completed labels, 2 votes": StudyArm(variant="sft", steps=120, evaluations=15, complete={"min_votes": 2}),
     "sft on labels completed twice": StudyArm(variant="sft", steps=120, evaluations=15, complete={"refresh": 40}),
     "sft on completed labels, votes as weights": StudyArm(
         variant="sft", steps=120, evaluations=15, complete={"weight_by_votes": True}
     ),
     "rollout matching on completed labels": StudyArm(loss=KEPT, complete={}),
     "grpo on completed labels": StudyArm(grpo={}, complete={}, **_GRPO),
+    "grpo on completed labels, 2 votes": StudyArm(grpo={}, complete={"min_votes": 2}, **_GRPO),
     "rollout matching": StudyArm(loss=TUNED),
     "rollout matching, keep_unmatched": StudyArm(loss=KEPT),
     "grpo": StudyArm(grpo={}, **_GRPO),
