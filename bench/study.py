@@ -24,9 +24,10 @@ recipe`, which chooses for itself; it needs `--run-seconds`.
 With `--run-seconds` every run has the same time, its start included, and what it has evaluated by then counts.
 
 In `--out`: `bases/`, and per run `results/REGIME/ARM-SEED.json`. What is there is not done again, so the study goes on
-with a second command, also on another machine. `study.json` and `study.md` are the report. `--features` adds what
-`predict-gain` measures of each regime, for `bench.calibrate`. `--work` is scratch. The engine is in the learner's
-process, or without vLLM the trained model itself makes the rollouts: several runs side by side on a GPU, one on a CPU.
+with a second command, also on another machine. Of two commands at a time the second waits while the first makes bases.
+`study.json` and `study.md` are the report. `--features` adds what `predict-gain` measures of each regime, for
+`bench.calibrate`. `--work` is scratch. The engine is in the learner's process, or without vLLM the trained model itself
+makes the rollouts: several runs side by side on a GPU, one on a CPU.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ from PIL import Image
 from bench.experiment import arms
 from bench.experiment.arms import FIRST_SEED, KEPT, TUNED, base_config, file_name
 from bench.experiment.results import SHOWN, read_results, shown, summarize
-from bench.experiment.runner import Experiment, Slot, checkpoints_of, export, run_all
+from bench.experiment.runner import Experiment, Slot, checkpoints_of, export, one_at_a_time, run_all
 from bench.figures import circumstances, markdown_table
 from bench.models import CHECKPOINT
 from bench.runs import LearnerRun, exit_code_of, last_words, read_events, say, start_learner, steps_of, visible
@@ -517,8 +518,15 @@ def write_rows(path: Path, rows: Iterable[Row]) -> None:
 
 
 def make_bases(experiment: StudyExperiment, processes: Processes, names: Iterable[str]) -> None:
-    """`knows` first, `half-taught` beside it, then those that come from it, side by side."""
-    missing = missing_bases(experiment, names)
+    """Make `knows` first, `half-taught` beside it, then those that come from it, side by side. Raises DeadlineError if
+    another command makes bases in the same folder for longer than the time that is left."""
+    if not missing_bases(experiment, names):
+        return
+    with one_at_a_time(experiment.out / "bases", experiment.left_s()):
+        _make_missing(experiment, processes, missing_bases(experiment, names))  # another command may have made them
+
+
+def _make_missing(experiment: StudyExperiment, processes: Processes, missing: set[str]) -> None:
     for together in ([KNOWS, HALF], list(HABITS)):
         started = {name: _start_base(experiment, processes, name) for name in together if name in missing}
         for name, learner in started.items():

@@ -12,21 +12,25 @@ Without a GPU there is one slot on the CPU.
 
 from __future__ import annotations
 
+import fcntl
 import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Generic, Protocol, TypeVar
+from typing import IO, Any, Generic, Protocol, TypeVar
 
 from bench.runs import LearnerRun, Server, last_words, say, served_by, small_server, start_learner, start_server
 from deploy.launch import Processes
-from shared.errors import CheckpointError, ProjectError
+from shared.errors import CheckpointError, DeadlineError, ProjectError
+from shared.waits import Deadline
 
 _GRAPH_SIZES = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 _POLL_S = 0.2
+_LOCK = ".lock"
 _EXPORT_S = 120.0
 _CUT_S = 1.0
 _LAST_LINES = 60
@@ -255,6 +259,39 @@ class Experiment:
 
 
 # ---- base models ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def one_at_a_time(folder: Path, limit_s: float) -> Iterator[None]:
+    """Hold back the other commands that would fill the same folder, until the body ends or this process does.
+
+    Raises DeadlineError if another command has held this one back for `limit_s`.
+    """
+    path = folder / _LOCK
+    with path.open("a") as file:
+        deadline, waits = Deadline(limit_s), False
+        while not _locked(file):
+            if not waits:
+                say(f"another command fills {folder}: this one waits for it")
+                waits = True
+            if deadline.is_over():
+                raise DeadlineError(
+                    f"another command fills {folder}",
+                    found=f"{path} locked for {limit_s:.0f} s",
+                    wanted="the other command's end",
+                    remedy="wait until it has ended, or give this one more --seconds",
+                )
+            time.sleep(_POLL_S)
+        yield
+
+
+def _locked(file: IO[str]) -> bool:
+    """Lock the file until it is closed. Return False if another process, or another open file of this one, has it."""
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def checkpoints_of(learner: LearnerRun, limit_s: float, stop_s: float = 40.0) -> dict[int, Path]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,10 +14,12 @@ import typer
 from PIL import Image
 
 from bench import study
-from bench.experiment.runner import Slot
+from bench.experiment.runner import Slot, one_at_a_time
 from bench.study import ARMS, FAULTS, NOISE_STD, Regime, StudyExperiment, StudyRun, run_config, with_noise
+from deploy.launch import supervised
 from learner.config.load import load_config
 from shared.config.parse import write_yaml
+from shared.errors import DeadlineError
 
 
 def experiment(folder: Path) -> StudyExperiment:
@@ -164,6 +168,30 @@ def test_only_missing_bases_are_taught(tmp_path: Path) -> None:
     assert study.missing_bases(made, ["demo", "repeats"]) == {"repeats", "knows"}
     made.base("repeats").mkdir(parents=True)
     assert study.missing_bases(made, ["repeats", "half-taught"]) == {"half-taught"}
+
+
+def test_of_two_commands_the_second_waits_for_a_base_and_takes_it(tmp_path: Path) -> None:
+    made = replace(experiment(tmp_path), deadline=time.monotonic() + 60)
+    made.make_folders()
+    (bases := made.out / "bases").mkdir()
+    with supervised() as processes, ThreadPoolExecutor(1) as pool:
+        with one_at_a_time(bases, 1.0):
+            second = pool.submit(study.make_bases, made, processes, ["half-taught"])
+            with pytest.raises(TimeoutError):
+                second.result(0.5)
+            made.base("half-taught").mkdir()
+        second.result(20.0)
+    assert not list(made.runs_dir.glob("base-*")), "it trains none"
+
+
+def test_a_command_waits_for_a_base_as_long_as_it_has_time(tmp_path: Path) -> None:
+    made = replace(experiment(tmp_path), deadline=time.monotonic() + 0.5)
+    made.make_folders()
+    (bases := made.out / "bases").mkdir()
+    with supervised() as processes, one_at_a_time(bases, 1.0), pytest.raises(DeadlineError) as told:
+        study.make_bases(made, processes, ["half-taught"])
+    assert str(bases) in told.value.what
+    assert "--seconds" in told.value.remedy
 
 
 def test_a_recipe_has_the_time_of_a_run(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -12,12 +13,20 @@ from typing import Any
 import pytest
 
 from bench.experiment import runner
-from bench.experiment.runner import Experiment, Slot, checkpoints_of, make_slots, run_all, slot_server
+from bench.experiment.runner import (
+    Experiment,
+    Slot,
+    checkpoints_of,
+    make_slots,
+    one_at_a_time,
+    run_all,
+    slot_server,
+)
 from bench.runs import LearnerRun, Server
 from deploy.launch import Process, Processes, supervised
 from rollout_server.config import load_server_config
 from shared.config.parse import write_yaml
-from shared.errors import CheckpointError
+from shared.errors import CheckpointError, DeadlineError
 
 
 def python(processes: Processes, code: str) -> Process:
@@ -198,3 +207,18 @@ def test_a_base_run_that_failed_says_where_to_look(code: str, steps: Sequence[in
     with supervised() as processes, pytest.raises(CheckpointError) as caught:
         checkpoints_of(base_run(processes, tmp_path, code, steps), 30.0)
     assert str(tmp_path / "log") in caught.value.remedy
+
+
+def test_a_command_that_is_killed_holds_nobody_back(tmp_path: Path) -> None:
+    code = (
+        "import sys, time; from pathlib import Path; from bench.experiment.runner import one_at_a_time\n"
+        "with one_at_a_time(Path(sys.argv[1]), 1.0): print('has it', flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None
+        assert other.stdout.readline() == "has it\n"
+        with pytest.raises(DeadlineError), one_at_a_time(tmp_path, 0.3):
+            pass
+        other.kill()
+        with one_at_a_time(tmp_path, 20.0):
+            assert other.wait(20.0) != 0
