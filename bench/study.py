@@ -355,7 +355,8 @@ def main(
     regime: Annotated[list[str] | None, typer.Option(help="Such as stops-early-200; again for each.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="By name; again for each. Default: all.")] = None,
     rate: Annotated[list[float] | None, typer.Option(help="Times the arms' learning rate; again for each.")] = None,
-    seeds: Annotated[int, typer.Option(min=1)] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    first_seed: Annotated[int, typer.Option(min=0, help="The others follow it.")] = FIRST_SEED,
     bccd: Annotated[Path | None, typer.Option(help="A clone of github.com/Shenggan/BCCD_Dataset.")] = None,
     slots: Annotated[int, typer.Option(min=1, help="Runs at a time on a GPU.")] = 10,
     colocate: Annotated[bool, typer.Option(help="vLLM makes the rollouts if it is installed.")] = True,
@@ -392,14 +393,18 @@ def main(
     if run_seconds is None and any(ARMS[name].recipe for name in arm or ARMS):
         raise typer.BadParameter("the arm recipe needs --run-seconds, the time that it has")
     regimes = [Regime.read(name) for name in regime or ()]
-    runs = [
-        StudyRun(one, name, FIRST_SEED + i, times)
-        for i in range(seeds)
-        for one in regimes
-        for name in arm or ARMS
-        for times in rate or (1.0,)
-    ]
+    numbers = range(first_seed, first_seed + seeds)
+    runs = runs_of(numbers, regimes, arm or tuple(ARMS), rate or (1.0,))
     sys.exit(_run(experiment, runs, regimes if features else ()))
+
+
+def runs_of(
+    seeds: Iterable[int], regimes: Sequence[Regime], names: Sequence[str], rates: Sequence[float]
+) -> list[StudyRun]:
+    """Return every arm in every regime, seed by seed."""
+    return [
+        StudyRun(regime, name, seed, rate) for seed in seeds for regime in regimes for name in names for rate in rates
+    ]
 
 
 def engine(vllm: bool, slots: int) -> dict[str, Any]:
@@ -706,10 +711,11 @@ def keep_result(experiment: StudyExperiment, run: StudyRun) -> None:
         "recipe": record,
         **circumstances(),
     }
-    if ARMS[run.arm].variant == "sft" and run.seed == FIRST_SEED and run.rate == 1.0:
+    folder = run.result(experiment.out).parent
+    if ARMS[run.arm].variant == "sft" and not any(folder.glob("base-*.json")):
         base = {**result, "arm": "base", "steps": 0, "train_s": 0.0, "whole_s": 0.0, "val": course[0].val}
         base |= {"course": [], "scenes": course[0].scenes}
-        _write(run.result(experiment.out).with_name(f"base-{run.seed}.json"), base)
+        _write(folder / f"base-{run.seed}.json", base)
     if run.arm == "sft" and run.rate == 1.0:
         _keep_weights(experiment, run, run_dir, best.step)
     _write(run.result(experiment.out), result)

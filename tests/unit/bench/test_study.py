@@ -54,9 +54,8 @@ def test_every_arm_is_a_configuration_that_the_learner_takes(regime: str, tmp_pa
 
 def test_runs_have_files_of_their_own(tmp_path: Path) -> None:
     regimes = [Regime.read(name) for name in ("demo-32", "demo-32-missing", "bccd")]
-    runs = [
-        StudyRun(regime, arm, seed, rate) for regime in regimes for arm in ARMS for seed in (17, 18) for rate in (1, 2)
-    ]
+    runs = study.runs_of((17, 18), regimes, tuple(ARMS), (1.0, 2.0))
+    assert len(runs) == 2 * 3 * len(ARMS) * 2
     assert len({run.folder for run in runs}) == len({run.result(tmp_path) for run in runs}) == len(runs)
 
 
@@ -70,6 +69,23 @@ def test_an_arm_after_sft_goes_on_from_the_run_of_its_seed_and_regime() -> None:
     run = StudyRun(Regime.read("demo-32"), "sft, then grpo", 18, 0.5)
     assert run.first == StudyRun(run.regime, "sft", 18)
     assert StudyRun(run.regime, "grpo", 18).first is None
+
+
+def test_a_base_is_kept_once_whichever_seed_is_first(tmp_path: Path) -> None:
+    """The report shows it beside them."""
+    made, regime = experiment(tmp_path), Regime.read("demo-32")
+    for seed in (18, 19):
+        run = StudyRun(regime, "sft", seed, 0.3)
+        write_evaluated(made.run_dir(run), {0: 1, 8: 3})
+        run.result(made.out).parent.mkdir(parents=True, exist_ok=True)
+        study.keep_result(made, run)
+    study.report(made.out)
+    arms = json.loads((made.out / "study.json").read_text())["regimes"]["demo-32"]["arms"]
+    assert {name: arm["seeds"] for name, arm in arms.items()} == {"base": [18], "sft": [18, 19]}
+    assert arms["base"]["metrics"]["f1@0.5"]["value"] == 0.25
+    assert arms["sft"]["metrics"]["f1@0.5"]["value"] == 0.75
+    assert arms["sft"]["learning_rate"] == pytest.approx(3e-5)
+    assert arms["base"]["learning_rate"] == 0.0
 
 
 @pytest.mark.parametrize("name", ["demo-32", "stops-early-200-missing", "half-taught-32-small20", "bccd-extra10"])
@@ -119,6 +135,15 @@ def test_noise_is_the_same_in_every_study(tmp_path: Path) -> None:
     assert (a == a_again).all()
     assert (a != b).any()
     assert a.std() == pytest.approx(NOISE_STD, rel=0.1)
+
+
+def write_evaluated(folder: Path, scores: dict[int, int]) -> None:
+    """Write what a run leaves: at each evaluation so many of 4 objects are found, of validation and of test scenes."""
+    write_stage(folder, scores)
+    for test in (folder / "eval").glob("retain_test_*.jsonl"):
+        path = test.with_name(test.name.replace("retain_test_", "step_"))
+        path.write_text(path.read_text() + test.read_text())
+        test.unlink()
 
 
 def write_stage(folder: Path, scores: dict[int, int]) -> None:
