@@ -18,6 +18,10 @@ from bench.experiment.runner import Slot, one_at_a_time
 from bench.study import ARMS, FAULTS, NOISE_STD, Regime, StudyExperiment, StudyRun, run_config, with_noise
 from deploy.launch import supervised
 from learner.config.load import load_config
+from learner.config.sections.augment import AugmentConfig
+from learner.data.augment import Augmenter
+from learner.records import DetectionObject, Sample
+from learner.tasks.detection.bins import to_bins
 from shared.config.parse import write_yaml
 from shared.errors import DeadlineError
 
@@ -39,23 +43,29 @@ def experiment(folder: Path) -> StudyExperiment:
     )
 
 
+@pytest.mark.parametrize("augmented", [False, True])
 @pytest.mark.parametrize("regime", ["demo-32", "stops-early-1000-missing", "noisy-64-small20", "bccd"])
-def test_every_arm_is_a_configuration_that_the_learner_takes(regime: str, tmp_path: Path) -> None:
+def test_every_arm_is_a_configuration_that_the_learner_takes(regime: str, augmented: bool, tmp_path: Path) -> None:
     for name, arm in ARMS.items():
-        run = StudyRun(Regime.read(regime), name, 17, 0.5)
+        run = StudyRun(Regime.read(regime), name, 17, 0.5, augmented)
         path = tmp_path / "run.yaml"
         write_yaml(path, run_config(experiment(tmp_path), run), "test")
         config = load_config(str(path), world_size=1)
         assert config.custom.trainer_variant == arm.variant
         assert config.training.learning_rate == arm.rate * 0.5
+        assert (config.data.augment is not None) == augmented
         at_once = config.rollout_matching.decode_batch_size
         assert at_once == 512 if regime == "bccd" else at_once > study.VAL + study.TEST, "an evaluation is one batch"
 
 
 def test_runs_have_files_of_their_own(tmp_path: Path) -> None:
     regimes = [Regime.read(name) for name in ("demo-32", "demo-32-missing", "bccd")]
-    runs = study.runs_of((17, 18), regimes, tuple(ARMS), (1.0, 2.0))
-    assert len(runs) == 2 * 3 * len(ARMS) * 2
+    runs = [
+        run
+        for augmented in (False, True)
+        for run in study.runs_of((17, 18), regimes, tuple(ARMS), (1.0, 2.0), augmented=augmented)
+    ]
+    assert len(runs) == 2 * 2 * 3 * len(ARMS) * 2
     assert len({run.folder for run in runs}) == len({run.result(tmp_path) for run in runs}) == len(runs)
 
 
@@ -69,22 +79,43 @@ def test_an_arm_after_sft_goes_on_from_the_run_of_its_seed_and_regime() -> None:
     run = StudyRun(Regime.read("demo-32"), "sft, then grpo", 18, 0.5)
     assert run.first == StudyRun(run.regime, "sft", 18)
     assert StudyRun(run.regime, "grpo", 18).first is None
+    assert replace(run, augmented=True).first == StudyRun(run.regime, "sft", 18, augmented=True)
+
+
+@pytest.mark.parametrize("arm", ARMS)
+def test_rollouts_see_augmented_pictures_where_each_step_learns_them(arm: str) -> None:
+    """The recipe's last stage is `grpo`."""
+    found = study.augment_of(StudyRun(Regime.read("demo-32"), arm, 17, augmented=True))
+    assert found is not None
+    assert found["rollouts"] == (not arm.startswith("sft") or ", then " in arm)
+
+
+def test_augmented_digits_keep_their_boxes() -> None:
+    """The bases know coordinates of whole pixels alone."""
+    digit = DetectionObject("five", "bbox_2d", to_bins([40.0, 40.0, 70.0, 80.0], 128, 128))
+    sample = Sample(sample_id="1", images=("1.png",), messages=(), objects=(digit,), width=128, height=128)
+    augmenter = Augmenter([sample], AugmentConfig(**study.DIGITS_AUGMENT), seed=1)
+    seen = [augmenter(0, epoch) for epoch in range(50)]
+    assert all(one.objects == (digit,) and (one.width, one.height) == (128, 128) for one in seen)
+    views = [one.view for one in seen if one.view is not None]
+    assert not any(crop.flip_horizontal or crop.flip_vertical or crop.quarter_turn for v in views for crop in v.crops)
+    assert len({(view.brightness, view.hue) for view in views}) == 50
 
 
 def test_a_base_is_kept_once_whichever_seed_is_first(tmp_path: Path) -> None:
-    """The report shows it beside them."""
+    """The report shows it beside augmented runs, with their rate."""
     made, regime = experiment(tmp_path), Regime.read("demo-32")
     for seed in (18, 19):
-        run = StudyRun(regime, "sft", seed, 0.3)
+        run = StudyRun(regime, "sft", seed, 0.3, augmented=True)
         write_evaluated(made.run_dir(run), {0: 1, 8: 3})
         run.result(made.out).parent.mkdir(parents=True, exist_ok=True)
         study.keep_result(made, run)
     study.report(made.out)
     arms = json.loads((made.out / "study.json").read_text())["regimes"]["demo-32"]["arms"]
-    assert {name: arm["seeds"] for name, arm in arms.items()} == {"base": [18], "sft": [18, 19]}
+    assert {name: arm["seeds"] for name, arm in arms.items()} == {"base": [18], "sft, augmented": [18, 19]}
     assert arms["base"]["metrics"]["f1@0.5"]["value"] == 0.25
-    assert arms["sft"]["metrics"]["f1@0.5"]["value"] == 0.75
-    assert arms["sft"]["learning_rate"] == pytest.approx(3e-5)
+    assert arms["sft, augmented"]["metrics"]["f1@0.5"]["value"] == 0.75
+    assert arms["sft, augmented"]["learning_rate"] == pytest.approx(3e-5)
     assert arms["base"]["learning_rate"] == 0.0
 
 
