@@ -77,7 +77,9 @@ def grpo_stage(
     values = _stage(config, GRPO, minutes)
     complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["labels"]["complete"] = complete | {"write": None} if completes else None
-    values["loss"]["function"] = None
+    values["loss"] |= {"function": None, "coordinate_smoothing": 0.0}  # grpo reinforces the tokens of answers
+    if config.data.augment is not None and not config.data.augment.rollouts:
+        values["data"]["augment"] = None  # all of its steps learn rollouts
     decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
     decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}
     if model is not None:
