@@ -2,20 +2,26 @@
 
 In: a folder with whole weights, and a name. Out: one commit with what serving and `predict` need, and `README.md`. A
 `README.md` that is already in the folder is uploaded as it is; otherwise `model_card` writes it, from the run that the
-export says it is of. What only the learner needs (`LEFT_OUT`) stays here: it is large, or names paths of this machine.
+export says it is of.
+
+Invariant: only files that belong to a model (`BELONGS`) leave this machine. What only the learner needs (`LEARNERS`)
+stays: it is large, or names paths of this machine. Whatever else is in the folder stays too, and is named: it may be
+photographs or annotations.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from huggingface_hub import CommitOperationAdd, HfApi, get_session, get_token, metadata_load
 from huggingface_hub.errors import HfHubHTTPError
 
+from learner.config.inference import CALIBRATION_NAME, INFERENCE_NAME
 from learner.detector.model import ADAPTER, ModelFiles, find_model, read_origin
 from learner.hub.card import HUB_ID, base_of, model_card
 from learner.report.read import is_run, read_run
@@ -25,7 +31,16 @@ from learner.run.files import write_atomically
 from shared.errors import ConfigError, HubError
 
 CARD = "README.md"
-LEFT_OUT = {"training_state", "trainer_state.json", "manifest.json", "origin.json"}
+LEARNERS = {"training_state", "trainer_state.json", "manifest.json", "origin.json"}
+# These are the files that transformers, vLLM and `predict` read, as patterns of their names.
+BELONGS = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "chat_template.*"),
+    *("*processor_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json"),
+    *("vocab.*", "merges.txt", "*.model", "*.tiktoken", INFERENCE_NAME, CALIBRATION_NAME),
+    *(CARD, "LICENSE*", "NOTICE*"),
+)
+TEMPLATES = Path("additional_chat_templates")  # the one folder of a model
+SHOWN = 3  # names of files that stay
 CALL_TIMEOUT_S = 120.0  # limits each read and write of a connection; the client's own default is to wait for ever
 _NOT_ALLOWED = (401, 403)
 
@@ -47,7 +62,7 @@ def push(options: PushOptions, *, endpoint: str | None = None) -> int:
     """Returns the exit code. `endpoint`: None for the hub of HF_ENDPOINT. Raises ConfigError, DataError, HubError."""
     _require_name(options.repo)
     model = _whole_model(options.export)
-    files = _files(model.folder)
+    files, others = _files(model.folder)
     api = HfApi(endpoint=endpoint, token=get_token() or False)
     get_session().timeout = CALL_TIMEOUT_S
     if not options.dry_run:
@@ -57,15 +72,29 @@ def push(options: PushOptions, *, endpoint: str | None = None) -> int:
         write_atomically(card, _card(options, model, api))
         print(f"wrote {card}")
     else:
-        print(f"{card} is there already, and is used as it is; remove it to have a new one")
+        _say_the_card_is_there(card, options)
     paths = sorted({*files, card})
-    for path in paths:
-        print(f"  {path.relative_to(model.folder)}  {_size(path.stat().st_size)}")
+    _say_what_goes(model.folder, paths, others)
     if options.dry_run:
         print(f"nothing was uploaded; without --dry-run {len(paths)} files go to {options.repo}")
         return 0
     print(_upload(api, options, model.folder, paths))
     return 0
+
+
+def _say_the_card_is_there(card: Path, options: PushOptions) -> None:
+    print(f"{card} is there already, and is used as it is; remove it to have a new one")
+    if unused := [f"--{name}" for name in ("run", "license") if getattr(options, name) is not None]:
+        print(f"not used, because they are for a new card: {', '.join(unused)}")
+
+
+def _say_what_goes(folder: Path, paths: Sequence[Path], others: Sequence[Path]) -> None:
+    for path in paths:
+        print(f"  {path.relative_to(folder)}  {_size(path.stat().st_size)}")
+    if others:
+        shown = ", ".join(str(path.relative_to(folder)) for path in others[:SHOWN])
+        more = ", ..." if len(others) > SHOWN else ""
+        print(f"not uploaded, because they are no part of a model: {len(others)} of the folder's files ({shown}{more})")
 
 
 def _require_name(repo: str) -> None:
@@ -94,17 +123,21 @@ def _whole_model(folder: Path) -> ModelFiles:
     return find_model(folder)
 
 
-def _files(folder: Path) -> list[Path]:
-    """Return the files to upload."""
-    return [
-        path
-        for path in sorted(folder.rglob("*"))
-        if path.is_file() and not {*path.relative_to(folder).parts} & LEFT_OUT and not _hidden(path.relative_to(folder))
-    ]
+def _files(folder: Path) -> tuple[list[Path], list[Path]]:
+    """Return the files to upload, and what else is in the folder, but for the learner's own files and hidden ones."""
+    files: list[Path] = []
+    others: list[Path] = []
+    for path in sorted(folder.rglob("*")):
+        inside = path.relative_to(folder)
+        if not path.is_file() or {*inside.parts} & LEARNERS or any(part.startswith(".") for part in inside.parts):
+            continue
+        belongs = inside.parent == TEMPLATES or (len(inside.parts) == 1 and _belongs(path.name))
+        (files if belongs else others).append(path)
+    return files, others
 
 
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
+def _belongs(name: str) -> bool:
+    return any(fnmatchcase(name, pattern) for pattern in BELONGS)
 
 
 def _require_token(api: HfApi) -> None:

@@ -84,6 +84,20 @@ def test_an_export_is_uploaded_with_its_card(hub: Hub, export: Path, tmp_path: P
     assert str(tmp_path) not in card
 
 
+def test_what_is_no_part_of_a_model_stays_and_is_named(
+    hub: Hub, export: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Somebody exported into a folder with private photographs and annotations."""
+    mine = {"tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json", "LICENSE"}
+    private = {"train.json", "photographs/1.png", "photographs/model.safetensors", "notes.txt"}
+    (export / "photographs").mkdir()
+    for name in mine | private:
+        (export / name).write_text("text")
+    push(PushOptions(export=export, repo="me/cells", license="mit"), endpoint=hub.endpoint)
+    assert set(hub.files) == {"README.md", "config.json", "inference.json", "model.safetensors"} | mine
+    assert "4 of the folder's files" in capsys.readouterr().out
+
+
 def test_a_second_push_goes_to_the_same_repository_with_the_edited_card(hub: Hub, export: Path) -> None:
     options = PushOptions(export=export, repo="me/cells", license="mit")
     push(options, endpoint=hub.endpoint)
