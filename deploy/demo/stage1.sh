@@ -17,4 +17,5 @@ train deploy/demo/stage1.yaml
 export_model runs/stage1/run/checkpoint-3200 runs/stage1/leg1
 scenes --out runs/stage1/data_capped --train 60000 --annotation-cap 3 --annotation-cap-share 0.6 --seed 1
 train deploy/demo/stage1b.yaml
-export_model runs/stage1/run_capped/checkpoint-600 deploy/demo/checkpoint
+export_model runs/stage1/run_capped/checkpoint-600 runs/stage1/leg2
+cp runs/stage1/leg2/* deploy/demo/checkpoint/

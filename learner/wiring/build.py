@@ -69,7 +69,7 @@ from learner.tasks.rewards import Rewards
 from learner.trainer import Trainer
 from learner.wiring.connect import Backend, connect_backend, connect_sync
 from shared.config.model import shown
-from shared.errors import ConfigError, DeadlineError
+from shared.errors import ConfigError, DeadlineError, OutputError
 from shared.families import check_folder
 from shared.tokens import read_token
 
@@ -188,11 +188,12 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
 
 def export(checkpoint: str, out: str, dtype: str) -> int:
     """Write the merged weights of a checkpoint folder as a model that can be served. Returns the exit code. Raises
-    ConfigError if it is no such folder."""
+    ConfigError if it is no such folder, OutputError if `out` has files."""
     from learner.config.sections.model import ModelConfig
     from learner.policy.files import export_model
 
     check_checkpoint(Path(checkpoint))
+    _check_export_folder(Path(out))
     policy = load_policy(ModelConfig(path=checkpoint), device=torch.device("cpu"))
     export_model(policy, Path(out), dtype=getattr(torch, dtype))
     print(f"wrote {out}")
@@ -210,6 +211,18 @@ def check_checkpoint(folder: Path) -> None:
         wanted="a checkpoint-STEP folder of a run",
         remedy=f"name one inside it: {', '.join(inside)}" if inside else "correct the path",
     )
+
+
+def _check_export_folder(out: Path) -> None:
+    """Raises OutputError if something is at `out`. Weights of an earlier export may be in more files than these."""
+    is_empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    if not is_empty:
+        raise OutputError(
+            "--out: the model would be written among other files",
+            found=f"{out}, which {'is not empty' if out.is_dir() else 'is a file'}",
+            wanted="a folder that is new or empty",
+            remedy="name another folder, or empty this one",
+        )
 
 
 # ---- parts ---------------------------------------------------------------------------------------------------------

@@ -29,7 +29,7 @@ from learner.run import checkpoint
 from learner.run.checkpoint import OPTIMIZER, RNG, Cadence, CheckpointStore, TrainerState
 from learner.run.files import write_atomically
 from learner.wiring.build import export
-from shared.errors import CheckpointError, ConfigError
+from shared.errors import CheckpointError, ConfigError, OutputError
 from tests.full_disk import no_file_larger_than
 from tests.unit.learner.policy.rows import image, policy_of, row, sample, segment
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
@@ -137,6 +137,19 @@ def test_an_export_of_no_checkpoint_is_refused_at_once(tmp_path: Path, name: str
     assert str(tmp_path / name) in caught.value.found
     assert ("checkpoint-7" in caught.value.remedy) is (name == "run")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("name", ["full", "file"])
+def test_an_export_goes_into_no_folder_with_files(tmp_path: Path, name: str) -> None:
+    checkpoint = tmp_path / "checkpoint-7"
+    for folder in (checkpoint, tmp_path / "full"):
+        folder.mkdir()
+        (folder / "config.json").write_text("{}")
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(OutputError) as caught:
+        export(str(checkpoint), str(tmp_path / name), "float32")
+    assert str(tmp_path / name) in caught.value.found
+    assert (tmp_path / "full/config.json").read_text() == "{}"
 
 
 def test_rotation_keeps_the_newest(tiny_vlm: Path, tmp_path: Path) -> None:
