@@ -84,16 +84,18 @@ def quiet() -> None:
 
 @dataclass(kw_only=True)
 class Work:
-    """The work that a command did itself. `skipped`: one line an image. `seconds`: without the start of the backend."""
+    """The work that a command did itself. `num_before`: images that an earlier one had done. `skipped`: one line an
+    image. `seconds`: without the start of the backend."""
 
     num_images: int
+    num_before: int = 0
     skipped: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
 
 def _work(detector: Detector, todo: Mapping[int, InputImage], store: Store, options: Options, console: Console) -> Work:
     """Answer every image that is left."""
-    work = Work(num_images=len(todo))
+    work = Work(num_images=len(todo), num_before=len(store.done))
     if not todo:
         return work
     if store.done:
@@ -187,8 +189,10 @@ def _summary(store: Store, work: Work, skipped: Sequence[str]) -> str:
     pace = f", {work.seconds / work.num_images:.2f} s each" if work.num_images else ""
     cut = sum(one.truncated for one in store.done.values())
     boxes = _number(sum(len(one.boxes) for one in store.done.values()), "box", "boxes")
+    before = f"{_number(work.num_before, 'photograph')} done before" if work.num_before else ""
+    new = f"{_number(work.num_images, 'photograph')}{pace}" if work.num_images or not before else "nothing left to do"
     return (
-        f"{_number(work.num_images, 'photograph')}{pace}; {boxes} in all"
+        f"{', '.join(filter(None, (new, before)))}; {boxes} in all"
         + (f"; {len(skipped)} skipped" if skipped else "")
         + (f"; {_number(cut, 'answer')} reached --max-new-tokens" if cut else "")
     )

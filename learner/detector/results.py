@@ -22,7 +22,7 @@ from pathlib import Path
 from learner.detector.boxes import Prediction, ScoredBox
 from learner.run.files import AppendedLines, write_atomically, writing
 from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text
-from shared.errors import ConfigError
+from shared.errors import ConfigError, OutputError
 
 LINES, REQUEST = "predictions.jsonl", "request.json"
 COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES = "predictions.json", "predictions.csv", "index.html", "pictures"
@@ -38,13 +38,16 @@ class Store:
 
     @classmethod
     def open(cls, out: Path, request: Mapping[str, object], *, overwrite: bool = False) -> Store:
-        """Raises ConfigError if the folder has the results of another request, OutputError if it cannot be written."""
+        """Raises ConfigError if the folder has the results of another request, OutputError if it cannot be written, or
+        if a file there would be replaced that no such command wrote."""
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             written, wanted = out / REQUEST, json.dumps(request, indent=1, sort_keys=True)
             if overwrite:
                 (out / LINES).unlink(missing_ok=True)
-            elif written.is_file() and (out / LINES).is_file() and written.read_text() != wanted:
+            elif not written.is_file():
+                _require_free(out)
+            elif _has_lines(out) and written.read_text() != wanted:
                 raise _another_request(out, json.loads(written.read_text()), request)
             write_atomically(written, wanted)
             return cls(dict(_read(out / LINES)), AppendedLines(out / LINES))
@@ -78,15 +81,40 @@ def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
         yield place, Prediction(**row, boxes=tuple(boxes))
 
 
+def _has_lines(out: Path) -> bool:
+    """Return False for what a command left that failed before its first answer: it is in nobody's way."""
+    return (out / LINES).is_file() and (out / LINES).stat().st_size > 0
+
+
+def _require_free(out: Path) -> None:
+    there = [name for name in (LINES, COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES) if (out / name).exists()]
+    if there:
+        raise OutputError(
+            f"{out} has files that predict would replace",
+            found=f"{', '.join(there)}, and no {REQUEST} of an earlier predict",
+            wanted="a new folder, or one that predict wrote",
+            remedy="choose another --out, or give --overwrite to have them replaced",
+        )
+
+
 def _another_request(out: Path, found: Mapping[str, object], wanted: Mapping[str, object]) -> ConfigError:
-    differing = [key for key in wanted if found.get(key) != wanted[key]]
-    shown = ", ".join(f"{key}: {found.get(key)!r:.80}" for key in differing[:3])
+    there, now = _flat(found), _flat(wanted)
+    differing = [key for key in now if there.get(key) != now[key]]
+    shown = "; ".join(f"{key}: {there.get(key)!s:.80} there, {now[key]!s:.80} now" for key in differing[:3])
     return ConfigError(
         f"{out} has the predictions of another command",
         found=shown or "other options",
         wanted="the same model, inputs and options, to go on where it stopped",
         remedy="choose another --out, or give --overwrite",
     )
+
+
+def _flat(request: Mapping[str, object]) -> dict[str, object]:
+    """Return the options by their own names, those of `asked` and `settings` too."""
+    flat: dict[str, object] = {}
+    for key, value in request.items():
+        flat.update(value if isinstance(value, dict) else {key: value})
+    return flat
 
 
 # ---- files ---------------------------------------------------------------------------------------------------------

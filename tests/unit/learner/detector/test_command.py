@@ -95,8 +95,10 @@ def test_what_was_interrupted_goes_on_with_the_same_answers(
     capsys.readouterr()
     assert predict(tmp_path, arguments[0], "--samples", "0") == 2
     told = capsys.readouterr().err
-    assert "asked" in told
+    assert "samples: 2 there, 0 now" in told
     assert "--overwrite" in told
+    assert predict(tmp_path, *arguments) == 0
+    assert "4 photographs done before" in capsys.readouterr().err
     assert predict(tmp_path, arguments[0], "--samples", "0", "--overwrite") == 0
 
 
