@@ -34,22 +34,6 @@ _KEPT = 1024  # images, 2 KB each
 Seen = Sequence[Future[ProcessedImage] | None]
 
 
-def share_tokenizers() -> None:
-    """Let a deep copy of a thread-safe tokenizer of vLLM be the tokenizer itself, in this process. Call it before the
-    engine starts.
-
-    vLLM passes its tokenizer on when it reads a processor. transformers then copies it deeply several times, and throws
-    the copies away: most of the time of an engine's first image if the vocabulary is large. Threads may share such a
-    tokenizer, because each call takes a tokenizer of its own from a pool. vLLM makes that pool from plain tokenizers,
-    which are copied as before.
-    """
-    from vllm.tokenizers import hf
-
-    # Without the class (in another version) the copies only take longer.
-    if pool := getattr(hf, "ThreadSafeHFTokenizerMixin", None):
-        pool.__deepcopy__ = lambda tokenizer, memo: tokenizer
-
-
 class EngineImages:
     """The images that one engine processes. `renderer` is the engine's. `threads` make the digests."""
 

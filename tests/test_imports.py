@@ -58,6 +58,7 @@ VLLM_FILES = {
     "rollout_server/processes.py",  # a worker waits by it
     "rollout_server/service.py",  # its version, for /status/
     "learner/rollout/colocated_engine.py",  # the engine inside the learner's job
+    "learner/rollout/engine_start.py",  # what its start need not do
     "shared/engine_images.py",  # feeds the vision tower of both engines
     "shared/generation.py",  # asks both engines, and reads their outputs
     "shared/sync/adapter_loading.py",  # adapters into the served model

@@ -37,9 +37,10 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.loss import is_out_of_memory
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
+from learner.rollout.engine_start import inspecting_here, sharing_tokenizers
 from learner.rollout.load_graph import LoadGraph
 from shared.checkpoint import model_folder
-from shared.engine_images import EngineImages, share_tokenizers
+from shared.engine_images import EngineImages
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
 from shared.generation import (
     CPU_ENGINE_ARGS,
@@ -276,11 +277,10 @@ class ColocatedEngine:
     def _start(self, folder: str) -> LLM:
         from vllm import LLM
 
-        share_tokenizers()
         if self.max_lora_rank:
             adapt_linear_layers_only()
         try:
-            with _all_told_by("vllm"), _inspecting_here():
+            with _all_told_by("vllm"), inspecting_here(), sharing_tokenizers(folder):
                 return LLM(**self._engine_args(folder))
         except Exception as error:  # vLLM raises errors of any type
             raise ConfigError(
@@ -463,23 +463,6 @@ def _keeping_compiler_variables() -> Iterator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-
-
-@contextmanager
-def _inspecting_here() -> Iterator[None]:
-    """Let vLLM look at the model's class in this process, which needs the class anyway. vLLM starts another one, so as
-    not to touch CUDA: 15 s where its caches are empty (0.26, H200). Here CUDA has long begun."""
-    from vllm.model_executor.models import registry
-
-    before = getattr(registry, "_run_in_subprocess", None)
-    if before is None:  # another version: the start only takes longer
-        yield
-        return
-    registry._run_in_subprocess = lambda inspect: inspect()
-    try:
-        yield
-    finally:
-        registry._run_in_subprocess = before
 
 
 def _copy_kernels(source: Path, folder: Path) -> None:

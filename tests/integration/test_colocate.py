@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from transformers import AutoTokenizer
 
-from bench.engines import colocate_sync, colocated_engine, start
+from bench.engines import colocate_sync, start
 from bench.tiny_models import build_qwen3_vl
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
@@ -57,6 +58,7 @@ class World:
     samples: list[Sample]
     engine: ColocatedEngine
     generators_at_start: tuple[Any, Any]  # read before and after the engine started
+    tokenizers_read: list[str]  # while it started: their folders
 
     def backend(self, temperature: float = 0.0) -> ColocateBackend:
         return ColocateBackend(config(temperature), self.engine, self.policy.encoder, run_seed=RUN_SEED, ranks=Ranks())
@@ -91,9 +93,18 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     build_qwen3_vl(folder / "model")
     policy = load_policy(ModelConfig(path=str(folder / "model")), device=CPU)
     samples = [sample(folder, i) for i in range(5)]
-    before = random_state()
-    with colocated_engine(config(), folder / "model") as engine:
-        yield World(folder, policy, samples, engine, (before, random_state()))
+    before, tokenizers = random_state(), list[str]()
+    read = AutoTokenizer.from_pretrained
+
+    def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
+        tokenizers.append(str(path))
+        return read(path, *args, **kwargs)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(AutoTokenizer, "from_pretrained", counted)
+        engine = start(config(), folder / "model")
+    yield World(folder, policy, samples, engine, (before, random_state()), tokenizers)
+    engine.close()
 
 
 def sample(folder: Path, number: int) -> Sample:
@@ -245,6 +256,11 @@ def test_a_deep_copy_of_vllms_tokenizer_is_the_tokenizer(world: World) -> None:
     copied = copy.deepcopy(own)
     assert copied is not own
     assert tokenizer.encode("every digit") == copied.encode("every digit")
+
+
+def test_the_engine_s_start_reads_one_tokenizer(world: World) -> None:
+    """vLLM makes several processors, for each of which transformers would read one."""
+    assert world.tokenizers_read == [str(world.folder / "model")]
 
 
 def test_decode_batch_size_bounds_what_is_decoded_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
