@@ -54,6 +54,8 @@ def start(
     ranks: Ranks = ONE_RANK,
     lora_rank: int = 0,
     dtype: torch.dtype = torch.float32,
+    *,
+    reads_weights: bool = False,
 ) -> ColocatedEngine:
     environment: dict[str, str] = {}
     prepare_for_vllm(environment)
@@ -67,6 +69,7 @@ def start(
             tensor_parallel_size=1,
             offload=offload or Offload(tuple, ranks.device),
             lora_rank=lora_rank,
+            reads_weights=reads_weights,
         )
 
 

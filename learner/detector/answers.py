@@ -205,6 +205,7 @@ class Answers:
             ranks=ranks,
             tensor_parallel_size=1,
             offload=Offload(lambda: iter(()), self.device),
+            reads_weights=True,
             keeps_awake=True,
         )
         engine.ver = 0  # the folder's own weights

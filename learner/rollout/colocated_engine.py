@@ -7,7 +7,8 @@ Invariants:
   after (vLLM for CPU has no sleep mode, and shares no device memory with training). It stays awake instead where it is
   estimated, or was seen, to have room beside training: to sleep and wake moves its weights to host memory and back;
 - the random generators of training are left as they were, and so is where torch keeps what it compiles;
-- `ver` is the version of the weights that were loaded and checked; None: they are not known to be right;
+- `ver` is the version of the weights that were loaded and checked; None: they are not known to be right, and as long as
+  nothing was loaded they may be zeros;
 - the adapter that was loaded last answers, until all weights are loaded.
 
 `learner/run/environment.py` must have prepared the environment before vLLM is imported.
@@ -37,7 +38,7 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.loss import is_out_of_memory
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
-from learner.rollout.engine_start import inspecting_here, sharing_tokenizers
+from learner.rollout.engine_start import inspecting_here, sharing_tokenizers, unread_weights
 from learner.rollout.load_graph import LoadGraph
 from shared.checkpoint import model_folder
 from shared.engine_images import EngineImages
@@ -78,10 +79,11 @@ ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 
 
 class ColocatedEngine:
-    """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. `lora_rank`
-    is the rank of the adapters that will be loaded; 0: none, which decodes a little faster. `keeps_awake`: nothing else
-    needs the device, so the engine never sleeps. `learning_bytes`: what learning is estimated to take on the device
-    beside the weights, which are there; None: not known."""
+    """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. So the
+    engine starts without them, unless `reads_weights` (with FP8 it always reads them). `lora_rank` is the rank of the
+    adapters that will be loaded; 0: none, which decodes a little faster. `keeps_awake`: nothing else needs the device,
+    so the engine never sleeps. `learning_bytes`: what learning is estimated to take on the device beside the weights,
+    which are there; None: not known."""
 
     def __init__(
         self,
@@ -93,6 +95,7 @@ class ColocatedEngine:
         tensor_parallel_size: int,
         offload: Offload,
         lora_rank: int = 0,
+        reads_weights: bool = False,
         keeps_awake: bool = False,
         learning_bytes: int | None = None,
     ) -> None:
@@ -105,6 +108,7 @@ class ColocatedEngine:
         self._sleeps = ranks.device.type == "cuda" and not keeps_awake
         self._asleep = self._stays_awake = False
         self._num_loads = 0
+        self._reads_weights = reads_weights or bool(keys_in_fp8(config.vllm))  # scales are made of the weights
         folder = model_folder(model, "model.path")
         _check_fp8(config, folder, ranks.device)
         with offload.away(), _keeping_random_state(ranks.device), _keeping_compiler_variables():
@@ -309,6 +313,8 @@ class ColocatedEngine:
             "use_tqdm_on_load": False,
             **vllm_arguments(vllm),
         }
+        if not self._reads_weights:
+            args["load_format"] = unread_weights()
         if self.max_lora_rank:
             args |= {"enable_lora": True, "max_lora_rank": self.max_lora_rank, "max_loras": 1}
         if vllm.max_model_len is not None:

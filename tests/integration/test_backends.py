@@ -181,7 +181,7 @@ def start_hf_without_weights(folder: Path) -> None:
 def start_an_engine_without_weights(folder: Path) -> None:
     FAMILIES["qwen3"](folder)
     (folder / "model.safetensors").unlink()
-    start(COLOCATED, folder)
+    start(COLOCATED, folder, reads_weights=True)
 
 
 def start_on_a_dead_server(folder: Path) -> None:

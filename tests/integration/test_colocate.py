@@ -128,7 +128,12 @@ def trained(world: World) -> Callable[[], None]:
 
 
 def test_no_rollout_before_the_first_sync(world: World) -> None:
-    """R10. First in the file, while the engine has what lies on the disk."""
+    """R10. First in the file, while the engine has no weights: it has read none, the first sync brings all. What its
+    model made for itself is there."""
+    served = world.engine.model
+    assert not any(parameter.any() for parameter in served.parameters())
+    assert all(buffer.isfinite().all() for buffer in served.buffers())
+    assert any(buffer.any() for name, buffer in served.named_buffers() if "cos_sin_cache" in name)
     with pytest.raises(SyncError, match="not known to be right"):
         world.generate()
 
