@@ -216,8 +216,8 @@ class Recipe:
                 write_yaml(path, values, f"A stage of the recipe in {self.root}, an ordinary run. Written by it.")
 
     def _prepare_grpo(self, trainer: Trainer) -> bool:
-        """Give `grpo` the labels that the start completed, if there are any and it begins there. Return True if it is to
-        run: labels were completed, or it has places left to gain. This is decided once; a stage that goes on has the
+        """Give `grpo` the labels that the start completed, if there are any and it begins there. Return True if it is
+        to run: labels were completed, or it has places left to gain. This is decided once; a stage that goes on has the
         answer.
 
         Headroom is counted by labels. If these have gaps, also after completion, it does not see what nobody labelled.
