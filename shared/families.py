@@ -67,9 +67,16 @@ def check_family(config: Mapping[str, object], *, key: str, allow_untested: bool
     )
 
 
+_MODELS_OWN = ("config.json", "adapter_config.json")
+
+
 def check_path(path: str, *, key: str) -> None:
-    """Raises ConfigError for what can only be a folder and is none. A name on the hub is `name` or `owner/name`."""
-    if Path(path).is_dir() or not (path.startswith(("/", "./", "../", "~")) or path.count("/") > 1):
+    """Raises ConfigError for a folder without a model, and for what can only be a folder and is none. A name on the hub
+    is `name` or `owner/name`."""
+    if Path(path).is_dir():
+        _require_model(Path(path), key)
+        return
+    if not (path.startswith(("/", "./", "../", "~")) or path.count("/") > 1):
         return
     found = "a file" if Path(path).is_file() else "no such folder"
     remedy = "correct the path; relative ones start at the working directory"
@@ -78,6 +85,18 @@ def check_path(path: str, *, key: str) -> None:
         found=f"{path} ({found})",
         wanted="a checkpoint's folder, or a name on the Hugging Face hub",
         remedy=f"{remedy}, and ~ is not expanded" if path.startswith("~") else remedy,
+    )
+
+
+def _require_model(folder: Path, key: str) -> None:
+    if any((folder / name).is_file() for name in _MODELS_OWN):
+        return
+    inside = sorted(path.parent.name for path in folder.glob("*/*config.json") if path.name in _MODELS_OWN)
+    raise ConfigError(
+        f"{key}: there is no model",
+        found=f"{folder} (a folder without config.json)",
+        wanted="a checkpoint's folder, or a name on the Hugging Face hub",
+        remedy=f"name one inside it: {', '.join(inside[:5])}" if inside else "correct the path",
     )
 
 

@@ -70,6 +70,19 @@ def test_a_model_that_is_not_there_is_not_looked_for_on_the_hub(path: str) -> No
     assert loaded.value.what.startswith("model.path: ")
 
 
+@pytest.mark.parametrize("there", ["", "checkpoint-7/config.json", "checkpoint-7/adapter_config.json"])
+def test_a_folder_without_a_model_is_none(tmp_path: Path, there: str) -> None:
+    """A run's folder names its checkpoints."""
+    if there:
+        (tmp_path / there).parent.mkdir()
+        (tmp_path / there).write_text("{}")
+    with pytest.raises(ConfigError) as caught:
+        check_folder(str(tmp_path), key="model.path", allow_untested=False)
+    assert caught.value.what.startswith("model.path: ")
+    assert "config.json" in caught.value.found
+    assert ("checkpoint-7" in caught.value.remedy) is bool(there)
+
+
 def test_both_programs_refuse_it_before_they_load_anything(tmp_path: Path) -> None:
     path = checkpoint(tmp_path, "llava")
     with pytest.raises(ConfigError, match="llava"):
