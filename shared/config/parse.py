@@ -150,6 +150,10 @@ def _without_secrets(mistake: Mistake, secrets: Mapping[str, str]) -> Mistake:
 
 
 def _line_of(path: str, lines: Mapping[str, str]) -> str:
+    if path not in lines:  # a section of which only keys were given, on the command line
+        below = next((at for key, at in lines.items() if key.startswith((f"{path}.", f"{path}["))), None)
+        if path and below is not None:
+            return below
     while path and path not in lines:
         path = path[: max(path.rfind("."), path.rfind("["), 0)]
     return lines.get(path or ROOT, "")

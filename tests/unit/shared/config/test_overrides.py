@@ -70,6 +70,8 @@ def test_later_ones_win_and_sections_are_made(tmp_path: Path) -> None:
         ("title=[1", "title", "YAML"),
         ("title=a: b: c", "title", "YAML"),
         ("title=!!python/object:os.system {}", "title", "tag"),
+        ("titel=5", "titel", "unknown"),
+        ("iner.flag=1", "iner", "unknown"),
         ("title", "title", "KEY=VALUE"),
         ("=5", "=5", "KEY=VALUE"),
         ("a..b=5", "a..b=5", "KEY=VALUE"),
