@@ -40,6 +40,7 @@ from learner.tasks.detection.bins import canonical_order, encloses_something, to
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import Images
+from shared.row_errors import fault_of
 from shared.wire import Turn
 
 if TYPE_CHECKING:
@@ -135,17 +136,8 @@ def _with_way_out(kind: Kind, error: DataError) -> DataError:
 
 
 def _in_words(place: Place, detail: ErrorDetails) -> DataError:
-    """Return one of pydantic's errors as ours."""
-    name = ".".join(map(str, detail["loc"]))
-    if detail["type"] == "json_invalid":
-        text = detail["input"]
-        shown = text.decode(errors="replace") if isinstance(text, bytes) else str(text)
-        return place.error("not JSON", found=f"{detail['msg']}: {shown:.200}", wanted="one JSON object")
-    if detail["type"] == "missing":
-        found = f"only {', '.join(map(str, detail['input'])) or 'nothing'}"
-        return place.error(f"{name} is missing", found=found, wanted=f"a value for {name}")
-    wanted = detail["msg"].removeprefix("Value error, ")
-    return place.error(f"{name or 'the record'} is wrong", found=f"{detail['input']!r:.200}", wanted=wanted)
+    fault = fault_of(detail)
+    return place.error(fault.what, found=fault.found, wanted=fault.wanted)
 
 
 # ---- from records to samples ---------------------------------------------------------------------------------------

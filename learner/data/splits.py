@@ -99,11 +99,12 @@ def read_split(
         found = _samples_of_reader(reader, source, maker, part)
     samples = list(islice(_new_ids_only(found, bad), limit))
     if not samples and not bad.num_errors:
+        smaller = f"correct {whole}, or take a larger part of it"
         raise DataError(
             f"{path} has no samples",
             found=f"only bad records: {bad.summary()}" if bad.counts else "no records",
             wanted="one record or more",
-            remedy="correct the path, or the records",
+            remedy="correct the path, or the records" if path == whole else smaller,
         )
     return Split(samples=samples, bad=bad)
 

@@ -25,6 +25,7 @@ from learner.detector.inputs import images_of
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.grammar import NUM_BINS
 from shared.errors import DataError
+from shared.row_errors import fault_of
 
 
 class CocoResult(BaseModel):
@@ -63,16 +64,7 @@ def classes_of(annotations: str) -> Classes:
 
 def read_results(path: Path, name: str, samples: Sequence[Sample], classes: Classes) -> Found:
     """Raises DataError if the file is none, or names images or classes that the annotations lack."""
-    try:
-        rows = _RESULTS.validate_json(path.read_bytes())
-    except (OSError, ValidationError) as error:
-        found = str(error).splitlines()
-        raise DataError(
-            f"{path}: no COCO results",
-            found="; ".join(found[1:4]) if isinstance(error, ValidationError) else found[0],
-            wanted="a JSON list of {image_id, category_id, bbox: [x, y, width, height], score}",
-            remedy="write it with the detector's own COCO export (see docs/howto/predict.md)",
-        ) from error
+    rows = _rows(path)
     by_key = _samples_by_key(samples)
     names = _names(rows, samples, classes)
     boxes: dict[str, list[Scored]] = {}
@@ -98,6 +90,28 @@ def read_results(path: Path, name: str, samples: Sequence[Sample], classes: Clas
             remedy="name the annotation file that the detector was run on",
         )
     return Found(name=name, boxes=boxes)
+
+
+def _rows(path: Path) -> list[CocoResult]:
+    try:
+        return _RESULTS.validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        raise DataError(
+            f"{path}: no COCO results",
+            found=_found(error),
+            wanted="a JSON list of {image_id, category_id, bbox: [x, y, width, height], score}",
+            remedy="write it with the detector's own COCO export (see docs/howto/predict.md)",
+        ) from error
+
+
+def _found(error: OSError | ValidationError) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}"
+    details = error.errors(include_url=False)
+    fault = fault_of(details[0], whole="the file")
+    more = f", and {len(details) - 1} more" if len(details) > 1 else ""
+    not_wanted = "" if details[0]["type"] == "missing" else f" is not {fault.wanted}"
+    return f"{fault.what}: {fault.found}{not_wanted}{more}"
 
 
 def _samples_by_key(samples: Sequence[Sample]) -> dict[str, tuple[Sample, int | None]]:

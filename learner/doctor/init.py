@@ -61,7 +61,7 @@ class Machine:
 
 
 def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
-    """Returns the exit code: 1 if records cannot be used. Raises DataError if the folder has no annotations that are
+    """Returns the exit code: 2 if records cannot be used. Raises DataError if the folder has no annotations that are
     known, OutputError if one of the files exists."""
     run_file, server_file = out / "run.yaml", out / "server.yaml"
     for file in (run_file, server_file):
@@ -77,16 +77,10 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
         on_bad_record="clip",
     )
     found = {split: _read(data, path) for split, path in paths.items()}
-    num_errors = sum(split.bad.num_errors for split in found.values())
     _print_found(folder, data, found)
-    if num_errors:
-        print(f"\n{num_errors} records cannot be read:")
-        errors = [error for split in found.values() for error in split.bad.errors]
-        print("".join(f"  {error}\n" for error in errors[:_MAX_ERRORS]), end="")
-        print(
-            "Correct them, then run init again." if num_errors <= _MAX_ERRORS else "Correct them and the others first."
-        )
-        return 1
+    if any(split.bad.num_errors for split in found.values()):
+        _print_errors(found)
+        return 2
     machine = machine_at_hand()
     largest = survey(found["train"])
     out.mkdir(parents=True, exist_ok=True)
@@ -128,11 +122,21 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> Non
         if about.num_samples:
             lines.append(seen_in_words(seen))
         warned = [*warnings_of(about, held_out=split != "train"), *filter(None, [small_boxes(about, seen)])]
+        warned = warned if about.num_samples else []
         print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
     for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():
         print(f"  ! {photographs(len(images))} in {first} and in {second}, for example {images[0]}")
     if unused := _without_annotations(folder, found):
         print(f"  ! {photographs(len(unused))} without annotations, which are not used, for example {unused[0]}")
+
+
+def _print_errors(found: dict[str, Split]) -> None:
+    """Print what cannot be read, once: parts of the same file have the same mistakes."""
+    errors = list(dict.fromkeys(str(error) for split in found.values() for error in split.bad.errors))
+    print("\nThis cannot be read:")
+    print("".join(f"  {error}\n" for error in errors[:_MAX_ERRORS]), end="")
+    more = len(errors) - _MAX_ERRORS
+    print(f"Correct this and {more} more, then run init again." if more > 0 else "Correct it, then run init again.")
 
 
 def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:

@@ -53,8 +53,8 @@ def format_of(data: DataConfig, path: str) -> Format:
             found=_described(file),
             wanted="JSONL (.jsonl), COCO (.json), Pascal VOC (a folder of .xml, or a list .txt), YOLO (data.yaml, or "
             "classes.txt), a folder with one of them per split, or a saved Hugging Face data set",
-            remedy="set data.format, or correct the path; photographs alone have to be labelled first, with any tool "
-            "that exports one of these formats",
+            remedy="set data.format, or correct the path, down to the file if there are several; photographs alone "
+            "have to be labelled first, with any tool that exports one of these formats",
         )
     return found
 
@@ -62,8 +62,13 @@ def format_of(data: DataConfig, path: str) -> Format:
 def _described(path: Path) -> str:
     if not path.is_dir():
         return f"a file {path}"
+    files = sorted(file.name for suffix in ("*.json", "*.jsonl") for file in path.glob(suffix))
+    if len(files) > 1:
+        shown = ", ".join(files[:3])
+        return f"{path}, a folder with {len(files)} files whose names do not say which split they are ({shown})"
     number = len(images_below(path))
-    return f"{path}, a folder with {number} photographs and no annotations" if number else f"a folder {path}"
+    photographs = f"{number} photograph{'s' if number != 1 else ''}"
+    return f"{path}, a folder with {photographs} and no annotations" if number else f"a folder {path}"
 
 
 def _is_saved(folder: Path) -> bool:

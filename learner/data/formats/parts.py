@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from shared.errors import DataError
 
 _PART = re.compile(r"(?P<path>.+)\[(?P<first>\d{1,3}%)?:(?P<last>\d{1,3}%)?\]")
+_ALMOST = re.compile(r"(?P<path>.+)\[(?P<part>[\d%.]*:[\d%.]*)\]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +31,13 @@ class Part:
 def part_of(path: str) -> tuple[str, Part]:
     """Return the path without its part, and the part. Raises DataError."""
     found = _PART.fullmatch(path)
+    if found is None and (almost := _ALMOST.fullmatch(path)) is not None:
+        raise DataError(
+            f"{path}: no part",
+            found=f"[{almost['part']}]",
+            wanted="percent, such as [:90%]",
+            remedy=f"write {almost['path']}[:90%] or {almost['path']}[90%:]",
+        )
     if found is None:
         return path, Part()
     first, last = (int(found[name][:-1]) if found[name] else default for name, default in (("first", 0), ("last", 100)))

@@ -10,7 +10,7 @@ import pytest
 from learner.config.schema import DataConfig
 from learner.data.formats.folders import splits_in
 from learner.data.formats.parts import part_of
-from learner.data.splits import load_split
+from learner.data.splits import annotations_of, load_split
 from shared.errors import DataError
 from tests.unit.learner.data.annotations import FINE, box, coco, jsonl, voc, voc_object, yolo
 from tests.unit.learner.data.fakes import AnyTask, draw
@@ -72,6 +72,23 @@ def test_photographs_alone_are_said_to_have_no_annotations(tmp_path: Path) -> No
     with pytest.raises(DataError, match="format") as error:
         ids(str(tmp_path))
     assert "2 photographs and no annotations" in error.value.found
+
+
+def test_files_that_name_no_split_are_named(tmp_path: Path) -> None:
+    """Nobody can say which of them is meant."""
+    for name in ("a.json", "b.json"):
+        (tmp_path / name).write_text("{}")
+    with pytest.raises(DataError) as caught:
+        annotations_of(DataConfig(train=str(tmp_path)), str(tmp_path))
+    assert "a.json, b.json" in caught.value.found
+
+
+@pytest.mark.parametrize("part", ["[:90]", "[90:]", "[:0.9]"])
+def test_a_part_is_in_percent(part: str) -> None:
+    with pytest.raises(DataError) as caught:
+        part_of(f"data:train{part}")
+    assert part in caught.value.found
+    assert "data:train[:90%]" in caught.value.remedy
 
 
 def test_a_folder_per_split(tmp_path: Path) -> None:

@@ -149,6 +149,29 @@ def test_results_of_other_annotations_are_refused(
     assert "other.json" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("text", "says"),
+    [
+        ("", "nothing"),
+        ("{}", "a list"),
+        ('[{"image_id": 1}]', "0.bbox is missing: only image_id, and 1 more"),
+        ('[{"image_id": 1, "bbox": [1, 2], "score": 1}]', "[1, 2] is not at least 4"),
+        (None, "No such file"),
+    ],
+)
+def test_a_file_that_has_no_results_is_told_in_words(
+    truth: Path, text: str | None, says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = truth.parent / "other.json"
+    if text is not None:
+        file.write_text(text)
+    assert main(["evaluate", str(truth), "--predictions", str(file), "--out", str(truth.parent / "out")]) == 2
+    told = capsys.readouterr().err
+    assert says in told
+    assert "pydantic" not in told
+    assert "Errno" not in told
+
+
 def test_nothing_to_evaluate(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(truth), "--out", str(truth.parent / "out")]) == 2
     assert "--predictions" in capsys.readouterr().err

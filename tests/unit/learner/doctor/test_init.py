@@ -82,9 +82,18 @@ def test_records_that_cannot_be_read_are_listed(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (folder / "Annotations/p3.xml").write_text("<html/>")
-    assert main(["init", str(folder), "--out", str(tmp_path / "out")]) == 1
+    assert main(["init", str(folder), "--out", str(tmp_path / "out")]) == 2
     assert "p3.xml" in capsys.readouterr().out
     assert not (tmp_path / "out").exists()
+
+
+def test_a_file_that_both_parts_are_of_is_wrong_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "annotations").mkdir()
+    (tmp_path / "annotations/instances_train.json").write_text("{}")
+    assert main(["init", str(tmp_path), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().out
+    assert told.count("images is missing") == 1
+    assert "empty answer" not in told, "nothing is known of photographs"
 
 
 @pytest.mark.parametrize("missing", ["none", "data/Annotations/p1.xml"])
