@@ -12,12 +12,12 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 
 from learner.config.schema import RunConfig
 from learner.config.sections.task import TaskConfig
 from learner.records import Sample
-from shared.errors import ConfigError
+from shared.validation import read_if_there
 from shared.wire import Turn
 
 INFERENCE_NAME = "inference.json"
@@ -74,16 +74,9 @@ def prompt_messages(prompt: str | None) -> list[Turn]:
 
 def read_settings(folder: Path) -> InferenceSettings | None:
     """Read the settings; None if the folder has none. Raises ConfigError if they cannot be read."""
-    file = folder / INFERENCE_NAME
-    if not file.is_file():
-        return None
-    try:
-        return InferenceSettings.model_validate_json(file.read_bytes())
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"{file}: it does not say how to ask the model",
-            found=f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['input']!r:.100}",
-            wanted=first["msg"],
-            remedy="correct it, or name the run's configuration: --config run.yaml",
-        ) from error
+    return read_if_there(
+        InferenceSettings,
+        folder / INFERENCE_NAME,
+        what="it does not say how to ask the model",
+        remedy="correct it, or name the run's configuration: --config run.yaml",
+    )

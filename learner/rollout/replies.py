@@ -21,6 +21,7 @@ from shared.errors import (
     ServerMismatchError,
     UnauthorizedError,
 )
+from shared.validation import first_wrong
 from shared.waits import awake_s
 from shared.wire import NDJSON, TOKEN_VARIABLE, AnswerLine, ErrorBody, RolloutOutput
 
@@ -34,12 +35,9 @@ def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str
     try:
         return adapter.validate_json(content)
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        field = ".".join(str(part) for part in first["loc"]) or "the body"
         raise RolloutError(
             f"{base_url}: malformed answer at {path}",
-            found=f"{field}: {first['input']!r:.200}",
-            wanted=first["msg"],
+            **first_wrong(error, "the body")._asdict(),
             remedy="run the same version of this project on both sides, and look at the server's log",
         ) from error
 

@@ -19,6 +19,7 @@ from learner.records import Rollout, Sample
 from learner.rollout.backend import drawn_at
 from shared.errors import ConfigError, DataError, MediaError, RolloutError, ServerMismatchError
 from shared.images import Images
+from shared.validation import first_wrong
 from shared.wire import Choice, Message, RequestConfig, RolloutInferRequest, RolloutInfos, RolloutOutput, ServedWeights
 
 _THREADS = 8  # that make augmented pictures
@@ -54,11 +55,9 @@ def infer_request(
     try:
         messages = [Message.model_validate(dict(message)) for message in sample.messages]
     except ValidationError as error:
-        first = error.errors(include_url=False)[0]
         raise DataError(
             f"sample {sample.sample_id}: a message cannot be sent to a rollout server",
-            found=f"{'.'.join(map(str, first['loc']))}: {first['input']!r:.200}",
-            wanted=first["msg"],
+            **first_wrong(error, "the message")._asdict(),
             remedy="correct the dataset row",
         ) from error
     sent = sample.images if images is None else images

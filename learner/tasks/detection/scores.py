@@ -19,7 +19,7 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict
 
 from learner.config.inference import CALIBRATION_NAME
 from learner.records import DetectionObject, ParsedRollout
@@ -28,7 +28,7 @@ from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.grammar import NUM_BINS
 from learner.tasks.tokens import TokenPieces
-from shared.errors import ConfigError
+from shared.validation import read_if_there
 
 FEATURES = (
     "greedy",  # 1: the greedy answer has it
@@ -208,19 +208,13 @@ class CalibrationFile(BaseModel):
 
 def read_calibration(folder: Path, *, samples: int) -> Calibration | None:
     """Return the calibration; None if the folder has none for this. Raises ConfigError if the file cannot be read."""
-    file = folder / CALIBRATION_NAME
-    if not file.is_file():
-        return None
-    try:
-        return CalibrationFile.model_validate_json(file.read_bytes()).of(samples)
-    except ValidationError as error:
-        first = error.errors(include_url=False)[0]
-        raise ConfigError(
-            f"{file}: the calibration cannot be read",
-            found=f"{'.'.join(map(str, first['loc'])) or 'the file'}: {first['input']!r:.100}",
-            wanted=first["msg"],
-            remedy="make it again: rollout-learner calibrate",
-        ) from error
+    found = read_if_there(
+        CalibrationFile,
+        folder / CALIBRATION_NAME,
+        what="the calibration cannot be read",
+        remedy="make it again: rollout-learner calibrate",
+    )
+    return None if found is None else found.of(samples)
 
 
 def design(
