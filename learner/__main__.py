@@ -49,6 +49,7 @@ from shared.version import Version
 
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig
+    from learner.detector.answers import AnswerSettings
 
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
@@ -317,18 +318,9 @@ def predict(
     """
 
     def work() -> int:
-        from learner.detector.answers import AnswerSettings
         from learner.detector.command import Options, predict
-        from shared.tokens import read_token
 
-        asked = AnswerSettings(
-            backend=backend.value,
-            server=server,
-            samples=samples,
-            max_new_tokens=max_new_tokens,
-            dtype=dtype.value,
-            token=read_token(os.environ),
-        )
+        asked = _answers(backend, server, samples=samples, max_new_tokens=max_new_tokens, dtype=dtype)
         names = tuple(name.strip() for name in classes.split(",") if name.strip()) if classes else ()
         options = Options(
             model=model,
@@ -367,17 +359,9 @@ def calibrate(
     numbers = _numbers(samples, "--samples")
 
     def work() -> int:
-        from learner.detector.answers import AnswerSettings
         from learner.detector.calibration import CalibrateOptions, calibrate
-        from shared.tokens import read_token
 
-        asked = AnswerSettings(
-            backend=backend.value,
-            server=server,
-            max_new_tokens=max_new_tokens,
-            dtype=dtype.value,
-            token=read_token(os.environ),
-        )
+        asked = _answers(backend, server, max_new_tokens=max_new_tokens, dtype=dtype)
         return calibrate(
             CalibrateOptions(
                 model=model,
@@ -422,11 +406,9 @@ def evaluate(
     held_out, retained = _named(val_predictions, "--val-predictions"), _named(retain, "--retain")
 
     def work() -> int:
-        from learner.detector.answers import AnswerSettings
         from learner.detector.evaluate import EvaluateOptions, evaluate
-        from shared.tokens import read_token
 
-        asked = AnswerSettings(backend=backend.value, server=server, samples=samples, token=read_token(os.environ))
+        asked = _answers(backend, server, samples=samples)
         options = EvaluateOptions(
             annotations=annotations,
             predictions=given,
@@ -441,6 +423,28 @@ def evaluate(
         return evaluate(options)
 
     _end(work)
+
+
+def _answers(
+    backend: AnswersBy,
+    server: str | None,
+    *,
+    samples: int = 0,
+    max_new_tokens: int | None = None,
+    dtype: ComputesIn = ComputesIn.auto,
+) -> AnswerSettings:
+    """Return how a model's answers are made; a server's token comes from the environment."""
+    from learner.detector.answers import AnswerSettings
+    from shared.tokens import read_token
+
+    return AnswerSettings(
+        backend=backend.value,
+        server=server,
+        samples=samples,
+        max_new_tokens=max_new_tokens,
+        dtype=dtype.value,
+        token=read_token(os.environ),
+    )
 
 
 def _named(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
@@ -516,15 +520,12 @@ def suggest_missing(
     """Ask the model several times about each image. Boxes that answers agree on and nobody labelled, best first."""
 
     def work() -> int:
-        from learner.detector.answers import AnswerSettings
         from learner.detector.command import quiet
         from learner.detector.model import find_model
         from learner.missing.suggest import annotations_of, suggest
-        from shared.tokens import read_token
 
         quiet()
-        token = read_token(os.environ)
-        asked = AnswerSettings(backend=backend.value, server=server, samples=samples, dtype=dtype.value, token=token)
+        asked = _answers(backend, server, samples=samples, dtype=dtype)
         files = find_model(model, config=config)
         data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
         found = suggest(files, data, out, asked, tell=lambda text: print(text, file=sys.stderr))
