@@ -24,7 +24,7 @@ from rich.table import Table
 
 from deploy.demo.scenes import DIGIT_WORDS
 from learner.config.sections.data import DataConfig
-from learner.data.splits import load_split
+from learner.data.splits import load_samples
 from learner.detector import Detector
 from learner.detector.boxes import Prediction
 from learner.detector.evaluation import Scored, assignment_of
@@ -177,7 +177,7 @@ def _scenes(path: Path) -> dict[str, dict[str, Any]]:
 
 def _answered(model: Path, annotations: Path) -> CountTable:
     """The counts of a model's answers, if no evaluation of its run has them."""
-    samples = load_split(DataConfig(train=str(annotations)), str(annotations), Anything()).samples
+    samples = load_samples(DataConfig(train=str(annotations)), str(annotations), Anything())
     found = _predictions(model, [sample.images[0] for sample in samples])
     boxes = [
         [Scored(box_in_sample(b.box, b.name, sample), b.score) for b in one.boxes]

@@ -17,7 +17,7 @@ from rich.table import Table
 
 from learner.config.inference import CALIBRATION_NAME
 from learner.config.sections.data import DataConfig
-from learner.data.splits import load_split
+from learner.data.splits import load_samples
 from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.command import quiet, reading
 from learner.detector.model import ModelFiles, find_model, require_boxes
@@ -53,7 +53,7 @@ def calibrate(options: CalibrateOptions) -> int:
     task = DetectionTask(model.settings.task, answers.encoder.tokenizer)
     data, reader = reading(model, [options.annotations], named=options.config is not None)
     data = data or DataConfig(train=options.annotations, on_bad_record="drop")
-    samples = load_split(data, options.annotations, task, geometry=task.config.geometry, reader=reader).samples
+    samples = load_samples(data, options.annotations, task, geometry=task.config.geometry, reader=reader)
     found: dict[int, list[list[ScoreCandidate]]] = {number: [] for number in numbers}
     pieces = pieces_of(task.tokenizer)
     for parsed in _answered(answers, asked_as(model, samples), task, console):

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 
 from learner.config.sections.data import DataConfig
-from learner.data.splits import load_split
+from learner.data.splits import load_samples
 from learner.detector.answers import AnswerSettings
 from learner.detector.boxes import Prediction
 from learner.detector.command import quiet
@@ -140,7 +140,7 @@ def _retained(name: str) -> str:
 
 def _samples(options: EvaluateOptions, path: str) -> list[Sample]:
     data = DataConfig(train=path, on_bad_record="drop", image_root=options.image_root)
-    return load_split(data, path, Anything()).samples
+    return load_samples(data, path, Anything())
 
 
 def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path]) -> list[Found]:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from learner.config.schema import RunConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.config.split import as_read_for
-from learner.data.splits import load_split
+from learner.data.splits import load_samples
 from learner.extensions import reader_of, task_class
 from learner.policy.load import Policy, load_policy
 from learner.predict.agreement import AGREEMENT, drawn_of
@@ -83,7 +83,7 @@ class _Model:
         config, path = self._config, self._config.data.path_of(split)
         assert path is not None
         data, reader = as_read_for(config.data, split), reader_of(config, split)
-        found = load_split(data, path, self._task, geometry=config.task.geometry, reader=reader).samples
+        found = load_samples(data, path, self._task, geometry=config.task.geometry, reader=reader)
         if len(found) < 2:
             raise DataError(
                 f"{path}: too few samples for an interval",
