@@ -56,6 +56,7 @@ POLL_S = 0.2
 LOOK_S = 5.0  # deadline of one answer of `/ready/`, before the learner has started
 BACK_OFF_S = 1.0  # wait before the first restart; doubled before each of the next
 MAX_BACK_OFF_S = 60.0
+_LAST_LINES = 3  # of a log, in an error
 STEADY_S = 600.0
 
 
@@ -255,11 +256,11 @@ def ranks_argv(learner: LearnerLaunch) -> list[str]:
     return [*learner.via, *torchrun, *numbers, "-m", "learner", "--config", learner.config]
 
 
-def _last_words(log: Path | None, num_lines: int = 3) -> str:
+def _last_words(log: Path | None) -> str:
     if log is None or not log.exists():
         return "(no log)"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " | ".join(lines[-num_lines:]) or "(empty log)"
+    return " | ".join(lines[-_LAST_LINES:]) or "(empty log)"
 
 
 class Server:

@@ -78,18 +78,6 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
     return Inputs(images=list(_numbered(sources)), bad=bad, categories=coco_categories(inputs))
 
 
-def require_one_image(samples: Sequence[Sample], who: str) -> None:
-    """Raises DataError if a sample has several images. `who`: the command that looks at photographs one by one."""
-    several = next((sample for sample in samples if len(sample.images) > 1), None)
-    if several is not None:
-        raise DataError(
-            f"{who} looks at photographs one by one",
-            found=f"sample {several.sample_id} with {len(several.images)} images",
-            wanted="annotations with one image a record",
-            remedy="make one record of each image; a run itself evaluates records of several (training.eval_steps)",
-        )
-
-
 def coco_categories(inputs: Sequence[str]) -> dict[str, int]:
     """Ids of class names, if one of the inputs is COCO's."""
     for text in inputs:

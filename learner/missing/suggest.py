@@ -19,7 +19,6 @@ from learner.data.splits import load_samples
 from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.calibration import asked_as
 from learner.detector.command import reading
-from learner.detector.inputs import require_one_image
 from learner.detector.model import ModelFiles, require_boxes
 from learner.records import DetectionObject, Rollout, Sample
 from learner.run.additions import addition_of, writable_annotations
@@ -95,7 +94,7 @@ def suggest(
     answers = Answers(model, asked)
     task = DetectionTask(model.settings.task, answers.encoder.tokenizer)
     samples = load_samples(data, data.train, task, geometry=model.settings.task.geometry)
-    require_one_image(samples, "find-missing")
+    require_one_image(samples)
     calibration, pieces = read_calibration(model.folder, samples=asked.samples), pieces_of(task.tokenizer)
     found: list[Suggestion] = []
     with answers:
@@ -108,6 +107,18 @@ def suggest(
     content = {"data": data.model_dump(mode="json"), "suggestions": [asdict(one) for one in found]}
     write_atomically(out / SUGGESTIONS, json.dumps(content) + "\n")
     return found
+
+
+def require_one_image(samples: Sequence[Sample]) -> None:
+    """Raises DataError if a sample has several images."""
+    several = next((sample for sample in samples if len(sample.images) > 1), None)
+    if several is not None:
+        raise DataError(
+            "find-missing looks at photographs one by one",
+            found=f"sample {several.sample_id} with {len(several.images)} images",
+            wanted="annotations with one image a record",
+            remedy="make one record of each image; a run itself evaluates records of several (training.eval_steps)",
+        )
 
 
 def of_sample(

@@ -3,12 +3,12 @@
 In: the objects of K answers. Out: every object in exactly one cluster, and at most one object of an answer in a
 cluster, so that the votes of a cluster are the answers that found it. Pure; geometry by exact IoU.
 
-Two clusters are joined if they share no answer and the mean IoU between their objects is at least `iou_threshold`. The
+Two clusters are joined if they share no answer and the mean IoU between their objects is at least `SAME_IOU`. The
 pair with the highest IoU goes first. Pairs with the same name go before those with different names, so that two objects
 at one place keep their names, and a cluster still gathers what answers call differently. The order of the answers
 matters only among equal pairs.
 
-An answer that repeats an object begins a second cluster at the same place. `without_repeats` leaves out such clusters.
+An answer that repeats an object begins a second cluster at the same place.
 """
 
 from __future__ import annotations
@@ -61,11 +61,11 @@ class Cluster:
         return dict(Counter(member.object.desc for member in self.members).most_common())
 
 
-def cluster_objects(answers: Sequence[Sequence[DetectionObject]], *, iou_threshold: float = SAME_IOU) -> list[Cluster]:
+def cluster_objects(answers: Sequence[Sequence[DetectionObject]]) -> list[Cluster]:
     """Return the clusters of K answers' objects: those with most votes first, then in canonical order."""
     members = [ClusterMember(k, place, obj) for k, answer in enumerate(answers) for place, obj in enumerate(answer)]
     iou = iou_matrix([m.object for m in members], [m.object for m in members])
-    groups = _groups(members, iou, iou_threshold)
+    groups = _groups(members, iou)
     clusters = [
         Cluster(members=tuple(members[i] for i in g), object=_agreed([members[i] for i in g], iou[np.ix_(g, g)]))
         for g in groups
@@ -73,26 +73,14 @@ def cluster_objects(answers: Sequence[Sequence[DetectionObject]], *, iou_thresho
     return sorted(clusters, key=lambda cluster: (-cluster.votes, canonical_key(cluster.object)))
 
 
-def without_repeats(clusters: Sequence[Cluster], *, iou_threshold: float = SAME_IOU) -> list[Cluster]:
-    """Return the clusters that overlap no earlier one of the same name. The clusters of `cluster_objects` begin with
-    those that have most votes."""
-    objects = [cluster.object for cluster in clusters]
-    iou = iou_matrix(objects, objects)
-    kept: list[int] = []
-    for i, obj in enumerate(objects):
-        if all(objects[j].desc != obj.desc or iou[i, j] < iou_threshold for j in kept):
-            kept.append(i)
-    return [clusters[i] for i in kept]
-
-
-def _groups(members: Sequence[ClusterMember], iou: NDArray[np.float64], iou_threshold: float) -> list[list[int]]:
+def _groups(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[list[int]]:
     """Return the indices of the members of each cluster, ascending. `iou` [N, N]."""
     group_of = list(range(len(members)))
     groups = {i: [i] for i in range(len(members))}
     answers = {i: {member.answer} for i, member in enumerate(members)}
-    for i, j in _pairs(members, iou, iou_threshold):
+    for i, j in _pairs(members, iou):
         a, b = group_of[i], group_of[j]
-        if a == b or answers[a] & answers[b] or iou[np.ix_(groups[a], groups[b])].mean() < iou_threshold:
+        if a == b or answers[a] & answers[b] or iou[np.ix_(groups[a], groups[b])].mean() < SAME_IOU:
             continue
         for k in groups[b]:
             group_of[k] = a
@@ -101,10 +89,10 @@ def _groups(members: Sequence[ClusterMember], iou: NDArray[np.float64], iou_thre
     return [sorted(group) for group in groups.values()]
 
 
-def _pairs(members: Sequence[ClusterMember], iou: NDArray[np.float64], iou_threshold: float) -> list[tuple[int, int]]:
+def _pairs(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[tuple[int, int]]:
     """Pairs of different answers that overlap enough, in the order in which they are joined. Equal ones go by their
     places in the answers: answers that repeat one box join it first with first, second with second."""
-    rows, columns = np.nonzero((np.triu(iou, k=1) >= iou_threshold) & (np.triu(iou, k=1) > 0))
+    rows, columns = np.nonzero((np.triu(iou, k=1) >= SAME_IOU) & (np.triu(iou, k=1) > 0))
     found = []
     for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
         a, b = members[i], members[j]

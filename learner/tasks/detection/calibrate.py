@@ -97,7 +97,7 @@ def boxes_of(
 
 
 def right_boxes(
-    objects: Sequence[DetectionObject], scores: Floats, sample: Sample, threshold: float = RIGHT_IOU
+    objects: Sequence[DetectionObject], scores: Floats, sample: Sample
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """Return [N] which boxes are right, and which do not count because they lie in an ignore region and hit nothing."""
     right = np.zeros(len(objects), dtype=bool)
@@ -110,9 +110,9 @@ def right_boxes(
         free = np.ones(len(truth), dtype=bool)
         for i in np.argsort(-scores, kind="stable"):
             best = int(np.where(free, iou[i], -1.0).argmax())
-            if free[best] and iou[i, best] >= threshold:
+            if free[best] and iou[i, best] >= RIGHT_IOU:
                 right[i], free[best] = True, False
-    inside = ignored_shares(objects, sample.ignored)[0] >= threshold
+    inside = ignored_shares(objects, sample.ignored)[0] >= RIGHT_IOU
     return right, inside & ~right
 
 
@@ -132,18 +132,16 @@ def fit_calibration(
 
 
 @_one_thread
-def cross_fitted(
-    found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
-) -> list[Floats]:
-    """Scores of each image's candidates, each [N], by a fit that had no image of its part: image i is in part i modulo
-    `FOLDS`. So the labels of an image never decide its own scores.
+def cross_fitted(found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample]) -> list[Floats]:
+    """Scores of the candidates of each greedy answer, each [N], by a fit that had no image of its part: image i is in
+    part i modulo `FOLDS`. So the labels of an image never decide its own scores.
 
     Raises DataError if there is too little to learn from.
     """
     scores = [np.zeros(0)] * len(found)
     for part in range(FOLDS):
         others = [i for i in range(len(found)) if i % FOLDS != part]
-        calibration, _ = _fit_twice([found[i] for i in others], [samples[i] for i in others], num_drawn=num_drawn)
+        calibration, _ = _fit_twice([found[i] for i in others], [samples[i] for i in others], num_drawn=0)
         for i in range(part, len(found), FOLDS):
             scores[i] = scores_of(found[i], calibration) if found[i] else scores[i]
     return scores

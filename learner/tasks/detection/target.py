@@ -42,10 +42,9 @@ def build_target(
     assignment: Assignment,
     task: ObjectTask,
     tokenizer: Tokenizer,
-    eos_token_id: int | None = None,
     loss: LossConfig = SPECIFIED,
 ) -> Target:
-    """Y_train of a matched rollout, ended by `eos_token_id` (None: the tokenizer's), with the weights of `loss`.
+    """Y_train of a matched rollout, ended by the tokenizer's EOS, with the weights of `loss`.
 
     Raises LossError if a coordinate's tokens are not in the prefix.
     """
@@ -60,7 +59,7 @@ def build_target(
     objects, factors = _appended(_missed(assignment, loss), unlabelled, task)
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
-    target = _with_tail(prefix, tail, pieces_of(tokenizer), eos_token_id, loss.desc_weight, factors)
+    target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, factors)
     read = target.token_ids[: len(prefix) + 1]  # the number at the prefix's end may differ in the next token
     if loss.matched_coordinate_weight:
         positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
@@ -123,28 +122,24 @@ def _teach_besides(target: Target, position: int, label: int, weight: float) -> 
         target.labels[position], target.loss_weights[position] = label, weight
 
 
-def ground_truth_target(
-    sample: Sample, task: ObjectTask, tokenizer: Tokenizer, eos_token_id: int | None = None, desc_weight: float = 1.0
-) -> Target:
+def ground_truth_target(sample: Sample, task: ObjectTask, tokenizer: Tokenizer, desc_weight: float = 1.0) -> Target:
     """Return the whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
     objects, factors = _appended(list(sample.objects), [], task)
     tail = task.serialize(objects, after=None)
-    return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), eos_token_id, desc_weight, factors)
+    return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), desc_weight, factors)
 
 
 def _with_tail(
     prefix: NDArray[np.int64],
     tail: SerializedTail,
     pieces: TokenPieces,
-    eos_token_id: int | None,
     desc_weight: float,
     factors: Mapping[int, float],
 ) -> Target:
     """Return prefix, tail and EOS. The prefix is ignored, the rest is supervised. `factors`: what the weights of some
     of the tail's objects are multiplied by; 0: they are ignored."""
     text = tokens_of(tail.text, pieces)
-    eos = pieces.tokenizer.eos_token_id if eos_token_id is None else eos_token_id
-    target = continued(prefix, text, eos)
+    target = continued(prefix, text, pieces.tokenizer.eos_token_id)
     token_ids, weights = target.token_ids, target.loss_weights
     marked = [(tail.object_spans[place], factor) for place, factor in factors.items() if factor]
     if desc_weight != 1.0:

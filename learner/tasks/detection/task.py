@@ -142,7 +142,7 @@ class DetectionTask(Task):
             scores = [scores_of(own, known) if own else np.empty(0) for own in found]
         else:
             try:
-                scores = cross_fitted(found, samples, num_drawn=0)
+                scores = cross_fitted(found, samples)
             except DataError:
                 return assignments
         return [replace(one, scores=tuple(own.tolist())) for one, own in zip(assignments, scores, strict=True)]

@@ -13,9 +13,8 @@ from learner.__main__ import main
 from learner.config.inference import InferenceSettings, prompt_messages
 from learner.config.sections.task import TaskConfig
 from learner.detector.detector import _asks
-from learner.detector.inputs import find_inputs, require_one_image
+from learner.detector.inputs import find_inputs
 from learner.detector.model import ModelFiles, require_one_image_prompt
-from learner.records import Sample
 from shared.errors import ConfigError, DataError
 
 
@@ -124,12 +123,6 @@ def test_results_are_compared_in_the_image_that_they_name(
     (result,) = json.loads((tmp_path / "out" / "evaluation.json").read_text())
     assert result["intervals"]["precision@0.5"]["estimate"] == 1.0
     assert result["intervals"]["f1@0.5"]["estimate"] == pytest.approx(2 / 3)
-
-
-def test_find_missing_says_that_it_looks_at_photographs_one_by_one() -> None:
-    sample = Sample(sample_id="pair", messages=(), images=("a", "b"), objects=(), width=1, height=1)
-    with pytest.raises(DataError, match="find-missing looks at photographs one by one"):
-        require_one_image([sample], "find-missing")
 
 
 def test_a_model_of_pages_is_not_asked_about_one_photograph(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.model import ModelFiles, find_model
 from learner.missing import suggest as module
 from learner.missing.review import write_reviewed
-from learner.missing.suggest import DECISIONS, annotations_of, suggest
+from learner.missing.suggest import DECISIONS, annotations_of, require_one_image, suggest
 from learner.records import DetectionObject, Rollout, Sample
 from learner.tasks.detection.task import DetectionTask
 from shared.config.parse import write_yaml
@@ -108,3 +108,9 @@ def test_annotations_that_cannot_be_written_again_are_refused_before_a_person_re
     data = annotations_of(model, path).model_copy(update={"reader": "my.reader:read"})
     with pytest.raises(DataError, match="convert"):
         suggested(model, data, tmp_path / "out")
+
+
+def test_find_missing_says_that_it_looks_at_photographs_one_by_one() -> None:
+    sample = Sample(sample_id="pair", messages=(), images=("a", "b"), objects=(), width=1, height=1)
+    with pytest.raises(DataError, match="find-missing looks at photographs one by one"):
+        require_one_image([sample])

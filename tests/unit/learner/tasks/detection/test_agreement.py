@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from learner.records import DetectionObject
-from learner.tasks.detection.agreement import SAME_IOU, Cluster, cluster_objects, without_repeats
+from learner.tasks.detection.agreement import SAME_IOU, Cluster, cluster_objects
 from learner.tasks.detection.geometry import iou_matrix
 
 
@@ -95,11 +95,10 @@ def test_names_differ_in_a_cluster_but_equal_names_go_first() -> None:
     assert [c.names for c in both] == [{"red": 2}, {"white": 2}]
 
 
-def test_a_repeated_object_is_a_cluster_that_can_be_left_out() -> None:
+def test_a_repeated_object_is_a_cluster_of_its_own() -> None:
     one, other = box("a", 0, 0, 100, 100), box("a", 500, 500, 600, 600)
     clusters = cluster_objects([[one, one, other], [one]])
     assert [(c.object, c.votes) for c in clusters] == [(one, 2), (one, 1), (other, 1)]
-    assert [(c.object, c.votes) for c in without_repeats(clusters)] == [(one, 2), (other, 1)]
 
 
 def test_polygons_agree_on_the_one_that_overlaps_the_others_most() -> None:

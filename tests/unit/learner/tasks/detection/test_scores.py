@@ -174,11 +174,11 @@ def test_a_fit_is_calibrated_on_images_that_it_has_not_seen(tmp_path: Path) -> N
 def test_no_image_is_scored_by_a_fit_that_saw_its_labels() -> None:
     """Of images whose labels are turned over, the own scores stay as they are, and those of other parts change."""
     found, samples = simulated(40, seed=3)
-    before = cross_fitted(found, samples, num_drawn=0)
+    before = cross_fitted(found, samples)
     turned = [
         replace(sample, objects=(found[i][1].object,)) if i % FOLDS == 2 else sample for i, sample in enumerate(samples)
     ]
-    after = cross_fitted(found, turned, num_drawn=0)
+    after = cross_fitted(found, turned)
     for i, (old, new) in enumerate(zip(before, after, strict=True)):
         assert (old.tolist() == new.tolist()) == (i % FOLDS == 2), i
 
@@ -186,7 +186,7 @@ def test_no_image_is_scored_by_a_fit_that_saw_its_labels() -> None:
 def test_cross_fitted_scores_are_those_of_a_slow_reference() -> None:
     """Every image alone: the others of which it is no part are fitted, and each of its boxes is scored by hand."""
     found, samples = simulated(12, seed=4)
-    scores = cross_fitted(found, samples, num_drawn=0)
+    scores = cross_fitted(found, samples)
     for i in (0, 3, 7, 11):
         others = [k for k in range(12) if k % FOLDS != i % FOLDS]
         known, *_ = fit_calibration([found[k] for k in others], [samples[k] for k in others], num_drawn=0)
@@ -222,7 +222,7 @@ def test_a_fit_does_not_wait_for_threads_of_small_products(monkeypatch: pytest.M
     found, samples = simulated(12, seed=4)
     with threadpool_limits(2, user_api="blas"):
         fit_calibration(found, samples, num_drawn=0)
-        cross_fitted(found, samples, num_drawn=0)
+        cross_fitted(found, samples)
         assert set(threads) == {1}
         after = {one["num_threads"] for one in threadpool_info() if one["user_api"] == "blas"}
     assert after == {2}, "those of others are as they were"

@@ -278,8 +278,8 @@ def test_plain_teacher_forcing_is_the_whole_answer(container: str) -> None:
     """R01 `sft`, R35 Channel-A: no rollout, canonical order, EOS."""
     task, tokenizer = make_task(container)
     sample = make_sample([box("one", 1, 2, 3, 4), box("two", 5, 6, 7, 8)])
-    target = ground_truth_target(sample, task, tokenizer, eos_token_id=77)
-    assert target.token_ids[-1] == target.labels[-1] == 77
+    target = ground_truth_target(sample, task, tokenizer)
+    assert target.token_ids[-1] == target.labels[-1] == tokenizer.eos_token_id
     assert (target.labels == target.token_ids).all()
     assert [p.object for p in task.parse(make_rollout(target.token_ids[:-1].tolist())).objects] == list(sample.objects)
 
