@@ -113,24 +113,6 @@ def change(policy: Policy, seed: int, scale: float = 0.3) -> None:
         parameter.add_(scale * (parameter.std(correction=0) + 0.02) * torch.randn_like(parameter))
 
 
-def check_syncs(world: World) -> None:
-    """Sync after sync, the engine holds to the bit what the rule makes of what was sent, and answers by it."""
-    policy, said = world.policy(), list[list[tuple[int, ...]]]()
-    copies = world.engine._copies
-    copies.rows = None
-    for seed in range(4):
-        receipt = world.sync(policy)
-        assert receipt.num_tensors == len(policy.weight_specs())
-        assert receipt.canary_gap < FP8_TOLERANCE
-        assert receipt.merge_gap > 0  # quantising changes something
-        assert copies.rows is not None, "the reload did not give what the rows would get"
-        with world.engine.awake():
-            check_served(world, dict(policy.named_weights(torch.bfloat16)))
-        said.append(world.answers(policy))
-        change(policy, seed)
-    assert len({tuple(answers) for answers in said}) == 4
-
-
 def check_served(world: World, sent: Weights) -> None:
     served = world.served()
     layers = [name for name in served if name.endswith("weight_scale")]
@@ -181,21 +163,45 @@ def check_cache(world: World) -> None:
 SPOILS: list[Spoil] = [one_is_stale, two_are_swapped]
 
 
-def check_fault(world: World, spoil: Spoil) -> None:
-    """A wrong layer is found, and the next sync mends it."""
-    policy = world.policy()
-    change(policy, 7, scale=1.0)
-    world.sync(policy)
-    with pytest.raises(CanaryError, match="mean gap"):
-        world.sync(policy, spoil=spoil)
-    assert world.sync(policy).canary_gap < FP8_TOLERANCE
+class QuantisedSyncs:
+    """Tests of every engine in FP8. A test module subclasses it, and has a fixture `world`."""
+
+    def test_syncs_are_quantised_on_the_way_and_change_the_answers(self, world: World) -> None:
+        """Sync after sync, the engine holds to the bit what the rule makes of what was sent, and answers by it."""
+        policy, said = world.policy(), list[list[tuple[int, ...]]]()
+        copies = world.engine._copies
+        copies.rows = None
+        for seed in range(4):
+            receipt = world.sync(policy)
+            assert receipt.num_tensors == len(policy.weight_specs())
+            assert receipt.canary_gap < FP8_TOLERANCE
+            assert receipt.merge_gap > 0  # quantising changes something
+            assert copies.rows is not None, "the reload did not give what the rows would get"
+            with world.engine.awake():
+                check_served(world, dict(policy.named_weights(torch.bfloat16)))
+            said.append(world.answers(policy))
+            change(policy, seed)
+        assert len({tuple(answers) for answers in said}) == 4
+
+    @pytest.mark.parametrize("spoil", SPOILS)
+    def test_a_wrong_layer_is_found(self, world: World, spoil: Spoil) -> None:
+        """A wrong layer is found, and the next sync repairs it."""
+        policy = world.policy()
+        change(policy, 7, scale=1.0)
+        world.sync(policy)
+        with pytest.raises(CanaryError, match="mean gap"):
+            world.sync(policy, spoil=spoil)
+        assert world.sync(policy).canary_gap < FP8_TOLERANCE
 
 
-def check_adapters(world: World) -> None:
-    """R08: the adapter alone lies on weights in FP8. Merged ones are quantised with it."""
-    policy = world.policy(lora=True)
-    for adapter in (True, True, False, True):
-        change(policy, 1)
-        receipt = world.sync(policy, adapter=adapter)
-        assert receipt.mode == ("adapter" if adapter else "full")
-        assert receipt.fallback == ""
+class QuantisedAdapters:
+    """The test of adapters on such an engine."""
+
+    def test_an_adapter_lies_on_weights_in_fp8(self, world: World) -> None:
+        """R08: the adapter alone lies on weights in FP8. Merged ones are quantised with it."""
+        policy = world.policy(lora=True)
+        for adapter in (True, True, False, True):
+            change(policy, 1)
+            receipt = world.sync(policy, adapter=adapter)
+            assert receipt.mode == ("adapter" if adapter else "full")
+            assert receipt.fallback == ""

@@ -10,7 +10,7 @@ import torch
 
 from learner.policy.parallel import Ranks
 from tests import fp8
-from tests.fp8 import SPOILS, Spoil, World
+from tests.fp8 import QuantisedAdapters, QuantisedSyncs, World
 from tests.gpu.devices import needs_fp8, needs_gpus
 
 pytest.importorskip("vllm")
@@ -23,17 +23,7 @@ def world(model: Path) -> Iterator[World]:
         yield world
 
 
-def test_syncs_are_quantised_on_the_way_and_change_the_answers(world: World) -> None:
-    fp8.check_syncs(world)
-
-
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_wrong_layer_is_found(world: World, spoil: Spoil) -> None:
-    fp8.check_fault(world, spoil)
-
-
-def test_an_adapter_lies_on_weights_in_fp8(world: World) -> None:
-    fp8.check_adapters(world)
+class TestSyncs(QuantisedSyncs, QuantisedAdapters): ...
 
 
 def test_scales_are_1_after_all_this(world: World) -> None:

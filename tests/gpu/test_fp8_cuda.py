@@ -16,7 +16,7 @@ from learner.sync.canary import FP8_TOLERANCE, CanaryItem
 from shared.addresses import free_port
 from shared.errors import CanaryError
 from tests import fp8
-from tests.fp8 import SPOILS, Spoil, Spoiled, World
+from tests.fp8 import SPOILS, QuantisedAdapters, QuantisedSyncs, Spoiled, World
 from tests.gpu.devices import OTHER, SHARED, needs_fp8, needs_gpus
 from tests.gpu.servers import answers, change, load, samples, server_on
 from tests.syncs import server_sync
@@ -32,18 +32,8 @@ def world(model: Path) -> Iterator[World]:
         yield world
 
 
-def test_syncs_are_quantised_on_the_way_and_change_the_answers(world: World) -> None:
+class TestSyncs(QuantisedSyncs, QuantisedAdapters):
     """The weights are right to the bit: vLLM's kernel follows the rule that the canary is scored with."""
-    fp8.check_syncs(world)
-
-
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_wrong_layer_is_found(world: World, spoil: Spoil) -> None:
-    fp8.check_fault(world, spoil)
-
-
-def test_an_adapter_lies_on_weights_in_fp8(world: World) -> None:
-    fp8.check_adapters(world)
 
 
 def test_a_server_in_fp8(model: Path, tmp_path: Path) -> None:

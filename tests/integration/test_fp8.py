@@ -9,7 +9,7 @@ import pytest
 from bench.tiny_models import build_qwen3_vl
 from learner.policy.parallel import Ranks
 from tests import fp8
-from tests.fp8 import SPOILS, Spoil, World
+from tests.fp8 import QuantisedAdapters, QuantisedSyncs, World
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -22,14 +22,4 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         yield world
 
 
-def test_syncs_are_quantised_on_the_way_and_change_the_answers(world: World) -> None:
-    fp8.check_syncs(world)
-
-
-@pytest.mark.parametrize("spoil", SPOILS)
-def test_a_wrong_layer_is_found(world: World, spoil: Spoil) -> None:
-    fp8.check_fault(world, spoil)
-
-
-def test_an_adapter_lies_on_weights_in_fp8(world: World) -> None:
-    fp8.check_adapters(world)
+class TestSyncs(QuantisedSyncs, QuantisedAdapters): ...
