@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
@@ -21,8 +21,10 @@ from learner.sync.sync import Sync
 from shared.canary import Logprobs
 from shared.quantization import keys_in_fp8
 from shared.sync.group import start_join
+from shared.wire import TensorSpec
 
 ONE_RANK = Ranks()
+CHANGED_SHARE = 0.004  # of a parameter's values
 
 
 def scorer_of(learner_logprobs: Callable[[], Logprobs]) -> Scorer:
@@ -72,10 +74,24 @@ def server_sync(
     return Sync(delivery, weights, adapter=adapter, fallback_to_full=config.sync.fallback_to_full)
 
 
+class Incomplete:
+    """A policy's weights, but for one tensor."""
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._name = policy.weight_specs()[1].name
+
+    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        return ((name, tensor) for name, tensor in self._policy.named_weights(dtype) if name != self._name)
+
+    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
+        return [spec for spec in self._policy.weight_specs(dtype) if spec.name != self._name]
+
+
 @torch.no_grad()
-def change_few(policy: Policy, seed: int, share: float = 0.004) -> None:
+def change_few(policy: Policy, seed: int) -> None:
     """Change as many values as a small step does, so much that answers change."""
     torch.manual_seed(seed)
     for parameter in policy.model.parameters():
-        chosen = torch.rand(parameter.shape, device=parameter.device) < share
+        chosen = torch.rand(parameter.shape, device=parameter.device) < CHANGED_SHARE
         parameter[chosen] += 3 * (parameter.std(correction=0) + 0.02)

@@ -23,10 +23,10 @@ from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.errors import CoverageError, ServerPoisonedError
 from shared.sync.adapter_loading import AdapterLoad
-from shared.wire import ScoreCall, TensorSpec
+from shared.wire import ScoreCall
 from tests.integration.test_training import ROLLOUTS, World, learn
 from tests.servers import running_server
-from tests.syncs import server_sync
+from tests.syncs import Incomplete, server_sync
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
@@ -202,20 +202,6 @@ def test_what_the_server_can_t_adapt_is_named_and_poisons(
     assert "target_modules" in caught.value.wanted
     with pytest.raises(ServerPoisonedError):
         answer(backend, sample)
-
-
-class Incomplete:
-    """The policy's merged weights, but for one."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._name = policy.weight_specs()[1].name
-
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in self._policy.named_weights(dtype) if name != self._name)
-
-    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        return [spec for spec in self._policy.weight_specs(dtype) if spec.name != self._name]
 
 
 def test_layers_take_adapters_again_after_a_full_sync_that_failed(

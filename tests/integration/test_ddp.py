@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -161,6 +162,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[int, Run]:
     return found
 
 
+def assert_same_step(results: Sequence[dict[str, torch.Tensor]], reference: dict[str, torch.Tensor]) -> None:
+    """The ranks agree to the bit, and with the reference in all but the weights after the update."""
+    for result in results:
+        assert result.keys() == reference.keys()
+        for name, tensor in reference.items():
+            if not name.startswith("updated."):
+                torch.testing.assert_close(result[name], tensor, atol=1e-6, rtol=1e-3)
+            assert torch.equal(result[name], results[0][name]), f"ranks differ in {name}"
+
+
 @pytest.mark.parametrize("reinforced", [False, True])
 @pytest.mark.parametrize(("world_size", "packed"), [(1, True), (2, False), (2, True)])
 def test_ranks_and_packing_do_not_change_the_step(
@@ -169,12 +180,7 @@ def test_ranks_and_packing_do_not_change_the_step(
     """R24, R37, D5: the weighted mean over all supervised tokens of the step, on all ranks."""
     reference = runs[1].result(0, packed=False, reinforced=reinforced)
     results = [runs[world_size].result(rank, packed=packed, reinforced=reinforced) for rank in range(world_size)]
-    for result in results:
-        assert result.keys() == reference.keys()
-        for name, tensor in reference.items():
-            if not name.startswith("updated."):
-                torch.testing.assert_close(result[name], tensor, atol=1e-6, rtol=1e-3)
-            assert torch.equal(result[name], results[0][name]), f"ranks differ in {name}"
+    assert_same_step(results, reference)
 
 
 def test_a_rank_without_reinforced_rows_reduces_the_same_parameters(runs: dict[int, Run]) -> None:
@@ -184,12 +190,7 @@ def test_a_rank_without_reinforced_rows_reduces_the_same_parameters(runs: dict[i
     assert alone
     assert not any("visual" in name for name in alone)
     both = [load_file(runs[2].out / f"{rank}-reference.safetensors") for rank in range(2)]
-    for found in both:
-        assert found.keys() == alone.keys()
-        for name, tensor in alone.items():
-            if not name.startswith("updated."):
-                torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-3)
-            assert torch.equal(found[name], both[0][name]), f"ranks differ in {name}"
+    assert_same_step(both, alone)
 
 
 def test_shared_prompts_on_two_ranks_do_not_change_the_step(runs: dict[int, Run]) -> None:
@@ -197,12 +198,7 @@ def test_shared_prompts_on_two_ranks_do_not_change_the_step(runs: dict[int, Run]
     alone = load_file(runs[1].out / "0-groups.safetensors")
     both = [load_file(runs[2].out / f"{rank}-groups.safetensors") for rank in range(2)]
     assert sum(int(found.pop("tokens")) for found in both) < int(alone.pop("tokens"))
-    for found in both:
-        assert found.keys() == alone.keys()
-        for name, tensor in alone.items():
-            if not name.startswith("updated."):
-                torch.testing.assert_close(found[name], tensor, atol=1e-6, rtol=1e-3)
-            assert torch.equal(found[name], both[0][name]), f"ranks differ in {name}"
+    assert_same_step(both, alone)
 
 
 def test_a_rank_that_stays_away_is_an_error_within_the_deadline(runs: dict[int, Run]) -> None:

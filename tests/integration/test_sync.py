@@ -25,9 +25,8 @@ from learner.sync.canary import EXACT_TOLERANCE, CanaryItem
 from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.errors import CanaryError, CoverageError, MediaError, ServerPoisonedError
-from shared.wire import TensorSpec
 from tests.servers import RunningServer, running_server
-from tests.syncs import change_few, server_sync
+from tests.syncs import Incomplete, change_few, server_sync
 
 pytestmark = pytest.mark.integration
 
@@ -280,20 +279,6 @@ def test_the_canary_tells_a_model_that_is_not_the_learner_s(
     assert start_sync(connect()).sync().ver
 
 
-class Misnamed:
-    """The policy's weights, but for one name."""
-
-    def __init__(self, policy: Policy) -> None:
-        self._policy = policy
-        self._name = policy.weight_specs()[1].name
-
-    def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        return ((name, tensor) for name, tensor in self._policy.named_weights(dtype) if name != self._name)
-
-    def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        return [spec for spec in self._policy.weight_specs(dtype) if spec.name != self._name]
-
-
 def test_an_incomplete_sync_poisons_and_a_new_learner_heals(
     connect: Callable[..., ServerBackend],
     start_sync: Callable[..., Sync],
@@ -303,7 +288,7 @@ def test_an_incomplete_sync_poisons_and_a_new_learner_heals(
     """A tensor is missing: named; nothing is served until a complete sync, here by another incarnation."""
     backend = connect()
     with pytest.raises(CoverageError):
-        start_sync(backend, weights=Misnamed(policy)).sync()
+        start_sync(backend, weights=Incomplete(policy)).sync()
     with pytest.raises(ServerPoisonedError):
         generate(backend, samples)
     newcomer = connect()
