@@ -6,7 +6,7 @@ import contextlib
 import gc
 import weakref
 
-from learner.run.collector import start_set_aside
+from learner.trainer import start_set_aside
 
 
 class Node:
