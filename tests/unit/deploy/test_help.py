@@ -1,4 +1,4 @@
-"""`--help` of every program starts nothing and writes nothing."""
+"""`--help` and `--version` of every program start nothing and write nothing."""
 
 from __future__ import annotations
 
@@ -11,23 +11,35 @@ from pathlib import Path
 
 import pytest
 
+from shared.version import DISTRIBUTION, version
+
 ROOT = Path(__file__).parents[3]
-MODULES = ("deploy.demo.run", "deploy.docs", "deploy.launch", "deploy.torchrun", "deploy.wait_ready", "rollout_server")
+MODULES = ("deploy.demo.run", "deploy.launch", "deploy.torchrun", "deploy.wait_ready", "rollout_server")
 
 
-@pytest.mark.parametrize("module", MODULES)
+@pytest.mark.parametrize("module", [*MODULES, "deploy.docs"])
 def test_help_starts_nothing(module: str, tmp_path: Path) -> None:
+    assert "Usage:" in said(module, "--help", tmp_path)
+
+
+@pytest.mark.parametrize("module", [*MODULES, "learner", "bench"])
+def test_every_program_has_a_version(module: str, tmp_path: Path) -> None:
+    assert said(module, "--version", tmp_path).strip() == f"{DISTRIBUTION} {version()}"
+
+
+def said(module: str, option: str, folder: Path) -> str:
+    """Return what a program prints that ends well and leaves nothing in the `folder` where it runs."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", module, "--help"],
-        cwd=tmp_path,
+        [sys.executable, "-P", "-m", module, option],
+        cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         timeout=120,
     )
     assert (done.returncode, done.stderr) == (0, "")
-    assert "Usage:" in done.stdout
-    assert list(tmp_path.iterdir()) == []
+    assert list(folder.iterdir()) == []
+    return done.stdout
 
 
 @pytest.mark.parametrize("extra", ["demo", "dev"])

@@ -311,15 +311,21 @@ def test_only_the_process_that_was_started_is_believed_to_be_ready(tmp_path: Pat
     assert "another server (id old)" in run.err
 
 
-def test_a_killed_launcher_takes_its_children_with_it(tmp_path: Path) -> None:
-    """SIGKILL, also for a server that ignores SIGTERM. What a server starts has its own guard (`end_with_server`)."""
-    launcher = start(files(tmp_path, ["fine", "fine"], "waits"))
+def read_until_the_learner_runs(launcher: subprocess.Popen[str]) -> str:
+    """Return what the launcher said so far."""
     assert launcher.stdout is not None
     seen = ""
     while "learner pid" not in seen:
         line = launcher.stdout.readline()
         assert line
         seen += line
+    return seen
+
+
+def test_a_killed_launcher_takes_its_children_with_it(tmp_path: Path) -> None:
+    """SIGKILL, also for a server that ignores SIGTERM. What a server starts has its own guard (`end_with_server`)."""
+    launcher = start(files(tmp_path, ["fine", "fine"], "waits"))
+    seen = read_until_the_learner_runs(launcher)
     launcher.kill()
     text = seen + "".join(log.read_text() for log in (tmp_path / "logs").glob("*"))
     started = [int(pid) for _, pid, _ in SAID.findall(text)]
@@ -337,12 +343,7 @@ def test_keys_can_be_set_on_the_command_line(tmp_path: Path) -> None:
 def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals) -> None:
     """This includes a server that ignores SIGTERM, and the processes that it started."""
     launcher = start(files(tmp_path, ["stubborn", "fine"], "waits"))
-    assert launcher.stdout is not None
-    seen = ""
-    while "learner pid" not in seen:
-        line = launcher.stdout.readline()
-        assert line
-        seen += line
+    seen = read_until_the_learner_runs(launcher)
     os.kill(launcher.pid, signum)
     run = finish(launcher, tmp_path)
     assert run.code == 128 + signum

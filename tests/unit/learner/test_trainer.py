@@ -433,15 +433,7 @@ def test_scores_are_calibrated_on_val_and_saved_with_the_checkpoint(
 def _every_third_box_is_wrong(self: FakeBackend, sample: Sample, seed: int) -> Rollout:
     wrong = [obj._replace(bins=(900, 900, 950, 950)) for obj in sample.objects]
     objects = [wrong[i] if (i + int(sample.sample_id[1:])) % 3 == 0 else obj for i, obj in enumerate(sample.objects)]
-    text = self._task.serialize(objects, after=None).text
-    return Rollout(
-        sample=sample,
-        prompt_token_ids=self.policy.encoder.encode(sample).token_ids,
-        response_token_ids=tuple(self.policy.tokenizer.encode(text, add_special_tokens=False)),
-        finish_reason="stop",
-        ver=self.ver,
-        seed=seed,
-    )
+    return self.rollout(sample, self._task.serialize(objects, after=None).text, seed)
 
 
 def test_without_validation_annotations_nothing_is_calibrated(

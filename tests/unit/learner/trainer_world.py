@@ -185,6 +185,10 @@ class FakeBackend:
     def _answer(self, sample: Sample, seed: int) -> Rollout:
         num_objects = seed % (len(sample.objects) + 2) - 1
         text = "no idea" if num_objects < 0 else self._task.serialize(sample.objects[:num_objects], after=None).text
+        return self.rollout(sample, text, seed)
+
+    def rollout(self, sample: Sample, text: str, seed: int) -> Rollout:
+        """Return `text` as an answer."""
         return Rollout(
             sample=sample,
             prompt_token_ids=self.policy.encoder.encode(sample).token_ids,

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +11,6 @@ from learner.config.load import load_config
 from learner.data.check import check_split, splits
 from learner.data.survey import PixelLimits, seen_by_model
 from rollout_server.config import load_server_config
-from shared.version import DISTRIBUTION, version
 from tests.unit.learner.data.annotations import voc, voc_object
 from tests.unit.learner.data.fakes import draw
 
@@ -106,21 +102,3 @@ def test_what_the_model_sees_of_a_large_photograph() -> None:
     assert seen.num_tokens <= 2048
     assert 0.1 < seen.share < 0.18
     assert seen_by_model((640, 480), PixelLimits(most=2 << 20)).share == 1.0
-
-
-@pytest.mark.parametrize(
-    "module",
-    ["learner", "rollout_server", "deploy.launch", "deploy.demo.run", "deploy.torchrun", "deploy.wait_ready", "bench"],
-)
-def test_every_program_has_a_version(module: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-P", "-m", module, "--version"],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert (done.returncode, done.stderr) == (0, "")
-    assert done.stdout.strip() == f"{DISTRIBUTION} {version()}"
-    assert list(tmp_path.iterdir()) == []

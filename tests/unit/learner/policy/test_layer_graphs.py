@@ -57,6 +57,13 @@ def answers(policy: Policy, *, images: bool = True) -> list[Any]:
     return [(policy.encoder.encode(sample(pictures)), range(20, 40)), (policy.encoder.encode(sample()), range(9, 16))]
 
 
+def assert_scored_what_is_sent(repeated: RepeatedLogprobs, policy: Policy) -> None:
+    """The checksums of the scored weights are those of the weights that a sync sends."""
+    sent = dict(policy.named_weights(torch.bfloat16))
+    for name, value in repeated.checksums.items():
+        assert name not in sent or int(value) == int(checksum(sent[name])), name
+
+
 @pytest.mark.parametrize("options", [{}, {"bf16": True, "dtype": "bfloat16"}])
 def test_replayed_layers_give_the_scores_and_checksums_of_now(
     tiny_vlm: Path, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
@@ -77,9 +84,7 @@ def test_replayed_layers_give_the_scores_and_checksums_of_now(
         found = repeated()
         with as_sent(policy.model, torch.bfloat16, merged=True):
             assert found == policy.logprobs(asked)
-        sent = dict(policy.named_weights(torch.bfloat16))
-        for name, value in repeated.checksums.items():
-            assert name not in sent or int(value) == int(checksum(sent[name])), name
+        assert_scored_what_is_sent(repeated, policy)
         seen.append(found)
         change(policy)
     assert all(one != other for one, other in itertools.pairwise(seen))

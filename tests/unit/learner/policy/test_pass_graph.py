@@ -18,9 +18,9 @@ from bench import tiny_models
 from learner.policy.canary_scores import Modules, RepeatedLogprobs, SideStream
 from learner.policy.layer_graphs import LayerGraphs
 from learner.policy.pass_graph import INDEXING, Notes, OtherPassError, PassGraph, is_mask, reads
-from learner.policy.weights import as_sent, checksum, replaced_modules
+from learner.policy.weights import as_sent, replaced_modules
 from tests.unit.learner.policy.rows import image, policy_of, sample
-from tests.unit.learner.policy.test_layer_graphs import Tape, answers, change, record
+from tests.unit.learner.policy.test_layer_graphs import Tape, answers, assert_scored_what_is_sent, change, record
 from tests.unit.learner.policy.test_weights import with_trained_adapter
 
 
@@ -59,9 +59,7 @@ def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options:
         if i < 2:
             with as_sent(policy.model, torch.bfloat16, merged=True):
                 assert found == policy.logprobs(asked)
-        sent = dict(policy.named_weights(torch.bfloat16))
-        for name, value in repeated.checksums.items():
-            assert name not in sent or int(value) == int(checksum(sent[name])), name
+        assert_scored_what_is_sent(repeated, policy)
         seen.append(found)
         change(policy)
     assert all(one != other for one, other in itertools.pairwise(seen))
@@ -296,9 +294,7 @@ def test_answers_without_images_are_scored_without_memory_for_their_graph(
         with as_sent(policy.model, torch.bfloat16, merged=True):
             expected = policy.logprobs(asked)
         assert repeated() == expected
-        sent = dict(policy.named_weights(torch.bfloat16))
-        for name, value in repeated.checksums.items():
-            assert name not in sent or int(value) == int(checksum(sent[name])), name
+        assert_scored_what_is_sent(repeated, policy)
     assert not repeated.is_captured
     assert caplog.text.count("the canary's pass is not captured") == 1
 

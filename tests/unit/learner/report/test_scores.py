@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
+from learner.detector.evaluation import Scored, assignment_of
+from learner.records import Assignment, DetectionObject, Sample
 from learner.report.records import Scene
 from learner.report.scores import classify, confusion, counts_by_class, counts_by_iou, f1_estimate, f1_gain
 from learner.tasks.detection.metrics import count_objects, evaluate_counts
-from learner.tasks.detection.parse import NO_COORDINATES
 from tests.examples import examples
 
 
@@ -56,21 +55,7 @@ def make_assignment(scene: Scene) -> Assignment:
         height=scene.height,
         ignored=scene.ignored,
     )
-    rollout = Rollout(sample=sample, prompt_token_ids=(), response_token_ids=(), finish_reason="stop", ver=0, seed=None)
-    parsed = ParsedRollout(
-        rollout=rollout,
-        token_ids=np.empty(0, dtype=np.int64),
-        objects=tuple(PredictedObject(object=o, slots=range(0)) for o in scene.predictions),
-        slots=NO_COORDINATES.slots,
-        drops={},
-        prefix_length=0,
-        tail_opening="",
-        needs_separator=False,
-        next_index=1,
-        truncated=False,
-        usable=True,
-    )
-    return Assignment(parsed=parsed, pairs=(), missed=(), spurious=())
+    return assignment_of([Scored(prediction, 1.0) for prediction in scene.predictions], sample)
 
 
 @settings(max_examples=examples(60), deadline=None)

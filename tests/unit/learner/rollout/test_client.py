@@ -151,6 +151,14 @@ def test_the_server_s_own_error_arrives_with_its_url(respx_mock: respx.MockRoute
     assert (caught.value.found, caught.value.wanted, caught.value.remedy) == ("90 MP", "at most 32 MP", "resize it")
 
 
+def answer_after(wait_s: float) -> Callable[[httpx.Request], Awaitable[httpx.Response]]:
+    async def late(request: httpx.Request) -> httpx.Response:
+        await asyncio.sleep(wait_s)
+        return answer(request)
+
+    return late
+
+
 async def forever(request: httpx.Request) -> httpx.Response:
     await asyncio.sleep(60)
     raise AssertionError
@@ -515,11 +523,7 @@ def test_a_silent_server_without_infer_timeout_is_given_up_when_health_is_gone(r
 
 
 def test_a_slow_server_that_is_alive_is_waited_for(respx_mock: respx.MockRouter) -> None:
-    async def slow(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(0.5)
-        return answer(request)
-
-    respx_mock.post(f"{URL}/infer/").mock(side_effect=slow)
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=answer_after(0.5))
     health = respx_mock.get(f"{URL}/health/").respond(200)
     assert use(infer, gone_s=0.2)[0].response_token_ids == [7]
     assert health.call_count >= 2
@@ -531,10 +535,6 @@ def test_a_pause_of_the_learner_itself_is_no_silence_of_the_server(
 ) -> None:
     """Ctrl-Z and `fg`, or a machine that stood still: else all servers would be lost at once."""
 
-    async def slow(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(1.6)
-        return answer(request)
-
     async def healthy(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0.1)
         return httpx.Response(200)
@@ -543,7 +543,7 @@ def test_a_pause_of_the_learner_itself_is_no_silence_of_the_server(
         pause_soon(after_s=0.1, for_s=1.0)
         return await infer(client)
 
-    respx_mock.post(f"{URL}/infer/").mock(side_effect=slow)
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=answer_after(1.6))
     respx_mock.get(f"{URL}/health/").mock(side_effect=healthy)
     assert use(paused, gone_s=0.4, infer_timeout_s=infer_timeout_s)[0].response_token_ids == [7]
 
@@ -557,12 +557,7 @@ def test_a_look_at_a_server_ends_soon(respx_mock: respx.MockRouter, gone_s: floa
 
 def test_a_quick_answer_costs_no_look_at_health(respx_mock: respx.MockRouter) -> None:
     """512 servers are not asked twice."""
-
-    async def soon(request: httpx.Request) -> httpx.Response:
-        await asyncio.sleep(0.1)
-        return answer(request)
-
-    respx_mock.post(f"{URL}/infer/").mock(side_effect=soon)
+    respx_mock.post(f"{URL}/infer/").mock(side_effect=answer_after(0.1))
     health = respx_mock.get(f"{URL}/health/").respond(200)
     assert use(infer, gone_s=0.8)[0].response_token_ids == [7]
     assert not health.called

@@ -7,7 +7,7 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -36,6 +36,7 @@ from tests.unit.learner.trainer_world import FakeBackend, Meeting, Seen, ThreadR
 
 NUM_SAMPLES = 40
 DEADLINE_S = 60.0
+RunAhead = Callable[..., list[Seen]]
 
 
 class Servers:
@@ -126,6 +127,16 @@ def ahead_config(model: Path, folder: Path, *, queue: dict[str, int] | None = No
     return config_of(values)
 
 
+@pytest.fixture
+def run_ahead(servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunAhead:
+    """Return a function that runs `ahead_config` with these settings into `tmp_path`."""
+
+    def start(world_size: int = 1, **settings: Any) -> list[Seen]:
+        return run(ahead_config(tiny_text, tmp_path, **settings), monkeypatch, world_size)
+
+    return start
+
+
 def learned_ahead(rank: Seen) -> list[str]:
     """Samples of Channel-B, in the order in which they were learned."""
     rows = zip(rank.rows, rank.versions, strict=True)
@@ -133,18 +144,10 @@ def learned_ahead(rank: Seen) -> list[str]:
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_both_channels_of_a_run_ahead(
-    world_size: int,
-    servers: Servers,
-    patient: None,
-    tiny_text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_both_channels_of_a_run_ahead(world_size: int, run_ahead: RunAhead, patient: None, tmp_path: Path) -> None:
     """R25, R26: the schedule runs; packs are whole, of one version, fresh; weights move after each Channel-B step and
     never under a call (the servers would say); evaluations have the servers to themselves."""
-    config = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=5, eval_steps=3)
-    seen = run(config, monkeypatch, world_size)
+    seen = run_ahead(world_size, b_ratio=0.5, max_steps=5, eval_steps=3)
     steps = steps_of(tmp_path)
     assert [step["channel"] for step in steps] == [scheduled_channel(i, 0.5) for i in range(5)] == list("ABABA")
     assert [step["num_segments"] for step in steps] == [8] * 5
@@ -165,7 +168,7 @@ def test_both_channels_of_a_run_ahead(
 
 
 def test_weights_travel_before_the_producers_stop(
-    servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_ahead: RunAhead, patient: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R10: `Sync.stage` runs outside the fence, before each sync; the switch runs inside it."""
     log: list[str] = []
@@ -185,7 +188,7 @@ def test_weights_travel_before_the_producers_stop(
     monkeypatch.setattr(Stage2Ahead, "fence", fence_told)
     monkeypatch.setattr(trainer_world.FakeSync, "sync", sync_told)
     monkeypatch.setattr(trainer_world.FakeSync, "stage", lambda self: log.append("stage"))
-    run(ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=5, eval_steps=3), monkeypatch)
+    run_ahead(b_ratio=0.5, max_steps=5, eval_steps=3)
     assert log.count("sync") == log.count("stage") == 3
     around = [log[i - 2 : i + 2] for i, what in enumerate(log) if what == "sync"]
     assert around == [["stage", "closed", "sync", "open"]] * 3
@@ -203,13 +206,7 @@ def _assert_fresh(rank: Seen, *, window: int) -> None:
 
 @pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1)])
 def test_a_resume_goes_on_exactly_once(
-    before: int,
-    after: int,
-    servers: Servers,
-    patient: None,
-    tiny_text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    before: int, after: int, servers: Servers, run_ahead: RunAhead, patient: None, tmp_path: Path
 ) -> None:
     """D11, R12: an epoch of five steps, interrupted after three, also on another number of ranks."""
 
@@ -217,7 +214,7 @@ def test_a_resume_goes_on_exactly_once(
         servers.everyone = threading.Barrier(world_size, timeout=DEADLINE_S)
         settings |= {"b_ratio": 0.5, "save_on_end": True, "lr_scheduler_type": "constant"}
         settings["per_device_train_batch_size"] = 2 // world_size
-        return run(ahead_config(tiny_text, tmp_path, **settings), monkeypatch, world_size)
+        return run_ahead(world_size, **settings)
 
     first = part(before, max_steps=3)
     second = part(after, max_steps=5, resume_from_checkpoint="latest")
@@ -273,11 +270,11 @@ def name_one(path: Path, name: str) -> None:
 
 
 def test_a_run_within_the_step_goes_on_from_one_ahead(
-    servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    run_ahead: RunAhead, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """D11: what was learned out of order ahead of the steps is not learned again."""
     settings: dict[str, Any] = {"b_ratio": 0.5, "save_on_end": True, "lr_scheduler_type": "constant"}
-    (first,) = run(ahead_config(tiny_text, tmp_path, **settings, max_steps=3), monkeypatch)
+    (first,) = run_ahead(**settings, max_steps=3)
     settings |= {"num_samples": NUM_SAMPLES, "max_length": 512, "max_steps": 5, "resume_from_checkpoint": "latest"}
     (second,) = run(stage2_config(tiny_text, tmp_path, **settings), monkeypatch)
     assert Counter(first.learned + second.learned) == {f"s{i}": 1 for i in range(NUM_SAMPLES)}
@@ -285,16 +282,11 @@ def test_a_run_within_the_step_goes_on_from_one_ahead(
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_an_epoch_s_short_step_makes_a_part_of_an_update(
-    world_size: int,
-    servers: Servers,
-    patient: None,
-    tiny_text: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    world_size: int, run_ahead: RunAhead, patient: None, tmp_path: Path
 ) -> None:
     """D11: 17 samples in steps of 8: the epoch has a step of one. Its gradient and its learning rate are an eighth."""
     settings: dict[str, Any] = {"b_ratio": 1.0, "num_samples": 17, "max_steps": 3, "lr_scheduler_type": "constant"}
-    run(ahead_config(tiny_text, tmp_path, **settings), monkeypatch, world_size)
+    run_ahead(world_size, **settings)
     steps = steps_of(tmp_path)
     assert sorted(step["num_segments"] for step in steps) == [1, 8, 8]
     for step in steps:
@@ -304,14 +296,11 @@ def test_an_epoch_s_short_step_makes_a_part_of_an_update(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_without_packs_channel_a_runs(
-    world_size: int, servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_without_packs_channel_a_runs(world_size: int, servers: Servers, run_ahead: RunAhead, tmp_path: Path) -> None:
     """R27: no rollout comes back, so every step that wanted Channel-B runs A, says so, and waits for nothing; the run
     ends although a call is in flight."""
     servers.open.clear()
-    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=3)
-    seen = run(config, monkeypatch, world_size)
+    seen = run_ahead(world_size, b_ratio=1.0, max_steps=3)
     steps = steps_of(tmp_path)
     assert [step["channel"] for step in steps] == ["A"] * 3
     assert [step["metrics"][B_STEP_SKIPPED] for step in steps] == [1.0] * 3
@@ -323,26 +312,22 @@ def test_without_packs_channel_a_runs(
 
 
 def test_one_rank_without_packs_holds_all_back(
-    servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    servers: Servers, run_ahead: RunAhead, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """R27: rank 1 alone has none ready; both ranks run A."""
     servers.everyone = threading.Barrier(2, timeout=DEADLINE_S)
     hasty = Stage2Ahead._ready
     monkeypatch.setattr(Stage2Ahead, "_ready", lambda self, step: {} if self._ranks.rank == 1 else hasty(self, step))
-    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=2)
-    seen = run(config, monkeypatch, 2)
+    seen = run_ahead(2, b_ratio=1.0, max_steps=2)
     assert [step["channel"] for step in steps_of(tmp_path)] == ["A", "A"]
     assert [learned_ahead(rank) for rank in seen] == [[], []]
 
 
-def test_stale_packs_are_dropped_counted_and_made_again(
-    servers: Servers, patient: None, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_stale_packs_are_dropped_counted_and_made_again(run_ahead: RunAhead, patient: None, tmp_path: Path) -> None:
     """R25, R12: with a window of 0 only packs of the newest version are learned; what had been made before each sync
     is rolled out again, in the order of the stream."""
     queue = {"version_window": 0, "queue_limit": 8, "prefetch_target_packs": 8}
-    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=4, queue=queue, save_on_end=True)
-    (seen,) = run(config, monkeypatch)
+    (seen,) = run_ahead(b_ratio=1.0, max_steps=4, queue=queue, save_on_end=True)
     steps = steps_of(tmp_path)
     assert [step["channel"] for step in steps] == ["B"] * 4
     _assert_fresh(seen, window=0)
@@ -356,9 +341,7 @@ def test_stale_packs_are_dropped_counted_and_made_again(
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
-def test_a_failed_producer_ends_the_run(
-    world_size: int, servers: Servers, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_failed_producer_ends_the_run(world_size: int, run_ahead: RunAhead, monkeypatch: pytest.MonkeyPatch) -> None:
     """R25: its error is the run's, with its type; no producer is left."""
     generate = trainer_world.FakeBackend.generate
 
@@ -369,7 +352,7 @@ def test_a_failed_producer_ends_the_run(
 
     monkeypatch.setattr(trainer_world.FakeBackend, "generate", fail_third)
     with pytest.raises(RolloutError, match="third call broke"):
-        run(ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=50), monkeypatch, world_size)
+        run_ahead(world_size, b_ratio=0.5, max_steps=50)
     assert not producers()
 
 
