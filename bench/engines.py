@@ -1,6 +1,6 @@
 """A colocated vLLM engine in this process: started with vLLM's environment, its memory given up at the end.
 
-with colocated_engine(config, folder / "model") as engine:
+with closing(colocated_engine(config, folder / "model")) as engine:
     backend = ColocateBackend(config, engine, encoder, run_seed=3, ranks=Ranks())
 """
 
@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from unittest.mock import patch
 
@@ -32,22 +30,7 @@ from shared.quantization import keys_in_fp8
 ONE_RANK = Ranks()  # runs on CPU
 
 
-@contextmanager
 def colocated_engine(
-    config: RolloutMatchingConfig,
-    model: Path,
-    offload: Offload | None = None,
-    ranks: Ranks = ONE_RANK,
-    lora_rank: int = 0,
-    dtype: torch.dtype = torch.float32,
-) -> Iterator[ColocatedEngine]:
-    """Yield an engine on one rank."""
-    engine = start(config, model, offload, ranks, lora_rank, dtype)
-    yield engine
-    engine.close()
-
-
-def start(
     config: RolloutMatchingConfig,
     model: Path,
     offload: Offload | None = None,
@@ -57,6 +40,7 @@ def start(
     *,
     reads_weights: bool = False,
 ) -> ColocatedEngine:
+    """Start an engine on one rank."""
     environment: dict[str, str] = {}
     prepare_for_vllm(environment)
     with patch.dict(os.environ, environment), warnings.catch_warnings():

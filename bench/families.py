@@ -86,7 +86,7 @@ def compare(name: str, folder: Path) -> dict[str, Any]:
     policy = load_policy(ModelConfig(path=str(model), allow_untested_family=True), device=CPU)
     samples = make_samples(folder, with_images=policy.encoder.processor is not None)
     config = RolloutMatchingConfig.model_validate(SETTINGS)
-    with colocated_engine(config, model) as engine:
+    with contextlib.closing(colocated_engine(config, model)) as engine:
         encoded = [policy.encoder.encode(sample) for sample in samples]
         change(policy)
         item = CanaryItem(sample=samples[0], prompt=encoded[0], response_token_ids=tuple(range(20, 40)))

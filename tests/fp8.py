@@ -7,7 +7,7 @@ tests take them.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
@@ -100,7 +100,7 @@ class World:
 def started(folder: Path, ranks: Ranks, config: RolloutMatchingConfig = CONFIG) -> Iterator[World]:
     with (
         patch("learner.rollout.colocated_engine.check_device"),
-        colocated_engine(config, folder, None, ranks, lora_rank=RANK, dtype=torch.bfloat16) as engine,
+        closing(colocated_engine(config, folder, None, ranks, lora_rank=RANK, dtype=torch.bfloat16)) as engine,
     ):
         yield World(folder, engine, ranks, config)
 

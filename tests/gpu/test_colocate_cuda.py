@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -113,7 +113,7 @@ def started(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[World, S
     optimizer = Optimizer(policy.trainable, TrainingConfig(output_dir="run", max_steps=1), total_steps=1)
     away = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
     offload = Switched(make_offload(away, policy, optimizer))
-    with colocated_engine(CONFIG, path, offload, RANKS) as engine:
+    with closing(colocated_engine(CONFIG, path, offload, RANKS)) as engine:
         yield World(policy, engine), offload
 
 

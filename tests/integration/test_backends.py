@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ import pytest
 import torch
 from PIL import Image
 
-from bench.engines import colocate_sync, colocated_engine, start
+from bench.engines import colocate_sync, colocated_engine
 from bench.tiny_models import FAMILIES
 from learner.config.sections.model import ModelConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
@@ -87,7 +87,7 @@ def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
             parameter += 0.05 * parameter.abs().mean() * torch.randn(parameter.shape, generator=generator)
     samples = make_samples(folder / "images", with_images=policy.encoder.processor is not None)
     config = {"model": str(folder / "model"), "max_model_len": 512, "allowed_image_roots": [str(folder)]}
-    with running_server(config, folder) as server, colocated_engine(COLOCATED, folder / "model") as engine:
+    with running_server(config, folder) as server, closing(colocated_engine(COLOCATED, folder / "model")) as engine:
         yield World(request.param, policy, samples, server, free_port(), engine)
 
 
@@ -181,7 +181,7 @@ def start_hf_without_weights(folder: Path) -> None:
 def start_an_engine_without_weights(folder: Path) -> None:
     FAMILIES["qwen3"](folder)
     (folder / "model.safetensors").unlink()
-    start(COLOCATED, folder, reads_weights=True)
+    colocated_engine(COLOCATED, folder, reads_weights=True)
 
 
 def start_on_a_dead_server(folder: Path) -> None:

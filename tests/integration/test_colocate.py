@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from PIL import Image
 from transformers import AutoTokenizer
 
-from bench.engines import colocate_sync, start
+from bench.engines import colocate_sync, colocated_engine
 from bench.tiny_models import build_qwen3_vl
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
@@ -102,9 +103,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(AutoTokenizer, "from_pretrained", counted)
-        engine = start(config(), folder / "model")
-    yield World(folder, policy, samples, engine, (before, random_state()), tokenizers)
-    engine.close()
+        engine = colocated_engine(config(), folder / "model")
+    with closing(engine):
+        yield World(folder, policy, samples, engine, (before, random_state()), tokenizers)
 
 
 def sample(folder: Path, number: int) -> Sample:
@@ -338,7 +339,7 @@ def test_a_tensor_that_does_not_come_stops_rollouts(world: World, monkeypatch: p
 def test_an_engine_without_enough_memory(world: World) -> None:
     """R16, R20: told at the start, with the keys that help."""
     with pytest.raises(ConfigError, match="does not start") as caught:
-        start(config(cpu_kv_cache_gib=1_000_000), world.folder / "model")
+        colocated_engine(config(cpu_kv_cache_gib=1_000_000), world.folder / "model")
     assert "GiB" in caught.value.found
     for way_out in ("gpu_memory_utilization", "cpu_kv_cache_gib", "offload.enabled", "rollout_backend: hf"):
         assert way_out in caught.value.remedy

@@ -6,6 +6,7 @@ One engine for the module. Whole runs, and two ranks: test_colocate_run.py.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -86,7 +87,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     build(folder / "model", "tiny", seed=0)
     text = "Detect every digit. " * 60
     samples = [sample([image(64, 64, seed=i)], text=f"{text}{i}") for i in range(2)]
-    with colocated_engine(config(), folder / "model", lora_rank=RANK) as engine:
+    with closing(colocated_engine(config(), folder / "model", lora_rank=RANK)) as engine:
         yield World(folder, engine, samples)
 
 
