@@ -71,7 +71,7 @@ def verdict(runs: Sequence[Progress]) -> str | None:
     before, after, gain = main.f1_before, main.f1_after, main.gain
     if before is None:
         return None
-    split = "validation" if main.run.setting("data", "val") else "test"
+    split = split_of(main.run)
     scenes = f" on {before.num_scenes} {split} scenes" if before.num_scenes else ""
     if after is None or gain is None:
         return f"F1@0.5{scenes} is {before.value:.3f}.{_tested(main.run)}"
@@ -91,6 +91,11 @@ def verdict(runs: Sequence[Progress]) -> str | None:
             text += f" For comparison, {other.run.name} ended at {other.f1_after.value:.3f} after "
             text += f"{other.after.global_step} steps{_against(main, other)}."
     return text
+
+
+def split_of(run: RunRecord) -> str:
+    """Return what the evaluations during training are of."""
+    return "validation" if run.setting("data", "val") else "test"
 
 
 def _tested(run: RunRecord) -> str:

@@ -23,6 +23,7 @@ from PIL import Image
 
 from learner.records import DetectionObject
 from learner.report.records import EvalPoint, RunRecord, Scene
+from learner.report.results import split_of
 from learner.report.scores import Outcome, Progress, classify
 from learner.report.sheet import Sheet
 from shared.errors import MediaError
@@ -147,12 +148,12 @@ def _lead(runs: Sequence[Progress], before: Mapping[str, Scene], after: Mapping[
     main = runs[0]
     first = f"step {main.before.global_step if main.before else 0}"
     when = "before and after training" if after else f"at {first}"
-    lead = f"Scenes of the test set as the model answered them, greedily, {when}."
+    lead = f"Scenes of the {split_of(main.run)} set as the model answered them, greedily, {when}."
     if after:
         gains = [_gain(before[key], after[key]) for key in before.keys() & after.keys()]
         better, worse = sum(gain > 0 for gain in gains), sum(gain < 0 for gain in gains)
         same, model = len(gains) - better - worse, "" if len(runs) == 1 else f" after {main.run.name}"
-        lead += f" Of {len(gains)}, {better} are better{model}, {worse} are worse and {same} are the same."
+        lead += f" Of {len(gains)} scenes{model}, better: {better}, worse: {worse}, the same: {same}."
     return lead
 
 

@@ -35,7 +35,7 @@ from learner.report.records import Activity, RunRecord, StepTimeline
 from learner.report.spikes import SpikingStep, largest, marked, spikes
 
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
-    name: name for name in ("data", "target", "pack")
+    name: name for name in ("data", "target", "pack", "labels", "eval")
 }  # all else: "rest"
 MAX_ROWS = 400
 SMALLEST_SHARE = 0.01  # share of the step time
@@ -64,6 +64,13 @@ STAGE2_SHOWN = (
     *(f"{AHEAD}{name}" for name in ("packs_dropped_oldest", "b_step_skipped_due_to_queue")),
 )
 FOLDED = ("matched", "truncated", "underfilled", "rollout_tokens", "packing_fill", "rollout_buffer/", STAGE2)
+TITLES = {  # of charts of metrics that have none of their own; others have the metric's name
+    "learn_tflops": "TFLOP/s while learning",
+    "pause_s": "Server pause",
+    "staged_s": "Staging before a sync",
+    "sent_bytes": "Bytes sent",
+    "merge_gap": "Effect of merging (nats a token)",
+}
 SPIKING = {"loss": "loss", "gradient norm": "grad_norm"}  # charts by name, and their metric
 PURPOSES = {"step": "rollouts", "eval": "evaluation"}
 SYNC_SHOWN = ("time", "ver", "seconds", "num_bytes", "num_tensors", "canary_gap", "canary_gap_max", "global_step")
@@ -159,10 +166,17 @@ def _others(run: RunRecord) -> tuple[list[Chart], list[Chart]]:
     keys = sorted(key for key in found if not key.startswith("drop/") and not is_phase(key))
     sync_keys = sorted({key for sync in run.syncs for key in sync.metrics} - set(SYNC_SHOWN))
     folded = [key for key in keys if key.startswith(FOLDED)]
-    charts = [_sync_lines(run, f"{key} per sync", (key, key, "sync")) for key in sync_keys]
-    charts += [_lines(run, key, (key, key, "after")) for key in keys if key not in folded]
+    charts = [
+        _sync_lines(run, f"{_title(key)} per sync", (key, key, "sync"), unit=" s" if key.endswith("_s") else "")
+        for key in sync_keys
+    ]
+    charts += [_lines(run, _title(key), (key, key, "after")) for key in keys if key not in folded]
     more = [_lines(run, key, (key, key, "after")) for key in folded]
     return [c for c in charts[:MAX_CHARTS] if c], [c for c in (*charts[MAX_CHARTS:], *more) if c]
+
+
+def _title(key: str) -> str:
+    return TITLES.get(key, key)
 
 
 def _loss(run: RunRecord) -> Chart | None:
@@ -360,9 +374,10 @@ def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
 
 def typical(steps: Sequence[StepTimeline]) -> int | None:
     """Return the index of a step of median length, among those with rollouts if there are any. The first step is left
-    out, because it warms up."""
+    out, because it warms up, and so are steps with an evaluation or a completion of labels, if there are others."""
     usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
     usable = usable[1:] or usable
+    usable = [i for i in usable if not any(a.name in ("eval", "labels") for a in steps[i].activities)] or usable
     rolled = [i for i in usable if any(a.name == "rollout" for a in steps[i].activities)]
     ordered = sorted(rolled or usable, key=lambda i: steps[i].end_s - steps[i].begin_s)
     return ordered[len(ordered) // 2] if ordered else None

@@ -42,6 +42,28 @@ def test_the_typical_step_has_rollouts_and_the_median_length() -> None:
     assert timeline([]) is None
 
 
+def test_a_step_with_an_evaluation_is_not_typical() -> None:
+    """Of `sft` no other step has rollouts."""
+    learn, rollout = Activity("rank 0", "learn", 0.0, 1.0), Activity("rank 0 rollouts", "rollout", 0.0, 1.0)
+    evaluates = Activity("rank 0", "eval", 0.0, 1.0)
+    steps = [step(i, 0.0, 1.0 + i, learn) for i in range(3)]
+    assert typical([*steps, step(3, 0.0, 9.0, learn, rollout, evaluates)]) == 2
+    assert typical([steps[0], step(3, 0.0, 9.0, learn, rollout, evaluates)]) == 1
+
+
+def test_what_came_before_a_step_has_its_name(tmp_path: Path) -> None:
+    """Completing labels took most of the first step: it was drawn as `other`."""
+    run = write_run(tmp_path / "run", num_scenes=2)
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    first = next(line for line in lines if line["event"] == "step")
+    first["metrics"] |= {"labels_s": 23.0, "step_s": first["metrics"]["step_s"] + 23.0}
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    drawn = training(read_run(run), heading="Training")
+    assert drawn is not None
+    (chart,) = (one for one in drawn.charts if one.title == "Seconds per step")
+    assert "labels" in [name for name, _ in chart.legend]
+
+
 def test_a_call_that_ends_in_a_later_step_is_drawn_up_to_the_edge() -> None:
     """R25: and a sync is a bar of every server, since it serves nothing meanwhile."""
     first = step(1, 10.0, 12.0, Activity("rank 0", "sync", 10.0, 10.5), Activity(SERVER, "rollout", 10.5, 11.0))
@@ -170,7 +192,7 @@ def test_metrics_that_come_later_get_charts_of_their_own(tmp_path: Path) -> None
             line["merge_gap"] = 0.001 * line["ver"]
     (path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     titles = set(notes_of(path))
-    assert {"reward/mean", "reward/std", "age_updates", "merge_gap per sync"} <= titles
+    assert {"reward/mean", "reward/std", "age_updates", "Effect of merging (nats a token) per sync"} <= titles
     assert "some_s" not in titles  # part of the stacked seconds
     assert not {"matched", "packing_fill", "missed", "never_changes"} & titles
     section = training(read_run(path), heading="Training")
