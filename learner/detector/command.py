@@ -135,13 +135,14 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
         if known is not None
         else "The model has no calibration: a score is the probability of the box's tokens, not that it is right."
     )
-    asked = options.asked
+    asked, boxes = options.asked, [box for one in predictions for box in one.boxes]
+    shown = sum(box.score >= conf for box in boxes)
     return write_page(
         options.out,
         store.done,
         title=detector.model.folder.name if detector.model.folder.name != "checkpoint" else str(detector.model.folder),
         facts=f"{_number(len(predictions), 'photograph')}, "
-        f"{_number(sum(len(one.boxes) for one in predictions), 'box', 'boxes')}"
+        f"{_number(len(boxes), 'box', 'boxes')}{f', {shown} of them shown' if shown < len(boxes) else ''}"
         + (f", {_number(asked.samples, 'drawn answer')} each" if asked.samples else "")
         + (f", tiles of {options.tile} pixels" if options.tile else ""),
         conf=conf,

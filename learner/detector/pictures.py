@@ -72,7 +72,7 @@ def draw(picture: Image.Image, boxes: Sequence[ScoredBox], classes: Sequence[str
     drawn = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)
     canvas = ImageDraw.Draw(drawn)
     line = max(1, round(max(size) / 350))
-    font = ImageFont.load_default(max(9, round(max(size) / 65)))
+    font = ImageFont.load_default(max(9, round(max(size) / 45)))  # the page shows pictures at about half their size
     for box in sorted(boxes, key=lambda one: one.score):  # the best on top
         _draw_box(canvas, box, scale, color_of(box.name, classes), line, font)
     return drawn
