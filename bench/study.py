@@ -65,6 +65,7 @@ from deploy.bccd.photographs import AUGMENT as CELLS_AUGMENT
 from deploy.bccd.photographs import read_photographs, write_jsonl
 from deploy.demo.build_data import Build, build
 from deploy.launch import Processes
+from learner.recipe.stages import GRPO, MATCHING, SFT
 from learner.report.read import RECIPE
 from learner.run.files import write_atomically
 from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
@@ -776,13 +777,13 @@ def _course(run_dir: Path, *, with_weights: bool) -> list[Evaluated]:
 
 
 def _recipe_course(run_dir: Path) -> tuple[list[Evaluated], list[dict[str, Any]]]:
-    """The whole evaluations and the steps of both stages, in the order in which they were made: those of `grpo` are
+    """The whole evaluations and the steps of both stages, in the order in which they were made: those of the second are
     counted on from the last step of `sft`, whichever weights it began with. Its first evaluation is of these weights,
     which were evaluated before."""
     course: list[Evaluated] = []
     steps: list[dict[str, Any]] = []
     began_at = 0
-    for stage in (run_dir / "sft", run_dir / "grpo"):
+    for stage in (run_dir / name for name in (SFT, MATCHING, GRPO)):
         found = []
         for path in sorted((stage / "eval").glob("step_*.jsonl")):
             test = path.with_name(path.name.replace("step_", f"retain_{TEST_PART}_"))

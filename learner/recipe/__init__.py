@@ -1,4 +1,5 @@
-"""`rollout-learner recipe`: `sft` on completed labels, then `grpo`, each as long as it pays, within a given time (R49).
+"""`rollout-learner recipe`: `sft` on completed labels, then `grpo` or rollout matching, each as long as it pays, within
+a given time (R49).
 
     stages.py    the user's configuration -> each stage's
     headroom.py  what sampled answers could still gain in places, by the weights of a run that is about to begin
@@ -11,8 +12,10 @@
 3. `grpo`. If labels were completed, it begins from the start, whose answers completed them, with the same labels.
    Otherwise from the best weights of `sft`, if there is headroom in places and K answers differ; if not, only names are
    left, which rollouts do not teach, and the recipe ends; if `sft` had ended for lack of time, it goes on first.
+   If labels have gaps by the estimate of the start, and it mostly invents what it says without a label, rollout
+   matching that keeps this takes the place of 2 and 3.
 
-Each stage is an ordinary run in a folder of its own, `OUTPUT/sft` and `OUTPUT/grpo`, with its configuration beside it
+Each stage is an ordinary run in a folder of its own, such as `OUTPUT/sft`, with its configuration beside it
 (`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score of all, those of the start
 included. On completed labels `grpo` needs no better score than `sft`, if validation does not show it to be worse, and
 if it is better than the start. So the recipe never gives less than it began with, on validation. A second command goes

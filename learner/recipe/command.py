@@ -25,6 +25,7 @@ from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
+from learner.predict.recommend import MISSING, UNLABELLED_RIGHT
 from learner.recipe.headroom import grpo_pays, measure_headroom
 from learner.recipe.record import (
     START,
@@ -37,7 +38,17 @@ from learner.recipe.record import (
     spent_s,
     stage_result,
 )
-from learner.recipe.stages import GRPO, PATIENCE, SFT, check_recipe, grpo_stage, metric_of, sft_stage
+from learner.recipe.stages import (
+    GRPO,
+    MATCHING,
+    PATIENCE,
+    SFT,
+    check_recipe,
+    grpo_stage,
+    matching_stage,
+    metric_of,
+    sft_stage,
+)
 from learner.report.page import write_report
 from learner.run.best import BEST_LINK, point_best
 from learner.run.files import writing
@@ -60,6 +71,10 @@ START_SHARE = 0.75
 WHY_GRPO = "labels had gaps and were completed: what is left cannot be counted by them, so validation decides"
 FROM_START = ". It begins with the weights of the start, which have not learned the wrong ones among them"
 FROM_SFT = ". It begins with the weights of sft, which complete them again: the start was much worse"
+WHY_MATCHING = (
+    "labels have gaps, and most of what the start says without a label is invented: it can't complete them. So it "
+    "learns the labels after its own words, and what it finds beside them is kept"
+)
 WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
 
 
@@ -112,7 +127,8 @@ class Recipe:
     def follow(self) -> int:
         """Run the stages, and write the report."""
         while not self.record.ended:
-            if code := (self._sft() if self.record.stage(SFT) is None else self._grpo()):
+            sft = self.record.stage(SFT)
+            if code := (self._sft() if sft is None else self._second(sft)):
                 return code
         self._tell()
         return 0
@@ -127,10 +143,10 @@ class Recipe:
         values = sft_stage(self.config, world_size=self.ranks.world_size, minutes=left_s / 60)
         return self._run(SFT, values, WHY_SFT, earlier_s)
 
-    def _grpo(self) -> int:
-        sft = self.record.stage(SFT)
-        assert sft is not None
-        earlier_s = self._earlier_s(GRPO)
+    def _second(self, sft: StageResult) -> int:
+        """Run rollout matching if the start mostly invents what has no label, else `grpo`, if that pays."""
+        name = MATCHING if invents(sft) else GRPO
+        earlier_s = self._earlier_s(name)
         left_s = 60 * self.record.minutes - self.record.seconds - earlier_s
         has_time = left_s >= LEAST_SHARE * 60 * self.record.minutes
         if self.record.no_grpo:
@@ -139,21 +155,27 @@ class Recipe:
             else:
                 self._decide(ended=f"no places are left to gain: {self.record.no_grpo}")
             return 0
-        if not self.record.grpo and not has_time:
+        if not has_time and not (self.record.grpo or (name == MATCHING and earlier_s)):
             left = f"{max(0.0, left_s / 60):.1f} of {self.record.minutes:g} minutes"
-            self._decide(ended=f"{left} are left: too little for grpo")
+            self._decide(ended=f"{left} are left: too little for {name}")
             return 0
-        values = grpo_stage(
+        code = self._run(name, self._second_stage(name, sft, left_s / 60), WHY_MATCHING, earlier_s)
+        if not code and (name == MATCHING or self.record.grpo):
+            self._decide(ended="both stages have ended")
+        return code
+
+    def _second_stage(self, name: str, sft: StageResult, minutes: float) -> Mapping[str, object]:
+        world_size = self.ranks.world_size
+        if name == MATCHING:
+            model = self._best_of(sft) if _is_weak(sft) else None
+            return matching_stage(self.config, world_size=world_size, minutes=minutes, model=model)
+        return grpo_stage(
             self.config,
-            world_size=self.ranks.world_size,
-            minutes=left_s / 60,
+            world_size=world_size,
+            minutes=minutes,
             model=None if self._from_start(sft) else self._best_of(sft),
             completes=sft.completed or _is_weak(sft),
         )
-        code = self._run(GRPO, values, "", earlier_s)
-        if not code and self.record.grpo:
-            self._decide(ended="both stages have ended")
-        return code
 
     def _go_on_with_sft(self) -> None:
         """Its time was cut for a stage that is not run: it has all of it now."""
@@ -193,7 +215,7 @@ class Recipe:
         if code or (name == GRPO and not self.record.grpo):
             return code
         patience = config.training.early_stop_patience or PATIENCE[name]
-        run_dir, why = Path(config.training.output_dir), why or self.record.grpo
+        run_dir, why = Path(config.training.output_dir), self.record.grpo if name == GRPO else why
 
         def ended() -> Record:
             if not self.ranks.is_main:
@@ -201,7 +223,7 @@ class Recipe:
             stage = stage_result(run_dir, why=why, seconds=seconds, patience=patience)
             sft = self.record.stage(SFT)
             versus = None
-            if sft is not None and sft.completed:
+            if sft is not None and sft.completed and name == GRPO:
                 versus = score_difference(self.root, self.record.metric, sft, stage)
             record = self.record.with_stage(stage, versus)
             self._keep(record)
@@ -298,6 +320,13 @@ def told(record: Record) -> list[str]:
         lines.append(f"grpo minus sft: {shown}; {rule}")
     end = f"{record.best_of}, {record.metric} {record.best_score:.3f}" if record.best_score is not None else "start"
     return [*lines, f"ended: {record.ended}", f"best on validation: {end}"]
+
+
+def invents(sft: StageResult) -> bool:
+    """Return True if labels have gaps by the estimate of the start, and it mostly invents what it says without one."""
+    if sft.missing is None or sft.unlabelled_right is None:
+        return False
+    return sft.missing > MISSING and sft.unlabelled_right < UNLABELLED_RIGHT
 
 
 def _is_weak(sft: StageResult) -> bool:

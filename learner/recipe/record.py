@@ -23,6 +23,7 @@ from learner.report.read import METRICS, RECIPE, read_run
 from learner.run.best import BEST_FILE
 from learner.run.files import write_atomically
 from learner.steps.completing import FOLDER as LABELS
+from learner.tasks.detection.completion import CompletionEstimate
 from learner.tasks.detection.metrics import COLUMNS, CountTable, bootstrap_difference
 from learner.tasks.detection.metrics import METRICS as RATIOS
 from shared.errors import CheckpointError
@@ -51,6 +52,8 @@ class StageResult:
     score: float
     before: Mapping[str, float]
     after: Mapping[str, float]
+    missing: float | None = None  # share of the objects without a label, at most, as its start saw it; None: not known
+    unlabelled_right: float | None = None  # share of what its start says without a label that is right, estimated
 
     @property
     def gained(self) -> list[str]:
@@ -81,7 +84,7 @@ class Record:
     stages: tuple[StageResult, ...] = ()
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)
     grpo: str = ""  # the reason to run it
-    no_grpo: str = ""  # the reason not to run it
+    no_grpo: str = ""  # the reason not to run it; rollout matching may be run instead
     extended: bool = False  # sft has the time of grpo, which is not run
     ended: str = ""  # the reason why the recipe has ended
     versus_sft: FeatureEstimate | None = None  # score of grpo minus that of sft, if labels were completed
@@ -130,7 +133,7 @@ def read_record(root: Path) -> Record | None:
     try:
         content: dict[str, Any] = dict(json_in(path))
         known = StageResult.__dataclass_fields__
-        stages = [StageResult(**{key: stage[key] for key in known}) for stage in content["stages"]]
+        stages = [StageResult(**{key: stage[key] for key in known if key in stage}) for stage in content["stages"]]
         headroom = {name: FeatureEstimate(**one) for name, one in content["headroom"].items()}
         versus = content.get("versus_sft")
         versus_sft = FeatureEstimate(**versus) if versus is not None else None
@@ -168,14 +171,12 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
         ) from error
     run = read_run(run_dir)
     metrics = {point.global_step: point.metrics for point in run.evals}
-    labels, completed = _labels(run_dir)
     since = sum(step > best for step in values)
     return StageResult(
         name=run_dir.name,
         why=why,
         ended=f"the score did not rise in {since} evaluations" if since >= patience else TIME_UP,
-        labels=labels,
-        completed=completed,
+        **_labels(run_dir),
         seconds=round(seconds, 1),
         steps=max(values),
         best_step=best,
@@ -213,16 +214,23 @@ def _counts(root: Path, stage: StageResult, remedy: str) -> CountTable:
         ) from error
 
 
-def _labels(run_dir: Path) -> tuple[str, bool]:
-    """Return what the newest completion of the labels did, in words, and whether it added anything."""
+def _labels(run_dir: Path) -> dict[str, Any]:
+    """Return what the newest completion of the labels did: fields of a stage's result."""
     files = sorted((run_dir / LABELS).glob("step_*.json"))
     if not files:
-        return "", False
+        return {"labels": "", "completed": False, "missing": None, "unlabelled_right": None}
     found = json_in(files[-1])
-    if found["min_votes"] is None:
-        return f"nothing completed: {found['why']}", False
-    text = f"{found['added']} labels added to {found['labels']}"
-    return f"{text}, which at least {found['min_votes']} of {found['rollouts']} answers have", bool(found["added"])
+    estimate = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in dict(found["estimate"]).items()
+    }
+    known = CompletionEstimate(**estimate)
+    text = f"nothing completed: {found['why']}"
+    if found["min_votes"] is not None:
+        text = f"{found['added']} labels added to {found['labels']}"
+        text += f", which at least {found['min_votes']} of {found['rollouts']} answers have"
+    completed = found["min_votes"] is not None and bool(found["added"])
+    right = known.free_right if known.missing is not None else None
+    return {"labels": text, "completed": completed, "missing": known.missing, "unlabelled_right": right}
 
 
 def spent_s(run_dir: Path) -> float:

@@ -15,16 +15,17 @@ from learner.config.plan import resolve
 from learner.config.schema import RunConfig
 from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.labels import CompleteConfig
+from learner.config.sections.loss import RECOMMENDED, LossConfig
 from learner.extensions import task_class
 from learner.tasks.detection.task import DetectionTask
 from shared.config.model import ConfigErrors, Mistake, shown
 
-SFT, GRPO = "sft", "grpo"
+SFT, GRPO, MATCHING = "sft", "grpo", "rollout_matching_sft"
 METRIC = "fm@0.5"  # orders models alike whether labels are complete or not
 EVAL_STEPS = 8
 # Evaluations without a better score that end a stage. Over 39 measured courses of sft, 2 choose the step that 3 choose
-# in 38, and a better one in the other (bench/README.md). Rewards are noisier, so grpo has one more.
-PATIENCE: Mapping[str, int] = {SFT: 2, GRPO: 3}
+# in 38, and a better one in the other (bench/README.md). Rollouts are noisier, so what learns them has one more.
+PATIENCE: Mapping[str, int] = {SFT: 2, GRPO: 3, MATCHING: 3}
 SAVE_MINUTES = 5.0
 RATE_OF_GRPO = 0.3  # share of the rate that suits sft (docs/concepts/which-method.md)
 MOST_STEPS = 100_000  # time or patience ends a stage
@@ -59,13 +60,18 @@ def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str
     """Return the configuration of `sft` on labels that are completed where it is safe."""
     values = _stage(config, SFT, minutes)
     values["labels"]["complete"] = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
-    values["grpo"] = GrpoConfig().model_dump(mode="json")
-    if _has(config, GRPO):
-        size = config.grpo.num_generations
-        per_device = config.training.per_device_train_batch_size // size
-        batch = resolve(config, world_size).effective_batch_size // size
-        values["training"] |= _batches(per_device, batch)
-        values["training"]["learning_rate"] = config.training.learning_rate / RATE_OF_GRPO
+    _as_supervised(values, config, world_size)
+    return values
+
+
+def matching_stage(config: RunConfig, *, world_size: int, minutes: float, model: Path | None) -> dict[str, Any]:
+    """Return the configuration of rollout matching from `model` (None: the start) on the annotated labels, which keeps
+    what the model finds and nobody labelled."""
+    values = _stage(config, MATCHING, minutes)
+    _as_supervised(values, config, world_size)
+    values["labels"]["complete"] = None
+    values["loss"] = LossConfig().model_dump(mode="json") | RECOMMENDED
+    _begin_with(values, config, model)
     return values
 
 
@@ -78,14 +84,9 @@ def grpo_stage(
     complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["labels"]["complete"] = complete | {"write": None} if completes else None
     values["loss"] |= {"function": None, "coordinate_smoothing": 0.0}  # grpo reinforces the tokens of answers
-    if config.data.augment is not None and not config.data.augment.rollouts:
-        values["data"]["augment"] = None  # all of its steps learn rollouts
     decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
     decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}
-    if model is not None:
-        values["model"]["path"] = str(model)
-        if (model / "adapter_config.json").is_file():
-            values["model"]["lora"] = None  # it goes on learning the adapter that is there
+    _begin_with(values, config, model)
     if not _has(config, GRPO):
         size = config.grpo.num_generations
         groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # one rank's
@@ -93,6 +94,27 @@ def grpo_stage(
         values["training"] |= _batches(groups * size, groups * size * world_size)
         values["training"]["learning_rate"] = config.training.learning_rate * RATE_OF_GRPO
     return values
+
+
+def _as_supervised(values: dict[str, Any], config: RunConfig, world_size: int) -> None:
+    """Set what a stage that learns labels has, if the user's configuration is one of `grpo`."""
+    values["grpo"] = GrpoConfig().model_dump(mode="json")
+    if _has(config, GRPO):
+        size = config.grpo.num_generations
+        per_device = config.training.per_device_train_batch_size // size
+        batch = resolve(config, world_size).effective_batch_size // size
+        values["training"] |= _batches(per_device, batch)
+        values["training"]["learning_rate"] = config.training.learning_rate / RATE_OF_GRPO
+
+
+def _begin_with(values: dict[str, Any], config: RunConfig, model: Path | None) -> None:
+    """Set the weights that a stage of rollouts begins with; all of its steps learn rollouts."""
+    if config.data.augment is not None and not config.data.augment.rollouts:
+        values["data"]["augment"] = None
+    if model is not None:
+        values["model"]["path"] = str(model)
+        if (model / "adapter_config.json").is_file():
+            values["model"]["lora"] = None  # it goes on learning the adapter that is there
 
 
 def _has(config: RunConfig, variant: str) -> bool:

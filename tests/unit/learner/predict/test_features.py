@@ -166,7 +166,7 @@ def test_features_are_those_that_are_explained_and_intervals_hold_them() -> None
 
 PLAIN = {
     "f1_greedy": 0.7, "parse_rate": 1.0, "missing_labels": 0.0, "headroom": 0.0, "headroom_places": 0.0,
-    "no_signal": 0.2, "exposure_gap": 0.0, "nats_train": 0.2, "overfit_nats": 0.0,
+    "no_signal": 0.2, "unlabelled_right": 0.7, "exposure_gap": 0.0, "nats_train": 0.2, "overfit_nats": 0.0,
 }  # fmt: skip
 
 
@@ -178,6 +178,9 @@ PLAIN = {
         ({"missing_labels": 0.4, "headroom_places": 0.3}, rules.COMPLETED_GRPO),
         ({"missing_labels": 0.4, "headroom_places": 0.01}, rules.COMPLETED_SFT),
         ({"missing_labels": 0.4, "headroom_places": 0.3, "no_signal": 0.9}, rules.COMPLETED_SFT),
+        ({"missing_labels": 0.4, "headroom_places": 0.3, "unlabelled_right": 0.2}, rules.KEPT),
+        ({"missing_labels": 0.4, "unlabelled_right": 0.395}, rules.COMPLETED_SFT),  # the whole interval must be below
+        ({"unlabelled_right": 0.1}, rules.SFT),  # nothing is missing
         ({"headroom_places": 0.2, "headroom": 0.2}, rules.GRPO),
         ({"headroom_places": 0.2, "headroom": 0.2, "no_signal": 0.9}, rules.SFT),
         ({"headroom": 0.2}, rules.SFT),

@@ -268,6 +268,57 @@ def test_grpo_learns_the_labels_that_the_start_completed(
     assert {event["metrics"]["reward/f1"] for event in learned} == {1.0}, "every answer has all labels, each once"
 
 
+@pytest.mark.parametrize(
+    ("start", "begins_with", "killed_at_step"), [(0.5, "start", 5), slow(0.3, "sft", None), slow(0.3, "sft", 4)]
+)
+def test_where_the_start_invents_rollout_matching_follows(
+    tiny_text: Path,
+    tmp_path: Path,
+    scores: Callable[[Scores], None],
+    monkeypatch: pytest.MonkeyPatch,
+    start: float,
+    begins_with: str,
+    killed_at_step: int | None,
+) -> None:
+    """Of what the models of cells and of noisy digits say without a label, 0.05 to 0.29 is right: there
+    `keep_unmatched` is ahead of completed labels. Here every answer finds an object that nobody labelled, and two that
+    are nowhere."""
+    scores({"sft": {0: start, 1: 0.55, 2: 0.6, 3: 0.5}, "rollout_matching_sft": {0: 0.6, 1: 0.7}})
+    monkeypatch.setattr(FakeBackend, "_answer", _inventions)
+    values = config_for(tiny_text, tmp_path).model_dump()
+    values["training"]["save_steps"] = 1
+    config = config_of(values)
+    if killed_at_step:
+        kill_at_call(monkeypatch, Trainer, "step", killed_at_step)
+        with pytest.raises(Killed):
+            recipe(config, MINUTES, environment={})
+    assert recipe(config, MINUTES, environment={}) == 0
+    run = tmp_path / "run"
+    found = read_record(run)
+    assert found is not None
+    assert [stage.name for stage in found.stages] == ["sft", "rollout_matching_sft"]
+    assert found.best_of == "rollout_matching_sft"
+    assert kept(run) == run / "rollout_matching_sft" / "checkpoint-1"
+    assert "invented" in found.stages[1].why
+    assert found.versus_sft is None, "that grpo may be worse is no rule of this stage"
+    configured = yaml.safe_load((run / "rollout_matching_sft.yaml").read_text())
+    assert Path(configured["model"]["path"]) == {"start": tiny_text, "sft": run / "sft" / "checkpoint-2"}[begins_with]
+    assert "rollout_matching_sft" in (run / "report.html").read_text()
+
+
+def _inventions(backend: FakeBackend, sample: Any, seed: int) -> Any:
+    """Every answer is the annotated truth, an object that nobody labelled, and each its own two that are nowhere."""
+    annotated = [obj for obj in sample.objects if obj.votes is None]
+    places = [
+        (800, 850, 990, 990),
+        (10 * (seed % 40), 700, 10 * (seed % 40) + 9, 740),
+        (500, 600 + seed % 90, 520, 700),
+    ]
+    more = (*annotated, *(annotated[0]._replace(bins=place) for place in places))
+    found = _answer(backend, replace(sample, objects=more), len(more) + 1)
+    return replace(found, sample=sample)
+
+
 def _one_more(backend: FakeBackend, sample: Any, seed: int) -> Any:
     """Every answer is the annotated truth and an object that has no label."""
     annotated = [obj for obj in sample.objects if obj.votes is None]

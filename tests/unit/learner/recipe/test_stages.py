@@ -10,7 +10,7 @@ import pytest
 from learner.config.load import config_of, load_config
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
-from learner.recipe.stages import check_recipe, grpo_stage, sft_stage
+from learner.recipe.stages import check_recipe, grpo_stage, matching_stage, sft_stage
 from shared.config.model import ConfigErrors
 from shared.config.parse import write_yaml
 
@@ -103,6 +103,24 @@ def test_what_only_other_variants_take_is_left_out(tmp_path: Path) -> None:
         grpo_stage(user, world_size=1, minutes=1.0, model=None, completes=False),
     ):
         assert written(tmp_path, values).rollout_matching.rollout_buffer is None
+
+
+@pytest.mark.parametrize("variant", ["sft", "grpo"])
+def test_rollout_matching_has_the_samples_and_the_rate_of_sft(tmp_path: Path, variant: str) -> None:
+    """It learns the annotated labels, and keeps what it finds beside them, whatever the user's loss is."""
+    user = config(labels={"complete": {}}, data={"augment": {}})
+    if variant == "grpo":
+        decoding = {"rollout_matching": {"decoding": {"temperature": 1.0}}}
+        sizes = {"effective_batch_size": 48, "per_device_train_batch_size": 8}
+        user = config(custom={"trainer_variant": variant, "extra": decoding}, training=sizes)
+    sft = written(tmp_path, sft_stage(user, world_size=1, minutes=1.0))
+    matching = written(tmp_path, matching_stage(user, world_size=1, minutes=2.0, model=tmp_path))
+    assert matching.custom.trainer_variant == "rollout_matching_sft"
+    assert matching.training.learning_rate == sft.training.learning_rate
+    assert resolve(matching, 1).effective_batch_size == resolve(sft, 1).effective_batch_size
+    assert matching.loss.keep_unmatched
+    assert matching.labels.complete is matching.data.augment is None
+    assert matching.model.path == str(tmp_path)
 
 
 @pytest.mark.parametrize("rollouts", [False, True])
