@@ -41,7 +41,14 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from learner.run.environment import GLOO_VARIABLE, gloo_interface, keep_compiled, prepare_for_vllm, shorten_turns
+from learner.run.environment import (
+    GLOO_VARIABLE,
+    collect_rarely,
+    gloo_interface,
+    keep_compiled,
+    prepare_for_vllm,
+    shorten_turns,
+)
 from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
 from shared.processes import FEW_SHAPES, end_with_parent
@@ -698,6 +705,7 @@ def _recipe(config_path: str, overrides: Sequence[str], minutes: float) -> int:
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
     """The configuration of this process, one of the ranks. A wrong one is reported before torch is loaded. The
     environment is made ready for what the run will load."""
+    collect_rarely()
     from learner.config.load import load_config
     from learner.config.modes import colocates
 

@@ -1,8 +1,8 @@
 """What vLLM does at the start of a colocated engine, and need not do: the learner's process has it, or will have it.
 
 In: vLLM, before its engine is made. Out: it starts without reading weights that the first sync overwrites
-(`unread_weights`), reads a tokenizer once (`sharing_tokenizers`), and starts no process to look at the model's class
-(`inspecting_here`).
+(`unread_weights`), reads a tokenizer once (`sharing_tokenizers`), starts no process to look at the model's class
+(`inspecting_here`), and does not look for garbage in what the learner has made (`learner_set_aside`).
 
 Invariants: parameters are zero until the first sync. Memory that was only taken may hold NaNs, which would stay in the
 KV cache after the engine's warm-up. Buffers stay as the model made them. Nothing generates before a sync has written
@@ -12,6 +12,7 @@ vLLM has none of what is changed here, its start only takes longer.
 
 from __future__ import annotations
 
+import gc
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -100,3 +101,15 @@ def inspecting_here() -> Iterator[None]:
         yield
     finally:
         registry._run_in_subprocess = before
+
+
+@contextmanager
+def learner_set_aside() -> Iterator[None]:
+    """Take all objects that live out of Python's garbage collections, inside the context. vLLM collects garbage by
+    itself again and again, as before it measures memory, and each time walks all modules and the learner's model."""
+    gc.collect()  # garbage that was set aside would keep its memory
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()

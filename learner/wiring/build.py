@@ -47,6 +47,7 @@ from learner.rollout.backend import RolloutBackend
 from learner.rollout.hf import HfBackend
 from learner.run.additions import run_annotations
 from learner.run.checkpoint import CheckpointStore
+from learner.run.environment import collect_as_usual
 from learner.run.files import writing
 from learner.run.output_dir import claim_output_dir, torchrun_agent
 from learner.run.stopping import Stopped, StopRequest, told_before_the_first_step
@@ -119,6 +120,7 @@ def train_on(
     with ExitStack() as stack:
         config = claim_output_dir(config, ranks, torchrun_agent(environment), stack=stack, goes_on=goes_on)
         trainer = build(config, plan, ranks, token=read_token(environment), stack=stack)
+        collect_as_usual()
         try:
             with trainer.stop.installed():
                 if before(trainer):

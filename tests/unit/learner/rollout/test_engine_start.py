@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from transformers import AutoTokenizer
 
-from learner.rollout.engine_start import sharing_tokenizers
+from learner.rollout.engine_start import learner_set_aside, sharing_tokenizers
 from learner.tiny import build_tokenizer
 
 
@@ -44,3 +46,31 @@ def test_nobody_else_gets_the_engine_s_tokenizer(folder: str) -> None:
         fail()
     assert AutoTokenizer.__dict__["from_pretrained"] is method
     assert len({id(tokenizer) for tokenizer in [*found, AutoTokenizer.from_pretrained(folder)]}) == 3
+
+
+class Node:
+    """An object that only a collection frees: it holds itself."""
+
+    def __init__(self) -> None:
+        self.me = self
+
+
+def is_walked(node: Node) -> bool:
+    return any(one is node for one in gc.get_objects())
+
+
+def test_vllm_s_collections_do_not_walk_what_the_learner_made() -> None:
+    """Garbage is not set aside, but freed first. All comes back, also after an error."""
+    lives, garbage = Node(), weakref.ref(Node())
+
+    def fail() -> None:
+        with learner_set_aside():
+            assert garbage() is None
+            assert not is_walked(lives)
+            assert is_walked(Node()), "what vLLM makes is walked"
+            raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        fail()
+    assert is_walked(lives)
+    assert gc.get_freeze_count() == 0

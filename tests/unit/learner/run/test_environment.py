@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from learner.run.environment import (
     GLOO_VARIABLE,
     TRITON_VARIABLE,
     TURN_S,
+    collect_as_usual,
     gloo_interface,
     keep_compiled,
 )
@@ -96,6 +98,21 @@ def test_a_run_shortens_the_turns_of_its_threads(tmp_path: Path) -> None:
         assert sys.getswitchinterval() == pytest.approx(TURN_S)
     finally:
         sys.setswitchinterval(before)
+
+
+def test_collections_are_rare_while_a_run_starts(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    write_yaml(path, minimal())
+    collect_as_usual()
+    usually, turn = gc.get_threshold(), sys.getswitchinterval()
+    try:
+        _rank_config(str(path), ())
+        assert all(rare > usual for rare, usual in zip(gc.get_threshold(), usually, strict=True))
+        assert gc.isenabled()
+        collect_as_usual()
+        assert gc.get_threshold() == usually
+    finally:
+        sys.setswitchinterval(turn)
 
 
 def test_what_is_kept_for_each_shape_of_an_image_has_a_bound(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
