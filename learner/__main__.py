@@ -57,6 +57,7 @@ from shared.version import Version
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig
     from learner.detector.answers import AnswerSettings
+    from shared.config.model import ConfigErrors
 
 # A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
 CAUSE_GRACE_S = 5.0
@@ -565,9 +566,9 @@ def write_missing(
     """Write the annotations with the accepted objects, in the format that they came in."""
 
     def work() -> int:
-        from learner.missing.review import to_train_on, write_reviewed
+        from learner.missing.review import added_in_words, to_train_on, write_reviewed
 
-        print(f"wrote {out}: {write_reviewed(folder, out)} new objects")
+        print(f"wrote {out}: {added_in_words(write_reviewed(folder, out), folder)}")
         print(f'for the next run: data.train="{to_train_on(folder, out)}"')
         return 0
 
@@ -688,8 +689,12 @@ def _train(config_path: str, overrides: Sequence[str]) -> int:
 
 
 def _recipe(config_path: str, overrides: Sequence[str], minutes: float) -> int:
-    # Every stage is evaluated.
-    config = _rank_config(config_path, (*overrides, "training.eval_on_start=true"))
+    from shared.config.model import ConfigErrors
+
+    try:  # every stage is evaluated
+        config = _rank_config(config_path, (*overrides, f"{_EVALUATED}=true"))
+    except ConfigErrors as error:
+        raise _without_our_key(error) from error
     from learner.recipe.command import AGAIN, recipe
 
     code = recipe(config, minutes, environment=os.environ)
@@ -700,6 +705,18 @@ def _recipe(config_path: str, overrides: Sequence[str], minutes: float) -> int:
         if os.environ.get("RANK", "0") == "0":
             print("the next stage needs new processes: give the same command again (torchrun --max-restarts 3 does it)")
     return code
+
+
+_EVALUATED = "training.eval_on_start"
+
+
+def _without_our_key(error: ConfigErrors) -> ConfigErrors:
+    """Return the mistakes with the user's key in place of the one that `recipe` sets."""
+    from shared.config.model import ConfigErrors, Mistake
+
+    wanted = "validation annotations: they decide when a stage ends and which weights are the best"
+    val = Mistake(path="data.val", found="null", wanted=wanted, remedy="name them")
+    return ConfigErrors(error.what, mistakes=[val if one.path == _EVALUATED else one for one in error.mistakes])
 
 
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:

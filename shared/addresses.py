@@ -10,7 +10,7 @@ import ipaddress
 import random
 import socket
 
-from shared.errors import ConfigError
+from shared.errors import ConfigError, ServerError
 
 _FIRST, _LAST = 15_000, 32_000
 _TRIES = 1_000
@@ -22,6 +22,25 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return host == "localhost" or host.endswith(".localhost")
+
+
+def listen(host: str, port: int, *, what: str) -> socket.socket:
+    """Return a socket that listens there; port 0: any that is free. Raises ServerError, which says that `what` cannot
+    listen. A page that is printed before its server listens may be another program's."""
+    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((host, port))
+        listener.listen()
+    except OSError as error:
+        listener.close()
+        raise ServerError(
+            f"{what} cannot listen",
+            found=f"{host}:{port}: {error.strerror or error}",
+            wanted="an address of this machine with a free port",
+            remedy="choose another --port",
+        ) from error
+    return listener
 
 
 def is_free(port: int) -> bool:

@@ -27,6 +27,7 @@ from learner.missing.suggest import DECISIONS, read_folder
 from learner.records import Sample
 from learner.run.additions import Addition, write_with
 from learner.run.files import write_atomically
+from shared.addresses import listen
 from shared.errors import DataError, MediaError
 from shared.images import ImageRules, Images
 
@@ -116,16 +117,26 @@ def make_app(folder: Path) -> FastAPI:
 
 
 def serve(folder: Path, *, port: int) -> int:
-    """Serve until Ctrl-C. Returns the exit code."""
+    """Serve until Ctrl-C. Returns the exit code. Raises DataError, and ServerError if the port is taken."""
     app = make_app(folder)
+    listener = listen("127.0.0.1", port, what="the review")
     print(f"review at http://127.0.0.1:{port}/ (Ctrl-C ends it; decisions are in {folder / DECISIONS})", flush=True)
-    uvicorn.run(app, host="127.0.0.1", port=port, log_level="warning")
+    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
     return 0
 
 
 class _Anything:
     def validate(self, sample: Sample) -> None:
         return
+
+
+def added_in_words(number: int, folder: Path) -> str:
+    """Return what `write` added: nothing is most often a review that nobody made yet."""
+    if number:
+        return f"{number} new object{'s' if number > 1 else ''}"
+    decided = len(read_decisions(folder))
+    why = f"none of {decided} reviewed suggestions was accepted" if decided else "nothing was reviewed yet"
+    return f"no new object, because {why} (rollout-learner find-missing review {folder})"
 
 
 def to_train_on(folder: Path, out: Path) -> str:

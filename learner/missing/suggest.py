@@ -88,7 +88,7 @@ def suggest(
             "the folder has suggestions already",
             found=str(out / SUGGESTIONS),
             wanted="a new folder, so that no decision is lost",
-            remedy="choose another --out, or review these: rollout-learner find-missing review",
+            remedy=f"choose another --out, or review these: rollout-learner find-missing review {out}",
         )
     writable_annotations(data, data.train)
     answers = Answers(model, asked)
@@ -169,6 +169,10 @@ def _answers(answers: Answers, samples: Sequence[Sample], tell: Callable[[str], 
         tell(f"{min(start + size, len(samples))} of {len(samples)} images")
 
 
+def _reason(error: Exception) -> str:
+    return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+
+
 def read_folder(folder: Path) -> tuple[DataConfig, list[dict[str, Any]]]:
     """Return the annotations' settings, and the suggestions, best first. Raises DataError."""
     path = folder / SUGGESTIONS
@@ -179,7 +183,7 @@ def read_folder(folder: Path) -> tuple[DataConfig, list[dict[str, Any]]]:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             "no suggestions can be read",
-            found=f"{path}: {type(error).__name__}: {error}",
+            found=f"{path}: {_reason(error)}",
             wanted="a folder that find-missing suggest wrote",
             remedy="correct the folder, or make suggestions: rollout-learner find-missing suggest --help",
         ) from error

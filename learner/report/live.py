@@ -14,7 +14,6 @@ import math
 import os
 import re
 import secrets
-import socket
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -39,9 +38,9 @@ from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
 from learner.report.scores import F1
 from learner.report.training import AHEAD, named_charts
 from learner.rollout.control import read_state
-from shared.addresses import is_loopback
+from shared.addresses import is_loopback, listen
 from shared.answers import ask
-from shared.errors import ConfigError, DataError, ServerError
+from shared.errors import ConfigError, DataError
 from shared.masking import bare_url
 from shared.reading import json_in
 from shared.tokens import read_token
@@ -338,15 +337,13 @@ def serve(run_dir: Path, *, host: str, port: int, send_token: bool = False) -> i
     Raises DataError if there is no run, ServerError if the port is taken."""
 
     if not is_run(run_dir):
-        raise DataError("the directory is no run", found=str(run_dir), remedy="give training.output_dir of a run")
-    listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listener.bind((host, port))
-    except OSError as error:
-        found = f"{host}:{port}: {error.strerror or error}"
-        raise ServerError("the live view cannot listen", found=found, remedy="choose another --port") from error
-    listener.listen()
+        raise DataError(
+            "the directory is no run",
+            found=str(run_dir),
+            wanted="metrics.jsonl or config.yaml in it",
+            remedy="give training.output_dir of a run",
+        )
+    listener = listen(host, port, what="the live view")
     shown = f"[{host}]" if ":" in host else host
     print(f"live view of {run_dir}: http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
     app = create_app(run_dir, host=host, token=read_token(os.environ) if send_token else None)

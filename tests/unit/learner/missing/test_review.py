@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import socket
 import subprocess
 import threading
 from dataclasses import asdict
@@ -15,6 +16,7 @@ import uvicorn
 from fastapi import Response
 from fastapi.testclient import TestClient
 
+from learner.__main__ import main
 from learner.config.sections.data import DataConfig
 from learner.missing.review import make_app, read_decisions, to_train_on, write_reviewed
 from learner.missing.suggest import DECISIONS, SUGGESTIONS, of_sample
@@ -103,6 +105,24 @@ def one_in(path: str) -> bool:
         return len(read(path)) == 1
     except DataError:
         return False
+
+
+def test_a_review_that_nobody_made_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, out = folder_of(tmp_path)
+    assert main(["find-missing", "write", str(folder), "--out", str(out)]) == 0
+    assert "nothing was reviewed yet" in capsys.readouterr().out
+
+
+def test_a_port_that_is_taken_is_told_before_the_address(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, _ = folder_of(tmp_path)
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        assert main(["find-missing", "review", str(folder), "--port", str(port)]) == 1
+    said = capsys.readouterr()
+    assert "http" not in said.out
+    assert (str(port) in said.err, "--port" in said.err) == (True, True)
 
 
 def test_photographs_are_those_of_the_suggestions_only(tmp_path: Path) -> None:

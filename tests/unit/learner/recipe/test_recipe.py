@@ -481,7 +481,8 @@ def test_a_wrong_configuration_is_one_message(
     overrides = ["data.val=null", "training.early_stop_patience=null"]
     assert main(["recipe", "--config", str(path), "--minutes", "1", *overrides]) == 2
     shown = capsys.readouterr().err
-    assert "data.val" in shown
+    assert shown.lstrip().startswith(("data.val: ", "error: ConfigErrors: data.val: "))
+    assert "eval_on_start" not in shown, "the user did not set it"
     assert "Traceback" not in shown
     assert not (tmp_path / "run").exists()
 
