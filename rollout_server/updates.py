@@ -30,7 +30,7 @@ from typing import Any, Literal, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
-from rollout_server.gate import WaitingGate
+from rollout_server.gate import Outcome, WaitingGate
 from shared.aio import gather
 from shared.canary import compare, shape_error
 from shared.errors import (
@@ -201,19 +201,9 @@ class WeightUpdates:
                 async with self._waiting_gate.exclusive(
                     call.incarnation, call.ver, call.mode, base_of_adapter=call.base_of_adapter
                 ) as outcome:
-                    drained, deadline = time.monotonic(), Deadline(call.timeout_s)
-                    if call.mode == "full" and not call.staged:
-                        self.totals.staged_bytes = 0  # the workers give it up
+                    drained = time.monotonic()
                     try:
-                        loaded, scores, loaded_at = await load_and_score(
-                            self._engine, call, clear_cache=clear_cache, ran_meanwhile=call.mode in self._ran_meanwhile
-                        )
-                        self.totals.count_parts(drained=drained, loaded=loaded_at, scored=time.monotonic())
-                        if loaded.runs_meanwhile:
-                            self._ran_meanwhile.add(call.mode)
-                        outcome.weights = self._weights(call, loaded)
-                        if not call.base_of_adapter:
-                            check_canary(await self._expectation(call, deadline), scores)
+                        loaded, scores = await self._load(call, outcome, clear_cache=clear_cache, drained=drained)
                     except BaseException as error:
                         # The other workers, and the learner, may still wait for each other.
                         await self._leave(str(error) or type(error).__name__)
@@ -239,6 +229,25 @@ class WeightUpdates:
                 scores=scores,
             )
         )
+
+    async def _load(
+        self, call: UpdateWeightsCall, outcome: Outcome, *, clear_cache: bool, drained: float
+    ) -> tuple[WorkerReply, ScoreReply]:
+        """Load the update, and check its canary. `drained`: when the last call ended. Raises what `replace_weights`
+        raises."""
+        deadline = Deadline(call.timeout_s)
+        if call.mode == "full" and not call.staged:
+            self.totals.staged_bytes = 0  # the workers give it up
+        loaded, scores, loaded_at = await load_and_score(
+            self._engine, call, clear_cache=clear_cache, ran_meanwhile=call.mode in self._ran_meanwhile
+        )
+        self.totals.count_parts(drained=drained, loaded=loaded_at, scored=time.monotonic())
+        if loaded.runs_meanwhile:
+            self._ran_meanwhile.add(call.mode)
+        outcome.weights = self._weights(call, loaded)
+        if not call.base_of_adapter:
+            check_canary(await self._expectation(call, deadline), scores)
+        return loaded, scores
 
     async def expect(self, call: ExpectScoresCall) -> None:
         """Note what an update's canary must score. Raises CommunicatorError if the group is not this learner's."""

@@ -12,6 +12,7 @@ import json
 import mimetypes
 import threading
 from collections import defaultdict
+from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
@@ -91,19 +92,10 @@ def make_app(folder: Path) -> FastAPI:
     def image(place: int) -> Response:
         if not 0 <= place < len(suggestions):
             raise HTTPException(404)
-        source = suggestions[place]["image"]
-        path = Path(source.removeprefix("file://"))
         try:
-            if path.is_file():
-                return Response(path.read_bytes(), media_type=mimetypes.guess_type(path.name)[0] or "image/jpeg")
-            picture = images.load(source)
+            return _photograph(suggestions[place]["image"], images)
         except (MediaError, OSError) as error:
             raise HTTPException(404, str(error)) from error
-        from io import BytesIO
-
-        file = BytesIO()
-        picture.save(file, "JPEG")
-        return Response(file.getvalue(), media_type="image/jpeg")
 
     @app.put("/decisions")
     def decide(decisions: dict[int, Decision]) -> dict[str, int]:
@@ -114,6 +106,16 @@ def make_app(folder: Path) -> FastAPI:
         return {"saved": len(known)}
 
     return app
+
+
+def _photograph(source: str, images: Images) -> Response:
+    """Return a file as it is, and an image from elsewhere as JPEG. Raises MediaError or OSError."""
+    path = Path(source.removeprefix("file://"))
+    if path.is_file():
+        return Response(path.read_bytes(), media_type=mimetypes.guess_type(path.name)[0] or "image/jpeg")
+    file = BytesIO()
+    images.load(source).save(file, "JPEG")
+    return Response(file.getvalue(), media_type="image/jpeg")
 
 
 def serve(folder: Path, *, port: int) -> int:
