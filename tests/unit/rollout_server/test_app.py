@@ -94,6 +94,7 @@ def test_a_server_has_the_name_that_its_environment_gives(tmp_path: Path, monkey
     given = []
     monkeypatch.setattr(command, "_serve", lambda config, token, server_id: given.append(server_id))
     monkeypatch.setattr(command.os, "_exit", lambda code: None)
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')
     write_yaml(tmp_path / "server.yaml", {"model": str(tmp_path)})
     for name in ("launched-7", ""):
         monkeypatch.setenv("ROLLOUT_SERVER_ID", name)
