@@ -65,17 +65,10 @@ def build_qwen2_5_vl(path: Path) -> None:
     """Build a vision tower that attends within windows of 4 x 4 patches in one of its two layers; biases in q, k and v;
     mrope sections side by side instead of interleaved (float32 on disk)."""
     tokenizer = build_tokenizer()
-    patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
-    pixels = {"shortest_edge": 64**2, "longest_edge": 256**2}
     torch.manual_seed(0)
     model = Qwen2_5_VLForConditionalGeneration(_qwen2_5_vl_config(tokenizer))
     _save(model, tokenizer, path)
-    Qwen2_5_VLProcessor(
-        image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
-        tokenizer=tokenizer,
-        video_processor=Qwen2VLVideoProcessor(size=pixels, **patches),
-        chat_template=CHAT_TEMPLATE,
-    ).save_pretrained(path)
+    _save_processor(Qwen2_5_VLProcessor, tokenizer, path)
 
 
 def build_qwen2_vl(path: Path) -> None:
@@ -91,9 +84,15 @@ def build_qwen2_vl(path: Path) -> None:
         Qwen2VLConfig(text_config=text, vision_config=vision, tie_word_embeddings=False, **tokens)
     )
     _save(model, tokenizer, path)
+    _save_processor(Qwen2VLProcessor, tokenizer, path)
+
+
+def _save_processor(
+    processor: type[Qwen2VLProcessor | Qwen2_5_VLProcessor], tokenizer: PreTrainedTokenizerFast, path: Path
+) -> None:
     patches = {"patch_size": PATCH_SIZE, "merge_size": MERGE_SIZE, "temporal_patch_size": 2}
     pixels = {"shortest_edge": 64**2, "longest_edge": 256**2}
-    Qwen2VLProcessor(
+    processor(
         image_processor=Qwen2VLImageProcessor(size=pixels, **patches),
         tokenizer=tokenizer,
         video_processor=Qwen2VLVideoProcessor(size=pixels, **patches),
