@@ -55,7 +55,7 @@ def server_sync(
     control: ServerControl | None = None,
     discovery: Discovery | None = None,
 ) -> Sync:
-    """Make a sync with servers. `config`: the backend's, unless told otherwise. `scorer`: instead of
+    """Make a sync with servers. `config`: the backend's, by default. `scorer`: instead of
     `learner_logprobs`."""
     config = config or backend.config.vllm
     scorer = scorer or scorer_of(learner_logprobs)

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from deploy.demo.model import build
 from learner.config.sections.model import ModelConfig
 from learner.policy.canary_scores import RepeatedLogprobs
 from learner.policy.load import Policy, load_policy
@@ -26,13 +25,6 @@ CUDA = torch.device("cuda")
 SCENES: list[list[tuple[int, int]]] = [[(128, 128)], [], [(64, 96), (256, 128)]]
 ROWS = [(20, 50, 80), (400, 3), (7, 7, 7, 90, 250), (1200,), (64, 64, 64)]  # tokens of answers
 VOCABULARY, HIDDEN, POSITIONS = 151_936, 512, 16_384
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "demo"
-    build(path, "demo", seed=0)
-    return path
 
 
 @pytest.fixture(autouse=True)
@@ -57,9 +49,9 @@ def row_of(policy: Policy, answers: Sequence[int]) -> PackedRow:
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
-def test_compiled_is_eager_within_bfloat16(path: Path, gradient_checkpointing: bool) -> None:
-    eager = policy_on_cuda(path, compile=False)
-    policy = policy_on_cuda(path, compile=True, gradient_checkpointing=gradient_checkpointing)
+def test_compiled_is_eager_within_bfloat16(model: Path, gradient_checkpointing: bool) -> None:
+    eager = policy_on_cuda(model, compile=False)
+    policy = policy_on_cuda(model, compile=True, gradient_checkpointing=gradient_checkpointing)
     for answers in ROWS[:3]:
         learned = row_of(eager, answers)
         assert policy.backward(learned).loss_sum == pytest.approx(eager.backward(learned).loss_sum, rel=5e-3)
@@ -70,9 +62,9 @@ def test_compiled_is_eager_within_bfloat16(path: Path, gradient_checkpointing: b
     assert flat[1].norm().item() == pytest.approx(flat[0].norm().item(), rel=2e-2)
 
 
-def test_rows_of_all_lengths_share_a_program(path: Path) -> None:
+def test_rows_of_all_lengths_share_a_program(model: Path) -> None:
     """Every layer and row, the empty row and rows without images included."""
-    policy = policy_on_cuda(path, compile=True)
+    policy = policy_on_cuda(model, compile=True)
     for answers in ROWS[:2]:
         policy.backward(row_of(policy, answers))
     before = counters["stats"]["unique_graphs"]
@@ -83,9 +75,9 @@ def test_rows_of_all_lengths_share_a_program(path: Path) -> None:
     assert not counters["graph_break"]
 
 
-def test_the_canary_of_a_compiled_policy(path: Path) -> None:
+def test_the_canary_of_a_compiled_policy(model: Path) -> None:
     """Scoring is eager, so its CUDA graph is captured with nothing to compile, and the same as without a graph."""
-    policy = policy_on_cuda(path, compile=True)
+    policy = policy_on_cuda(model, compile=True)
     policy.backward(row_of(policy, ROWS[0]))
     answers = [(policy.encoder.encode(sample()), list(range(20, 40)))]
     repeated = RepeatedLogprobs(policy, answers)

@@ -22,7 +22,6 @@ import yaml
 
 from bench import models
 from deploy.demo import build_data
-from deploy.demo.model import build
 from learner.config.sections.model import ModelConfig
 from learner.config.sections.training import TrainingConfig
 from learner.policy.load import Policy, load_policy
@@ -126,16 +125,9 @@ def on_two(case: str, model: Path, out: Path) -> Callable[[str], list[dict[str, 
     return lambda name: [json.loads((out / f"{name}-{rank}.json").read_text()) for rank in range(2)]
 
 
-@pytest.fixture(scope="module")
-def vlm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "demo"
-    build(path, "demo", seed=0)
-    return path
-
-
-def test_gradients_are_those_of_whole_models(vlm: Path, tmp_path: Path) -> None:
+def test_gradients_are_those_of_whole_models(model: Path, tmp_path: Path) -> None:
     """D5: images on one rank only, an empty row on the other."""
-    found = on_two("compare", vlm, tmp_path)
+    found = on_two("compare", model, tmp_path)
     for name in SETTINGS:
         print(name, found(name)[0])
     for name in SETTINGS:
@@ -157,24 +149,24 @@ def test_each_gpu_holds_half(tmp_path: Path) -> None:
         assert part["peak_gib"] < all_["peak_gib"]
 
 
-def test_a_sync_sends_what_was_gathered(vlm: Path, tmp_path: Path) -> None:
+def test_a_sync_sends_what_was_gathered(model: Path, tmp_path: Path) -> None:
     """R09: bit for bit, after one that failed on the way. The ranks assert it (`sync_twice`); the server's half is in
     rank 0's process."""
-    on_two("sync", vlm, tmp_path)
+    on_two("sync", model, tmp_path)
 
 
-def test_a_run_against_a_server(vlm: Path, tmp_path: Path) -> None:
+def test_a_run_against_a_server(model: Path, tmp_path: Path) -> None:
     """R10, R24: two learner ranks with half a model each, and a real server, gathers and broadcasts at once. On three
     GPUs, or on one."""
     is_shared = FOUND < 3
     build_data.build(build_data.Build(train=16, val=0, test=4), tmp_path)
-    served = {"model": str(vlm), "dtype": "bfloat16", "allowed_image_roots": [str(tmp_path)], **SERVER_MEMORY}
+    served = {"model": str(model), "dtype": "bfloat16", "allowed_image_roots": [str(tmp_path)], **SERVER_MEMORY}
     with running_server(served, tmp_path, env={"CUDA_VISIBLE_DEVICES": "0" if is_shared else "2"}) as server:
         entry = {"base_url": server.base_url, "group_port": free_port()}
         place = {"servers": [entry], "timeout_s": 60.0, "allow_shared_gpu": is_shared}
         vllm = {"mode": "server", "server": place, "sync": {"bucket_bytes": 1 << 20}}
         config = {
-            "model": {"path": str(vlm), "sharding": "fsdp"},
+            "model": {"path": str(model), "sharding": "fsdp"},
             "data": {"train": str(tmp_path / "train.jsonl"), "test": str(tmp_path / "test.jsonl")},
             "training": {
                 "output_dir": str(tmp_path / "run"),

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.demo.model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.rollout_matching import OffloadConfig
 from learner.config.sections.training import TrainingConfig
@@ -19,13 +18,6 @@ from tests.unit.learner.policy.rows import image, row, sample, segment
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 CUDA = torch.device("cuda", 0)
 BOTH = OffloadConfig(enabled=True, offload_model=True, offload_optimizer=True)
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "demo"
-    build(path, "demo", seed=0)
-    return path
 
 
 def learner(path: Path, lora: LoraConfig | None) -> tuple[Policy, Optimizer]:
@@ -43,9 +35,9 @@ def state(policy: Policy, optimizer: Optimizer) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("lora", [None, LoraConfig(r=4, alpha=8, dropout=0.0)])
-def test_everything_comes_back_bit_for_bit(path: Path, lora: LoraConfig | None) -> None:
+def test_everything_comes_back_bit_for_bit(model: Path, lora: LoraConfig | None) -> None:
     """Between the micro-steps of a window too, where gradients wait; and training goes on with it."""
-    policy, optimizer = learner(path, lora)
+    policy, optimizer = learner(model, lora)
     prompt = policy.encoder.encode(sample([image(128, 128, seed=0)]))
     away = make_offload(BOTH, policy, optimizer).away
     for step in range(2):
@@ -63,8 +55,8 @@ def test_everything_comes_back_bit_for_bit(path: Path, lora: LoraConfig | None) 
         assert any(not torch.equal(p, before[name]) for name, p in policy.trainable)
 
 
-def test_the_device_is_empty_meanwhile(path: Path) -> None:
-    policy, optimizer = learner(path, None)
+def test_the_device_is_empty_meanwhile(model: Path) -> None:
+    policy, optimizer = learner(model, None)
     prompt = policy.encoder.encode(sample([image(128, 128, seed=0)]))
     policy.backward(row(segment(prompt, 20, seed=0)))
     optimizer.update(0)

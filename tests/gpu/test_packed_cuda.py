@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.demo.model import build
 from learner.config.sections.model import ModelConfig
 from learner.policy.attention import SegmentLayout, segment_attention
 from learner.policy.load import Policy, load_policy
@@ -17,13 +16,6 @@ from tests.unit.learner.policy.rows import gradients, image, row, sample, segmen
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")]
 LENGTHS = [7, 130, 1, 64, 300]
-
-
-@pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("models") / "demo"
-    build(path, "demo", seed=0)
-    return path
 
 
 def policy_on(path: Path, device: str, *, bf16: bool) -> Policy:
@@ -62,10 +54,10 @@ def test_varlen_attention_is_sdpa_per_segment(how: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # dynamo hides it, once shown
 @pytest.mark.parametrize("compiled", [False, True])
-def test_a_shared_prompt_changes_nothing_but_rounding(path: Path, compiled: bool) -> None:
+def test_a_shared_prompt_changes_nothing_but_rounding(model: Path, compiled: bool) -> None:
     """R47, in bf16, through the varlen kernel: as near to float32 as a row of whole segments is."""
-    exact = policy_on(path, "cuda", bf16=False)
-    settings = ModelConfig(path=str(path), compile=compiled, gradient_checkpointing=True)
+    exact = policy_on(model, "cuda", bf16=False)
+    settings = ModelConfig(path=str(model), compile=compiled, gradient_checkpointing=True)
     rounded = load_policy(settings, device=torch.device("cuda"), bf16=True)
     prompt = exact.encoder.encode(sample([image(128, 128, seed=0)]))
     answers = [replace(segment(prompt, 30 + 50 * i, seed=i), sample_id="s") for i in range(4)]
@@ -80,8 +72,8 @@ def test_a_shared_prompt_changes_nothing_but_rounding(path: Path, compiled: bool
     assert apart[1] < 1.2 * apart[0]
 
 
-def test_cuda_and_cpu_agree_in_float32(path: Path) -> None:
-    cpu, cuda = policy_on(path, "cpu", bf16=False), policy_on(path, "cuda", bf16=False)
+def test_cuda_and_cpu_agree_in_float32(model: Path) -> None:
+    cpu, cuda = policy_on(model, "cpu", bf16=False), policy_on(model, "cuda", bf16=False)
     rows = row(*segments_of(cpu))
     assert cuda.backward(rows).loss_sum == pytest.approx(cpu.backward(rows).loss_sum, rel=1e-4)
     expected, found = gradients(cpu), gradients(cuda)
@@ -90,9 +82,9 @@ def test_cuda_and_cpu_agree_in_float32(path: Path) -> None:
         assert (found[name].cpu() - grad).norm() <= 5e-3 * grad.norm() + 1e-4, name
 
 
-def test_a_packed_bf16_row_is_near_float32(path: Path) -> None:
+def test_a_packed_bf16_row_is_near_float32(model: Path) -> None:
     """The row goes through the varlen kernel, vision tower included. An empty row adds nothing."""
-    exact, packed = policy_on(path, "cuda", bf16=False), policy_on(path, "cuda", bf16=True)
+    exact, packed = policy_on(model, "cuda", bf16=False), policy_on(model, "cuda", bf16=True)
     segments = segments_of(exact)
     total = sum(exact.backward(row(one)).loss_sum for one in segments)
     assert packed.backward(row(*segments)).loss_sum == pytest.approx(total, rel=5e-3)

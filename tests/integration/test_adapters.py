@@ -30,6 +30,9 @@ from tests.syncs import Incomplete, server_sync
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
 
+Connect = Callable[..., ServerBackend]
+StartSync = Callable[..., Sync]
+MakePolicy = Callable[..., Policy]
 RANK = 8
 LANGUAGE = r".*language_model.*\.(q_proj|k_proj|v_proj|o_proj|gate_proj|up_proj|down_proj)"
 NUM_LAYERS = 14  # the tiny model's: 7 in each of its two
@@ -55,7 +58,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Place]:
 
 
 @pytest.fixture
-def policy_of(place: Place) -> Callable[..., Policy]:
+def policy_of(place: Place) -> MakePolicy:
     def make(target_modules: str = LANGUAGE, freeze: list[str] | None = None, kind: str = "lora") -> Policy:
         lora = LoraConfig(type=kind, r=4, alpha=32, target_modules=target_modules)
         config = ModelConfig(path=str(place.folder / "model"), lora=lora, freeze=freeze or [])
@@ -73,7 +76,7 @@ def sample() -> Sample:
 
 
 @pytest.fixture
-def connect(place: Place) -> Iterator[Callable[..., ServerBackend]]:
+def connect(place: Place) -> Iterator[Connect]:
     made: list[ServerBackend] = []
 
     def make(**sync: Any) -> ServerBackend:
@@ -91,7 +94,7 @@ def connect(place: Place) -> Iterator[Callable[..., ServerBackend]]:
 
 
 @pytest.fixture
-def start(sample: Sample) -> Iterator[Callable[..., Sync]]:
+def start(sample: Sample) -> Iterator[StartSync]:
     made: list[Sync] = []
 
     def make(backend: ServerBackend, policy: Policy, weights: Any = None, **changes: Any) -> Sync:
@@ -125,10 +128,7 @@ def answer(backend: ServerBackend, sample: Sample) -> tuple[int, ...]:
 
 
 def test_only_the_adapter_travels_and_it_is_what_is_served(
-    connect: Callable[..., ServerBackend],
-    start: Callable[..., Sync],
-    policy_of: Callable[..., Policy],
-    sample: Sample,
+    connect: Connect, start: StartSync, policy_of: MakePolicy, sample: Sample
 ) -> None:
     """R08, R09, R10: one adapter after the other under the same name, the prompt cached in between; answers change
     with each, and the served probabilities are the learner's."""
@@ -148,10 +148,7 @@ def test_only_the_adapter_travels_and_it_is_what_is_served(
 
 
 def test_a_full_sync_takes_the_adapter_off_and_the_other_way_round(
-    connect: Callable[..., ServerBackend],
-    start: Callable[..., Sync],
-    policy_of: Callable[..., Policy],
-    sample: Sample,
+    connect: Connect, start: StartSync, policy_of: MakePolicy, sample: Sample
 ) -> None:
     """R08, R09: merged weights are not adapted once more, and an adapter is not put on merged weights: the same
     answers either way."""
@@ -169,10 +166,7 @@ def test_a_full_sync_takes_the_adapter_off_and_the_other_way_round(
 
 
 def test_several_answers_are_scored_at_once(
-    connect: Callable[..., ServerBackend],
-    start: Callable[..., Sync],
-    policy_of: Callable[..., Policy],
-    sample: Sample,
+    connect: Connect, start: StartSync, policy_of: MakePolicy, sample: Sample
 ) -> None:
     """The learner scores each alike, under an adapter; vLLM's adapted output head can't do that."""
     policy, backend = policy_of(), connect()
@@ -189,10 +183,7 @@ def test_several_answers_are_scored_at_once(
 
 
 def test_what_the_server_can_t_adapt_is_named_and_poisons(
-    connect: Callable[..., ServerBackend],
-    start: Callable[..., Sync],
-    policy_of: Callable[..., Policy],
-    sample: Sample,
+    connect: Connect, start: StartSync, policy_of: MakePolicy, sample: Sample
 ) -> None:
     """R08: an adapter on the vision tower, without falling back: the run stops, and nothing is served."""
     policy, backend = policy_of("all-linear"), connect(fallback_to_full=False)
@@ -205,7 +196,7 @@ def test_what_the_server_can_t_adapt_is_named_and_poisons(
 
 
 def test_layers_take_adapters_again_after_a_full_sync_that_failed(
-    connect: Callable[..., ServerBackend], start: Callable[..., Sync], policy_of: Callable[..., Policy]
+    connect: Connect, start: StartSync, policy_of: MakePolicy
 ) -> None:
     policy, backend = policy_of(), connect(fallback_to_full=False)
     train(policy, 6)
@@ -217,10 +208,7 @@ def test_layers_take_adapters_again_after_a_full_sync_that_failed(
 
 
 def test_falling_back_heals_at_once_and_stays(
-    connect: Callable[..., ServerBackend],
-    start: Callable[..., Sync],
-    policy_of: Callable[..., Policy],
-    sample: Sample,
+    connect: Connect, start: StartSync, policy_of: MakePolicy, sample: Sample
 ) -> None:
     """R08: the same adapter; the first sync ends as a full one, which says why, and so do all after it."""
     policy, backend = policy_of("all-linear"), connect()
@@ -235,9 +223,7 @@ def test_falling_back_heals_at_once_and_stays(
     assert (second.fallback, second.ver) == ("", first.ver + 1)
 
 
-def test_a_dora_goes_in_full_from_the_start(
-    connect: Callable[..., ServerBackend], start: Callable[..., Sync], policy_of: Callable[..., Policy]
-) -> None:
+def test_a_dora_goes_in_full_from_the_start(connect: Connect, start: StartSync, policy_of: MakePolicy) -> None:
     """R08, R09: no adapter is tried, no server poisoned; what is served is the merged DoRA."""
     policy = policy_of(kind="dora")
     train(policy, 2)
@@ -248,9 +234,7 @@ def test_a_dora_goes_in_full_from_the_start(
     assert "DoRA" in receipt.fallback
 
 
-def test_a_frozen_vision_tower_needs_no_adapter(
-    connect: Callable[..., ServerBackend], start: Callable[..., Sync], policy_of: Callable[..., Policy]
-) -> None:
+def test_a_frozen_vision_tower_needs_no_adapter(connect: Connect, start: StartSync, policy_of: MakePolicy) -> None:
     """`target_modules: all-linear` with `freeze: [model.visual.]`: the idle adapters there are not sent."""
     policy = policy_of("all-linear", freeze=["model.visual."])
     train(policy, 1)

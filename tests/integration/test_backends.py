@@ -217,7 +217,7 @@ FIRST_FAMILY = pytest.mark.parametrize("world", list(FAMILIES)[:1], indirect=Tru
 @FIRST_FAMILY
 @pytest.mark.parametrize("name", BACKENDS)
 def test_no_room_for_a_prompt(name: str, world: World) -> None:
-    """R16: told before anything is generated."""
+    """R16: reported before anything is generated."""
     with (
         pytest.raises(ConfigError, match=r"max_new_tokens: no room"),
         BACKENDS[name](world, world.config(max_new_tokens=4096)),

@@ -337,7 +337,7 @@ def test_a_tensor_that_does_not_come_stops_rollouts(world: World, monkeypatch: p
 
 
 def test_an_engine_without_enough_memory(world: World) -> None:
-    """R16, R20: told at the start, with the keys that help."""
+    """R16, R20: reported at the start, with the keys that help."""
     with pytest.raises(ConfigError, match="does not start") as caught:
         colocated_engine(config(cpu_kv_cache_gib=1_000_000), world.folder / "model")
     assert "GiB" in caught.value.found

@@ -136,7 +136,7 @@ def test_merged_weights_take_the_adapter_off_and_the_other_way_round(
 def test_what_can_t_be_adapted_stops_rollouts_where_nothing_else_will_do(
     world: World, policy_of: Callable[..., Policy]
 ) -> None:
-    """R08, R10: an adapter on the vision tower; the next sync that completes mends it."""
+    """R08, R10: an adapter on the vision tower; the next sync that completes repairs it."""
     policy = policy_of("all-linear")
     with pytest.raises(CoverageError, match="does not cover") as caught:
         world.sync(policy, fallback_to_full=False).sync()

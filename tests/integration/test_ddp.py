@@ -34,7 +34,7 @@ def one_step(model: Path, out: Path, ranks: Ranks, *, packed: bool, reinforced: 
     """Run a rank's share of a step of five segments: an uneven share, so that one rank runs empty rows. `reinforced`:
     all but the third are rollouts with advantages, drawn by other weights."""
     policy = policy_of(model, grpo=GrpoConfig())
-    if ranks.rank:  # ranks begin with different weights: the broadcast must mend that
+    if ranks.rank:  # ranks begin with different weights: the broadcast must make them equal
         for _, p in policy.trainable:
             torch.nn.init.zeros_(p)
     policy.broadcast(ranks)
@@ -119,7 +119,7 @@ def one_step_of_groups(model: Path, out: Path, ranks: Ranks) -> None:
 
 
 def stay_away(ranks: Ranks) -> None:
-    """Rank 1 comes to one collective fewer than rank 0, which must be told so."""
+    """Rank 1 comes to one collective fewer than rank 0, which must report it."""
     ranks.barrier()
     if ranks.rank == 0:
         with pytest.raises(DeadlineError) as raised:

@@ -30,6 +30,8 @@ from tests.syncs import Incomplete, change_few, server_sync
 
 pytestmark = pytest.mark.integration
 
+Connect = Callable[..., ServerBackend]
+StartSync = Callable[..., Sync]
 CPU = torch.device("cpu")
 DECODING = {"temperature": 1.0, "max_new_tokens": 12}
 
@@ -83,7 +85,7 @@ def policy(model: Path) -> Policy:
 
 
 @pytest.fixture
-def connect(server: RunningServer, group_port: int, policy: Policy) -> Iterator[Callable[..., ServerBackend]]:
+def connect(server: RunningServer, group_port: int, policy: Policy) -> Iterator[Connect]:
     made: list[ServerBackend] = []
 
     def make(decode_batch_size: int = 8) -> ServerBackend:
@@ -111,9 +113,7 @@ def connect(server: RunningServer, group_port: int, policy: Policy) -> Iterator[
 
 
 @pytest.fixture
-def start_sync(
-    connect: Callable[..., ServerBackend], policy: Policy, samples: list[Sample]
-) -> Iterator[Callable[..., Sync]]:
+def start_sync(connect: Connect, policy: Policy, samples: list[Sample]) -> Iterator[StartSync]:
     made: list[Sync] = []
 
     def make(backend: ServerBackend, weights: Any = policy, judge: Policy = policy, **sync: Any) -> Sync:
@@ -150,7 +150,7 @@ def generate(backend: ServerBackend, samples: list[Sample], **changes: Any) -> l
 
 
 def test_rollouts_come_in_order_with_the_learner_s_prompts(
-    connect: Callable[..., ServerBackend], policy: Policy, samples: list[Sample]
+    connect: Connect, policy: Policy, samples: list[Sample]
 ) -> None:
     """R03, R07, R13: images by path under a URL prefix; the prompt's ids are those of the learner's own processor."""
     rollouts = generate(connect(), samples)
@@ -161,9 +161,7 @@ def test_rollouts_come_in_order_with_the_learner_s_prompts(
         assert 0 < len(rollout.response_token_ids) <= DECODING["max_new_tokens"]
 
 
-def test_a_sample_s_rollout_does_not_depend_on_how_calls_are_cut(
-    connect: Callable[..., ServerBackend], samples: list[Sample]
-) -> None:
+def test_a_sample_s_rollout_does_not_depend_on_how_calls_are_cut(connect: Connect, samples: list[Sample]) -> None:
     """R11: one call of six, or six calls of one, or the second half alone: same seeds, same sampled tokens."""
     whole = generate(connect(8), samples)
     single = generate(connect(1), samples)
@@ -175,10 +173,8 @@ def test_a_sample_s_rollout_does_not_depend_on_how_calls_are_cut(
     assert [rollout.response_token_ids for rollout in half] == tokens[3:]
 
 
-def test_the_server_s_words_reach_the_learner(
-    connect: Callable[..., ServerBackend], server: RunningServer, samples: list[Sample]
-) -> None:
-    """A wrong image is the user's mistake: told once, with the server named, not retried."""
+def test_the_server_s_words_reach_the_learner(connect: Connect, server: RunningServer, samples: list[Sample]) -> None:
+    """A wrong image is the user's mistake: reported once, with the server named, not retried."""
     missing = dataclasses.replace(samples[0], images=("/nowhere/1.png",))
     calls: list[Any] = []
     backend = connect()
@@ -189,10 +185,7 @@ def test_the_server_s_words_reach_the_learner(
 
 
 def test_syncs_change_what_is_served_and_are_checked(
-    connect: Callable[..., ServerBackend],
-    start_sync: Callable[..., Sync],
-    policy: Policy,
-    samples: list[Sample],
+    connect: Connect, start_sync: StartSync, policy: Policy, samples: list[Sample]
 ) -> None:
     """R09, R10: after each sync the served probabilities are the learner's, and rollouts carry its version."""
     backend = connect()
@@ -213,10 +206,7 @@ def test_syncs_change_what_is_served_and_are_checked(
 
 
 def test_staged_weights_are_served_after_the_sync_and_not_before(
-    connect: Callable[..., ServerBackend],
-    start_sync: Callable[..., Sync],
-    policy: Policy,
-    samples: list[Sample],
+    connect: Connect, start_sync: StartSync, policy: Policy, samples: list[Sample]
 ) -> None:
     """R09, R10: rollouts made between the two parts are the old weights'."""
     backend = connect()
@@ -237,10 +227,7 @@ def test_staged_weights_are_served_after_the_sync_and_not_before(
 
 
 def test_changes_alone_bring_the_served_model_to_the_learner_s(
-    connect: Callable[..., ServerBackend],
-    start_sync: Callable[..., Sync],
-    policy: Policy,
-    samples: list[Sample],
+    connect: Connect, start_sync: StartSync, policy: Policy, samples: list[Sample]
 ) -> None:
     """R09, R10: sync after sync, with fewer bytes; a new group begins with all weights again."""
     backend = connect()
@@ -263,12 +250,9 @@ def test_changes_alone_bring_the_served_model_to_the_learner_s(
 
 
 def test_the_canary_tells_a_model_that_is_not_the_learner_s(
-    connect: Callable[..., ServerBackend],
-    start_sync: Callable[..., Sync],
-    policy: Policy,
-    samples: list[Sample],
+    connect: Connect, start_sync: StartSync, policy: Policy, samples: list[Sample]
 ) -> None:
-    """R09: the check can fail: the same sync, judged by a policy that has moved on, is refused and never served."""
+    """R09: the check can fail: the same sync, compared with a policy that has moved on, is refused and never served."""
 
     other, backend = copy.deepcopy(policy), connect()
     perturb(other, 0.5)
@@ -280,10 +264,7 @@ def test_the_canary_tells_a_model_that_is_not_the_learner_s(
 
 
 def test_an_incomplete_sync_poisons_and_a_new_learner_heals(
-    connect: Callable[..., ServerBackend],
-    start_sync: Callable[..., Sync],
-    policy: Policy,
-    samples: list[Sample],
+    connect: Connect, start_sync: StartSync, policy: Policy, samples: list[Sample]
 ) -> None:
     """A tensor is missing: named; nothing is served until a complete sync, here by another incarnation."""
     backend = connect()

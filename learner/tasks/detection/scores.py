@@ -89,7 +89,7 @@ def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Sc
 
 
 def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[ObjectLogprobs]:
-    """Return what is told of each object of an answer; zeros where the log-probabilities are not known."""
+    """Return the features of each object of an answer; zeros where the log-probabilities are not known."""
     number = len(answer.objects)
     logprobs = answer.rollout.logprobs
     places = [i / max(1, number - 1) for i in range(number)]

@@ -279,7 +279,7 @@ def test_a_launcher_that_was_paused_looks_again_before_it_gives_up(
 
 @pytest.mark.parametrize("servers", [["dies"], ["never", "dies"]])
 def test_an_early_death_is_told_with_its_last_words(tmp_path: Path, servers: list[str]) -> None:
-    """It is told at once, also while another server is waited for."""
+    """It is reported at once, also while another server is waited for."""
     run = finish(start(files(tmp_path, servers, launch={"ready_timeout_s": 600.0})), tmp_path)
     assert (run.code, "learner" in run.names()) == (1, False)
     assert "exit code 1" in run.err

@@ -1,10 +1,12 @@
-"""Tiny models on disk, made once per test session (`bench/tiny_models.py`)."""
+"""Tiny models on disk, made once per test session (`bench/tiny_models.py`), and one thread to learn them."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from bench.tiny_models import build_qwen2_5_vl, build_qwen3, build_qwen3_vl
 
@@ -31,3 +33,12 @@ def tiny_qwen2_5_vl(tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("models") / "tiny-qwen2-5-vl"
     build_qwen2_5_vl(path)
     return path
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """The models are tiny: threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

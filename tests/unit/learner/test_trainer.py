@@ -33,13 +33,7 @@ from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_c
 CARRY = {"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2, "global_max_length": 192}
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> Any:
-    """The models are tiny: threads only wait for each other."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 # ---- every sample once (R12) ---------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
 from learner.records import DetectionObject, Sample
 from shared.errors import DataError
+from tests.unit.learner.data.annotations import box
 from tests.unit.learner.data.fakes import AnyTask, draw
 
 ROW: dict[str, Any] = {
@@ -24,10 +25,6 @@ ROW: dict[str, Any] = {
     "width": 200,
     "height": 100,
 }
-
-
-def box(desc: str, *bins: int) -> DetectionObject:
-    return DetectionObject(desc=desc, kind="bbox_2d", bins=bins)
 
 
 def load(folder: Path, *rows: Any, **data: Any) -> list[Sample]:

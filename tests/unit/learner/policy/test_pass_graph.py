@@ -52,7 +52,7 @@ def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options:
     repeated = RepeatedLogprobs(policy, asked, within, layers=layers, whole=True, record=strict)
     seen = []
     for i in range(5):
-        if i == 2:  # no module is called from now on
+        if i == 2:  # from here on no module is called
             policy.model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
             policy.model.base_model.register_forward_pre_hook(lambda *_: pytest.fail("called"))
         found = repeated()
@@ -103,7 +103,7 @@ def test_weights_of_later_count(tiny_vlm: Path) -> None:
 
 
 class Side(SideStream):
-    """Tells when a replay is launched on it, and when it is joined."""
+    """Records when a replay is launched on it, and when it is joined."""
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))

@@ -274,10 +274,6 @@ def case_of(**changes: Any) -> Case:
     return Case(**{**plain, "slow_s": 0.0, **changes})
 
 
-def learned_by_b(world: World) -> int:
-    return sum(row.channel == "B" for row in world.learned)
-
-
 @pytest.mark.parametrize("world_size", [1, 2, 4])
 def test_rare_channel_b_steps_get_a_sync_of_their_own(world_size: int) -> None:
     """D12: with one Channel-B step in 16 and a lag of 4, its rollouts are of weights that are 4 updates old at most.

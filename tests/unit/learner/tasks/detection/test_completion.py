@@ -24,15 +24,9 @@ from learner.tasks.detection.completion import (
 )
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.write import validate_sample
+from tests.unit.learner.tasks.detection.test_agreement import boxes
 
 OVERLAP = 0.3
-
-
-@st.composite
-def boxes(draw: st.DrawFn) -> DetectionObject:
-    x, y = draw(st.integers(0, 12)) * 20, draw(st.integers(0, 12)) * 20
-    width, height = draw(st.integers(30, 120)), draw(st.integers(30, 120))
-    return DetectionObject(draw(st.sampled_from("ab")), "bbox_2d", (x, y, x + width, y + height))
 
 
 LABELS = st.lists(boxes(), max_size=5)
