@@ -167,8 +167,7 @@ class Recipe:
     def _second_stage(self, name: str, sft: StageResult, minutes: float) -> Mapping[str, object]:
         world_size = self.ranks.world_size
         if name == MATCHING:
-            model = self._best_of(sft) if _is_weak(sft) else None
-            return matching_stage(self.config, world_size=world_size, minutes=minutes, model=model)
+            return matching_stage(self.config, world_size=world_size, minutes=minutes)
         return grpo_stage(
             self.config,
             world_size=world_size,

@@ -220,7 +220,7 @@ def _labels(run_dir: Path) -> dict[str, Any]:
     if not files:
         return {"labels": "", "completed": False, "missing": None, "unlabelled_right": None}
     found = json_in(files[-1])
-    estimate = {
+    estimate: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in dict(found["estimate"]).items()
     }
     known = CompletionEstimate(**estimate)

@@ -114,13 +114,13 @@ def test_rollout_matching_has_the_samples_and_the_rate_of_sft(tmp_path: Path, va
         sizes = {"effective_batch_size": 48, "per_device_train_batch_size": 8}
         user = config(custom={"trainer_variant": variant, "extra": decoding}, training=sizes)
     sft = written(tmp_path, sft_stage(user, world_size=1, minutes=1.0))
-    matching = written(tmp_path, matching_stage(user, world_size=1, minutes=2.0, model=tmp_path))
+    matching = written(tmp_path, matching_stage(user, world_size=1, minutes=2.0))
     assert matching.custom.trainer_variant == "rollout_matching_sft"
     assert matching.training.learning_rate == sft.training.learning_rate
     assert resolve(matching, 1).effective_batch_size == resolve(sft, 1).effective_batch_size
     assert matching.loss.keep_unmatched
     assert matching.labels.complete is matching.data.augment is None
-    assert matching.model.path == str(tmp_path)
+    assert matching.model.path == "model"
 
 
 @pytest.mark.parametrize("rollouts", [False, True])
