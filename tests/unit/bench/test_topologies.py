@@ -46,7 +46,10 @@ def ended_servers(number: int) -> list[Server]:
 @pytest.mark.parametrize("text", ["3+1", "2+2", "1+1"])
 @pytest.mark.parametrize("mode", MODES)
 def test_every_mode_is_a_configuration_that_the_programs_take(text: str, mode: str, tmp_path: Path) -> None:
-    (tmp_path / "model").mkdir()  # both programs refuse a path that is not there
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "config.json").write_text(
+        '{"model_type": "qwen3"}'
+    )  # both programs refuse a folder without a model
     topology = Topology.read(text)
     assert topology.name == text
     servers, learner = topology.devices(4)

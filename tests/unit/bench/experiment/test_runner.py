@@ -36,6 +36,7 @@ def python(processes: Processes, code: str) -> Process:
 @pytest.mark.parametrize(("on_gpu", "eager"), [(True, False), (True, True), (False, False)])
 def test_a_slots_server_is_a_configuration_that_the_server_takes(on_gpu: bool, eager: bool, tmp_path: Path) -> None:
     path = tmp_path / "server.yaml"
+    (tmp_path / "config.json").write_text('{"model_type": "qwen3"}')  # a folder without one is no model
     write_yaml(path, slot_server(tmp_path, tmp_path, on_gpu=on_gpu, eager=eager), "test")
     assert load_server_config(path).enforce_eager is (eager or not on_gpu)
 
