@@ -239,7 +239,7 @@ def test_on_completed_labels_a_tie_goes_to_grpo(
 
 @pytest.mark.parametrize(
     ("start", "killed_at_step", "completed"),
-    [slow(0.5, None, [1, 0]), slow(0.5, 4, [1, 0]), (0.5, 5, [1, 0]), (0.3, None, [1, 1]), slow(0.3, 5, [1, 1])],
+    [slow(0.5, None, [1, 0]), slow(0.5, 4, [1, 0]), (0.5, 5, [1, 0]), slow(0.3, None, [1, 1]), slow(0.3, 5, [1, 1])],
 )
 def test_grpo_learns_the_labels_that_the_start_completed(
     tiny_text: Path,

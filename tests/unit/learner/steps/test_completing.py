@@ -119,7 +119,7 @@ def test_all_ranks_learn_the_same_labels(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stopped_at", "refresh"),
-    [(3, "once"), (2, 2), *(pytest.param(*other, marks=pytest.mark.slow) for other in [(2, "once"), (3, 2)])],
+    [(2, 2), *(pytest.param(*other, marks=pytest.mark.slow) for other in [(3, "once"), (2, "once"), (3, 2)])],
 )
 def test_a_resumed_run_goes_on_with_its_labels(
     train: Train, tmp_path: Path, refresh: str | int, stopped_at: int
@@ -138,7 +138,7 @@ def test_a_resumed_run_goes_on_with_its_labels(
     assert {call.global_step for call in first.calls if call.temperature is not None} == set(due)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_the_completed_annotations_are_a_file(train: Train, tmp_path: Path, world_size: int) -> None:
     """`write`: those of the newest completion, also after a resume from an older one."""
     out = tmp_path / "completed.jsonl"
