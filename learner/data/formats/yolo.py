@@ -88,8 +88,8 @@ def _of_class_names(file: Path, place: Place) -> YoloFile:
     if not classes:
         raise place.error("not a list of class names", found="an empty file", wanted="a class name per line")
     root = file.parent.parent if file.parent.name == "labels" else file.parent
-    images = root / "images" if (root / "images").is_dir() else root
-    splits = {name: [str(images / name)] for name in SPLITS if (images / name).is_dir()}
+    images = Path("images" if (root / "images").is_dir() else "")
+    splits = {name: [str(images / name)] for name in SPLITS if (root / images / name).is_dir()}
     return YoloFile(root=root, classes=classes, splits=splits or {"": [str(images)]}, num_keypoint_values=None)
 
 

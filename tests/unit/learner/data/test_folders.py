@@ -53,6 +53,19 @@ def test_class_names_in_a_file_of_their_own_are_yolo(tmp_path: Path, place: str,
         assert found.bad.summary() == {"unlabelled": {"keep": 1}}, "the names are no labels"
 
 
+@pytest.mark.parametrize("split", ["", "train/"])
+def test_class_names_are_found_from_the_folder_above(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, split: str
+) -> None:
+    draw(tmp_path / "yolo", f"images/{split}a.jpg")
+    (tmp_path / f"yolo/labels/{split}").mkdir(parents=True)
+    (tmp_path / f"yolo/labels/{split}a.txt").write_text("0 0.5 0.5 1 1\n")
+    (tmp_path / "yolo/classes.txt").write_text("cat\n")
+    monkeypatch.chdir(tmp_path)
+    assert list(splits_in(Path("yolo"))) == [split.rstrip("/")]
+    assert ids("yolo") == [f"images/{split}a.jpg"]
+
+
 @pytest.mark.parametrize(("names", "found"), [("", "empty"), ("cat\n\ndog", "cat")])
 def test_a_list_of_class_names_that_is_none(tmp_path: Path, names: str, found: str) -> None:
     (tmp_path / "classes.txt").write_text(names)
