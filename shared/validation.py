@@ -1,4 +1,8 @@
-"""pydantic's errors in the words of ours: the first wrong field, what was found there, and what was wanted."""
+"""What pydantic found wrong in data, in our words: what, found, wanted.
+
+Used for JSON files, rows of annotations and results, and answers over the wire; readers add the place and the remedy.
+`shared.config.model` has the words for YAML files.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +10,58 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
 
 from shared.errors import ConfigError
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+_MOST = 200  # characters of what was found
+_WORDS = {
+    "list_type": "a list",
+    "dict_type": "an object with keys",
+    "model_type": "an object with keys",
+    "model_attributes_type": "an object with keys",
+    "string_type": "a text",
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a number that is finite",
+    "bool_type": "true or false",
+}
+
+
+class Fault(NamedTuple):
+    """Three of the four parts of an error. `where`: the keys and indices that lead to the value, joined by dots; ""
+    for the whole row."""
+
+    where: str
+    what: str
+    found: str
+    wanted: str
+
+
+def fault_of(detail: ErrorDetails, *, whole: str = "the record") -> Fault:
+    """Return one of pydantic's errors in our words. `whole` names what the row is."""
+    where = ".".join(map(str, detail["loc"]))
+    kind, given = detail["type"], detail["input"]
+    context = detail.get("ctx", {})
+    if kind == "json_invalid":
+        text = given.decode(errors="replace") if isinstance(given, bytes) else str(given)
+        shown = f"{context.get('error', 'wrong text')}: {' '.join(text.split())}" if text.strip() else "nothing"
+        return Fault(where, "not JSON", shown[:_MOST], "one JSON object")
+    if kind == "missing":
+        found = f"only {', '.join(map(str, given))}" if given else "no keys"
+        return Fault(where, f"{where} is missing", found[:_MOST], f"a value for {where}")
+    if kind in ("too_short", "too_long"):
+        bound = "at least" if kind == "too_short" else "at most"
+        limit = context["min_length" if kind == "too_short" else "max_length"]
+        wanted = f"{bound} {limit} {'item' if limit == 1 else 'items'}"
+    else:
+        wanted = _WORDS.get(kind) or detail["msg"].removeprefix("Value error, ").removeprefix("Input should be ")
+    return Fault(where, f"{where or whole} is wrong", repr(given)[:_MOST], wanted)
 
 
 class WrongField(NamedTuple):
@@ -19,9 +71,8 @@ class WrongField(NamedTuple):
 
 def first_wrong(error: ValidationError, whole: str) -> WrongField:
     """Return the first mistake. `whole` names what was read, if no field of it is to blame."""
-    first = error.errors(include_url=False)[0]
-    field = ".".join(map(str, first["loc"])) or whole
-    return WrongField(found=f"{field}: {first['input']!r:.200}", wanted=first["msg"])
+    fault = fault_of(error.errors(include_url=False)[0], whole=whole)
+    return WrongField(found=f"{fault.where or whole}: {fault.found}", wanted=fault.wanted)
 
 
 def read_if_there(model: type[Model], file: Path, *, what: str, remedy: str) -> Model | None:

@@ -40,7 +40,7 @@ from learner.tasks.detection.bins import canonical_order, encloses_something, to
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import Images
-from shared.row_errors import fault_of
+from shared.validation import fault_of
 from shared.wire import Turn
 
 if TYPE_CHECKING:

@@ -25,7 +25,7 @@ from learner.detector.inputs import images_of
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.grammar import NUM_BINS
 from shared.errors import DataError
-from shared.row_errors import fault_of
+from shared.validation import fault_of
 
 
 class CocoResult(BaseModel):

@@ -7,7 +7,7 @@ from typing import Literal
 import pytest
 from pydantic import BaseModel, Field, TypeAdapter, ValidationError
 
-from shared.row_errors import fault_of
+from shared.validation import fault_of
 
 
 class Row(BaseModel):
