@@ -35,7 +35,8 @@ from learner.detector.answers import Answers, AnswerSettings, Backend
 from learner.detector.model import find_model
 from learner.records import DetectionObject, Sample
 from learner.run.files import write_atomically
-from learner.steps.completing import FOLDER
+from learner.steps.completing import FOLDER, read_label
+from learner.tasks.detection.completion import CompletionEstimate
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
 from learner.tasks.detection.task import DetectionTask
@@ -112,18 +113,20 @@ def measured(run: Path, whole: Path, asked: AnswerSettings) -> dict[str, Any]:
     assert after.run is not None, "a run directory names its run"
     before = find_model(after.run.model.path)
     labels = json.loads(_labels(run).read_text())
+    added, least = labels["samples"], labels["min_votes"]
+    estimate = CompletionEstimate.of_json(labels["estimate"])
     task = DetectionTask(after.settings.task, Answers(after, asked).encoder.tokenizer)
     samples = _samples(Path(str(after.run.data.train)), task)
     truth = {one.sample_id: one.objects for one in _samples(whole, task)}
-    images = [
-        Labelled.of(truth[one.sample_id], one.objects, _read(labels["samples"].get(one.sample_id, {})))
-        for one in samples
-    ]
+    images = []
+    for one in samples:
+        completed = [read_label(entry) for entry in added.get(one.sample_id, {}).get("objects", ())]
+        images.append(Labelled.of(truth[one.sample_id], one.objects, completed))
     number = {kind: sum(len(getattr(one, kind)) for one in images) for kind in KINDS}
     return {
         "step": after.folder.name,
-        "min_votes": labels["min_votes"],
-        "estimated": estimated_share(labels["estimate"], labels["min_votes"]),
+        "min_votes": least,
+        "estimated": None if least is None else estimate.free_right(least),
         "true": round(number["right"] / max(1, number["right"] + number["wrong"]), 4),
         "images": len(images),
         "number": number,
@@ -134,14 +137,6 @@ def measured(run: Path, whole: Path, asked: AnswerSettings) -> dict[str, Any]:
 
 def _samples(path: Path, task: DetectionTask) -> list[Sample]:
     return load_samples(DataConfig(train=str(path)), str(path), task)
-
-
-def estimated_share(estimate: Mapping[str, Any], min_votes: int | None) -> float | None:
-    """Return the estimated share of right ones among the clusters with enough votes; None if nothing was completed."""
-    if min_votes is None:
-        return None
-    free, precision = (estimate[name][min_votes - 1 :] for name in ("free", "precision"))
-    return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 
 
 def _labels(run: Path) -> Path:
@@ -155,10 +150,6 @@ def _labels(run: Path) -> Path:
 def _said(images: Sequence[Labelled], answers: Sequence[Objects]) -> dict[str, int]:
     counts = [labelled.said(answer) for labelled, answer in zip(images, answers, strict=True)]
     return {kind: sum(one[kind] for one in counts) for kind in (*KINDS, INVENTED)}
-
-
-def _read(added: Mapping[str, Any]) -> list[DetectionObject]:
-    return [DetectionObject(str(name), kind, tuple(bins)) for name, kind, bins, *_ in added.get("objects", ())]
 
 
 def _answers(asking: Answers, task: DetectionTask, samples: Sequence[Sample]) -> list[list[DetectionObject]]:

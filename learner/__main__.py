@@ -712,11 +712,12 @@ _EVALUATED = "training.eval_on_start"
 
 def _without_our_key(error: ConfigErrors) -> ConfigErrors:
     """Return the mistakes with the user's key in place of the one that `recipe` sets."""
-    from shared.config.model import ConfigErrors, Mistake
+    from learner.recipe.stages import NO_VALIDATION
+    from shared.config.model import ConfigErrors
 
-    wanted = "validation annotations: they decide when a stage ends and which weights are the best"
-    val = Mistake(path="data.val", found="null", wanted=wanted, remedy="name them")
-    return ConfigErrors(error.what, mistakes=[val if one.path == _EVALUATED else one for one in error.mistakes])
+    return ConfigErrors(
+        error.what, mistakes=[NO_VALIDATION if one.path == _EVALUATED else one for one in error.mistakes]
+    )
 
 
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:

@@ -121,7 +121,7 @@ def _train(measured: Measured) -> dict[str, Floats]:
         "duplicate_rate": METRICS["duplicate_rate"](of_greedy),
         "parse_rate": METRICS["parse_rate"](of_greedy),
         "missing_labels": _ratio(labels[:, 1], labels.sum(axis=1)),
-        "unlabelled_right": np.array([estimate(one.astype(np.int64), 0).free_right for one in sums(drawn.tallies)]),
+        "unlabelled_right": np.array([estimate(one.astype(np.int64), 0).free_right() for one in sums(drawn.tallies)]),
         "nats_train": _ratio(nats[:, 0], nats[:, 1]),
     }
     found["headroom"] = found["f1_best"] - found["f1_greedy"]

@@ -63,7 +63,7 @@ from shared.errors import ConfigError
 # learns faster than grpo would: on photographs 60% of five minutes were over after one step.
 SFT_SHARE = 0.8
 AGAIN = os.EX_TEMPFAIL  # the exit code of a recipe that goes on in a new process
-LEAST_SHARE = 0.1  # share of the time: with less, grpo is not begun
+LEAST_SHARE = 0.1  # share of the time: with less, no second stage is begun
 # The least score of the start, as a share of that of sft, with which grpo begins from the start if labels were
 # completed. With 60% missing it ended at 0.83 from the start, and at 0.80 from sft, whose completed labels were others
 # too. All measured shares are above 0.8.
@@ -145,7 +145,7 @@ class Recipe:
 
     def _second(self, sft: StageResult) -> int:
         """Run rollout matching if the start mostly invents what has no label, else `grpo`, if that pays."""
-        name = MATCHING if invents(sft) else GRPO
+        name = MATCHING if _invents(sft) else GRPO
         earlier_s = self._earlier_s(name)
         left_s = 60 * self.record.minutes - self.record.seconds - earlier_s
         has_time = left_s >= LEAST_SHARE * 60 * self.record.minutes
@@ -321,7 +321,7 @@ def told(record: Record) -> list[str]:
     return [*lines, f"ended: {record.ended}", f"best on validation: {end}"]
 
 
-def invents(sft: StageResult) -> bool:
+def _invents(sft: StageResult) -> bool:
     """Return True if labels have gaps by the estimate of the start, and it mostly invents what it says without one."""
     if sft.missing is None or sft.unlabelled_right is None:
         return False

@@ -84,7 +84,7 @@ class Record:
     stages: tuple[StageResult, ...] = ()
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)
     grpo: str = ""  # the reason to run it
-    no_grpo: str = ""  # the reason not to run it; rollout matching may be run instead
+    no_grpo: str = ""  # the reason not to run it
     extended: bool = False  # sft has the time of grpo, which is not run
     ended: str = ""  # the reason why the recipe has ended
     versus_sft: FeatureEstimate | None = None  # score of grpo minus that of sft, if labels were completed
@@ -215,21 +215,19 @@ def _counts(root: Path, stage: StageResult, remedy: str) -> CountTable:
 
 
 def _labels(run_dir: Path) -> dict[str, Any]:
-    """Return what the newest completion of the labels did: fields of a stage's result."""
+    """Return what the newest completion of the labels did, and what the first one estimated: fields of a stage's
+    result."""
     files = sorted((run_dir / LABELS).glob("step_*.json"))
     if not files:
         return {"labels": "", "completed": False, "missing": None, "unlabelled_right": None}
     found = json_in(files[-1])
-    estimate: dict[str, Any] = {
-        name: tuple(value) if isinstance(value, list) else value for name, value in dict(found["estimate"]).items()
-    }
-    known = CompletionEstimate(**estimate)
+    known = CompletionEstimate.of_json(json_in(files[0])["estimate"])
     text = f"nothing completed: {found['why']}"
     if found["min_votes"] is not None:
         text = f"{found['added']} labels added to {found['labels']}"
         text += f", which at least {found['min_votes']} of {found['rollouts']} answers have"
     completed = found["min_votes"] is not None and bool(found["added"])
-    right = known.free_right if known.missing is not None else None
+    right = known.free_right() if known.missing is not None else None
     return {"labels": text, "completed": completed, "missing": known.missing, "unlabelled_right": right}
 
 

@@ -30,6 +30,12 @@ SAVE_MINUTES = 5.0
 RATE_OF_GRPO = 0.3  # share of the rate that suits sft (docs/concepts/which-method.md)
 MOST_STEPS = 100_000  # time or patience ends a stage
 LEAST_MINUTES = 0.01
+NO_VALIDATION = Mistake(
+    path="data.val",
+    found="null",
+    wanted="validation annotations: they decide when a stage ends and which weights are the best",
+    remedy="name them",
+)
 
 
 def check_recipe(config: RunConfig) -> None:
@@ -40,8 +46,7 @@ def check_recipe(config: RunConfig) -> None:
         remedy = "make a short run of each method instead, and compare them: rollout-learner report RUN --compare RUN2"
         mistakes.append(Mistake(path="task.type", found=config.task.type, wanted=wanted, remedy=remedy))
     if config.data.val is None:
-        wanted = "validation annotations: they decide when a stage ends and which weights are the best"
-        mistakes.append(Mistake(path="data.val", found="null", wanted=wanted, remedy="name the file"))
+        mistakes.append(NO_VALIDATION)
     if config.training.resume_from_checkpoint is not None:
         found, wanted = config.training.resume_from_checkpoint, "null: a recipe goes on by itself"
         remedy = "remove it, and give the same command again"
@@ -72,7 +77,7 @@ def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dic
     _as_supervised(values, config, world_size)
     values["labels"]["complete"] = None
     values["loss"] = {**LossConfig().model_dump(mode="json"), **RECOMMENDED}
-    _begin_with(values, config, None)
+    _without_augment(values, config)
     return values
 
 
@@ -87,7 +92,11 @@ def grpo_stage(
     values["loss"] |= {"function": None, "coordinate_smoothing": 0.0}  # grpo reinforces the tokens of answers
     decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
     decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}
-    _begin_with(values, config, model)
+    _without_augment(values, config)
+    if model is not None:
+        values["model"]["path"] = str(model)
+        if (model / "adapter_config.json").is_file():
+            values["model"]["lora"] = None  # it goes on learning the adapter that is there
     if not _has(config, GRPO):
         size = config.grpo.num_generations
         groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # one rank's
@@ -108,14 +117,10 @@ def _as_supervised(values: dict[str, Any], config: RunConfig, world_size: int) -
         values["training"]["learning_rate"] = config.training.learning_rate / RATE_OF_GRPO
 
 
-def _begin_with(values: dict[str, Any], config: RunConfig, model: Path | None) -> None:
-    """Set the weights that a stage of rollouts begins with; all of its steps learn rollouts."""
+def _without_augment(values: dict[str, Any], config: RunConfig) -> None:
+    """Leave out augmentation that rollouts do not see: all steps of the stage learn rollouts."""
     if config.data.augment is not None and not config.data.augment.rollouts:
         values["data"]["augment"] = None
-    if model is not None:
-        values["model"]["path"] = str(model)
-        if (model / "adapter_config.json").is_file():
-            values["model"]["lora"] = None  # it goes on learning the adapter that is there
 
 
 def _has(config: RunConfig, variant: str) -> bool:

@@ -153,7 +153,7 @@ class LabelCompletion:
         added: Mapping[str, Any] = stored["samples"]
         for i, sample in enumerate(self._samples):
             one = added.get(sample.sample_id, {})
-            extra = {kind: tuple(map(_read, one.get(kind, ()))) for kind in ("objects", "ignored")}
+            extra = {kind: tuple(map(read_label, one.get(kind, ()))) for kind in ("objects", "ignored")}
             objects = sorted([*sample.objects, *extra["objects"]], key=self._task.canonical_key)
             ignored = (*sample.ignored, *extra["ignored"])
             self._samples[i] = replace(sample, objects=tuple(objects), ignored=ignored)
@@ -241,7 +241,7 @@ class LabelCompletion:
                 raise ValueError(f"samples that the training data lacks: {', '.join(sorted(wanted)[:3])}")
             for one in content["samples"].values():
                 for kind in one:
-                    list(map(_read, one[kind]))
+                    list(map(read_label, one[kind]))
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(
                 "the run's completed labels can't be read",
@@ -279,7 +279,8 @@ def _entry(obj: DetectionObject, votes: Votes) -> list[object]:
     return [obj.desc, obj.kind, list(obj.bins), list(votes), *([] if obj.image is None else [obj.image])]
 
 
-def _read(entry: Sequence[Any]) -> DetectionObject:
+def read_label(entry: Sequence[Any]) -> DetectionObject:
+    """Return a completed label of a run's file."""
     desc, kind, bins, (found, answers, weight), *image = entry
     votes = Votes(int(found), int(answers), float(weight))
     return DetectionObject(str(desc), kind, tuple(map(int, bins)), votes, *map(int, image))

@@ -36,7 +36,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -128,10 +128,18 @@ class CompletionEstimate:
     precision: tuple[float, ...]  # largest share of right free clusters with exactly so many votes
     free: tuple[int, ...]  # free clusters with exactly so many votes
 
-    @property
-    def free_right(self) -> float:
-        """Return the estimated share of right ones among all free clusters; 0 if there are none."""
-        return sum(f * p for f, p in zip(self.free, self.precision, strict=True)) / max(1, sum(self.free))
+    @classmethod
+    def of_json(cls, found: Mapping[str, Any]) -> CompletionEstimate:
+        """Return what `to_json` wrote. Raises TypeError if it is something else."""
+        fields: dict[str, Any] = {
+            name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
+        }
+        return cls(**fields)
+
+    def free_right(self, min_votes: int = 1) -> float:
+        """Return the estimated share of right ones among free clusters with enough votes; 0 if there are none."""
+        free, precision = self.free[min_votes - 1 :], self.precision[min_votes - 1 :]
+        return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bench.confirmed import Labelled, estimated_share
+from bench.confirmed import Labelled
 from learner.records import DetectionObject
 
 
@@ -34,9 +34,3 @@ def test_a_label_that_repeats_an_annotated_object_is_wrong() -> None:
 def test_an_answer_says_each_object_once() -> None:
     found = labelled().said([ONE, ONE, TWO, WRONG_NAME, box("two", 0, 500)])
     assert found == {"annotated": 1, "right": 1, "never": 0, "wrong": 1, "invented": 2}
-
-
-def test_the_estimate_is_of_the_clusters_that_became_labels() -> None:
-    estimate = {"free": [100, 10, 30], "precision": [0.1, 0.5, 0.9]}
-    assert estimated_share(estimate, 2) == (10 * 0.5 + 30 * 0.9) / 40
-    assert estimated_share(estimate, None) is None

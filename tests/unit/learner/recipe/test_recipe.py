@@ -237,6 +237,17 @@ def test_on_completed_labels_a_tie_goes_to_grpo(
     assert kept(tmp_path / "run") == tmp_path / "run" / best / "checkpoint-1"
 
 
+def follow_through(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, killed_at_step: int | None) -> None:
+    """Follow the recipe to its end; with `killed_at_step` a second command does."""
+    values["training"]["save_steps"] = 1
+    config = config_of(values)
+    if killed_at_step:
+        kill_at_call(monkeypatch, Trainer, "step", killed_at_step)
+        with pytest.raises(Killed):
+            recipe(config, MINUTES, environment={})
+    assert recipe(config, MINUTES, environment={}) == 0
+
+
 @pytest.mark.parametrize(
     ("start", "killed_at_step", "completed"),
     [slow(0.5, None, [1, 0]), slow(0.5, 4, [1, 0]), (0.5, 5, [1, 0]), slow(0.3, None, [1, 1]), slow(0.3, 5, [1, 1])],
@@ -256,13 +267,7 @@ def test_grpo_learns_the_labels_that_the_start_completed(
     scores({**GAINS, "sft": {0: start, 1: 0.55, 2: 0.6, 3: 0.5}})
     monkeypatch.setattr(FakeBackend, "_answer", _one_more)
     values = completing(tiny_text, tmp_path)
-    values["training"]["save_steps"] = 1
-    config = config_of(values)
-    if killed_at_step:
-        kill_at_call(monkeypatch, Trainer, "step", killed_at_step)
-        with pytest.raises(Killed):
-            recipe(config, MINUTES, environment={})
-    assert recipe(config, MINUTES, environment={}) == 0
+    follow_through(values, monkeypatch, killed_at_step)
     assert [len(events(tmp_path / "run" / name, "labels")) for name in ("sft", "grpo")] == completed
     learned = events(tmp_path / "run" / "grpo", "step")
     assert {event["metrics"]["reward/f1"] for event in learned} == {1.0}, "every answer has all labels, each once"
@@ -283,13 +288,7 @@ def test_where_the_start_invents_rollout_matching_follows(
     scores({"sft": {0: start, 1: 0.55, 2: 0.6, 3: 0.5}, "rollout_matching_sft": {0: 0.6, 1: 0.7}})
     monkeypatch.setattr(FakeBackend, "_answer", _inventions)
     values = config_for(tiny_text, tmp_path).model_dump()
-    values["training"]["save_steps"] = 1
-    config = config_of(values)
-    if killed_at_step:
-        kill_at_call(monkeypatch, Trainer, "step", killed_at_step)
-        with pytest.raises(Killed):
-            recipe(config, MINUTES, environment={})
-    assert recipe(config, MINUTES, environment={}) == 0
+    follow_through(values, monkeypatch, killed_at_step)
     run = tmp_path / "run"
     found = read_record(run)
     assert found is not None

@@ -18,7 +18,7 @@ from learner.records import DetectionObject, Rollout, Sample, Votes
 from learner.rollout.backend import MicroStep
 from learner.run.output_dir import claim_output_dir
 from learner.steps import completing
-from learner.steps.completing import Completion, LabelCompletion, _added, _read
+from learner.steps.completing import Completion, LabelCompletion, _added, read_label
 from learner.tasks.detection.completion import CompletionEstimate
 from shared.config.model import ConfigErrors
 from shared.errors import CheckpointError, OutputError
@@ -297,7 +297,7 @@ def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) ->
     annotated = completed._replace(votes=None)
     sample = Sample(sample_id="s", messages=(), images=(), objects=(annotated, completed), width=9, height=9)
     written = json.loads(json.dumps(_added(sample)))
-    assert list(map(_read, written["objects"])) == [completed]
+    assert list(map(read_label, written["objects"])) == [completed]
     assert len(written["objects"][0]) == (4 if image is None else 5)
 
 

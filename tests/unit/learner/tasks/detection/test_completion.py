@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -14,6 +15,7 @@ from learner.tasks.detection.agreement import cluster_objects
 from learner.tasks.detection.bins import canonical_order
 from learner.tasks.detection.completion import (
     MIN_CLUSTERS,
+    CompletionEstimate,
     LabelCandidate,
     _not_falling,
     candidates,
@@ -239,3 +241,12 @@ def test_candidates_keep_what_answers_call_them() -> None:
     (found,) = candidates(sample_with([]), answers)
     assert isinstance(found, LabelCandidate)
     assert (found.object.desc, found.votes, found.names) == ("a", 3, {"a": 2, "b": 1})
+
+
+def test_the_share_of_right_clusters_is_of_those_with_enough_votes() -> None:
+    known = CompletionEstimate(
+        min_votes=2, why="", missing=0.3, recall=(), precision=(0.1, 0.5, 0.9), free=(100, 10, 30)
+    )
+    assert CompletionEstimate.of_json(json.loads(json.dumps(known.to_json()))) == known
+    assert known.free_right(2) == (10 * 0.5 + 30 * 0.9) / 40
+    assert known.free_right() == pytest.approx((10 + 5 + 27) / 140)
