@@ -268,6 +268,7 @@ def test_grpo_learns_the_labels_that_the_start_completed(
     monkeypatch.setattr(FakeBackend, "_answer", _one_more)
     values = completing(tiny_text, tmp_path)
     follow_through(values, monkeypatch, killed_at_step)
+    assert stages(tmp_path) == [("sft", 2, start, 0.6), ("grpo", 2, 0.6, 0.7)]
     assert [len(events(tmp_path / "run" / name, "labels")) for name in ("sft", "grpo")] == completed
     learned = events(tmp_path / "run" / "grpo", "step")
     assert {event["metrics"]["reward/f1"] for event in learned} == {1.0}, "every answer has all labels, each once"
