@@ -136,13 +136,13 @@ def _in_chunks(
     head: torch.nn.Module,
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply `of_chunk` to at most LOGITS_CHUNK tokens at a time; they are its last dimension."""
+    """Apply `of_chunk` to at most LOGITS_CHUNK tokens at a time; they are its last dimension. Chunks are equally long,
+    because torch compiles again for one of a single token."""
     if len(targets) <= LOGITS_CHUNK:
         return of_chunk(head, hidden, targets)
+    count = -(-len(targets) // LOGITS_CHUNK)
     # Copies, because a program compiled for views would not fit whole tensors.
-    parts = (
-        (h.clone(), t.clone()) for h, t in zip(hidden.split(LOGITS_CHUNK), targets.split(LOGITS_CHUNK), strict=True)
-    )
+    parts = ((h.clone(), t.clone()) for h, t in zip(hidden.chunk(count), targets.chunk(count), strict=True))
     return torch.cat([checkpoint(of_chunk, head, part, wanted, use_reentrant=False) for part, wanted in parts], dim=-1)
 
 

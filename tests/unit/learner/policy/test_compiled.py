@@ -111,6 +111,19 @@ def test_rows_with_shared_prompts_share_a_program(tiny_text: Path) -> None:
 
 
 @pytest.mark.usefixtures("_faster_compiler")
+def test_one_token_more_than_full_chunks_compiles_nothing() -> None:
+    """torch compiles again for a length of 1."""
+    head = torch.nn.Linear(8, 60)
+    programs = []
+    for length in (47, 51, 101):
+        hidden, targets = torch.randn(length, 8), torch.randint(0, 60, (length,))
+        found, plain = (loss.token_logprobs(hidden, head, targets, compiled=wanted) for wanted in (True, False))
+        torch.testing.assert_close(found, plain)
+        programs.append(num_programs())
+    assert programs == [1, 1, 1]
+
+
+@pytest.mark.usefixtures("_faster_compiler")
 def test_smooth_coordinates_compile() -> None:
     """`loss.coordinate_smoothing`: one program for chunks of all lengths."""
     head, smoothing = torch.nn.Linear(8, 60), loss.SmoothCoordinates(range(20, 40), 2.0)
@@ -169,13 +182,15 @@ def test_adapters_and_frozen_parts(tiny_vlm: Path) -> None:
 @pytest.mark.usefixtures("_faster_compiler", "as_on_cuda")
 @pytest.mark.parametrize("freeze", [[], ["model.visual"]])
 def test_adapters_compile_no_layer_twice(tiny_vlm: Path, freeze: list[str]) -> None:
-    """Everything before the first layer is frozen, so its input alone would need no gradient."""
+    """Everything before the first layer may be frozen, so its input alone would need no gradient. And the input of a
+    vision tower's first layer is a view, which no other layer's is."""
     found = []
     for lora in (None, LoraConfig(r=4)):
         options: dict[str, Any] = {"dtype": "bfloat16", "gradient_checkpointing": True, "freeze": freeze}
         policy = policy_of(tiny_vlm, bf16=True, compile=True, lora=lora, **options)
         before = num_programs()
-        policy.backward(image_row(policy, [(64, 64), (0, 0)]))
+        policy.backward(image_row(policy, [(96, 64), (0, 0)]))
+        policy.backward(image_row(policy, [(128, 128)]))
         found.append(num_programs() - before)
         torch._dynamo.reset()
         compiled.compiled_function.cache_clear()
