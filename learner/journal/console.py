@@ -7,22 +7,35 @@ lines. Everything printed here is in `metrics.jsonl` too.
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 from rich.console import Console as RichConsole
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from learner.config.schedule import B_STEP_SKIPPED
+from learner.journal.run_end import ends_by_time
 from learner.records import ServerChange, StepResult, SyncReceipt
 from shared.masking import masked
 
 
 class Console:
-    """Progress and lines of one run."""
+    """Progress and lines of one run. How far it is is said in steps, or in minutes if `max_minutes` will end it."""
 
-    def __init__(self, *, total_steps: int, name: str, enabled: bool, progress_bar: bool) -> None:
+    def __init__(
+        self,
+        *,
+        total_steps: int,
+        name: str,
+        enabled: bool,
+        progress_bar: bool,
+        max_minutes: float | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._enabled = enabled
+        self._max_minutes, self._clock = max_minutes, clock
+        self._begun_step, self._begun_s = 0, clock()
         self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._name, self._total_steps = name, total_steps
@@ -30,14 +43,18 @@ class Console:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(),
-                MofNCompleteColumn(),
+                TextColumn("{task.fields[far]}"),
                 TimeElapsedColumn(),
                 TextColumn("eta"),
                 TimeRemainingColumn(),
                 console=self._rich,
             )
-            self._bar = self._progress.add_task(name, total=total_steps)
+            self._bar = self._progress.add_task(name, total=total_steps, far="")
             self._progress.start()
+
+    def begin(self, step: int) -> None:
+        """Training begins, or goes on, after `step`."""
+        self._begun_step, self._begun_s = step, self._clock()
 
     def note(self, text: str) -> None:
         """Print one line about something that happened besides the steps."""
@@ -45,10 +62,22 @@ class Console:
             self._rich.print(f"[dim]{escape(self._name)}[/] {escape(masked(text))}")
 
     def step(self, result: StepResult, sync: SyncReceipt | None) -> None:
-        if self._enabled:
-            self._rich.print(step_line(result, sync, self._total_steps))
+        if not self._enabled:
+            return
+        far, done, total = self._far(result.global_step)
+        self._rich.print(step_line(result, sync, far))
         if self._progress is not None:
-            self._progress.update(self._bar, completed=result.global_step)
+            self._progress.update(self._bar, completed=done, total=total, far=far.strip())
+
+    def _far(self, step: int) -> tuple[str, float, float]:
+        """Return how far the run is: in words, and what is done of what."""
+        seconds, steps = self._clock() - self._begun_s, self._total_steps
+        done, limit = step - self._begun_step, self._max_minutes
+        if limit is not None and ends_by_time(
+            done=done, total_steps=steps - self._begun_step, seconds=seconds, minutes=limit
+        ):
+            return f"{step}, {seconds / 60:.1f}/{limit:.1f} min", seconds / 60, limit
+        return f"{step:>{len(str(steps))}}/{steps}", step, steps
 
     def sync(self, receipt: SyncReceipt) -> None:
         """Print when adapter syncs end with this sync. Other syncs are part of their step's line."""
@@ -70,11 +99,11 @@ class Console:
             self._progress.stop()
 
 
-def step_line(result: StepResult, sync: SyncReceipt | None, total_steps: int) -> str:
-    """Step, channel, loss, results of the rollouts, seconds by phase, and the sync before the step."""
+def step_line(result: StepResult, sync: SyncReceipt | None, far: str) -> str:
+    """How far the run is, channel, loss, results of the rollouts, seconds by phase, and the sync before the step."""
     m = result.metrics
     parts = [
-        f"step {result.global_step:>{len(str(total_steps))}}/{total_steps}",
+        f"step {far}",
         f"{result.channel} (no packs for B)" if m.get(B_STEP_SKIPPED) else result.channel,
         f"loss {result.loss:6.4f}",
         f"grad {result.grad_norm:5.2f}",

@@ -50,6 +50,7 @@ class Journal:
 
     def begin(self, *, step: int, total_steps: int) -> None:
         """Write that training begins, or goes on, after `step`."""
+        self.console.begin(step)
         self.log.write("begin", {"global_step": step, "total_steps": total_steps})
 
     def end(self, how: Ending, because: str, *, step: int) -> None:

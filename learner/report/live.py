@@ -209,7 +209,7 @@ class Standing:
 def standing(run: RunRecord, now: float) -> Standing:
     """Says if the run goes on, how far it is, and how long it will take."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
-    total = status.total_steps
+    total = 0 if math.isfinite(status.time_up_s) else status.total_steps
     parts = [f"step {done}" + (f" of {total}" if total else "")]
     if run.last_event_s is None:
         return Standing(name="Starting", tone="", facts="nothing was written yet", done=0, total=0)
@@ -221,13 +221,15 @@ def standing(run: RunRecord, now: float) -> Standing:
         name = "No news"
         parts.append(f"last news {duration(age)} ago: its process may have been killed")
     else:
-        parts += [*left(run), f"last news {duration(age)} ago"]
+        parts += [*left(run, now), f"last news {duration(age)} ago"]
     return Standing(name=name, tone=tone, facts="  ·  ".join(parts), done=done, total=total)
 
 
-def left(run: RunRecord) -> list[str]:
-    """Return how long the steps that are left will take, at the pace of the last ones."""
+def left(run: RunRecord, now: float) -> list[str]:
+    """Return how long the run will still take: until its time is up, or its steps at the pace of the last ones."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
+    if math.isfinite(status.time_up_s):
+        return [f"{duration(max(0.0, status.time_up_s - now))} left"]
     if not status.total_steps or done >= status.total_steps:
         return ["all steps are done"] if done else []
     if not math.isfinite(status.seconds_per_step):

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from learner.config.load import RESOLVED_NAME
+from learner.journal.run_end import ends_by_time
 from learner.records import DetectionObject, GeometryKind, StepResult, SyncReceipt
 from learner.report.records import (
     Activity,
@@ -233,22 +234,32 @@ def _warning(event: Mapping[str, object]) -> str:
 def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]) -> Status:
     """Return the status of what was written since the run began or was resumed. Older runs have no event `begin`."""
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
-    total, ended, because, times = 0, "", "", []
+    total, first, ended, because, times = 0, 0, "", "", []
+    began_s = math.nan
     for event in events[begun:]:
         match event.get("event"):
             case "begin":
-                total = _count(event, "total_steps")
+                total, first = _count(event, "total_steps"), _count(event, "global_step")
+                began_s = _number(event, "time")
             case "end":
                 ended, because = str(event.get("how", "")), str(event.get("because", ""))
             case "step":
                 ended = ""
                 times.append(_number(event, "time"))
     training = config.get("training")
-    if not total and isinstance(training, Mapping):
-        total = _count(training, "max_steps")
-    times = [t for t in times if math.isfinite(t)][-PACE_STEPS:]
-    pace = (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else math.nan
-    return Status(total_steps=total, ended=ended, because=because, seconds_per_step=pace)
+    settings = training if isinstance(training, Mapping) else {}
+    times = [t for t in times if math.isfinite(t)]
+    newest = times[-PACE_STEPS:]
+    pace = (newest[-1] - newest[0]) / (len(newest) - 1) if len(newest) > 1 else math.nan
+    minutes, seconds = _number(settings, "max_minutes"), max(times, default=began_s) - began_s
+    by_time = ends_by_time(done=len(times), total_steps=total - first, seconds=seconds, minutes=minutes)
+    return Status(
+        total_steps=total or _count(settings, "max_steps"),
+        ended=ended,
+        because=because,
+        seconds_per_step=pace,
+        time_up_s=began_s + 60 * minutes if by_time else math.nan,
+    )
 
 
 def _spikes(events: Sequence[Mapping[str, object]]) -> tuple[SpikePoint, ...]:

@@ -124,12 +124,14 @@ class SpikePoint:
 class Status:
     """The progress of a run. `total_steps` 0: unknown. `ended` is `finished`, `stopped` or `failed`, and `because` says
     why; empty while it goes on, or if its process was killed. `seconds_per_step` is of its last steps, with what came
-    between them; NaN if unknown."""
+    between them; NaN if unknown. `time_up_s`: the clock's time at which `training.max_minutes` end the run; NaN if its
+    steps end it first."""
 
     total_steps: int
     ended: str
     because: str
     seconds_per_step: float
+    time_up_s: float
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

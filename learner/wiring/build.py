@@ -436,6 +436,7 @@ def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack
         name=Path(config.training.output_dir).name,
         enabled=ranks.is_main,
         progress_bar=config.logging.progress_bar,
+        max_minutes=config.training.max_minutes,
     )
     stack.callback(console.close)
     return console

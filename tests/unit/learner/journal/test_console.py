@@ -21,7 +21,7 @@ def result(**fields: Any) -> StepResult:
 
 
 def test_a_step_with_rollouts_and_a_sync() -> None:
-    line = step_line(result(), SYNC, 100)
+    line = step_line(result(), SYNC, "  3/100")
     for words in (
         "step   3/100",
         "  B  ",
@@ -40,12 +40,12 @@ def test_a_step_with_rollouts_and_a_sync() -> None:
 def test_a_step_on_kept_rollouts_tells_their_window_and_age() -> None:
     """R18: which accumulation window, which of its steps, and how many updates its rollouts are behind."""
     places = {"rollout_buffer/window": 5.0, "rollout_buffer/m_step": 3.0, "rollout_buffer/rollout_age": 2.0}
-    assert "  window 5 m-step 3 age 2  " in step_line(result(metrics=METRICS | places), None, 100)
-    assert "window" not in step_line(result(), None, 100)
+    assert "  window 5 m-step 3 age 2  " in step_line(result(metrics=METRICS | places), None, "3/100")
+    assert "window" not in step_line(result(), None, "3/100")
 
 
 def test_a_step_on_ground_truth_claims_no_matches() -> None:
-    line = step_line(result(channel="A", metrics={"learn_s": 0.1, "tokens_per_s": 5.0}), None, 9)
+    line = step_line(result(channel="A", metrics={"learn_s": 0.1, "tokens_per_s": 5.0}), None, "3/9")
     assert "match" not in line
     assert "ver" not in line
 
@@ -56,13 +56,13 @@ def test_a_step_ahead_of_which_rollouts_run() -> None:
     queue |= {"stage2_ab/async/packs_dropped_unwanted": 1.0}
     ages = {"stage2_ab/async/age_versions": 0.75, "stage2_ab/async/age_updates": 1.5}
     ahead = {**METRICS, **queue, "stage2_ab/async/packs_dropped_stale": 2.0}
-    line = step_line(result(metrics={**ahead, **ages}), None, 9)
+    line = step_line(result(metrics={**ahead, **ages}), None, "3/9")
     assert "  queue 3.5 age 0.75 (1.5 updates) dropped 3  " in line
     skipped = {**ahead, "stage2_ab/async/b_step_skipped_due_to_queue": 1.0}
-    line = step_line(result(channel="A", metrics=skipped), None, 9)
+    line = step_line(result(channel="A", metrics=skipped), None, "3/9")
     assert "  A (no packs for B)  " in line
     assert "age" not in line
-    assert "queue" not in step_line(result(), None, 9)
+    assert "queue" not in step_line(result(), None, "3/9")
 
 
 def test_the_end_of_adapter_syncs_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
@@ -81,6 +81,23 @@ def test_what_happens_to_a_server_is_one_line(capsys: pytest.CaptureFixture[str]
     console.server(ServerChange(base_url="http://a:1", what="lost", because="silence [1.5 s]", serving=2))
     (line,) = capsys.readouterr().out.splitlines()
     assert all(word in line for word in ("http://a:1", "lost", "2 serve", "silence [1.5 s]"))
+
+
+@pytest.mark.parametrize(("total_steps", "far"), [(100_000, "step 8, 2.0/10.0 min  "), (12, "step  8/12  ")])
+def test_a_run_that_time_will_end_says_the_time(capsys: pytest.CaptureFixture[str], total_steps: int, far: str) -> None:
+    """R49: a recipe's stage has no end in steps. One with few steps says these, though it has a limit of time too."""
+    times = iter((0.0, 100.0, 220.0))  # made, begun, and after three steps of 40 s
+    console = Console(
+        total_steps=total_steps,
+        name="run",
+        enabled=True,
+        progress_bar=False,
+        max_minutes=10,
+        clock=lambda: next(times),
+    )
+    console.begin(5)
+    console.step(result(global_step=8), None)
+    assert capsys.readouterr().out.startswith(far)
 
 
 def test_only_the_main_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:

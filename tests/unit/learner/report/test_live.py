@@ -20,6 +20,7 @@ from typing import Any
 import httpx
 import pytest
 import uvicorn
+import yaml
 from fastapi.testclient import TestClient
 
 from learner.__main__ import main
@@ -109,6 +110,21 @@ def test_a_run_that_goes_on_says_how_long_it_will_take(run_dir: Path) -> None:
     body = body_of(f"<body>{page}</body>")
     (bar,) = body.iter("progress")
     assert (bar.get("value"), bar.get("max")) == ("10", "100")
+
+
+@pytest.mark.parametrize(("total", "says"), [(100_000, "step 8  ·  6 min"), (10, "step 8 of 10")])
+def test_a_run_that_time_will_end_says_how_much_is_left(run_dir: Path, total: int, says: str) -> None:
+    """R49: the length in steps of a recipe's stage is never reached."""
+    settings = run_dir / RESOLVED_NAME
+    config = yaml.safe_load(settings.read_text())
+    settings.write_text(yaml.safe_dump(config | {"training": {**config["training"], "max_minutes": 10}}))
+    now = time.time()
+    append(run_dir, {"event": "begin", "global_step": 6, "total_steps": total, "time": now - 200})
+    assert "of 100000" not in client(run_dir).get("/now").text, "no step has shown the pace"
+    for step in (7, 8):
+        fields = {"loss": 0.5, "channel": "B", "metrics": {}, "time": now - 100 * (8 - step)}
+        append(run_dir, {"event": "step", "global_step": step, **fields})
+    assert says in client(run_dir).get("/now").text
 
 
 def test_a_run_without_news_may_have_been_killed(run_dir: Path) -> None:
