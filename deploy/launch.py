@@ -8,7 +8,8 @@
     log_dir: runs/my_run/logs                  # one file per server; the learner prints here
     ready_timeout_s: 600
 
-Every configuration is checked before anything starts. The exit code is the learner's, or 128 + n after signal n.
+Every configuration, and the learner's folder, is checked before anything starts. The exit code is the learner's, or
+128 + n after signal n.
 
 A server that ends before the learner has started ends the launch: the same would happen again. Later it is started
 again, each time after a longer wait, `max_restarts` times; an uptime of STEADY_S makes it new. Then it is given up, and
@@ -40,6 +41,8 @@ from deploy.launch_file import LaunchConfig, LearnerLaunch, ServerLaunch, load_l
 from deploy.places import Place, write_place
 from deploy.torchrun import describe, exit_code, without_working_directory
 from deploy.wait_ready import id_of
+from learner.config.load import load_config
+from learner.run.output_dir import check_before_start
 from rollout_server.config import load_server_config
 from shared.answers import ask
 from shared.config.json_schema import schema_option
@@ -320,8 +323,11 @@ class Server:
 def launch(config: LaunchConfig) -> int:
     """Start servers, then the learner. Returns the learner's exit code (128 + n if signal n ended it).
 
-    Raises ServerError, DeadlineError, and KeyboardInterrupt with the signal's number.
+    Raises ConfigError or OutputError if the learner would not get its folder, ServerError, DeadlineError, and
+    KeyboardInterrupt with the signal's number.
     """
+    if not config.learner.via:  # with it, the folder may be another machine's
+        check_before_start(load_config(config.learner.config, world_size=config.learner.nproc), os.environ)
     deadline = Deadline(config.ready_timeout_s)
     with supervised() as processes:
         servers = [Server(processes, i, entry, Path(config.log_dir)) for i, entry in enumerate(config.servers)]

@@ -19,7 +19,7 @@ from learner.config.load import RESOLVED_NAME
 from learner.config.schema import RunConfig
 from learner.run.best import BEST_FILE, BEST_LINK
 from learner.run.files import write_atomically, writing
-from learner.run.lock import locked
+from learner.run.lock import LOCK, locked
 from shared.errors import ConfigError, ProjectError
 from shared.wire import JOB_VARIABLE
 
@@ -76,14 +76,20 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     when a rank of another node failed, and a run that was refused is started again too. Ticks count from boot, so it
     does not matter if somebody sets the clock.
     """
-    if job := " ".join(environment.get(JOB_VARIABLE, "").split()):
-        return f"job {job}"
+    if (job := job_of(environment)) is not None:
+        return job
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
     pid, boot_id = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     return f"{run_id} {boot_id} {pid} {ticks}"
+
+
+def job_of(environment: Mapping[str, str]) -> str | None:
+    """Return the scheduler's job in ROLLOUT_JOB, as the folder of its run names it. None without one."""
+    job = " ".join(environment.get(JOB_VARIABLE, "").split())
+    return f"job {job}" if job else None
 
 
 def claim_output_dir(
@@ -139,6 +145,23 @@ def _restarted(config: RunConfig) -> RunConfig:
     has_checkpoint = any(Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
     change = {"resume_from_checkpoint": "latest"} if has_checkpoint else {"overwrite": True}
     return config.model_copy(update={"training": config.training.model_copy(update=change)})
+
+
+def check_before_start(config: RunConfig, environment: Mapping[str, str]) -> None:
+    """Look, before a learner is started, if rank 0 will get the folder. Writes nothing.
+
+    Raises ConfigError, OutputError or DataError as `claim_output_dir` will.
+    """
+    run_dir = Path(config.training.output_dir)
+    check_writable(config)
+    if (run_dir / LOCK).is_file():
+        with writing(run_dir), locked(run_dir):
+            pass
+    if (job := job_of(environment)) is not None and _claimed_by({job}, run_dir):
+        return  # it goes on
+    check_resume(config)
+    check_output_dir(config)
+    check_annotations(config)
 
 
 def check_output_dir(config: RunConfig) -> None:

@@ -19,12 +19,15 @@ import yaml
 from deploy import launch
 from deploy.launch_file import LearnerLaunch, load_launch_config
 from learner.config.load import load_config
+from learner.run.lock import locked
+from learner.run.output_dir import JOB
 from rollout_server.config import load_server_config
 from shared import waits
 from shared.addresses import free_port
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import write_yaml
 from shared.errors import DeadlineError
+from shared.wire import JOB_VARIABLE
 from tests.servers import wait_gone
 from tests.unit.learner.config.examples import changed, minimal
 
@@ -198,6 +201,38 @@ def test_r16_the_learner_s_mistakes_do_not_wait_for_servers(tmp_path: Path) -> N
     run = finish(start(path), tmp_path)
     assert (run.code, run.out, run.said) == (2, "", [])
     assert [line.split(":")[0] for line in run.err.splitlines()] == ["training.seed", "training.max_steps"]
+
+
+def test_r16_a_folder_with_another_run_does_not_wait_for_servers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same job's next start goes on there, and so does a learner that is told to."""
+    path, run_dir = files(tmp_path, ["fine"]), tmp_path / "run"
+    settings = changed(minimal(), {"model.path": "exits-0", "training.output_dir": str(run_dir)})
+    write_yaml(tmp_path / "learner.yaml", settings)
+    (run_dir / "checkpoint-1").mkdir(parents=True)
+    (run_dir / "checkpoint-1/manifest.json").write_text("{}")
+    (run_dir / JOB).write_text("job 17")
+    run = finish(start(path), tmp_path)
+    assert (run.code, run.out, run.said) == (2, "", [])
+    assert "training.output_dir" in run.err
+    assert "training.overwrite: true" in run.err
+    for change, job in (({}, "17"), ({"training.resume_from_checkpoint": "latest"}, "")):
+        write_yaml(tmp_path / "learner.yaml", changed(settings, change))
+        monkeypatch.setenv(JOB_VARIABLE, job)
+        run = finish(start(path), tmp_path)
+        assert (run.code, run.err, run.names()) == (0, "", ["server", "learner"])
+
+
+def test_r16_a_folder_that_a_run_holds_does_not_wait_for_servers(tmp_path: Path) -> None:
+    path, run_dir = files(tmp_path, ["fine"]), tmp_path / "run"
+    write_yaml(
+        tmp_path / "learner.yaml", changed(minimal(), {"model.path": "exits-0", "training.output_dir": str(run_dir)})
+    )
+    with locked(run_dir):
+        run = finish(start(path), tmp_path)
+    assert (run.code, run.out, run.said) == (2, "", [])
+    assert f"process {os.getpid()}" in run.err
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------
