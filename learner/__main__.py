@@ -405,6 +405,7 @@ def evaluate(
     backend: BackendOption = AnswersBy.vllm,
     server: ServerOption = None,
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that evaluate did not write.")] = False,
 ) -> None:
     """Compare detectors on an annotation file.
 
@@ -427,6 +428,7 @@ def evaluate(
             asked=asked,
             image_root=image_root,
             out=out,
+            overwrite=overwrite,
         )
         return evaluate(options)
 

@@ -26,12 +26,14 @@ from learner.detector.detector import Detector
 from learner.detector.evaluation import DetectorResult, Found, Scored, evaluate_all, threshold_of
 from learner.detector.inputs import Anything, images_of
 from learner.detector.pictures import TEMPLATES
+from learner.detector.results import REQUEST
 from learner.detector.results_in import box_in_sample, classes_of, read_results
 from learner.journal.retained import OWN
 from learner.records import Sample
 from learner.run.files import write_atomically
 from learner.tasks.detection.ap_interval import AP, AP50
-from shared.errors import ConfigError
+from shared.errors import ConfigError, OutputError
+from shared.reading import json_of
 
 EVALUATION, PAGE = "evaluation.json", "index.html"
 _MAIN, _VAL = "main", "val"
@@ -52,18 +54,25 @@ class EvaluateOptions:
     asked: AnswerSettings = field(default_factory=AnswerSettings)
     image_root: str | None = None
     out: Path
+    overwrite: bool = False
 
 
 def evaluate(options: EvaluateOptions) -> int:
     """Returns the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
     quiet()
     _require_detectors(options)
+    if not options.overwrite:
+        _require_free(options.out)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     paths = {_MAIN: options.annotations} | ({_VAL: options.val} if options.val is not None else {})
     paths |= {_retained(name): str(path) for name, path in options.retain.items()}
     samples = {key: _samples(options, path) for key, path in paths.items()}
     given = {_MAIN: options.predictions, _VAL: options.val_predictions}
     found = {key: _read(paths[key], own, given.get(key, {})) for key, own in samples.items()}
+    for key, files in given.items():
+        for one in found.get(key, ()):
+            if not one.boxes:
+                console.print(f"warning: {files[one.name]} has no boxes: every object counts as missed")
     for name, folder in options.models.items():
         for key, one in _by_model(folder, name, samples, options.asked).items():
             found[key].append(one)
@@ -131,6 +140,27 @@ def _require_detectors(options: EvaluateOptions) -> None:
             wanted="a name for each of --predictions and --model",
             remedy="name them: --predictions file=found.json --model ours=runs/cells",
         )
+
+
+def _require_free(out: Path) -> None:
+    """Raises OutputError if a file there would be replaced that `evaluate` did not write."""
+    own = _is_evaluation(out / EVALUATION) and not (out / REQUEST).is_file()
+    if there := [name for name in (EVALUATION, PAGE) if (out / name).exists() and not own]:
+        raise OutputError(
+            f"{out} has files that evaluate would replace",
+            found=f"{', '.join(there)}, which an evaluate did not write",
+            wanted="a new folder, or one that evaluate wrote",
+            remedy="choose another --out, or give --overwrite to have them replaced",
+        )
+
+
+def _is_evaluation(file: Path) -> bool:
+    """Return True if the file is as `_rows` has it; its page was written after it."""
+    try:
+        rows = json_of(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(rows, list) and all(isinstance(row, dict) and {"name", "intervals"} <= row.keys() for row in rows)
 
 
 def _retained(name: str) -> str:

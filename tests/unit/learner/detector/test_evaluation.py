@@ -175,3 +175,46 @@ def test_a_file_that_has_no_results_is_told_in_words(
 def test_nothing_to_evaluate(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(truth), "--out", str(truth.parent / "out")]) == 2
     assert "--predictions" in capsys.readouterr().err
+
+
+def test_a_file_without_boxes_is_said(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    empty, full = truth.parent / "empty.json", truth.parent / "full.json"
+    empty.write_text("[]")
+    full.write_text(json.dumps(results_of(truth)))
+    arguments = ("--predictions", str(full), "--predictions", f"a={empty}", "--val", str(truth))
+    nothing = evaluated(truth, *arguments, "--val-predictions", f"a={full}", "--val-predictions", f"full={full}")[1]
+    assert (nothing["num_boxes"], nothing["intervals"]["f1@0.5"]["estimate"]) == (0, 0.0)
+    (warning,) = (line for line in capsys.readouterr().err.splitlines() if "warning" in line)
+    assert str(empty) in warning
+    evaluated(truth, "--predictions", str(full))
+    assert "warning" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "there",
+    [
+        {"index.html": "my page"},
+        {"evaluation.json": '{"mine": 1}'},
+        {"evaluation.json": "no JSON", "index.html": "my page"},
+        {"evaluation.json": '[{"name": "a", "intervals": {}}]', "index.html": "predict's", "request.json": "{}"},
+    ],
+)
+def test_only_what_evaluate_wrote_is_replaced(
+    truth: Path, there: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    out, file = truth.parent / "out", truth.parent / "a.json"
+    file.write_text(json.dumps(results_of(truth)))
+    out.mkdir()
+    for name, text in there.items():
+        (out / name).write_text(text)
+    command = ["evaluate", str(truth), "--predictions", str(file), "--out", str(out)]
+    assert main(command) == 2
+    told = capsys.readouterr().err
+    assert str(out) in told
+    assert "--overwrite" in told
+    assert {path.name: path.read_text() for path in out.iterdir()} == there
+    assert main([*command, "--overwrite"]) == 0
+    (out / "request.json").unlink(missing_ok=True)
+    file.write_text("[]")
+    assert main(command) == 0, "its own files are replaced"
+    assert json.loads((out / "evaluation.json").read_text())[0]["num_boxes"] == 0
