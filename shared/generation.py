@@ -46,14 +46,23 @@ def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
             raise _count_error(messages, num_images)
         return [{"role": m["role"], "content": m["content"]} for m in messages]
     contents = [_parts(m["content"]) for m in messages]
-    if num_images and not any(part["type"] == "image" for parts in contents for part in parts):
+    if num_images and not _num_places(contents):
         first_user = next((index for index, m in enumerate(messages) if m["role"] == "user"), None)
         if first_user is not None:
             images: list[dict[str, object]] = [{"type": "image"} for _ in range(num_images)]
             contents[first_user] = images + contents[first_user]
-    if sum(part["type"] == "image" for parts in contents for part in parts) != num_images:
+    if _num_places(contents) != num_images:
         raise _count_error(messages, num_images)
     return [{"role": m["role"], "content": parts} for m, parts in zip(messages, contents, strict=True)]
+
+
+def places_images(messages: Sequence[Turn]) -> bool:
+    """Return True if the turns say where their images are, by `<image>` or as parts."""
+    return _num_places([_parts(m["content"]) for m in messages]) > 0
+
+
+def _num_places(contents: Sequence[Sequence[Mapping[str, object]]]) -> int:
+    return sum(part["type"] == "image" for parts in contents for part in parts)
 
 
 def _parts(content: Content) -> list[dict[str, object]]:

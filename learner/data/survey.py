@@ -18,6 +18,7 @@ from learner.config.sections.model import ModelConfig
 from learner.data.splits import Split
 from learner.records import Sample
 from learner.tasks.detection.bins import bounding_box
+from shared.generation import places_images
 from shared.reading import json_in
 
 _HEAD_BYTES = 1 << 16
@@ -36,6 +37,7 @@ class Survey:
     num_images: int
     num_empty: int  # samples without objects
     num_ignored: int  # ignore regions
+    num_unplaced: int  # samples whose prompt has no `<image>`
     classes: Mapping[str, int]
     boxes_per_image: tuple[int, float, int]  # fewest, median, most
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
@@ -62,6 +64,7 @@ def survey(split: Split) -> Survey:
         num_images=len(of_images),
         num_empty=counts.count(0),
         num_ignored=sum(len(sample.ignored) for sample in samples),
+        num_unplaced=sum(bool(sample.images) and not places_images(sample.messages) for sample in samples),
         classes=dict(Counter(obj.desc for sample in samples for obj in sample.objects).most_common()),
         boxes_per_image=(min(counts), median(counts), max(counts)),
         sizes=(sizes[0], sizes[len(sizes) // 2], sizes[-1]),
@@ -93,12 +96,16 @@ def lines_of(found: Survey) -> list[str]:
     several = found.num_images > found.num_samples
     plural = "" if found.num_samples == 1 else "s"
     counted = f"{found.num_samples} record{plural} of {found.num_images} photographs" if several else ""
-    return [
+    lines = [
         f"{counted or photographs(found.num_samples)}, {found.num_boxes} boxes ({few} to {many} a "
         f"{'record' if several else 'photograph'}, median {middle:g})",
         f"{len(found.classes)} classes: {classes}{more}" if len(found.classes) != 1 else f"1 class: {classes}",
         f"photographs of {small}" if small == large else f"photographs from {small} to {large}, median {mid}",
     ]
+    if found.num_unplaced:
+        prompts = f"{found.num_unplaced} of {found.num_samples} prompt{plural}"
+        lines.append(f"no <image> in {prompts}: the model sees the photograph before the text of the first user turn")
+    return lines
 
 
 def warnings_of(found: Survey, *, held_out: bool = False) -> list[str]:

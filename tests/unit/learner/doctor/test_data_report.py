@@ -39,6 +39,20 @@ def test_people_read_classes_boxes_sizes_and_shared_photographs(
     assert not any("to evaluate on" in warning for warning in report["data"]["train"]["warnings"])
 
 
+def test_people_read_where_images_go_that_their_prompts_do_not_place(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = write(tmp_path)
+    assert main(["check", "--config", path]) == 0
+    assert "<image>" not in capsys.readouterr().out
+    train = tmp_path / "data.jsonl"
+    train.write_text(train.read_text().replace("<image>", "", 2))
+    assert main(["check", "--config", path]) == 0
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if "<image>" in line)
+    assert "2 of 6" in told
+    assert "before the text" in told
+
+
 def test_a_row_that_no_photograph_fits_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(tmp_path, global_max_length=16, model__max_pixels=1 << 20)
     assert main(["check", "--config", path]) == 2
