@@ -126,10 +126,12 @@ def main(
     runs: Annotated[int, typer.Option(min=1, help="The first is cold.")] = 2,
     whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
+    compile_engine: Annotated[bool, typer.Option(help="vLLM compiles its model (`vllm.compile`).")] = True,
     scratch: Annotated[Path, typer.Option(help="For the model, kept there.")] = Path("/dev/shm"),
 ) -> None:
     """Start the run again and again, and write FILE after each."""
     options: dict[str, Any] = {"size": size, "photographs": "published", "whole_model": whole_model, "share": share}
+    options["compile_engine"] = compile_engine
     race = race_of(data, scratch, steps=STEPS, **options)
     rows: list[dict[str, Any]] = []
 

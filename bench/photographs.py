@@ -89,12 +89,13 @@ def run_mode(
     data: Path,
     *,
     steps: int,
+    samples: int,
     on_gpu: bool,
     limit_s: float,
 ) -> dict[str, Any]:
     """Return the figures of one mode. Raises ServerError or DeadlineError if the run failed."""
     run = name.replace(", ", "-").replace(" ", "_")
-    config = _run_config(MODES[name], folder / run, server, model, data, steps=steps, on_gpu=on_gpu)
+    config = _run_config(MODES[name], folder / run, server, model, data, steps=steps, samples=samples, on_gpu=on_gpu)
     began = time.monotonic()
     learner = start_learner(processes, folder, run, config, ranks=1, devices=[1] if on_gpu else ())
     num_steps = lambda: len(steps_of(read_events(learner.run_dir)))  # noqa: E731
@@ -120,15 +121,23 @@ def run_mode(
 
 
 def _run_config(
-    mode: Mapping[str, Any], run_dir: Path, server: Server, model: Path, data: Path, *, steps: int, on_gpu: bool
+    mode: Mapping[str, Any],
+    run_dir: Path,
+    server: Server,
+    model: Path,
+    data: Path,
+    *,
+    steps: int,
+    samples: int,
+    on_gpu: bool,
 ) -> dict[str, Any]:
-    batch, per_device, tokens = (32, 8, 512) if on_gpu else (4, 2, 48)
+    per_device, tokens = (8, 512) if on_gpu else (2, 48)
     return learner_config(
         model,
         data,
         run_dir,
         steps=steps,
-        batch_size=batch,
+        batch_size=samples,
         per_device=per_device,
         variant="stage2_ab_training" if "stage2_ab" in mode else "rollout_matching_sft",
         matching={
@@ -192,6 +201,9 @@ def main(
     ] = None,
     size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
     steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1, help="Optimizer steps of a mode.")] = 20,
+    samples: Annotated[
+        int | None, typer.Option(min=4, help="Of a step, a multiple of 8 on a GPU, of 2 elsewhere. Default: 32 and 4.")
+    ] = None,
     limit: Annotated[float, typer.Option(help="Seconds after which a mode is stopped.")] = 420.0,
     scratch: Annotated[
         Path, typer.Option(help="For the model: large and fast. It is kept there for a next call.")
@@ -199,6 +211,7 @@ def main(
 ) -> None:
     """Run every mode, and write the results after each."""
     on_gpu = size == "4B"
+    batch = samples or (32 if on_gpu else 4)
     out.mkdir(parents=True, exist_ok=True)
     model = scratch / f"photographs-{size}"
     if not (model / "config.json").is_file():
@@ -216,13 +229,22 @@ def main(
             for name in mode or MODES:
                 try:
                     row = run_mode(
-                        processes, folder, name, server, model, data, steps=steps, on_gpu=on_gpu, limit_s=limit
+                        processes,
+                        folder,
+                        name,
+                        server,
+                        model,
+                        data,
+                        steps=steps,
+                        samples=batch,
+                        on_gpu=on_gpu,
+                        limit_s=limit,
                     )
                 except ProjectError as error:
                     row = {"mode": name, "error": str(error)}
                     say(f"{name}: {error}")
                 rows.append(row)
-                text = json.dumps({**circumstances(), "model": size, "runs": rows}, indent=1)
+                text = json.dumps({**circumstances(), "model": size, "samples": batch, "runs": rows}, indent=1)
                 (out / "photographs.json").write_text(text + "\n")
     finally:
         shutil.copy(folder / "server.log", out / "server.log")

@@ -71,6 +71,7 @@ class Race:
     whole_model: bool
     on_gpu: bool
     share: float  # vLLM's share of the GPU's memory
+    compile_engine: bool  # this project's
     limit_s: float  # a side's time limit
 
     @property
@@ -166,6 +167,7 @@ def _phases(step: Mapping[str, float]) -> str:
 def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
     """Return this project's side."""
     vllm: dict[str, Any] = {"mode": "colocate", "gpu_memory_utilization": race.share, "max_model_len": race.context}
+    vllm["compile"] = race.compile_engine
     if not race.on_gpu:
         vllm |= {"enforce_eager": True, "cpu_kv_cache_gib": 1}
     return learner_config(
@@ -352,6 +354,7 @@ def race_of(
     whole_model: bool,
     share: float,
     row_tokens: int | None = None,
+    compile_engine: bool = True,
     limit_s: float = 0.0,
 ) -> Race:
     """Return the race with these options; makes the model and the large photographs in `scratch`, if they are not
@@ -374,6 +377,7 @@ def race_of(
         whole_model=whole_model,
         on_gpu=on_gpu,
         share=share,
+        compile_engine=compile_engine,
         limit_s=limit_s,
     )
 
@@ -409,6 +413,7 @@ def main(
         int | None, typer.Option(help="Of the learner's rows; default: a step in one. Less takes less memory.")
     ] = None,
     share: Annotated[float, typer.Option(help="Of the GPU's memory, for vLLM.")] = 0.3,
+    compile_engine: Annotated[bool, typer.Option(help="vLLM compiles its model (`vllm.compile`).")] = True,
     limit: Annotated[float, typer.Option(help="Seconds after which a side is stopped.")] = 420.0,
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
 ) -> None:
@@ -422,6 +427,7 @@ def main(
         whole_model=whole_model,
         share=share,
         row_tokens=row_tokens,
+        compile_engine=compile_engine,
         limit_s=limit,
     )
     same = {name: value for name, value in asdict(race).items() if name not in ("limit_s", "data", "model")}

@@ -66,6 +66,7 @@ _PIECE_BYTES = 64 * 2**20
 ROOM = 0.08  # share of the device that stays free beside an engine that stays awake
 SURPLUS = 1.5  # of what learning is estimated to take, before any was seen
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
+GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # vLLM's settings for CUDA graphs of uncompiled code
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
     from vllm.lora.request import LoRARequest
@@ -317,6 +318,8 @@ class ColocatedEngine:
             args["load_format"] = unread_weights()
         if self.max_lora_rank:
             args |= {"enable_lora": True, "max_lora_rank": self.max_lora_rank, "max_loras": 1}
+        if not (vllm.compile or vllm.enforce_eager):
+            args["compilation_config"] = GRAPHS_ALONE
         if vllm.max_model_len is not None:
             args["max_model_len"] = vllm.max_model_len
         if on_cpu:

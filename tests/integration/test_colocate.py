@@ -39,7 +39,7 @@ pytestmark = pytest.mark.integration
 CPU = torch.device("cpu")
 RUN_SEED = 3
 DECODE_BATCH_SIZE = 3
-VLLM = {"enforce_eager": True, "max_model_len": 512}
+VLLM = {"compile": False, "max_model_len": 512}
 
 
 def config(temperature: float = 0.0, **vllm: Any) -> RolloutMatchingConfig:
@@ -126,6 +126,13 @@ def trained(world: World) -> Callable[[], None]:
                 parameter += 0.05 * parameter.abs().mean() * torch.randn_like(parameter)
 
     return train
+
+
+def test_the_engine_of_this_module_is_not_compiled(world: World) -> None:
+    """`vllm.compile: false`; it is not eager either."""
+    vllm_config = world.engine._llm.llm_engine.vllm_config
+    assert vllm_config.compilation_config.mode == 0
+    assert not world.engine._config.vllm.enforce_eager
 
 
 def test_no_rollout_before_the_first_sync(world: World) -> None:

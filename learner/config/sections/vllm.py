@@ -95,6 +95,12 @@ class VllmConfig(Section):
     enforce_eager: bool = key(
         "`colocate`: no compilation and no CUDA graphs; starts sooner, decodes slower", False, req="R04"
     )
+    compile: bool = key(
+        "`colocate`: vLLM compiles its model. `false`: it has CUDA graphs for decoding only, and starts sooner, most "
+        "of all where its caches are empty",
+        True,
+        req="R04",
+    )
     sleep: Literal["auto", "always"] = key(
         "colocated, on CUDA: the engine gives its memory back while the learner computes. `auto`: only where that is "
         "needed; where training is estimated, or was seen, to leave enough memory free, the engine stays awake, and "
