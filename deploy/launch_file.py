@@ -14,6 +14,7 @@ from pydantic import Field
 
 from learner.config.load import load_config
 from rollout_server.config import ServerConfig, load_server_config
+from shared.config.kinds import for_program
 from shared.config.model import ConfigErrors, Mistake, Section, key
 from shared.config.parse import load_yaml, parse
 from shared.tokens import read_token
@@ -93,7 +94,8 @@ class LaunchConfig(Section):
 def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig:
     """Load the launcher's file, with KEY=VALUE laid over it, for this machine. Every configuration that it names is
     checked too. Raises ConfigErrors."""
-    config = parse(LaunchConfig, load_yaml(path, overrides=overrides), rules=(rank_devices, one_machine))
+    document = for_program(load_yaml(path, overrides=overrides), "launcher")
+    config = parse(LaunchConfig, document, rules=(rank_devices, one_machine))
     learner = load_config(config.learner.config, world_size=config.learner.nodes * config.learner.nproc)
     has_token = read_token(os.environ) is not None
     servers = [load_server_config(server.config, has_token=has_token) for server in config.servers]

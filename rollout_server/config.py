@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 from pydantic import Field
 
 from shared.addresses import is_loopback
+from shared.config.kinds import for_program
 from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
 from shared.errors import ConfigError
@@ -252,9 +253,8 @@ def load_server_config(path: str | Path, *, has_token: bool = True, overrides: S
     """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), an address
     that other machines can reach is one of them."""
     rules = (_check_family, _check_hosts, _check_engine_args, _check_quantization, _check_roots)
-    return parse(
-        ServerConfig, load_yaml(path, overrides=overrides), rules=rules if has_token else (*rules, _check_token)
-    )
+    document = for_program(load_yaml(path, overrides=overrides), "server")
+    return parse(ServerConfig, document, rules=rules if has_token else (*rules, _check_token))
 
 
 def _check_family(config: ServerConfig) -> Iterator[Mistake]:

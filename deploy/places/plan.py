@@ -19,6 +19,7 @@ from learner.config.load import config_of
 from learner.config.modes import uses_servers
 from learner.config.sections.servers import SERVER
 from rollout_server.config import ServerConfig
+from shared.config.kinds import for_program
 from shared.config.model import ConfigErrors, Hidden, Mistake, without_secrets
 from shared.config.parse import Document, dump_yaml, load_yaml, parse
 from shared.config.yaml import merge
@@ -96,10 +97,11 @@ class Plan:
 
 def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
     """Read the run that a launch file describes. Raises ConfigErrors."""
-    launch = parse(LaunchConfig, load_yaml(path, overrides=overrides), rules=(rank_devices, nothing_elsewhere))
+    whole = for_program(load_yaml(path, overrides=overrides), "launcher")
+    launch = parse(LaunchConfig, whole, rules=(rank_devices, nothing_elsewhere))
     servers, secrets = [], {TOKEN_VARIABLE}
     for entry in launch.servers:
-        document = load_yaml(entry.config)
+        document = for_program(load_yaml(entry.config), "server")
         secrets |= _secrets(document)
         servers.append(
             ServerPlan(
@@ -110,7 +112,7 @@ def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
                 devices=tuple(entry.devices),
             )
         )
-    document = load_yaml(launch.learner.config)
+    document = for_program(load_yaml(launch.learner.config), "learner")
     plan = Plan(
         source=path,
         launch=launch,

@@ -16,6 +16,7 @@ from learner.config.modes import colocates, uses_servers
 from learner.config.plan import tensor_parallel_size, topology_rules
 from learner.config.schema import RULES, RunConfig
 from learner.config.sections.servers import paired_servers
+from shared.config.kinds import for_program
 from shared.config.model import shown
 from shared.config.parse import load_yaml, parse, write_yaml
 
@@ -100,7 +101,7 @@ def load_config(
 
     Raises ConfigErrors.
     """
-    return config_of(load_yaml(path, env, overrides), world_size=world_size)
+    return config_of(for_program(load_yaml(path, env, overrides), "learner"), world_size=world_size)
 
 
 def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> RunConfig:

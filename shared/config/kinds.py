@@ -1,0 +1,48 @@
+"""Which program a configuration file is for, by its top-level keys. A file of another program has no key right, and a
+list of them would hide the one mistake that counts.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from shared.config.model import ConfigErrors, Mistake
+from shared.config.parse import Document
+
+Kind = Literal["server", "learner", "launcher"]
+COMMANDS: dict[Kind, str] = {
+    "server": "rollout-server",
+    "learner": "rollout-learner train",
+    "launcher": "rollout-launch",
+}
+_KEYS: dict[Kind, tuple[str, ...]] = {
+    "learner": ("data", "training", "custom"),
+    "launcher": ("servers", "learner", "log_dir"),
+}
+_LEAST = 2  # keys that a file must have of them: one may be misplaced
+
+
+def for_program(document: Document, wanted: Kind) -> Document:
+    """Return the document. Raises ConfigErrors with one mistake if it is the configuration of another program."""
+    kind, keys = _kind_of(document)
+    if kind is None or kind == wanted:
+        return document
+    mistake = Mistake(
+        path=document.source,
+        found=f"the configuration of a {kind} ({', '.join(keys)})",
+        wanted=f"the configuration of a {wanted}",
+        remedy=f"name the {wanted}'s file, or give this one to its own program: "
+        f"{COMMANDS[kind]} --config {document.source}",
+    )
+    raise ConfigErrors(f"{document.source} is for another program", mistakes=[mistake])
+
+
+def _kind_of(document: Document) -> tuple[Kind | None, list[str]]:
+    """Return the program, and the keys that show it; None if they do not."""
+    for kind, names in _KEYS.items():
+        keys = [name for name in names if name in document]
+        if len(keys) >= _LEAST:
+            return kind, keys
+    if isinstance(document.get("model"), str) and not any(document.keys() & set(names) for names in _KEYS.values()):
+        return "server", ["model is a string"]
+    return None, []
