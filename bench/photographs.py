@@ -5,8 +5,8 @@
 In: a folder of photographs with Pascal VOC annotations (BCCD: `images/`, `voc/`, `splits/train.txt`). The model has the
 shape of Qwen3-VL-4B and random weights. One rollout GPU and one learner GPU. Out: `photographs.json`, with per mode:
 seconds and tokens per second of a step, how busy both GPUs and both sides were after the warm-up, peak memory, every
-sync's seconds, its canary gap and its merge gap. If a mode fails, its error is recorded, and the next one runs. Without
-a GPU: `--size tiny`.
+sync's seconds, its pause, its canary gap and its merge gap; and beside it each run's `metrics.jsonl`. If a mode fails,
+its error is recorded, and the next one runs. Without a GPU: `--size tiny`.
 
 Random weights find every answer improbable, about -12 nats per token. That is the hardest case for the canary.
 """
@@ -176,6 +176,7 @@ def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> di
         "busy": busy_shares(later),
         "losses": [round(m["loss"], 3) for m in steps],
         "sync_s": [round(s["seconds"], 3) for s in syncs],
+        "pause_s": [round(s["pause_s"], 3) for s in syncs],
         "sync_bytes": max(s["num_bytes"] for s in syncs),
         "canary_gap": [round(s["canary_gap"], 4) for s in syncs],
         "merge_gap": [round(s["merge_gap"], 4) for s in syncs],
@@ -248,6 +249,8 @@ def main(
                 (out / "photographs.json").write_text(text + "\n")
     finally:
         shutil.copy(folder / "server.log", out / "server.log")
+        for run in (path.parent for path in folder.glob("*/metrics.jsonl") if not path.parent.is_symlink()):
+            shutil.copy(run / "metrics.jsonl", out / f"{run.name}-metrics.jsonl")
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(any("error" in row for row in rows))
 
