@@ -16,7 +16,8 @@ the first evaluation at that level counts. `kept`: its old-task F1 on the test s
 over scenes, the same for both].
 
 In `--out`: `bases/`, `results/REGIME/ARM-SEED.json`, `forgetting.json` and `forgetting.md`. What is there is not done
-again, so a second command goes on, also on another machine. `--work` is scratch.
+again, so a second command goes on, also on another machine. Of two commands at a time the second waits while
+the first makes bases. `--work` is scratch.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from numpy.typing import NDArray
 from bench import study
 from bench.experiment import arms
 from bench.experiment.arms import FIRST_SEED, KEPT, TUNED, base_config, file_name
-from bench.experiment.runner import Experiment, Slot, checkpoints_of, export
+from bench.experiment.runner import Experiment, Slot, checkpoints_of, export, one_at_a_time
 from bench.figures import circumstances, markdown_table
 from bench.models import CHECKPOINT
 from bench.runs import exit_code_of, read_events, say, start_learner, steps_of
@@ -261,9 +262,20 @@ def of_new_task(rows: Iterable[Row], task: NewTask) -> list[Row]:
     return [row for row in made if row["objects"]]
 
 
-def make_bases(experiment: ForgettingExperiment, processes: Processes, regimes: Iterable[str]) -> None:
-    """Make the bases, side by side on a GPU. Raises CheckpointError if one fails."""
-    missing = [regime for regime in regimes if not experiment.base(regime).is_dir()]
+def make_bases(experiment: ForgettingExperiment, processes: Processes, regimes: Sequence[str]) -> None:
+    """Make the bases, side by side on a GPU. Raises CheckpointError if one fails, DeadlineError if another command
+    makes bases in the same folder for longer than the time that is left."""
+    if not _missing_bases(experiment, regimes):
+        return
+    with one_at_a_time(experiment.out / "bases", experiment.left_s()):
+        _make_missing(experiment, processes, _missing_bases(experiment, regimes))  # another command may have made them
+
+
+def _missing_bases(experiment: ForgettingExperiment, regimes: Sequence[str]) -> list[str]:
+    return [regime for regime in regimes if not experiment.base(regime).is_dir()]
+
+
+def _make_missing(experiment: ForgettingExperiment, processes: Processes, missing: Sequence[str]) -> None:
     for together in [missing] if experiment.on_gpu else [[regime] for regime in missing]:
         started = {
             regime: start_learner(

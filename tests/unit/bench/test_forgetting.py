@@ -4,6 +4,9 @@ report."""
 from __future__ import annotations
 
 import json
+import time
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ import torch
 import typer
 
 from bench import forgetting, study
-from bench.experiment.runner import Slot
+from bench.experiment.runner import Slot, one_at_a_time
 from bench.forgetting import (
     ARMS,
     REGIMES,
@@ -24,6 +27,7 @@ from bench.forgetting import (
     run_config,
 )
 from deploy.demo.scenes import DIGIT_WORDS
+from deploy.launch import supervised
 from learner.config.load import load_config
 from shared.config.parse import write_yaml
 
@@ -62,6 +66,20 @@ def test_a_new_task_has_a_prompt_and_labels_of_its_own(regime: str) -> None:
     assert [one for row in made for one in row["objects"]] != [one for row in rows for one in row["objects"]]
     assert rows[0]["objects"] is objects
     assert len(made) == (1 if regime == "even" else 2)
+
+
+def test_of_two_commands_the_second_waits_for_a_base_and_takes_it(tmp_path: Path) -> None:
+    made = replace(experiment(tmp_path), deadline=time.monotonic() + 60)
+    made.make_folders()
+    (bases := made.out / "bases").mkdir()
+    with supervised() as processes, ThreadPoolExecutor(1) as pool:
+        with one_at_a_time(bases, 1.0):
+            second = pool.submit(forgetting.make_bases, made, processes, ["even"])
+            with pytest.raises(TimeoutError):
+                second.result(0.5)
+            made.base("even").mkdir()
+        second.result(20.0)
+    assert not list(made.runs_dir.glob("base-*")), "it trains none"
 
 
 def test_the_data_of_a_regime(tmp_path: Path) -> None:
