@@ -24,7 +24,7 @@ from learner.detector.answers import AnswerSettings
 from learner.detector.boxes import Prediction
 from learner.detector.detector import Detector
 from learner.detector.inputs import InputImage, Inputs, find_inputs
-from learner.detector.model import ModelFiles, find_model
+from learner.detector.model import ModelFiles, find_model, name_of
 from learner.detector.pictures import draw, picture_name, save_picture, write_page
 from learner.detector.results import Store, write_results
 from learner.extensions import Reader, reader_of
@@ -140,7 +140,7 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
     return write_page(
         options.out,
         store.done,
-        title=detector.model.folder.name if detector.model.folder.name != "checkpoint" else str(detector.model.folder),
+        title=name_of(options.model, detector.model.folder),
         facts=f"{_number(len(predictions), 'photograph')}, "
         f"{_number(len(boxes), 'box', 'boxes')}{f', {shown} of them shown' if shown < len(boxes) else ''}"
         + (f", {_number(asked.samples, 'drawn answer')} each" if asked.samples else "")

@@ -80,6 +80,17 @@ def find_model(path: str | Path, *, config: str | None = None, prompt: str | Non
     return ModelFiles(folder=folder, settings=settings, run=run, prompted=prompt is not None)
 
 
+def name_of(path: Path, folder: Path) -> str:
+    """Return the model's name for people, such as `cells, step 40`: that of `path`, which a user named, and the step of
+    the checkpoint in `folder`, if it is one."""
+    step, whose = _CHECKPOINT.fullmatch(folder.resolve().name), path.resolve()
+    if _CHECKPOINT.fullmatch(whose.name):
+        whose = whose.parent
+    if whose.name == "checkpoint":
+        return str(path)
+    return f"{whose.name}, step {step[1]}" if step else whose.name
+
+
 def require_boxes(model: ModelFiles) -> None:
     """Raises ConfigError if the model's answers have none."""
     if model.settings.task.type != "detection":

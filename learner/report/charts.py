@@ -142,10 +142,9 @@ class Plane:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
     def x_ticks(self) -> list[float]:
-        """Return ticks as far as the axis' name leaves room. Steps and versions are counted, so they get whole
-        numbers."""
-        end = self.right - 8 * len(self.x_label)
-        marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high and self.x(t) < end]
+        """Return ticks, the last x too if it is one: the axis' name stands before the first. Steps and versions are
+        counted, so they get whole numbers."""
+        marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high]
         return [t for t in marks if t == int(t) or not self.counted or self.x_high - self.x_low < 1]
 
 

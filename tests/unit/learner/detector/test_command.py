@@ -68,6 +68,13 @@ def test_scenes_in_boxes_pictures_and_a_page_out(
         assert picture.size == (640, 640), "small photographs are enlarged, so that names do not hide the objects"
 
 
+def test_the_page_is_called_by_the_run_and_the_step(data: Path, tmp_path: Path) -> None:
+    shutil.copytree(CHECKPOINT, tmp_path / "cells" / "checkpoint-4")
+    (image, *_) = (data / "images").iterdir()
+    assert predict(tmp_path / "out", str(image), model=tmp_path / "cells") == 0
+    assert "<h1>cells, step 4</h1>" in (tmp_path / "out" / "index.html").read_text()
+
+
 def _iou(row: dict[str, Any], truth: dict[str, Any]) -> float:
     if row["image_id"] != truth["image_id"]:
         return 0.0

@@ -42,6 +42,22 @@ def test_thinning_keeps_every_finite_point(ys: list[float]) -> None:
         assert [c.y for c in columns] == finite
 
 
+@pytest.mark.parametrize(("last", "marks"), [(1, [0, 1]), (4, [0, 1, 2, 3, 4]), (1000, [0, 200, 400, 600, 800, 1000])])
+@pytest.mark.parametrize("name", ["step", "reward"])
+def test_the_last_step_has_its_number_whatever_the_axis_is_called(last: int, marks: list[int], name: str) -> None:
+    chart = line_chart("t", [Series("s", [(0, 1.0), (last, 2.0)], "a")], x_label=name)
+    assert chart is not None
+    assert chart.plane is not None
+    assert chart.plane.x_ticks() == marks
+    svg = ET.fromstring(str(TEMPLATES.get_template("charts.html").module.chart(chart))).find("svg")
+    assert svg is not None
+    numbers = {text.text: float(text.attrib["x"]) for text in svg.iter("text") if text.attrib["class"] == "tick mid"}
+    (label,) = (text for text in svg.iter("text") if text.text == name)
+    assert label.attrib["class"] == "tick end"
+    assert float(label.attrib["x"]) < min(numbers.values()), "it ends before the first number"
+    assert f"{last:,}" in numbers
+
+
 @given(st.floats(-1e5, 1e5), st.floats(1e-6, 1e5))
 def test_ticks_hold_the_range_at_even_steps(low: float, span: float) -> None:
     high = low + span
