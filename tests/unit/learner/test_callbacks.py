@@ -15,6 +15,7 @@ from learner.config.schema import RunConfig
 from learner.extensions import check_extensions
 from shared.config.model import ConfigErrors
 from shared.errors import CallbackError
+from tests.tiers import slow
 from tests.unit.learner.config.examples import changed
 from tests.unit.learner.trainer_world import make_config, run
 
@@ -100,7 +101,7 @@ def config(model: Path, folder: Path, name: str, **training: Any) -> RunConfig:
     return config_of(changed(base, needed))
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_hooks_are_called_on_one_rank_in_order(
     tiny_text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
@@ -114,7 +115,7 @@ def test_hooks_are_called_on_one_rank_in_order(
     assert [note["loss"] for note in notes(folder) if note["hook"] == "step"] == pytest.approx(losses)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 @pytest.mark.parametrize(("name", "last"), [("EndByStep", 2), ("EndByEval", 1)])
 def test_a_callback_ends_the_run_as_its_last_step_does(
     tiny_text: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, name: str, last: int, world_size: int
@@ -125,7 +126,7 @@ def test_a_callback_ends_the_run_as_its_last_step_does(
     assert [checkpoint.name for checkpoint in (folder / "run").glob("checkpoint-*")] == [f"checkpoint-{last}"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 @pytest.mark.parametrize(
     ("name", "hook", "saved", "found"),
     [

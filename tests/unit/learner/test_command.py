@@ -142,6 +142,7 @@ def test_a_reader_that_has_enough_is_no_error() -> None:
     assert (process.returncode, err) == (141, "")
 
 
+@pytest.mark.slow
 def test_a_processor_without_torchvision_names_the_package(tmp_path: Path) -> None:
     """transformers' own message begins with an empty line."""
     code = (

@@ -46,6 +46,7 @@ from shared.addresses import free_port
 from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.seeds import request_seed
 from tests.syncs import ONE_RANK, server_sync
+from tests.tiers import slow
 from tests.unit.learner.data.fakes import CountingEncoder, make_run
 from tests.unit.learner.rollout.fakes import config, sample
 from tests.unit.learner.steps.fakes import segment
@@ -200,7 +201,7 @@ def learner(servers: list[Server]) -> Iterator[Learner]:
         yield made
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [signal.SIGKILL, slow(signal.SIGSTOP)])
 def test_a_server_lost_in_the_middle_of_a_step(servers: list[Server], learner: Learner, signum: int) -> None:
     """Its requests go to the others with the same seeds; the next sync goes to the others; the version rises."""
     urls = [server.url for server in servers]
@@ -214,7 +215,7 @@ def test_a_server_lost_in_the_middle_of_a_step(servers: list[Server], learner: L
     assert learner.changes() == [(urls[1], "lost")]
 
 
-@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("signum", [slow(signal.SIGKILL), signal.SIGSTOP])
 def test_a_server_lost_before_a_sync_comes_back(servers: list[Server], learner: Learner, signum: int) -> None:
     """The sync is repeated without it. Once it is ready again, or a new process is, it serves after a full sync."""
     urls = [server.url for server in servers]
@@ -405,7 +406,7 @@ def test_a_server_under_a_second_url_does_not_join_twice(servers: list[Server], 
         assert "already" in learner.backend.membership.out[0].because
 
 
-@pytest.mark.parametrize(("min_servers", "wanted"), [("all", DeadlineError), (3, ServerError)])
+@pytest.mark.parametrize(("min_servers", "wanted"), [("all", DeadlineError), slow(3, ServerError)])
 def test_too_few_servers_end_the_run(servers: list[Server], min_servers: int | str, wanted: type[ProjectError]) -> None:
     with closing(Learner(servers, min_servers=min_servers, infer_timeout_s=1.0)) as learner:
         learner.synced()

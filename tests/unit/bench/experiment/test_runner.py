@@ -27,6 +27,7 @@ from deploy.launch import Process, Processes, supervised
 from rollout_server.config import load_server_config
 from shared.config.parse import write_yaml
 from shared.errors import CheckpointError, DeadlineError
+from tests.tiers import slow
 
 
 def python(processes: Processes, code: str) -> Process:
@@ -75,7 +76,7 @@ def test_slots_run_everything_side_by_side_and_report_how_it_ended(tmp_path: Pat
     assert time.monotonic() - began < 20.0
 
 
-@pytest.mark.parametrize("reports_cut", [False, True])
+@pytest.mark.parametrize("reports_cut", [slow(False), True])
 def test_at_the_deadline_what_runs_is_stopped(reports_cut: bool, tmp_path: Path) -> None:
     """All together, however long each takes to end."""
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(60)"

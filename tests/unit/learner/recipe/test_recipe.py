@@ -30,16 +30,12 @@ from learner.trainer import Trainer
 from learner.wiring import build
 from shared.errors import CheckpointError, ConfigError
 from tests.runs import events
+from tests.tiers import slow
 from tests.unit.learner.trainer_world import FakeBackend, FakeSync, Seen, make_config, write_data
 
 Scores = Mapping[str, Mapping[int, float]]  # keys are stage and step; other steps have 0.1
 MINUTES = 60.0
 GAINS: Scores = {"sft": {0: 0.3, 1: 0.4, 2: 0.6, 3: 0.5}, "grpo": {0: 0.6, 1: 0.65, 2: 0.7}}
-
-
-def slow(*values: Any) -> Any:
-    """One more of the same kind, for `make check`."""
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 class Killed(BaseException):
@@ -347,7 +343,7 @@ def test_sft_has_all_of_the_time_where_grpo_gains_nothing(
     [
         slow({"sft": {0: 0.6}, "grpo": {0: 0.6}}, "start", None),
         ({"sft": {0: 0.6, 1: 0.6}, "grpo": {0: 0.6}}, "start", None),  # an equal score is not worth a change
-        ({"sft": {0: 0.6}, "grpo": {0: 0.6, 1: 0.7}}, "grpo", "grpo/checkpoint-1"),
+        slow({"sft": {0: 0.6}, "grpo": {0: 0.6, 1: 0.7}}, "grpo", "grpo/checkpoint-1"),
         slow({"sft": {0: 0.3, 1: 0.6}, "grpo": {0: 0.55, 1: 0.58}}, "sft", "sft/checkpoint-1"),
     ],
 )

@@ -41,6 +41,7 @@ from shared.errors import PromptTooLongError, RolloutError, SyncError
 from shared.generation import Generation, Scores
 from shared.wire import RequestConfig
 from tests.syncs import scorer_of
+from tests.tiers import slow
 from tests.unit.learner.rollout.fakes import sample
 from tests.unit.learner.sync.fakes import PROMPT_IDS, Weights, canary_items, logprobs
 
@@ -721,7 +722,7 @@ def test_old_prefixes_that_stay_are_an_error(loading: Any) -> None:
         loading.load(WEIGHTS)
 
 
-@pytest.mark.parametrize("asleep", [False, True])
+@pytest.mark.parametrize("asleep", [slow(False), True])
 def test_a_closed_engine_has_let_go_of_everything(
     offload: Recorded, monkeypatch: pytest.MonkeyPatch, asleep: bool
 ) -> None:

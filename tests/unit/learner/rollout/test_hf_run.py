@@ -16,6 +16,7 @@ from learner.config.load import config_of
 from learner.config.schema import RunConfig
 from learner.policy.parallel import Ranks
 from learner.rollout.hf import HfBackend
+from tests.tiers import slow
 from tests.unit.learner.trainer_world import Seen, make_config, run, trainer
 
 ROLLOUTS = "rollout_matching_sft"
@@ -112,7 +113,7 @@ def pages(folder: Path) -> Path:
     return folder / "pages.jsonl"
 
 
-@pytest.mark.parametrize("variant", [pytest.param("sft", marks=pytest.mark.slow), ROLLOUTS])
+@pytest.mark.parametrize("variant", [slow("sft"), ROLLOUTS])
 def test_records_of_several_images_are_learned(
     tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variant: str
 ) -> None:

@@ -14,6 +14,7 @@ from learner.policy.parallel import Ranks
 from learner.run.best import BEST_FILE, BEST_LINK, BestEvaluation
 from learner.run.stopping import TimeLimit
 from shared.errors import ConfigError
+from tests.tiers import slow
 from tests.unit.learner.trainer_log import events_of
 from tests.unit.learner.trainer_world import Seen, make_config, run, trainer, write_data
 
@@ -64,7 +65,7 @@ def test_the_only_set_that_is_given_is_val(tiny_text: Path, tmp_path: Path, monk
     assert events_of(tmp_path, "test") == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_the_best_checkpoint_is_kept_beside_the_last(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
@@ -84,7 +85,7 @@ def test_checkpoints_that_were_the_best_for_a_while_do_not_stay(
     assert (tmp_path / "run" / BEST_LINK).resolve().name == "checkpoint-3"
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_early_stopping_goes_on_counting_after_a_resume(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
@@ -131,7 +132,7 @@ def test_a_metric_that_evaluations_do_not_have_is_named(
     assert "f1@0.5" in caught.value.wanted
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_run_ends_when_its_time_is_up_and_is_evaluated(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:

@@ -31,6 +31,7 @@ from learner.run.files import write_atomically
 from learner.wiring.build import export
 from shared.errors import CheckpointError, ConfigError, OutputError
 from tests.full_disk import no_file_larger_than
+from tests.tiers import slow
 from tests.unit.learner.policy.rows import image, policy_of, row, sample, segment
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
@@ -334,7 +335,7 @@ def test_a_killed_writer_never_leaves_half_a_file(tmp_path: Path) -> None:
     assert len(set(json.loads(path.read_text()))) == 1
 
 
-@pytest.mark.parametrize("fault", ["missing", "damaged", "another"])
+@pytest.mark.parametrize("fault", [slow("missing"), "damaged", slow("another")])
 def test_ranks_resume_from_the_checkpoint_that_rank_0_sees(
     tiny_vlm: Path, tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

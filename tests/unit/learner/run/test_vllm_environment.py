@@ -10,6 +10,7 @@ import pytest
 
 from learner.run.environment import prepare_for_vllm
 from shared.addresses import free_port
+from tests.tiers import slow
 
 TORCHRUN = {"RANK": "0", "WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
 JOIN = """
@@ -20,7 +21,7 @@ dist.init_process_group("gloo", init_method=address, world_size=1, rank=0, timeo
 """
 
 
-@pytest.mark.parametrize("prepared", [False, True])
+@pytest.mark.parametrize("prepared", [slow(False), True])
 def test_one_rank_under_torchrun_can_make_a_group_of_its_own(*, prepared: bool) -> None:
     """vLLM does that for its engine; unprepared, it waits for a store that is not there."""
     environment = {**os.environ, **TORCHRUN}

@@ -28,6 +28,7 @@ from learner.steps.ahead import NO_MICRO_STEP, Sizes, Stage2Ahead
 from learner.steps.shares import Bounds
 from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import RolloutError
+from tests.tiers import slow
 from tests.unit.learner import trainer_world
 from tests.unit.learner.steps.test_completing import EXTRA_BINS, answer_of
 from tests.unit.learner.steps.test_stage2 import stage2_config, steps_of
@@ -143,7 +144,7 @@ def learned_ahead(rank: Seen) -> list[str]:
     return [i for row, versions in rows if versions and versions[0] is not None for i in row]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_both_channels_of_a_run_ahead(world_size: int, run_ahead: RunAhead, patient: None, tmp_path: Path) -> None:
     """R25, R26: the schedule runs; packs are whole, of one version, fresh; weights move after each Channel-B step and
     never under a call (the servers would say); evaluations have the servers to themselves."""
@@ -204,7 +205,7 @@ def _assert_fresh(rank: Seen, *, window: int) -> None:
             assert all(v is None or ver - window <= v <= ver for v in made), f"ver {made} learned at {ver}"
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (1, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [slow(1, 1), (2, 2), (1, 2), slow(2, 1)])
 def test_a_resume_goes_on_exactly_once(
     before: int, after: int, servers: Servers, run_ahead: RunAhead, patient: None, tmp_path: Path
 ) -> None:
@@ -224,7 +225,7 @@ def test_a_resume_goes_on_exactly_once(
     assert steps_of(tmp_path)[-1]["metrics"]["stage2_ab/executed_b_share"] == 0.4
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_labels_are_completed_between_calls(
     world_size: int,
     servers: Servers,
@@ -280,7 +281,7 @@ def test_a_run_within_the_step_goes_on_from_one_ahead(
     assert Counter(first.learned + second.learned) == {f"s{i}": 1 for i in range(NUM_SAMPLES)}
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_an_epoch_s_short_step_makes_a_part_of_an_update(
     world_size: int, run_ahead: RunAhead, patient: None, tmp_path: Path
 ) -> None:
@@ -295,7 +296,7 @@ def test_an_epoch_s_short_step_makes_a_part_of_an_update(
         assert step["metrics"].get("batch_share", 1.0) == share
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_without_packs_channel_a_runs(world_size: int, servers: Servers, run_ahead: RunAhead, tmp_path: Path) -> None:
     """R27: no rollout comes back, so every step that wanted Channel-B runs A, says so, and waits for nothing; the run
     ends although a call is in flight."""
@@ -340,7 +341,7 @@ def test_stale_packs_are_dropped_counted_and_made_again(run_ahead: RunAhead, pat
     assert len(rolled_out) >= len(set(rolled_out)) + returned
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_failed_producer_ends_the_run(world_size: int, run_ahead: RunAhead, monkeypatch: pytest.MonkeyPatch) -> None:
     """R25: its error is the run's, with its type; no producer is left."""
     generate = trainer_world.FakeBackend.generate

@@ -18,6 +18,7 @@ from learner.policy.parallel import Ranks
 from learner.records import PackedRow
 from learner.steps.source import FreshSteps
 from shared.errors import WindowMismatchError
+from tests.tiers import slow
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import Generate, Seen, make_config, run, trainer
 
@@ -78,7 +79,7 @@ def test_one_window_s_rollouts_are_learned_in_m_steps(train: Train, tmp_path: Pa
     assert buffer_metrics(tmp_path) == [(w, m, m) for w in (0, 1) for m in (0, 1, 2)]
 
 
-@pytest.mark.parametrize(("world_size", "m_steps"), [(1, 2), (2, 3)])
+@pytest.mark.parametrize(("world_size", "m_steps"), [slow(1, 2), (2, 3)])
 def test_every_sample_is_learned_m_times_an_epoch(train: Train, tmp_path: Path, world_size: int, m_steps: int) -> None:
     """R12, R18: 9 samples are two whole windows and a short one, of one sample, which is learned once; under two ranks
     one of them has none of it. The second epoch is another order."""
@@ -96,7 +97,7 @@ def test_every_sample_is_learned_m_times_an_epoch(train: Train, tmp_path: Path, 
     assert rolled_out == everyone(9, times=2)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_m_steps_leave_the_packing_buffer_alone(train: Train, tmp_path: Path, world_size: int) -> None:
     """R18, D6: rows are too short for all segments, so some are carried from window to window; M-steps learn the
     E-step's rows, and in the end each sample was learned m times, or is told not to have been."""

@@ -22,6 +22,7 @@ from learner.steps.completing import Completion, LabelCompletion, _added, read_l
 from learner.tasks.detection.completion import CompletionEstimate
 from shared.config.model import ConfigErrors
 from shared.errors import CheckpointError, OutputError
+from tests.tiers import slow
 from tests.unit.learner.steps.test_segments import SAMPLES, TASK, TOKENIZER
 from tests.unit.learner.trainer_log import all_learned, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Seen, make_config, run
@@ -119,7 +120,7 @@ def test_all_ranks_learn_the_same_labels(train: Train, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("stopped_at", "refresh"),
-    [(2, 2), *(pytest.param(*other, marks=pytest.mark.slow) for other in [(3, "once"), (2, "once"), (3, 2)])],
+    [(2, 2), slow(3, "once"), slow(2, "once"), slow(3, 2)],
 )
 def test_a_resumed_run_goes_on_with_its_labels(
     train: Train, tmp_path: Path, refresh: str | int, stopped_at: int
@@ -138,7 +139,7 @@ def test_a_resumed_run_goes_on_with_its_labels(
     assert {call.global_step for call in first.calls if call.temperature is not None} == set(due)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_the_completed_annotations_are_a_file(train: Train, tmp_path: Path, world_size: int) -> None:
     """`write`: those of the newest completion, also after a resume from an older one."""
     out = tmp_path / "completed.jsonl"

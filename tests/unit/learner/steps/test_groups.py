@@ -29,6 +29,7 @@ from learner.steps.totals import StepTotals
 from learner.tasks.rewards import Rewards
 from shared.errors import ConfigError, PromptMismatchError
 from tests.runs import events
+from tests.tiers import slow
 from tests.unit.learner.policy.rows import gradients, policy_of, row
 from tests.unit.learner.steps.test_segments import (
     IGNORED,
@@ -443,7 +444,7 @@ def test_nothing_in_nothing_out() -> None:
     assert segments_in(source_of(Answers([])), [], []) == []
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_step_in_which_no_group_has_a_signal_changes_no_weights(
     world_size: int, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -30,6 +30,7 @@ from learner.steps.packing import CompleteRows
 from learner.steps.refill import REFILLS, RefilledSteps
 from learner.steps.segments import SegmentSource
 from tests.examples import examples
+from tests.tiers import slow
 from tests.unit.learner.data.fakes import CountingEncoder, make_samples
 from tests.unit.learner.steps.fakes import segment
 from tests.unit.learner.trainer_log import events_of
@@ -213,7 +214,7 @@ def test_a_step_stops_at_its_bound_and_at_the_epoch_s_end() -> None:
     assert simulated(replace(case, silent=frozenset()))[1] == [0, 0, 0]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_run_with_refills_learns_more_groups(
     world_size: int, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -18,6 +18,7 @@ from learner.config.schema import RunConfig
 from learner.records import Rollout
 from learner.steps.stage2 import CallTotals, call_metrics
 from shared.errors import LossError, RolloutError
+from tests.tiers import slow
 from tests.unit.learner import trainer_world
 from tests.unit.learner.trainer_world import Backwards, Seen, make_config, run
 
@@ -57,7 +58,7 @@ def one_rank_unpacked(tiny_text: Path, tmp_path_factory: pytest.TempPathFactory)
         return run(config, patch)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize("world_size", [slow(1), 2, slow(4)])
 def test_ranks_packing_and_overlap_do_not_change_a_step(
     world_size: int, one_rank_unpacked: list[Seen], tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,7 +112,7 @@ def test_each_sample_is_rolled_out_and_learned_once_an_epoch(
     assert [rank.events.count("sync") for rank in seen] == [2, 2], "a sync before each Channel-B step, and no other"
 
 
-@pytest.mark.parametrize("b_ratio", [0.3, 0.0])
+@pytest.mark.parametrize("b_ratio", [0.3, slow(0.0)])
 def test_the_executed_share_is_the_scheduled_one(
     b_ratio: float, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -122,7 +123,7 @@ def test_the_executed_share_is_the_scheduled_one(
     assert steps[-1]["metrics"]["stage2_ab/executed_b_share"] == pytest.approx(int(7 * b_ratio) / 7)
 
 
-@pytest.mark.parametrize("world_size", [pytest.param(1, marks=pytest.mark.slow), 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_resume_in_the_middle_of_the_schedule_changes_nothing(
     world_size: int, tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

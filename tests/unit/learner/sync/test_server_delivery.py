@@ -39,6 +39,7 @@ from shared.errors import (
 from shared.pixels import ImageProcessing
 from shared.wire import ScoreReply, ServerStatus
 from tests.syncs import ONE_RANK, server_sync
+from tests.tiers import slow
 from tests.unit.learner.rollout import fakes
 from tests.unit.learner.rollout.fakes import config
 from tests.unit.learner.sync.fakes import PROMPT_IDS, FakeServer, Weights, canary_items, joiner, logprobs
@@ -262,11 +263,11 @@ def test_staged_weights_travel_before_the_sync_and_are_served_by_it(
     assert second.num_bytes == first.num_bytes
 
 
-STAGING_FAILURES: list[tuple[dict[str, Any], list[str]]] = [
+STAGING_FAILURES = [
     ({"refuses_stage": DigestError("bytes differ")}, ["stage 3 device", "update 3"]),
     ({"refuses_stage": StagingError("no room", found="8.9 GB of weights")}, ["update 3"]),
     ({"fails_after_bucket": (1, CommunicatorError("gone"))}, ["stage 3 device", "update 3"]),
-    ({"drops_the_wire": True}, ["stage 3 device", "update 3"]),
+    slow({"drops_the_wire": True}, ["stage 3 device", "update 3"]),
     ({"flips_a_bit": True}, ["stage 3 device", "update 3"]),
 ]
 
@@ -510,7 +511,7 @@ def leaves_after_a_bucket(server: FakeServer) -> None:
     server.fails_after_bucket = (1, CommunicatorError("gone"))
 
 
-@pytest.mark.parametrize("min_servers", ["all", 1])
+@pytest.mark.parametrize("min_servers", [slow("all"), 1])
 @pytest.mark.parametrize("breaks", [loses_what_it_kept, gets_other_bytes_once, loses_the_wire, leaves_after_a_bucket])
 def test_a_delta_that_fails_becomes_a_full_sync(
     breaks: Callable[[FakeServer], None],

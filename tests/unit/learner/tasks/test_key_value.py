@@ -23,6 +23,7 @@ from learner.tasks.key_value import Field, FieldAssignment, KeyValueTask
 from shared.errors import DataError
 from tests.examples import examples
 from tests.runs import events
+from tests.tiers import slow
 from tests.unit.learner.config.examples import changed
 from tests.unit.learner.tasks.fakes import CuttingTokenizer
 from tests.unit.learner.trainer_world import Seen, make_config, trainer
@@ -224,7 +225,7 @@ def test_a_model_learns_the_fields_from_its_own_answers(
     assert (last["right"], last["missed"], last["wrong"]) == (4.0, 0.0, 0.0)
 
 
-@pytest.mark.parametrize("pages", [1, 3])
+@pytest.mark.parametrize("pages", [slow(1), 3])
 def test_fields_of_pictures_are_learned_evaluated_and_reported(
     pages: int, tiny_vlm: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
