@@ -7,6 +7,7 @@ new one. The base is the demo's checkpoint after `sft` on both; of the new task 
     boxes     old: every digit.     new: the same with a margin around each box
     even      old: every digit.     new: the even ones only
     numerals  old: names in words.  new: names as numerals
+    large     old: every digit.     new: the larger half of them
 
 An *arm* is a method, on the same scenes of the new task and for the same time (`--run-seconds`, the start included).
 `sft, a tenth of old data` has a tenth more scenes, of the old task. Every few steps an arm answers validation scenes of
@@ -85,10 +86,16 @@ def _numerals(objects: list[Row]) -> list[Row]:
     return [{**one, "desc": str(DIGIT_WORDS.index(one["desc"]))} for one in objects]
 
 
+def _large(objects: list[Row]) -> list[Row]:
+    """Half of the digits in the demo's scenes are at least 34 pixels high."""
+    return [one for one in objects if one["bbox_2d"][3] - one["bbox_2d"][1] >= 34]
+
+
 REGIMES: Mapping[str, NewTask] = {
     "boxes": NewTask("Detect every digit with a margin.", _wide),
     "even": NewTask("Detect every even digit.", _even),
     "numerals": NewTask("Read every digit.", _numerals),
+    "large": NewTask("Detect every large digit.", _large),
 }
 
 
