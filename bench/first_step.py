@@ -130,8 +130,13 @@ def main(
     scratch: Annotated[Path, typer.Option(help="For the model, kept there.")] = Path("/dev/shm"),
 ) -> None:
     """Start the run again and again, and write FILE after each."""
-    options: dict[str, Any] = {"size": size, "photographs": "published", "whole_model": whole_model, "share": share}
-    options["compile_engine"] = compile_engine
+    options: dict[str, Any] = {
+        "size": size,
+        "photographs": "published",
+        "whole_model": whole_model,
+        "share": share,
+        "compile_engine": compile_engine,
+    }
     race = race_of(data, scratch, steps=STEPS, **options)
     rows: list[dict[str, Any]] = []
 

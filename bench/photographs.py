@@ -212,7 +212,7 @@ def main(
 ) -> None:
     """Run every mode, and write the results after each."""
     on_gpu = size == "4B"
-    batch = samples or (32 if on_gpu else 4)
+    samples = samples or (32 if on_gpu else 4)
     out.mkdir(parents=True, exist_ok=True)
     model = scratch / f"photographs-{size}"
     if not (model / "config.json").is_file():
@@ -237,7 +237,7 @@ def main(
                         model,
                         data,
                         steps=steps,
-                        samples=batch,
+                        samples=samples,
                         on_gpu=on_gpu,
                         limit_s=limit,
                     )
@@ -245,7 +245,7 @@ def main(
                     row = {"mode": name, "error": str(error)}
                     say(f"{name}: {error}")
                 rows.append(row)
-                text = json.dumps({**circumstances(), "model": size, "samples": batch, "runs": rows}, indent=1)
+                text = json.dumps({**circumstances(), "model": size, "samples": samples, "runs": rows}, indent=1)
                 (out / "photographs.json").write_text(text + "\n")
     finally:
         shutil.copy(folder / "server.log", out / "server.log")

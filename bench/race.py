@@ -166,8 +166,12 @@ def _phases(step: Mapping[str, float]) -> str:
 
 def learner_settings(race: Race, run_dir: Path) -> dict[str, Any]:
     """Return this project's side."""
-    vllm: dict[str, Any] = {"mode": "colocate", "gpu_memory_utilization": race.share, "max_model_len": race.context}
-    vllm["compile"] = race.compile_engine
+    vllm: dict[str, Any] = {
+        "mode": "colocate",
+        "gpu_memory_utilization": race.share,
+        "max_model_len": race.context,
+        "compile": race.compile_engine,
+    }
     if not race.on_gpu:
         vllm |= {"enforce_eager": True, "cpu_kv_cache_gib": 1}
     return learner_config(

@@ -223,7 +223,7 @@ class Answers:
         vllm: dict[str, object] = {"gpu_memory_utilization": GPU_SHARE, "max_model_len": self._longest()}
         if run is not None:
             own = run.rollout_matching.vllm
-            vllm |= {"enforce_eager": own.enforce_eager, "cpu_kv_cache_gib": own.cpu_kv_cache_gib}
+            vllm |= own.model_dump(include={"enforce_eager", "compile", "cpu_kv_cache_gib"})
             if own.max_model_len is not None:
                 vllm["max_model_len"] = own.max_model_len
         values: dict[str, object] = {
