@@ -314,7 +314,8 @@ def load_policy(
     sharding do not support the model, or if `compile: true` fails.
     """
     base_path = lora.base_model_path(config) or config.path
-    model = _load_model(base_path, getattr(torch, config.dtype), allow_untested=config.allow_untested_family)
+    place = torch.device("cpu") if shard_over else device
+    model = _load_model(base_path, getattr(torch, config.dtype), place, allow_untested=config.allow_untested_family)
     _refuse_logit_transforms(model)
     use_segment_attention(model)
     use_linear_patch_embedding(model)
@@ -325,7 +326,7 @@ def load_policy(
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:
-        model.to(device)
+        model.to(device)  # the adapters too
     encoder = PromptEncoder.load(
         base_path, rules=image_rules, min_pixels=config.min_pixels, max_pixels=config.max_pixels
     )
@@ -346,13 +347,15 @@ def load_policy(
     )
 
 
-def _load_model(path: str, dtype: torch.dtype, *, allow_untested: bool) -> PreTrainedModel:
+def _load_model(path: str, dtype: torch.dtype, device: torch.device, *, allow_untested: bool) -> PreTrainedModel:
+    """Each weight goes from its file to a GPU directly, so the host never holds the whole model."""
     check_path(path, key="model.path")
     try:
         settings = AutoConfig.from_pretrained(path)
         check_family(settings.to_dict(), key="model.path", allow_untested=allow_untested)
         loader = AutoModelForImageTextToText if hasattr(settings, "vision_config") else AutoModelForCausalLM
-        return loader.from_pretrained(path, dtype=dtype, attn_implementation="sdpa")
+        place = None if device.type == "cpu" else device
+        return loader.from_pretrained(path, dtype=dtype, attn_implementation="sdpa", device_map=place)
     except (OSError, ValueError) as error:
         found = "a folder" if Path(path).is_dir() else "no folder of that name"
         raise ConfigError(
