@@ -37,13 +37,12 @@ from shared.errors import ProjectError
 Size = Literal["4B", "tiny"]
 LORA = {"lora": {"r": 64, "alpha": 128, "target_modules": "all-linear"}}
 LANGUAGE_MODEL_ONLY = {"freeze": ["model.visual."]}  # the part that vLLM can adapt
-RUN_AHEAD = {"schedule": {"b_ratio": 0.75}, "async_actor_learner": {"enabled": True}}
 MODES: Mapping[str, Mapping[str, Any]] = {
     "LoRA, adapter sync": {"model": {**LORA, **LANGUAGE_MODEL_ONLY}, "sync": "adapter"},
     "LoRA, full sync": {"model": LORA, "sync": "full"},
     "whole model": {"model": {}, "sync": "full"},
-    "async": {"model": LORA, "sync": "full", "stage2_ab": RUN_AHEAD},
-    "async, staged": {"model": LORA, "sync": "full", "stage2_ab": RUN_AHEAD, "staging": "device"},
+    "async": {"model": LORA, "sync": "full", "b_ratio": 0.75},
+    "async, staged": {"model": LORA, "sync": "full", "b_ratio": 0.75, "staging": "device"},
 }
 LOSS = {"preset": "recommended"}  # deploy/qwen3vl_4b
 PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
@@ -132,6 +131,11 @@ def _run_config(
     on_gpu: bool,
 ) -> dict[str, Any]:
     per_device, tokens = (8, 512) if on_gpu else (2, 48)
+    ahead = None
+    if "b_ratio" in mode:
+        packs = samples // per_device
+        queue = {"prefetch_target_packs": 2 * packs, "queue_limit": 3 * packs}
+        ahead = {"schedule": {"b_ratio": mode["b_ratio"]}, "async_actor_learner": {"enabled": True, **queue}}
     return learner_config(
         model,
         data,
@@ -139,7 +143,7 @@ def _run_config(
         steps=steps,
         batch_size=samples,
         per_device=per_device,
-        variant="stage2_ab_training" if "stage2_ab" in mode else "rollout_matching_sft",
+        variant="stage2_ab_training" if ahead else "rollout_matching_sft",
         matching={
             "decode_batch_size": 64,
             "decoding": {"temperature": 1.0, "max_new_tokens": tokens},
@@ -154,7 +158,7 @@ def _run_config(
         training={"learning_rate": 1e-4 if "lora" in mode["model"] else 1e-5, "bf16": True, "save_on_end": False},
         task={"container": "array", "coordinates": "digits"},
         logging={"trackers": [], "progress_bar": False},
-        stage2_ab=mode.get("stage2_ab"),
+        stage2_ab=ahead,
         data={**photographs(data), "num_workers": 8 if on_gpu else 0},
         global_max_length=16_384 if on_gpu else 4096,
     )

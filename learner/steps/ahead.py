@@ -76,14 +76,12 @@ class Sizes:
     call_size: int  # samples
 
     @classmethod
-    def of(cls, bounds: Bounds, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
+    def of(cls, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
         """A call is one or more whole packs: as many as the servers decode at once (`capacity` samples), or a quarter
         of a step's packs if that is more, because within a call the servers are refilled as answers come. It is a
-        step's packs at most, because a sync waits for the call in flight, and never more than the queue can hold. The
-        calls of a step are about equally long."""
-        assert bounds.keep_at_most is not None, "a queue that runs ahead is bounded"
-        room = bounds.keep_at_most - bounds.start_below + 1
-        packs = max(1, min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step, room))
+        step's packs at most, because a sync waits for the call in flight. The calls of a step are about equally long.
+        Where the queue has less room, `ShareQueue` makes the call shorter."""
+        packs = max(1, min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step))
         calls = -(-packs_per_step // packs)
         return cls(
             samples_per_pack=samples_per_pack,
@@ -118,9 +116,8 @@ class Stage2Ahead(Stage2Steps):
         super().__init__(parts)
         self._reader, self._bounds, self._deadline_s = reader, bounds, deadline_s
         self._max_starved_steps, self._starved = max_starved_steps, 0  # Channel-B steps without packs, in a row
-        self._sizes = Sizes.of(
-            bounds, samples_per_pack=samples_per_pack, packs_per_step=parts.packs_per_step, capacity=capacity
-        )
+        packs = parts.packs_per_step
+        self._sizes = Sizes.of(samples_per_pack=samples_per_pack, packs_per_step=packs, capacity=capacity)
         self._shares = Shares(parts.batches.left, b_ratio=parts.b_ratio, total_steps=total_steps)
         self._producer: Producer | None = None  # None: before the first sync
         self._synced_at = 0  # optimizer updates in the weights that the servers have

@@ -20,12 +20,13 @@ from hypothesis import strategies as st
 from learner.config.load import config_of
 from learner.config.schedule import B_STEP_SKIPPED, scheduled_channel
 from learner.config.schema import RunConfig
+from learner.config.sections.stage2_ab import AsyncActorLearnerConfig
 from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
 from learner.steps.ahead import NO_MICRO_STEP, Sizes, Stage2Ahead
-from learner.steps.shares import Bounds
+from learner.steps.shares import Bounds, ServedVersion, ShareQueue
 from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import RolloutError
 from tests.tiers import slow
@@ -412,33 +413,33 @@ def test_all_ranks_raise_what_one_of_them_met() -> None:
     assert outcomes({1, 2}) == ["rank 1 failed"] * 3
 
 
-@given(
-    samples_per_pack=st.integers(1, 9),
-    packs_per_step=st.integers(1, 40),
-    capacity=st.integers(1, 300),
-    slack=st.integers(0, 9),
-)
-def test_calls_are_whole_packs_that_the_queue_holds(
-    samples_per_pack: int, packs_per_step: int, capacity: int, slack: int
-) -> None:
-    """R25: a call that starts below the target never makes the queue drop, and brings at most a step's packs."""
-    bounds = Bounds(start_below=packs_per_step, keep_at_most=packs_per_step + slack, version_window=1)
-    sizes = Sizes.of(bounds, samples_per_pack=samples_per_pack, packs_per_step=packs_per_step, capacity=capacity)
+@given(samples_per_pack=st.integers(1, 9), packs_per_step=st.integers(1, 40), capacity=st.integers(1, 300))
+def test_calls_are_whole_packs_that_fill_the_servers(samples_per_pack: int, packs_per_step: int, capacity: int) -> None:
+    """R25: a call brings a step's packs at most, and otherwise asks for at least half of what is decoded at once."""
+    sizes = Sizes.of(samples_per_pack=samples_per_pack, packs_per_step=packs_per_step, capacity=capacity)
     packs, rest = divmod(sizes.call_size, samples_per_pack)
     assert rest == 0 < packs
     assert packs <= max(1, capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP)
-    assert packs <= packs_per_step
-    assert bounds.start_below - 1 + packs <= packs_per_step + slack
+    assert packs == packs_per_step or 2 * packs >= min(packs_per_step, capacity // samples_per_pack)
 
 
 def test_a_call_refills_servers_that_decode_few_at_once() -> None:
     """R25: calls of what they decode at once would each wait for its longest answer with the others' places empty."""
-    bounds = Bounds(start_below=32, keep_at_most=64, version_window=1)
-    assert Sizes.of(bounds, samples_per_pack=1, packs_per_step=32, capacity=2).call_size == 8
-    assert Sizes.of(bounds, samples_per_pack=1, packs_per_step=32, capacity=16).call_size == 16
+    assert Sizes.of(samples_per_pack=1, packs_per_step=32, capacity=2).call_size == 8
+    assert Sizes.of(samples_per_pack=1, packs_per_step=32, capacity=16).call_size == 16
 
 
-def test_a_call_is_no_smaller_than_the_queue_makes_it() -> None:
-    """R25: the last call may start with 3 packs there, so 5 have room, and two calls make a step."""
-    bounds = Bounds(start_below=4, keep_at_most=8, version_window=1)
-    assert Sizes.of(bounds, samples_per_pack=2, packs_per_step=8, capacity=100).call_size == 8
+def test_a_step_of_as_many_packs_as_the_queue_holds_is_one_call() -> None:
+    """R25: with 8 packs of 8 samples in a queue of 8, each pack was a call of its own, and the servers decoded 8 of the
+    64 samples that they could."""
+    queue = AsyncActorLearnerConfig()
+    sizes = Sizes.of(samples_per_pack=8, packs_per_step=queue.queue_limit, capacity=64)
+    made = ShareQueue(
+        Bounds.run_ahead(queue, packs_per_step=queue.queue_limit),
+        served=ServedVersion(ver=1, updates=0),
+        size=lambda _: 64,
+        samples_per_pack=8,
+        call_size=sizes.call_size,
+    )
+    made.want([0, 1])
+    assert len(made.start_call().places) == 64
