@@ -102,7 +102,7 @@ def memory_errors(row: PackedRow) -> Iterator[None]:
         ) from error
 
 
-def _named(error: Exception) -> str:
+def _named(error: Exception | Stopped) -> str:
     """Return what ended a run, in a line."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Stopped) else f"{type(error).__name__}: {text}"[:MAX_REASON]
@@ -161,7 +161,7 @@ class Trainer:
         self.callbacks.make()
         try:
             self.train()
-        except Exception as error:
+        except (Exception, Stopped) as error:
             try:
                 self.save_after(error)
             finally:
@@ -170,7 +170,7 @@ class Trainer:
             raise
         self.journal.end("finished", self.why_early(), step=self.state.global_step)
 
-    def save_after(self, error: Exception) -> None:
+    def save_after(self, error: Exception | Stopped) -> None:
         """Save the last whole step of a run that `error` ends."""
         if isinstance(error, CheckpointError):
             return

@@ -157,7 +157,7 @@ def local_call(record: RolloutCallLog, asked: Requests, *, name: str) -> Iterato
     begin, error_text = time.monotonic(), ""
     try:
         yield
-    except Exception as error:
+    except BaseException as error:
         error_text = str(error)
         raise
     finally:

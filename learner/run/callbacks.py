@@ -15,7 +15,6 @@ from learner.config.schema import RunConfig
 from learner.extensions import Callback, callback_classes, where_raised
 from learner.policy.parallel import Ranks
 from learner.records import StepResult
-from learner.run.stopping import Stopped
 from shared.errors import CallbackError
 
 
@@ -67,8 +66,6 @@ def _outcome(hook: str, calls: list[tuple[str, Callable[[], bool | None]]]) -> t
     for path, call in calls:
         try:
             answer = call()
-        except Stopped:  # a signal interrupted it
-            raise
         except Exception as error:  # the user's code may raise anything
             return ended_by, _failed(path, hook, where_raised(error))
         if answer is not None and not isinstance(answer, bool):

@@ -23,8 +23,9 @@ from learner.policy.parallel import Ranks
 _STDERR = 2
 
 
-class Stopped(Exception):  # noqa: N818 - a request that was followed, not an error
-    """The run was asked to stop. `agreed`: all ranks raise it at the same place."""
+class Stopped(BaseException):
+    """The run was asked to stop, which is no error: as KeyboardInterrupt, it passes whatever tells of errors. `agreed`:
+    all ranks raise it at the same place."""
 
     def __init__(self, signum: int, *, agreed: bool) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")

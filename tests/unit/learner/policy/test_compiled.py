@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import shutil
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +23,7 @@ from learner.policy import attention, compiled, loss
 from learner.policy.load import Policy
 from learner.records import EncodedPrompt, PackedRow
 from learner.rollout.hf import generating
+from learner.run.stopping import Stopped
 from shared.errors import ConfigError
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
@@ -267,6 +269,22 @@ def test_a_layer_that_can_not_be_compiled(tiny_text: Path, monkeypatch: pytest.M
     monkeypatch.setattr(compiled, "BACKEND", layers_break_it)
     policy = policy_of(tiny_text, compile=True)
     with pytest.raises(ConfigError, match=r"an operator without a kernel.*set model.compile: false"):
+        policy.backward(text_row(ROWS[0]))
+
+
+def stopped_while_it_compiles(graph: Any, inputs: Any) -> Any:
+    if len(graph.graph.nodes) > 10:
+        raise Stopped(signal.SIGTERM, agreed=False)
+    return graph
+
+
+def test_a_stop_while_a_layer_is_compiled_is_not_the_compilers_failure(
+    tiny_text: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run ended as failed, by a layer that cannot be compiled."""
+    monkeypatch.setattr(compiled, "BACKEND", stopped_while_it_compiles)
+    policy = policy_of(tiny_text, compile=True)
+    with pytest.raises(Stopped, match="stopped by SIGTERM"):
         policy.backward(text_row(ROWS[0]))
 
 
