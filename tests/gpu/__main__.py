@@ -59,6 +59,9 @@ def read_cases(report: Path, files: Sequence[str]) -> Iterator[Case]:
     if not found:
         yield Case(" ".join(files), "", "failed", 0.0, "no test ran: the lane did not end in time, or did not start")
     for case in found:
+        if case.get("name") is None:
+            yield Case(" ".join(files), "", "failed", 0.0, "the lane was cut off in this test")
+            continue
         outcome, why = "passed", ""
         for child in case:
             if child.tag in ("failure", "error", "skipped"):

@@ -42,3 +42,10 @@ def test_a_lane_that_ran_no_test_has_failed(tmp_path: Path) -> None:
     report.write_text('<testsuites><testsuite tests="0" time="11.8"></testsuite></testsuites>')
     (case,) = read_cases(report, ["test_a.py"])
     assert (case.outcome, case.file) == ("failed", "test_a.py")
+
+
+def test_the_test_in_which_a_lane_was_cut_off_has_failed(tmp_path: Path) -> None:
+    """pytest gives it no name, and no outcome."""
+    report = tmp_path / "a.xml"
+    report.write_text(REPORT.replace("</testsuite>", '<testcase time="0.003"/></testsuite>'))
+    assert list(read_cases(report, ["test_a.py"]))[-1][:3] == ("test_a.py", "", "failed")
