@@ -95,6 +95,7 @@ class StepChoice:
 
     decision: ChannelDecision
     share: int
+    waiting: int = 0  # other shares that are ready on all ranks
 
 
 class Stage2Ahead(Stage2Steps):
@@ -118,22 +119,35 @@ class Stage2Ahead(Stage2Steps):
         self._max_starved_steps, self._starved = max_starved_steps, 0  # Channel-B steps without packs, in a row
         packs = parts.packs_per_step
         self._sizes = Sizes.of(samples_per_pack=samples_per_pack, packs_per_step=packs, capacity=capacity)
+        self._is_call_whole = self._sizes.call_size == packs * samples_per_pack
         self._shares = Shares(parts.batches.left, b_ratio=parts.b_ratio, total_steps=total_steps)
         self._producer: Producer | None = None  # None: before the first sync
         self._synced_at = 0  # optimizer updates in the weights that the servers have
         self._next_step = 0
         self._share_of_step = 0
         self._learned_since_sync = True  # the servers do not have the weights of the last Channel-B step
+        self._waiting = 0  # shares that are ready on all ranks, beside the one of the last step
         self._depth = 0  # packs queued when the step's channel was chosen
         self._reported = (PackCounts(), CallTotals())  # earlier steps' metrics hold these
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:
         """Return True if the producers can use the present weights, and those that they have are used up."""
-        next_b = self._shares.next_b(global_step)
-        if next_b is None or self._too_far(next_b, global_step):
-            return False
-        return self._learned_since_sync or self._too_far(next_b, self._synced_at)
+        for behind in (0, self._made_before(global_step)):
+            next_b = self._shares.next_b(global_step, behind=behind)
+            if next_b is None or self._too_far(next_b, global_step):
+                continue
+            if self._learned_since_sync or self._too_far(next_b, self._synced_at):
+                return True
+        return False
+
+    def _made_before(self, global_step: int) -> int:
+        """Return how many shares are made by the weights that are served, and need no other. After a Channel-B step
+        that found no packs these are the ones that wait, and the one in flight if a call is a whole share: a sync waits
+        for it. Otherwise the producers would stand still until that share is learned, and come late again."""
+        if not self._starved:
+            return 0
+        return max(self._waiting, self._is_call_whole and self._shares.next_b(global_step) == global_step)
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
@@ -190,7 +204,7 @@ class Stage2Ahead(Stage2Steps):
     def _decide(self, global_step: int) -> ChannelDecision:
         ready = self._ranks.all_succeed(lambda: self._ready(global_step))
         choice = self._ranks.broadcast_object(self._choose(global_step, ready) if self._ranks.is_main else None)
-        self._share_of_step, self._next_step = choice.share, global_step + 1
+        self._share_of_step, self._next_step, self._waiting = choice.share, global_step + 1, choice.waiting
         if choice.decision.wanted == "B":
             self._starved = self._starved + 1 if choice.decision.skipped_due_to_queue else 0
         if self._starved >= self._max_starved_steps:
@@ -212,9 +226,10 @@ class Stage2Ahead(Stage2Steps):
         common = set(ready[0]).intersection(*ready[1:])
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(common))
         if decision.channel == "A":
-            return StepChoice(decision=decision, share=self._shares.of_a(global_step, self._epoch))
+            share = self._shares.of_a(global_step, self._epoch)
+            return StepChoice(decision=decision, share=share, waiting=len(common - {share}))
         share = min(common, key=lambda share: (min(part[share] for part in ready), share))
-        return StepChoice(decision=decision, share=share)
+        return StepChoice(decision=decision, share=share, waiting=len(common) - 1)
 
     def _want(self, step: int) -> None:
         """Tell the producer what to make for Channel-B steps from `step` on, which comes next."""

@@ -72,11 +72,12 @@ class Shares:
         num_b = self._num_b(step, min(step + len(left), self._total_steps))
         return left[min(num_b, len(left) - 1)]
 
-    def next_b(self, step: int) -> int | None:
-        """Return the first scheduled Channel-B step from `step` on; None: there is none."""
+    def next_b(self, step: int, *, behind: int = 0) -> int | None:
+        """Return the first scheduled Channel-B step from `step` on that has `behind` others before it; None: there is
+        none."""
         if self._ratio == 0:
             return None
-        found = math.ceil((math.floor(step * self._ratio) + 1) / self._ratio) - 1
+        found = math.ceil((math.floor(step * self._ratio) + 1 + behind) / self._ratio) - 1
         assert scheduled_channel(found, self._b_ratio) == "B"
         return found if found < self._total_steps else None
 

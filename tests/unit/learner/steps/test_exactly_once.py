@@ -115,7 +115,9 @@ class Truth(SegmentSource):
         return [segment(sample.sample_id, None) for sample in step.samples]
 
 
-def make_source(world: World, ranks: Ranks, *, total_steps: int, samples_per_step: int, stack: ExitStack) -> Any:
+def make_source(
+    world: World, ranks: Ranks, *, total_steps: int, samples_per_step: int, stack: ExitStack, capacity: int = 3
+) -> Any:
     case, samples = world.case, make_samples(world.case.num_samples)
     packs_per_step = samples_per_step // SAMPLES_PER_PACK // ranks.world_size
     config, plan = make_run(samples_per_rank=samples_per_step // ranks.world_size, ranks=ranks.world_size)
@@ -142,7 +144,7 @@ def make_source(world: World, ranks: Ranks, *, total_steps: int, samples_per_ste
         ShareReader(samples, sampler, LocalPool(CountingEncoder())),
         bounds=bounds,
         samples_per_pack=SAMPLES_PER_PACK,
-        capacity=3,
+        capacity=capacity,
         total_steps=total_steps,
         max_starved_steps=10_000,
         deadline_s=case.deadline_s,

@@ -63,10 +63,11 @@ def test_shares_for_rollouts_and_for_ground_truth_do_not_meet(
     assert not any(epochs.left(epoch) for epoch in range(total // per_epoch)), "an epoch was begun before another ended"
 
 
-@given(b_ratio=RATIOS, step=st.integers(0, 300), total=st.integers(1, 300))
-def test_the_next_channel_b_step(b_ratio: float, step: int, total: int) -> None:
-    found = Shares(Epochs(1).left, b_ratio=b_ratio, total_steps=total).next_b(step)
-    assert found == next((s for s in range(step, total) if scheduled_channel(s, b_ratio) == "B"), None)
+@given(b_ratio=RATIOS, step=st.integers(0, 300), total=st.integers(1, 300), behind=st.integers(0, 3))
+def test_the_next_channel_b_step(b_ratio: float, step: int, total: int, behind: int) -> None:
+    found = Shares(Epochs(1).left, b_ratio=b_ratio, total_steps=total).next_b(step, behind=behind)
+    scheduled = [s for s in range(step, total) if scheduled_channel(s, b_ratio) == "B"]
+    assert found == (scheduled[behind] if behind < len(scheduled) else None)
 
 
 @given(

@@ -1,0 +1,132 @@
+"""R25, R27: rollouts that take longer than a step. Real steps, shares, queues and data on one rank; a clock that only
+the test moves stands in for the producer's thread, so every run is the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import pytest
+
+from learner.policy.parallel import Ranks
+from learner.records import Segment
+from learner.steps import ahead
+from learner.steps.producer import CallStages, ProducerStats
+from learner.steps.shares import PackCounts, ServedVersion, ShareQueue
+from learner.steps.source import Fence
+from learner.steps.stage2 import CallTotals
+from tests.unit.learner.steps.fakes import segment
+from tests.unit.learner.steps.test_exactly_once import World, case_of, make_source
+
+STEP_S, SYNC_S, NUM_STEPS = 1.0, 0.05, 120
+SAMPLES = 16  # of a step
+WHOLE, PART = 16, 4  # samples of a call
+
+
+class LateProducer:
+    """Makes the calls that `Producer` makes, one after the other. `share_s`: seconds of all calls of a share."""
+
+    now, share_s = 0.0, 0.0
+
+    def __init__(self, queue: ShareQueue, stages: CallStages, **settings: Any) -> None:
+        self._queue, self._stages, self._ends = queue, stages, 0.0
+        self._segments: dict[int, list[Segment]] = {}
+
+    def want(self, shares: Sequence[int]) -> None:
+        self._go_on()
+        self._queue.want(shares)
+        self._go_on()
+
+    def complete(self, step: int) -> dict[int, int]:
+        self._go_on()
+        self._queue.expire(step)
+        self._go_on()
+        return self._queue.complete()
+
+    def take(self, share: int, step: int) -> list[list[Segment]]:
+        packs = self._queue.take(share, step)
+        self._go_on()
+        return [self._segments[pack.index] for pack in packs]
+
+    @contextmanager
+    def fence(self, deadline_s: float, *, counts: bool = True) -> Iterator[Fence]:
+        self._go_on()
+        self._queue.request_fence()
+        if self._queue.in_flight is not None:
+            LateProducer.now = max(self.now, self._ends)
+            self._go_on()
+        fence = Fence()
+        yield fence
+        assert fence.ver is not None
+        syncs = self._queue.served.syncs + counts
+        self._queue.complete_fence(ServedVersion(ver=fence.ver, updates=fence.updates, syncs=syncs))
+        self._go_on()
+
+    def stats(self) -> ProducerStats:
+        return ProducerStats(queued=len(self._queue.queue), counts=PackCounts(), calls=CallTotals())
+
+    def stop(self) -> None:
+        self._queue.stop()
+
+    def close(self) -> None:
+        self.stop()
+
+    def _go_on(self) -> None:
+        """Let end what has ended by now, and start what may start, each at its time."""
+        at = self.now
+        while True:
+            call = self._queue.in_flight
+            if call is not None and self._ends <= self.now:
+                at = self._ends
+                ids = [sample.sample_id for sample in self._stages.read(call.share, call.places).samples]
+                for pack in self._queue.finish_call()[0]:
+                    places = [place - call.start for place in pack.places]
+                    self._segments[pack.index] = [segment(ids[place], call.by.ver) for place in places]
+            elif self._queue.may_start:
+                self._ends = at + self.share_s * len(self._queue.start_call().places) / SAMPLES
+            else:
+                return
+
+
+@pytest.mark.parametrize("per_epoch", [3, 60])
+@pytest.mark.parametrize(
+    ("b_ratio", "share_s", "call", "wanted"),
+    [
+        (0.5, 0.8, PART, 1.0),
+        (0.75, 1.3, PART, 0.95),
+        (1.0, 1.1, PART, 0.95),
+        (0.5, 1.3, PART, 0.95),  # half of them, before
+        (0.5, 1.8, WHOLE, 0.95),
+        (0.75, 2.5, WHOLE, 0.95),
+        (0.75, 3.5, WHOLE, 0.95),  # none, before
+        (1.0, 2.5, WHOLE, 0.95),
+    ],
+)
+def test_rollouts_longer_than_a_step_are_learned(
+    b_ratio: float, share_s: float, call: int, wanted: float, per_epoch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the shares that are scheduled, and could be rolled out in the time that the run took, nearly all are learned.
+    A share that came a little late was learned a step later. The producer then waited for the next sync, and the next
+    share came late as well, or had to be dropped again and again."""
+    monkeypatch.setattr(ahead, "Producer", LateProducer)
+    monkeypatch.setattr(LateProducer, "now", 0.0)
+    monkeypatch.setattr(LateProducer, "share_s", share_s)
+    world = World(case_of(b_ratio=b_ratio, num_samples=per_epoch * SAMPLES, queue=8))
+    channels = ""
+    with ExitStack() as stack:
+        source, _ = make_source(
+            world, Ranks(), total_steps=NUM_STEPS, samples_per_step=SAMPLES, stack=stack, capacity=call
+        )
+        for step in range(NUM_STEPS):
+            if source.wants_sync(step):
+                world.ver += 1
+                with source.fence() as fence:
+                    LateProducer.now += SYNC_S
+                    fence.synced(world.ver, updates=step)
+            channels += source.begin(step)
+            for rows in source.micro_steps():
+                list(rows)
+            LateProducer.now += STEP_S
+    possible = min(int(b_ratio * NUM_STEPS), int(LateProducer.now / share_s))
+    assert channels.count("B") >= wanted * possible - 1, channels
