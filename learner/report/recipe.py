@@ -1,6 +1,6 @@
 """The gains and losses of a recipe's stages, and why each was run (`recipe.json`, R49).
 
-In: the file's mapping. Out: a sentence and a table for `templates/page.html`. A file that says something else shows
+In: the file's mapping. Out: a sentence, a table and a text per stage for `templates/page.html`. A file that says something else shows
 nothing.
 """
 
@@ -15,23 +15,26 @@ from learner.report.charts import Table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeSection:
-    """`result`: which weights are the best and why, and why the recipe ended."""
+    """`result`: which weights are the best and why, and why the recipe ended. `told`: per stage its name, and what is
+    said of it, by what it is about."""
 
     result: str
     stages: Table
+    told: list[tuple[str, Mapping[str, str]]]
 
 
 def recipe_section(recipe: Mapping[str, Any]) -> RecipeSection | None:
     """None if there is no recipe, or none of its stages has ended."""
     try:
         rows = [_row(stage) for stage in recipe["stages"]]
+        told = [(str(stage["name"]), _told(stage)) for stage in recipe["stages"]]
         best = f"{recipe['best_of']}, {recipe['metric']} {float(recipe['best_score']):.3f}"
         ended = recipe["ended"] or "not yet"
         tie = _tie(recipe.get("versus_sft"))
     except (KeyError, TypeError, ValueError):
         return None
-    head = ["Stage", "Why", "Labels", f"{recipe['metric']}", "Best step", "Minutes", "Gained", "Lost", "Ended because"]
-    return RecipeSection(result=f"Best on validation: {best}. {tie}Ended: {ended}.", stages=Table(head, rows))
+    stages = Table(["Stage", f"{recipe['metric']}", "Best step", "Minutes"], rows)
+    return RecipeSection(result=f"Best on validation: {best}. {tie}Ended: {ended}.", stages=stages, told=told)
 
 
 def _tie(versus: Mapping[str, Any] | None) -> str:
@@ -46,12 +49,17 @@ def _tie(versus: Mapping[str, Any] | None) -> str:
 def _row(stage: Mapping[str, Any]) -> list[str]:
     return [
         str(stage["name"]),
-        str(stage["why"]),
-        str(stage["labels"] or "as annotated"),
         f"{float(stage['score_before']):.3f} to {float(stage['score']):.3f}",
         f"{stage['best_step']} of {stage['steps']}",
         f"{float(stage['seconds']) / 60:.1f}",
-        ", ".join(stage["gained"]) or "nothing",
-        ", ".join(stage["lost"]) or "nothing",
-        str(stage["ended"]),
     ]
+
+
+def _told(stage: Mapping[str, Any]) -> Mapping[str, str]:
+    return {
+        "Why": str(stage["why"]),
+        "Labels": str(stage["labels"] or "as annotated"),
+        "Gained": ", ".join(stage["gained"]) or "nothing",
+        "Lost": ", ".join(stage["lost"]) or "nothing",
+        "Ended": str(stage["ended"]),
+    }

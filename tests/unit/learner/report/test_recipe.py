@@ -28,7 +28,7 @@ STAGE = {
 RECIPE: dict[str, Any] = {"stages": [STAGE], "metric": "fm@0.5", "best_of": "sft", "best_score": 0.625, "ended": ""}
 
 
-def test_a_folder_of_stages_shows_them_as_a_table(tmp_path: Path) -> None:
+def test_a_folder_of_stages_shows_them_in_numbers_and_words(tmp_path: Path) -> None:
     write_run(tmp_path / "sft", steps=4, quality=((0, 0.3), (4, 0.6)), variant="sft")
     (tmp_path / "recipe.json").write_text(json.dumps(RECIPE))
     page = write_report(tmp_path).read_text()
