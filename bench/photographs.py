@@ -43,6 +43,14 @@ MODES: Mapping[str, Mapping[str, Any]] = {
     "whole model": {"model": {}, "sync": "full"},
     "async": {"model": LORA, "sync": "full", "b_ratio": 0.75},
     "async, staged": {"model": LORA, "sync": "full", "b_ratio": 0.75, "staging": "device"},
+    "async, staged, half the syncs": {
+        "model": LORA,
+        "sync": "full",
+        "b_ratio": 0.75,
+        "staging": "device",
+        "sync_every": 2,
+        "max_update_lag": 8,
+    },
 }
 LOSS = {"preset": "recommended"}  # deploy/qwen3vl_4b
 PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
@@ -134,7 +142,9 @@ def _run_config(
     ahead = None
     if "b_ratio" in mode:
         packs = samples // per_device
-        queue = {"prefetch_target_packs": 2 * packs, "queue_limit": 3 * packs}
+        ready = (mode.get("sync_every", 1) + 1) * packs
+        queue = {"prefetch_target_packs": ready, "queue_limit": ready + packs}
+        queue |= {name: mode[name] for name in ("sync_every", "max_update_lag") if name in mode}
         ahead = {"schedule": {"b_ratio": mode["b_ratio"]}, "async_actor_learner": {"enabled": True, **queue}}
     return learner_config(
         model,

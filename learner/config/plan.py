@@ -132,6 +132,15 @@ def _step_fits_queue(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         remedy = "raise it, or raise training.per_device_train_batch_size, the samples of a pack"
         path = "stage2_ab.async_actor_learner.queue_limit"
         yield Mistake(path=path, found=given(queue, "queue_limit"), wanted=wanted, remedy=remedy)
+    least = (queue.sync_every + 1) * packs
+    if queue.sync_every > 1 and queue.prefetch_target_packs < least:
+        yield Mistake(
+            path="stage2_ab.async_actor_learner.prefetch_target_packs",
+            found=given(queue, "prefetch_target_packs"),
+            wanted=f"at least {least} with sync_every: {queue.sync_every}, the packs of {queue.sync_every + 1} steps; "
+            "otherwise the producers stand still more often than with a sync each time",
+            remedy=f"set it and queue_limit to {least} or more",
+        )
 
 
 NUM_CHANNELS_SHOWN = 10

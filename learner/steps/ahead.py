@@ -6,11 +6,11 @@ as few rows as they need; a row holds one version only. A Channel-A step learns 
 So both channels serve one stream of samples, and each sample is learned once per epoch, also across a resume, on any
 number of ranks. A sample's seed follows from its share and its place in it, so calls and ranks do not change it.
 
-Weights are synced before the next step whenever the producers can use them: after an executed Channel-B step, and where
-those are so rare that no rollout with the served weights could be learned within `max_update_lag` updates. With
-`version_window: 0` only packs made since the last sync are learned. A sync for an evaluation makes no pack older.
-Before a sync each rank stops calling, and waits for its call in flight. With `sync.staging` the weights travel before
-that, while the producers go on.
+Weights are synced before the next step whenever the producers can use them: after `sync_every` executed Channel-B
+steps, and where those are so rare that no rollout with the served weights could be learned within `max_update_lag`
+updates. With `version_window: 0` only packs made since the last sync are learned. A sync for an evaluation makes no
+pack older. Before a sync each rank stops calling, and waits for its call in flight. With `sync.staging` the weights
+travel before that, while the producers go on.
 
 Where Channel-B is scheduled and no share is ready on all ranks, the step runs Channel-A. `max_starved_steps` such steps
 in a row end the run.
@@ -125,7 +125,7 @@ class Stage2Ahead(Stage2Steps):
         self._synced_at = 0  # optimizer updates in the weights that the servers have
         self._next_step = 0
         self._share_of_step = 0
-        self._learned_since_sync = True  # the servers do not have the weights of the last Channel-B step
+        self._learned_since_sync = bounds.sync_every  # Channel-B steps; before the first sync the servers have nothing
         self._waiting = 0  # shares that are ready on all ranks, beside the one of the last step
         self._depth = 0  # packs queued when the step's channel was chosen
         self._reported = (PackCounts(), CallTotals())  # earlier steps' metrics hold these
@@ -137,7 +137,7 @@ class Stage2Ahead(Stage2Steps):
             next_b = self._shares.next_b(global_step, behind=behind)
             if next_b is None or self._too_far(next_b, global_step):
                 continue
-            if self._learned_since_sync or self._too_far(next_b, self._synced_at):
+            if self._learned_since_sync >= self._bounds.sync_every or self._too_far(next_b, self._synced_at):
                 return True
         return False
 
@@ -152,7 +152,7 @@ class Stage2Ahead(Stage2Steps):
     @contextmanager
     def fence(self) -> Iterator[Fence]:
         """No call is in flight on any rank inside. Collective. The first fence with a sync starts the producer."""
-        producer, counts = self._producer, self._learned_since_sync
+        producer, counts = self._producer, self._learned_since_sync > 0
         with ExitStack() as stack:
             fences = [Fence()]
             if producer is not None:
@@ -164,7 +164,7 @@ class Stage2Ahead(Stage2Steps):
             yield fence
         if fence.ver is None:
             return
-        self._learned_since_sync, self._synced_at = False, fence.updates
+        self._learned_since_sync, self._synced_at = 0, fence.updates
         if producer is None:
             self._producer = self._make_producer(ServedVersion(ver=fence.ver, updates=fence.updates))
         self._want(fence.updates)
@@ -267,7 +267,7 @@ class Stage2Ahead(Stage2Steps):
         with self._clock.phase("wait"):
             packs = producer.take(self._share_of_step, self._global_step)
         self._parts.batches.skip(self._share_of_step)
-        self._learned_since_sync = True
+        self._learned_since_sync += 1
         self._want(self._next_step)
         with self._clock.phase("pack"):
             rows = self._rows(packs)

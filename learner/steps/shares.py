@@ -100,6 +100,7 @@ class Bounds:
     keep_at_most: int  # packs; beyond it the oldest are dropped
     version_window: int  # a pack may be learned while `pack.ver >= ver - version_window`
     max_update_lag: int | None = None  # updates between a rollout's weights and the step that learns it; None: any
+    sync_every: int = 1  # shares that are learned as rollouts between two syncs
 
     @classmethod
     def run_ahead(cls, config: AsyncActorLearnerConfig, *, packs_per_step: int) -> Bounds:
@@ -121,6 +122,7 @@ class Bounds:
             keep_at_most=config.queue_limit,
             version_window=config.version_window,
             max_update_lag=config.max_update_lag,
+            sync_every=config.sync_every,
         )
 
 
@@ -201,7 +203,7 @@ class ShareQueue:
         self.wanted: tuple[int, ...] = ()  # shares that may be made, the most urgent first
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # packs in the order in which they were made
-        self.sync_due = False  # a share was taken since the last sync, so the next one is taken after another sync
+        self.taken = 0  # shares since the last sync; after `sync_every` of them comes another sync
         self.counts = PackCounts()
         self._next_pack = 0
 
@@ -247,8 +249,8 @@ class ShareQueue:
 
     def _next_run(self) -> tuple[int, int, int] | None:
         """Share, first place and last + 1 of what is to be made next. Beside the most urgent share, only while fewer
-        than `start_below` packs wait, and no more than fit the queue. One sync goes before each further share."""
-        most_shares = self.bounds.version_window + (not self.sync_due)
+        than `start_below` packs wait, and no more than fit the queue, nor what would be too many syncs old by then."""
+        most_shares = (self.bounds.version_window + 1) * self.bounds.sync_every - self.taken
         for urgency, share in enumerate(self.wanted[:most_shares]):
             missing = self._missing(share)
             if not missing:
@@ -313,7 +315,7 @@ class ShareQueue:
                 age_updates=self.counts.age_updates + updates,
             )
         self.wanted = tuple(other for other in self.wanted if other != share)
-        self.sync_due = True
+        self.taken += 1
         return packs
 
     # ---- the fence -------------------------------------------------------------------------------------------------
@@ -346,7 +348,7 @@ class ShareQueue:
             raise error
         self.phase = "open"
         if served is not None:
-            self.served, self.sync_due = served, False
+            self.served, self.taken = served, 0
         oldest_fresh = self.served.syncs - self.bounds.version_window
         return [self._drop(pack, "stale") for pack in list(self.queue) if pack.by.syncs < oldest_fresh]
 

@@ -39,6 +39,15 @@ class AsyncActorLearnerConfig(Section):
         req="D12",
         ge=1,
     )
+    sync_every: int = key(
+        "Channel-B steps that are learned between two syncs. With more of them rollouts and learning wait less for "
+        "each other, and rollouts are older: set `max_update_lag` to twice the steps that this takes, or more, and "
+        "`prefetch_target_packs` to the packs of one step more than this",
+        1,
+        unit="Channel-B steps",
+        req="D3 R25",
+        ge=1,
+    )
     max_starved_steps: int = key(
         "Channel-B steps in a row that find no packs, and run Channel-A instead; the last of them ends the run",
         20,

@@ -374,6 +374,16 @@ def test_r27_the_queue_holds_a_whole_step(batch: int, per_device: int, ranks: in
         resolve(valid(stage2(), {**changes, **allowed}, world_size=None), ranks)
 
 
+def test_r25_rarer_syncs_need_packs_ready_for_more_steps() -> None:
+    """Two packs a step, a sync after every third step: packs of four steps."""
+    batch = {"training.effective_batch_size": 8, "training.per_device_train_batch_size": 4, f"{ASYNC}.enabled": True}
+    config = valid(stage2(), {**batch, f"{ASYNC}.sync_every": 3}, world_size=None)
+    with pytest.raises(ConfigErrors, match=r"prefetch_target_packs: found the default 4.*at least 8 with sync_every"):
+        resolve(config, 1)
+    enough = {f"{ASYNC}.sync_every": 3, f"{ASYNC}.prefetch_target_packs": 8}
+    resolve(valid(stage2(), {**batch, **enough}, world_size=None), 1)
+
+
 @pytest.mark.parametrize("data", [minimal(), stage2()])
 @pytest.mark.parametrize(
     ("batch", "per_device", "ranks", "nearest"),

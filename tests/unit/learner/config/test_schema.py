@@ -58,6 +58,7 @@ def test_defaults_as_the_documents_give_them() -> None:
         "version_window": 1,
         "max_update_lag": 4,  # D12
         "max_starved_steps": 20,  # D16
+        "sync_every": 1,
         "queue_limit": 8,
         "prefetch_target_packs": 4,
     }

@@ -54,6 +54,8 @@ class Case:
     slow_s: float  # longest call
     pause_s: float = 0.002  # longest step
     deadline_s: float = 30.0
+    every: int = 1  # Channel-B steps between two syncs
+    ready: int = 1  # steps whose packs are kept ready
     evaluated: float = 0.2  # share of steps before which weights are synced for an evaluation
 
 
@@ -134,10 +136,11 @@ def make_source(
         clock=PhaseClock(),
     )
     bounds = Bounds(
-        start_below=packs_per_step,
+        start_below=case.ready * packs_per_step,
         keep_at_most=packs_per_step + case.queue,
         version_window=case.window,
         max_update_lag=case.lag,
+        sync_every=case.every,
     )
     source = Stage2Ahead(
         parts,
@@ -180,7 +183,7 @@ def run_rank(world: World, ranks: Ranks, *, start: int, stop: int, total: int, s
 
 
 def sync(world: World, ranks: Ranks, source: Any, step: int) -> None:
-    counts = source._learned_since_sync
+    counts = source._learned_since_sync > 0
     with source.fence() as fence:
         ranks.barrier()
         if ranks.is_main:
@@ -220,6 +223,7 @@ CASES = st.builds(
     b_ratio=st.sampled_from([0.0625, 0.3, 0.5, 0.75, 1.0]),
     window=st.integers(0, 2),
     lag=st.integers(1, 5),
+    every=st.integers(1, 3),
     queue=st.integers(0, 3),
     chaos=st.integers(0, 10_000),
     slow_s=st.sampled_from([0.0, 0.002, 0.006]),

@@ -74,18 +74,30 @@ def test_the_next_channel_b_step(b_ratio: float, step: int, total: int, behind: 
     world_size=st.integers(1, 3),
     window=st.integers(0, 2),
     lag=st.integers(1, 6),
+    every=st.integers(1, 3),
     more=st.integers(0, 4),
     call_packs=st.integers(1, 3),
     sizes=st.lists(st.integers(0, SAMPLES_PER_PACK * PACKS_PER_STEP), min_size=3, max_size=3),
     chance=RANDOM,
 )
 def test_queues_of_several_ranks(
-    world_size: int, window: int, lag: int, more: int, call_packs: int, sizes: list[int], chance: random.Random
+    world_size: int,
+    window: int,
+    lag: int,
+    every: int,
+    more: int,
+    call_packs: int,
+    sizes: list[int],
+    chance: random.Random,
 ) -> None:
     """Every share is learned as rollouts or not at all, each place once; queues are bounded; all ranks come to have one
     share complete, whatever each of them dropped before."""
     bounds = Bounds(
-        start_below=PACKS_PER_STEP, keep_at_most=PACKS_PER_STEP + more, version_window=window, max_update_lag=lag
+        start_below=PACKS_PER_STEP,
+        keep_at_most=PACKS_PER_STEP + more,
+        version_window=window,
+        max_update_lag=lag,
+        sync_every=every,
     )
     queues = [
         ShareQueue(
@@ -108,11 +120,11 @@ def test_queues_of_several_ranks(
             if chance.random() < 0.2 and queue.queue:  # stands for a drop for want of room
                 queue._drop(chance.choice(queue.queue), "oldest")
         learns = chance.random() < 0.5
-        if chance.random() < 0.3 or (learns and queues[0].sync_due):
-            served = ServedVersion(ver=served.ver + 1, updates=step, syncs=served.syncs + queues[0].sync_due)
+        if chance.random() < 0.3 or (learns and queues[0].taken == every):
+            served = ServedVersion(ver=served.ver + 1, updates=step, syncs=served.syncs + (queues[0].taken > 0))
             move(queues, served)
         if step - served.updates >= lag:
-            served = ServedVersion(ver=served.ver + 1, updates=step, syncs=served.syncs + queues[0].sync_due)
+            served = ServedVersion(ver=served.ver + 1, updates=step, syncs=served.syncs + (queues[0].taken > 0))
             move(queues, served)
         if learns:
             share = until_ready(queues)
@@ -131,7 +143,7 @@ def work(queue: ShareQueue) -> None:
     elif queue.may_start:
         call = queue.start_call()
         assert 1 <= len(call.places) <= queue.call_size
-        syncs_before_it_is_learned = queue.wanted.index(call.share) + queue.sync_due
+        syncs_before_it_is_learned = (queue.wanted.index(call.share) + queue.taken) // queue.bounds.sync_every
         assert syncs_before_it_is_learned <= queue.bounds.version_window, "made only to be dropped"
     assert len(queue.queue) <= queue.keep_at_most
     places = Counter((pack.share, place) for pack in queue.queue for place in pack.places)
@@ -187,7 +199,7 @@ def test_rollouts_a_little_slower_than_learning_cost_little(rollout_time: int, l
     channels, first, left = [], 0, 0.0  # ticks until the call in flight ends
     for step in range(60):
         queue.want(range(first, first + 3))
-        if queue.sync_due:
+        if queue.taken:
             queue.request_fence()
             if queue.in_flight is not None:
                 queue.finish_call()
@@ -315,9 +327,9 @@ def test_counts_add_up_over_shares() -> None:
         made(queue, share)
         queue.request_fence()
         queue.complete_fence(ServedVersion(ver=5 + syncs, updates=step - 1, syncs=syncs))
-        assert not queue.sync_due
+        assert queue.taken == 0
         queue.take(share, step)
-        assert queue.sync_due, "the servers lack what is learned from it"
+        assert queue.taken == 1, "the servers lack what is learned from it"
     counts = queue.counts
     assert (counts.packs_made, counts.packs_learned) == (4, 4)
     assert (counts.age_versions, counts.age_updates) == (2 * 1 + 2 * 1, 2 * 3 + 2 * (7 - 2))
