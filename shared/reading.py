@@ -13,11 +13,19 @@ from typing import Any
 
 import yaml
 
+_MARK = b"\xef\xbb\xbf"  # a byte order mark, as some editors and Windows tools write it
+
 
 def json_in(path: Path) -> Any:
     """Return the content of a JSON file. A pipe or a device is refused, because it has no end."""
     _refuse_other_than_file(path)
     return json_of(path.read_bytes())
+
+
+def json_bytes_in(path: Path) -> bytes:
+    """Return the content of a JSON file without a byte order mark, which pydantic refuses. Raises OSError."""
+    _refuse_other_than_file(path)
+    return path.read_bytes().removeprefix(_MARK)
 
 
 def json_of(text: str | bytes) -> Any:
@@ -44,7 +52,7 @@ def lines_in(path: Path) -> Iterator[tuple[int, bytes]]:
     _refuse_other_than_file(path)
     with path.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
-            if content := line.removeprefix(b"\xef\xbb\xbf").strip():
+            if content := line.removeprefix(_MARK).strip():
                 yield number, content
 
 
@@ -65,5 +73,8 @@ def is_there(path: Path) -> bool:
 
 
 def _refuse_other_than_file(path: Path) -> None:
-    if not path.is_file():
-        raise IsADirectoryError(f"{path} is a folder") if path.is_dir() else FileNotFoundError(f"no file {path}")
+    if path.is_file():
+        return
+    if path.is_dir():
+        raise IsADirectoryError(f"{path} is a folder")
+    raise OSError(f"{path} is not a file") if path.exists() else FileNotFoundError(f"no file {path}")

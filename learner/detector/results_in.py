@@ -25,6 +25,7 @@ from learner.detector.inputs import images_of
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.grammar import NUM_BINS
 from shared.errors import DataError
+from shared.reading import json_bytes_in
 from shared.validation import fault_of
 
 
@@ -94,7 +95,7 @@ def read_results(path: Path, name: str, samples: Sequence[Sample], classes: Clas
 
 def _rows(path: Path) -> list[CocoResult]:
     try:
-        return _RESULTS.validate_json(path.read_bytes())
+        return _RESULTS.validate_json(json_bytes_in(path))
     except (OSError, ValidationError) as error:
         raise DataError(
             f"{path}: no COCO results",

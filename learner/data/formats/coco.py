@@ -16,7 +16,7 @@ from learner.data.formats.masks import outline_of
 from learner.data.formats.source import RowModel, Source
 from learner.data.formats.strict import ClassName, Flag, Identity, Number, Size
 from learner.records import GeometryKind, Place, RawObject, RawRecord
-from shared.reading import is_file, json_in, json_of
+from shared.reading import is_file, json_bytes_in, json_in, json_of
 
 
 class CocoImage(RowModel):
@@ -106,9 +106,7 @@ def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
     model = OutlinedFile if source.geometry == "poly" else CocoFile
     place = Place(source.file, "COCO JSON")
     try:
-        if not source.file.is_file():  # reading a pipe would wait for its writer
-            raise OSError("not a file")
-        content = source.file.read_bytes()
+        content = json_bytes_in(source.file)
         return model.model_validate_json(content), set()
     except OSError as error:
         source.bad.meet("malformed", place.error("the file cannot be read", found=str(error), wanted="COCO JSON"))

@@ -200,6 +200,12 @@ def test_wrong_outlines_are_told(tmp_path: Path) -> None:
     assert len(samples_of(file)[0].objects) == 4  # boxes do not need them
 
 
+def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
+    file = coco(tmp_path, {})
+    file.write_bytes(b"\xef\xbb\xbf" + file.read_bytes().replace(b"\n", b"\r\n"))
+    assert samples_of(file)[0].objects == (box("cat", 0, 0, 250, 500),)
+
+
 def test_an_id_may_be_a_number_here_and_a_string_there(tmp_path: Path) -> None:
     file = coco(tmp_path, {"image_id": "1", "category_id": "1", "bbox": ["0", 0.0, "20.0", 50], "iscrowd": 0})
     assert samples_of(file)[0].objects == (box("cat", 0, 0, 100, 500),)

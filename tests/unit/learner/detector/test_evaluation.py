@@ -122,7 +122,7 @@ def test_results_of_a_folder_name_their_files(truth: Path) -> None:
     names = {image["id"]: image["file_name"] for image in json.loads(truth.read_text())["images"]}
     file = truth.parent / "folder.json"
     rows = [{**row, "file_name": f"deep/{names[row['image_id']]}", "image_id": 109} for row in results_of(truth)]
-    file.write_text(json.dumps(rows))
+    file.write_bytes(b"\xef\xbb\xbf" + json.dumps(rows).encode())  # a byte order mark is no mistake
     (found,) = evaluated(truth, "--predictions", str(file))
     assert found["ap"]["coco/ap"] == 1.0
 
@@ -156,7 +156,7 @@ def test_results_of_other_annotations_are_refused(
         ("{}", "a list"),
         ('[{"image_id": 1}]', "0.bbox is missing: only image_id, and 1 more"),
         ('[{"image_id": 1, "bbox": [1, 2], "score": 1}]', "[1, 2] is not at least 4"),
-        (None, "No such file"),
+        (None, "no file"),
     ],
 )
 def test_a_file_that_has_no_results_is_told_in_words(
