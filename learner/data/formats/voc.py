@@ -55,8 +55,17 @@ def files_of(source: Source) -> tuple[Path, list[Path]]:
             remedy="set data.annotation_root",
         )
     text = text_of(listing, Place(listing, "list"), "names of XML files, one per line")
-    names = [line.split()[0] for line in text.splitlines() if line.strip()]
-    return folder, [folder / f"{name.removesuffix('.xml')}.xml" for name in names]
+    return folder, [_listed(line.strip(), folder) for line in text.splitlines() if line.strip()]
+
+
+def _listed(line: str, folder: Path) -> Path:
+    """Return the file that a line names. The name may have spaces, and numbers may follow it: VOC's lists per class end
+    their lines with a flag. So the longest name that is there is meant."""
+    _, *rest = line.split()
+    names = [line, *(line.rsplit(maxsplit=n)[0] for n in range(1, len(rest) + 1))]
+    files = [folder / f"{name.removesuffix('.xml')}.xml" for name in names]
+    missing = files[-1] if all(word.lstrip("-").isdigit() for word in rest) else files[0]
+    return next((file for file in files if is_file(file)), missing)
 
 
 def _has_images(folder: Path) -> bool:

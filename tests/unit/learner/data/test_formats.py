@@ -74,6 +74,18 @@ def test_a_list_names_voc_files_in_its_order(cells: Path) -> None:
     assert "none.xml" in refusal(cells / "ImageSets/train.txt", annotation_root=str(cells / "elsewhere"))
 
 
+def test_names_in_a_voc_list_may_have_spaces(tmp_path: Path) -> None:
+    """And flags behind them, whether the name ends with a number or not."""
+    for stem in ("cell 3 left", "IMG 0001", "a"):
+        voc(tmp_path, stem)
+    (tmp_path / "list.txt").write_bytes(b"cell 3 left\r\nIMG 0001\r\na  -1\r\n")
+    assert [s.sample_id for s in samples_of(tmp_path / "list.txt")] == ["cell 3 left", "IMG 0001", "a"]
+    (tmp_path / "list.txt").write_text("cell 3 left  1\nIMG 0001 1\n")
+    assert [s.sample_id for s in samples_of(tmp_path / "list.txt")] == ["cell 3 left", "IMG 0001"]
+    (tmp_path / "list.txt").write_text("no such cell\n")
+    assert "no such cell.xml" in refusal(tmp_path / "list.txt")
+
+
 def test_a_voc_image_is_found_without_its_ending_or_under_the_annotations_name(tmp_path: Path) -> None:
     voc(tmp_path, "a", filename="a")
     voc(tmp_path, "b", filename="IMG_0007.png")
