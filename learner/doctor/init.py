@@ -18,7 +18,7 @@ from learner.data.check import WithoutTokenizer
 from learner.data.formats.detect import locate
 from learner.data.formats.folders import splits_in
 from learner.data.formats.yolo import images_below
-from learner.data.splits import Split, read_split
+from learner.data.splits import Split, annotations_of, read_split
 from learner.data.survey import (
     PixelLimits,
     Survey,
@@ -184,6 +184,9 @@ def run_yaml(data: DataConfig, found: Survey, machine: Machine) -> str:
     batch = min(16, max(1, found.num_samples))
     others = "".join(f"  {key}: {json.dumps(path)}\n" for key in ("val", "test") if (path := getattr(data, key)))
     root = f"  image_root: {json.dumps(data.image_root)}\n" if data.image_root else ""
+    paths = [path for path in (data.train, data.val, data.test) if isinstance(path, str)]
+    own = any(annotations_of(data, path).format == "jsonl" for path in paths)  # with another prompt they are refused
+    rest = others + root + ("" if own else f'  prompt: "{PROMPT}"\n')
     dtype, amp = ("bfloat16", "true") if machine.num_gpus else ("float32", "false")
     backend = (
         "      vllm: {mode: colocate, tensor_parallel_size: 1, gpu_memory_utilization: 0.4, "
@@ -203,8 +206,7 @@ model:
 
 data:
   train: {json.dumps(data.train)}
-{others}{root}  prompt: "{PROMPT}"
-  on_bad_record: clip        # cut or left out, counted and logged; `error` lists all of them instead
+{rest}  on_bad_record: clip        # cut or left out, counted and logged; `error` lists all of them instead
 
 task: {{container: array, coordinates: digits}}     # how Qwen-VL models answer
 

@@ -11,7 +11,7 @@ from learner.config.load import load_config
 from learner.data.check import check_split, splits
 from learner.data.survey import PixelLimits, seen_by_model
 from rollout_server.config import load_server_config
-from tests.unit.learner.data.annotations import voc, voc_object
+from tests.unit.learner.data.annotations import jsonl, voc, voc_object
 from tests.unit.learner.data.fakes import draw
 
 ROOT = Path(__file__).parents[4]
@@ -42,6 +42,13 @@ def test_the_files_are_valid_and_read_every_photograph_once(
     assert all(split.num_samples for split in found.values())
     server = load_server_config(tmp_path / "out/server.yaml", has_token=False)
     assert (server.model, server.max_pixels) == (config.model.path, config.model.max_pixels)
+
+
+def test_records_with_prompts_of_their_own_keep_them(tmp_path: Path) -> None:
+    """The prompt that init writes for other formats is refused beside them."""
+    jsonl(tmp_path, *[{"desc": "x", "bbox_2d": [0, 0, 20, 50]}] * 40, name="train.jsonl")
+    assert main(["init", str(tmp_path), "--out", str(tmp_path)]) == 0
+    assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
 
 
 def test_what_looks_wrong_comes_with_an_example(
