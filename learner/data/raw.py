@@ -64,27 +64,30 @@ class BadRecords:
     errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN
     num_errors: int = 0
     counts: Counter[tuple[Kind | Kept, Action | Literal["keep"]]] = field(default_factory=Counter)
-    examples: dict[str, str] = field(default_factory=dict)  # the first of what was dropped, clipped or kept
+    examples: dict[tuple[str, str], str] = field(default_factory=dict)  # by kind and action, the first
 
-    def meet(self, kind: Kind, error: DataError) -> Action:
-        """Take note of one, and say what happens to it. After `error` the caller goes on as after `drop`."""
+    def meet(self, kind: Kind, error: DataError, *, can_be_cut: bool = True) -> Action:
+        """Take note of one, and say what happens to it. After `error` the caller goes on as after `drop`. What cannot
+        be cut is dropped instead."""
         action = self._action(kind)
+        if action == "clip" and not can_be_cut:
+            action = "drop"
         if action == "error":
             self.num_errors += 1
             if len(self.errors) < MAX_SHOWN:
                 self.errors.append(_with_way_out(kind, error))
         else:
             self.counts[kind, action] += 1
-            self._add_example(kind, error)
+            self._add_example(kind, action, error)
         return action
 
     def keep(self, kind: Kept, error: DataError) -> None:
         """Take note of what may be a mistake, and is used all the same."""
         self.counts[kind, "keep"] += 1
-        self._add_example(kind, error)
+        self._add_example(kind, "keep", error)
 
-    def _add_example(self, kind: Kind | Kept, error: DataError) -> None:
-        self.examples.setdefault(kind, f"{error.what}; found {error.found}")
+    def _add_example(self, kind: Kind | Kept, action: Action | Literal["keep"], error: DataError) -> None:
+        self.examples.setdefault((kind, action), f"{error.what}; found {error.found}")
 
     def _action(self, kind: Kind) -> Action:
         policy = self.policy
@@ -322,9 +325,10 @@ class SampleMaker:
             self._no_area(obj, "an area above 0")
             return None
         if not _inside(coords, size):
-            if not obj.ignored and self._outside(obj, size) != "clip":
+            cut = within(obj.kind, coords, (0, 0, *size))
+            if not obj.ignored and self._outside(obj, size, something_is_inside=bool(cut)) != "clip":
                 return None
-            coords = within(obj.kind, coords, (0, 0, *size))
+            coords = cut
         bins = to_bins(coords, *size) if coords else ()
         if bins and has_area(obj.kind, bins):
             return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins, image=image)
@@ -335,9 +339,10 @@ class SampleMaker:
     def _no_area(self, obj: RawObject, wanted: str) -> None:
         self.bad.meet("no_area", obj.place.error(f"{obj.name} has no area", found=obj.written, wanted=wanted))
 
-    def _outside(self, obj: RawObject, size: tuple[int, int]) -> Action:
+    def _outside(self, obj: RawObject, size: tuple[int, int], *, something_is_inside: bool) -> Action:
         what, wanted = f"{obj.name} lies outside the image", f"pixels within {size[0]} x {size[1]}"
-        return self.bad.meet("outside_image", obj.place.error(what, found=obj.written, wanted=wanted))
+        error = obj.place.error(what, found=obj.written, wanted=wanted)
+        return self.bad.meet("outside_image", error, can_be_cut=something_is_inside)
 
     def _is_valid(self, sample: Sample, place: Place) -> bool:
         try:

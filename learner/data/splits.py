@@ -72,7 +72,7 @@ def load_split(
     split.bad.raise_errors(path)
     for kind, actions in split.bad.summary().items():
         for action, number in actions.items():
-            log.warning("%s: %s %d (%s), for example: %s", path, action, number, kind, split.bad.examples[kind])
+            log.warning("%s: %s %d (%s), for example: %s", path, action, number, kind, split.bad.examples[kind, action])
     return split
 
 

@@ -43,7 +43,7 @@ class Survey:
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     smallest_side_px: float  # the median box's shorter side
     bad: Mapping[str, Mapping[str, int]]
-    examples: Mapping[str, str]  # one of each kind in `bad`
+    examples: Mapping[tuple[str, str], str]  # one of each kind and action in `bad`
     num_errors: int
 
     @property
@@ -111,7 +111,7 @@ def lines_of(found: Survey) -> list[str]:
 def warnings_of(found: Survey, *, held_out: bool = False) -> list[str]:
     """Return what may be a mistake. `held_out`: the split is for evaluations."""
     warned = [
-        f"{number} {_DONE[action]} ({kind}), for example {found.examples[kind]}"
+        f"{number} {_DONE[action]} ({kind}), for example {found.examples[kind, action]}"
         for kind, actions in found.bad.items()
         for action, number in actions.items()
     ]

@@ -15,7 +15,7 @@ from pycocotools import mask as coco_mask
 from learner.config.sections.data import BadRecordConfig, DataConfig
 from learner.data.formats.detect import format_of
 from learner.data.splits import Split, load_split
-from learner.data.survey import lines_of, survey
+from learner.data.survey import lines_of, survey, warnings_of
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.geometry import iou_matrix
 from shared.errors import DataError
@@ -265,7 +265,9 @@ def test_clip_cuts_at_the_border(tmp_path: Path) -> None:
     assert set(zip(thin[0].bins[::2], thin[0].bins[1::2], strict=True)) == {
         (749, 0), (999, 250), (999, 749), (749, 999)
     }  # fmt: skip
-    assert split.bad.summary() == {"no_area": {"drop": 1}, "outside_image": {"clip": 3}}
+    assert split.bad.summary() == {"no_area": {"drop": 1}, "outside_image": {"clip": 2, "drop": 1}}
+    cut, left_out = (line for line in warnings_of(survey(split)) if "outside_image" in line)
+    assert ("260" in cut, "400" in left_out) == (True, True), "each with an example of its own"
 
 
 def test_each_kind_has_a_policy_of_its_own(tmp_path: Path) -> None:
