@@ -19,9 +19,9 @@
 
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
 
-Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted, 141 nobody reads what is
-printed (`... | head`). A user error is one message without a traceback; a bug keeps its traceback. `--help` and `check`
-import neither torch nor transformers.
+Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted (128 + n: by signal n), 141
+nobody reads what is printed (`... | head`). A user error is one message without a traceback; a bug keeps its traceback.
+`--help` and `check` import neither torch nor transformers.
 """
 
 from __future__ import annotations

@@ -4,6 +4,8 @@
 survives `exec`, but children do not inherit it: each generation asks for itself. A rollout server's engine processes
 have a guard of their own (`rollout_server.processes`).
 
+`leave_lost_output` is for handlers of signals that a terminal sends to all who use it: `... | tee log` ends too.
+
 `FEW_SHAPES` are variables of a process that computes on CPU, set before torch is loaded. oneDNN, and ideep, torch's
 layer above it, each keep what they have prepared for 1,024 shapes of matrices; ideep has 270 KB for each. Images have
 new shapes again and again, so that this memory would grow for hours.
@@ -13,11 +15,13 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 from collections.abc import Mapping
 
 FEW_SHAPES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _PR_SET_PDEATHSIG = 1
+_PRINTED = (1, 2)  # stdout, stderr
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that a child can call it between fork and exec
 
 
@@ -29,3 +33,16 @@ def end_with_parent(signum: signal.Signals, parent_pid: int | None = None) -> No
     _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
     if parent_pid is not None and os.getppid() != parent_pid:  # it ended before the request
         os.kill(os.getpid(), signum)
+
+
+def leave_lost_output(within_s: float = 0.0) -> None:
+    """Lead stdout and stderr nowhere if nobody is at their other end any more, or leaves it within this time. Each line
+    that is printed there would be an OSError, in the middle of what has still to be saved."""
+    poll = select.poll()
+    for stream in _PRINTED:
+        poll.register(stream, 0)
+    for stream, events in poll.poll(1000 * within_s):
+        if events & (select.POLLHUP | select.POLLERR):
+            nowhere = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nowhere, stream)
+            os.close(nowhere)

@@ -86,7 +86,7 @@ class LocalPool:
 JOBS_PER_WORKER = 3  # one running, two waiting: a worker never idles while the learner computes
 MAX_JOB_SIZE = 16
 END_TIMEOUT_S = 5.0
-_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, slots=True)

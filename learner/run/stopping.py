@@ -1,10 +1,11 @@
-"""The causes that end a run early: Ctrl-C and SIGTERM, with a checkpoint and within a deadline, and the run's own time
-limit.
+"""The causes that end a run early: Ctrl-C, SIGTERM and a terminal that is closed, with a checkpoint and within a
+deadline, and the run's own time limit.
 
 In: signals. Out: `Stopped`, raised in the main thread. The first signal only asks. The next `check` is collective, so
 all ranks find the request at the same place. If no check comes in half the time (a long wait for rollouts), `Stopped`
-interrupts the main thread. After the whole time, or at a second Ctrl-C, the process ends at once. `build` installs it,
-and the trainer checks it. `TimeLimit` only says when `training.max_minutes` have passed.
+interrupts the main thread, once a checkpoint that is being written is whole. After the whole time, or at a second
+Ctrl-C, the process ends at once. `build` installs it, and the trainer checks it. `TimeLimit` only says when
+`training.max_minutes` have passed.
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from learner.policy.parallel import Ranks
+from shared.processes import leave_lost_output
 
 _STDERR = 2
+_LEAVE_S = 0.1  # a `tee` behind the run gets Ctrl-C, and SIGHUP, at the same moment
 
 
 class Stopped(BaseException):
@@ -94,6 +97,8 @@ class StopRequest:
     def installed(self) -> Iterator[None]:
         """Listen to signals inside this block, in the main thread."""
         handlers = {signal.SIGINT: self._asked, signal.SIGTERM: self._asked, signal.SIGALRM: self._break_in}
+        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
+            handlers[signal.SIGHUP] = self._asked
         previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
         try:
             yield
@@ -111,6 +116,7 @@ class StopRequest:
                 _end(signum, "ended at once; the newest checkpoint is complete")
             return
         self._signum = signum
+        leave_lost_output(_LEAVE_S)
         _say(f"{signal.Signals(signum).name}: saving and stopping, at most {self._timeout_s:g} s; Ctrl-C ends at once")
         signal.setitimer(signal.ITIMER_REAL, self._timeout_s / 2)
         why = "not stopped in time (training.stop_timeout_s)"
@@ -151,7 +157,8 @@ class TimeLimit:
 
 
 def _say(text: str) -> None:
-    os.write(_STDERR, f"learner: {text}\n".encode())  # a signal handler must not wait for a stream's lock
+    with suppress(OSError):  # nobody is there to read it
+        os.write(_STDERR, f"learner: {text}\n".encode())  # a signal handler must not wait for a stream's lock
 
 
 def _end(signum: int, why: str) -> None:

@@ -29,6 +29,7 @@ from shared.config.parse import write_yaml
 from shared.errors import DeadlineError
 from shared.wire import JOB_VARIABLE
 from tests.servers import wait_gone
+from tests.tiers import slow
 from tests.unit.learner.config.examples import changed, minimal
 
 SAID = re.compile(r"^(\w+) pid (\d+) devices (\S+)$", re.MULTILINE)
@@ -374,7 +375,7 @@ def test_keys_can_be_set_on_the_command_line(tmp_path: Path) -> None:
     assert {line.split(":")[0] for line in run.err.splitlines()} == {"learner.nproc", "ready_timeout"}
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, slow(signal.SIGHUP)])
 def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals) -> None:
     """This includes a server that ignores SIGTERM, and the processes that it started."""
     launcher = start(files(tmp_path, ["stubborn", "fine"], "waits"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
+import pty
 import signal
 import threading
 import time
@@ -25,7 +26,7 @@ def test_nobody_asked() -> None:
     StopRequest(Ranks(), timeout_s=1).check()
 
 
-@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_signal_stops_at_the_next_check_and_handlers_come_back(signum: int, code: int) -> None:
     before = signal.getsignal(signum)
     stop = StopRequest(Ranks(), timeout_s=3600)
@@ -51,6 +52,15 @@ def test_a_long_wait_is_broken_into_after_half_the_time() -> None:
     with StopRequest(Ranks(), timeout_s=2.0).installed(), pytest.raises(Stopped) as caught:
         learn()
     assert not caught.value.agreed
+
+
+def test_nohup_keeps_its_meaning() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with StopRequest(Ranks(), timeout_s=3600).installed():
+            assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize(("reserves", "over_at_s"), [(False, 120.0), (True, 90.0)])
@@ -103,6 +113,62 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert code == 130
     assert "SIGINT: saving and stopping" in said
     assert "ended at once; the newest checkpoint" in said
+
+
+def test_a_run_outlives_its_terminal_long_enough_to_save() -> None:
+    """A closed window, or a lost connection: SIGHUP ended the run at once. Whatever is printed later would fail."""
+    told, tell = os.pipe()
+    pid, terminal = pty.fork()
+    if pid == 0:
+        try:
+            stop = StopRequest(Ranks(), timeout_s=30)
+            with contextlib.suppress(Stopped), stop.installed():
+                os.write(tell, b"ready")
+                for _ in range(2000):
+                    time.sleep(0.01)
+                    stop.check()
+            print("saved", flush=True)
+            os.write(2, b"saved")
+            os.write(tell, b"saved")
+        finally:
+            os._exit(99)
+    assert os.read(told, 5) == b"ready"
+    os.close(terminal)
+    os.close(tell)
+    os.waitpid(pid, 0)
+    assert os.read(told, 5) == b"saved"
+
+
+def test_a_run_outlives_a_tee_that_ctrl_c_ends() -> None:
+    """`train 2>&1 | tee log`: Ctrl-C ends `tee` too. The handler's own line was a BrokenPipeError wherever the run was,
+    and a checkpoint that was being written then was given up as one that cannot be written."""
+    told, tell = os.pipe()
+    reading, printed = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        try:
+            os.close(reading)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
+            os.close(printed)
+            stop = StopRequest(Ranks(), timeout_s=30)
+            with contextlib.suppress(Stopped), stop.installed():
+                os.write(tell, b"ready")
+                for _ in range(2000):
+                    time.sleep(0.01)
+                    stop.check()
+            print("saved", flush=True)
+            os.write(tell, b"saved")
+        finally:
+            os._exit(99)
+    os.close(printed)
+    os.close(tell)
+    assert os.read(told, 5) == b"ready"
+    os.kill(pid, signal.SIGINT)
+    time.sleep(0.02)
+    os.close(reading)
+    os.waitpid(pid, 0)
+    assert os.read(told, 5) == b"saved"
 
 
 def test_a_repeated_sigterm_does_not_hurry() -> None:
