@@ -30,6 +30,7 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
@@ -114,6 +115,7 @@ class CheckpointStore:
     save_total_limit: int | None = None
     config_digest: str = ""  # told to the user where a resumed run has another one
     notes: Mapping[str, str] = field(default_factory=dict)  # text files of every checkpoint, by name
+    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # no stop interrupts what is written inside
 
     def save(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None
@@ -154,7 +156,8 @@ class CheckpointStore:
         """Write on rank 0; what went wrong, or nothing."""
         if self.ranks.is_main:
             try:
-                self._write(self.path_of(content.state), policy, content)
+                with self.held_off():
+                    self._write(self.path_of(content.state), policy, content)
             except Exception as error:
                 # The tokenizers library raises a bare Exception if it cannot write.
                 if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:

@@ -24,6 +24,7 @@ from shared.processes import leave_lost_output
 
 _STDERR = 2
 _LEAVE_S = 0.1  # a `tee` behind the run gets Ctrl-C, and SIGHUP, at the same moment
+_AGAIN_S = 0.2  # between looks whether a checkpoint is written
 
 
 class Stopped(BaseException):
@@ -85,6 +86,7 @@ class StopRequest:
         self._ranks, self._timeout_s = ranks, timeout_s
         self._signum = 0  # 0: not asked
         self._last_call: threading.Timer | None = None
+        self._is_held_off = False
 
     def check(self) -> None:
         """Raises Stopped on every rank if any rank was asked to stop. Collective."""
@@ -109,6 +111,16 @@ class StopRequest:
             for signum, handler in previous.items():
                 signal.signal(signum, handler)
 
+    @contextmanager
+    def held_off(self) -> Iterator[None]:
+        """Nothing is interrupted inside this block, which waits for no other rank: it writes a checkpoint. One that is
+        thrown away when half of the time is over has to be begun anew, in what is left. The last call stands."""
+        self._is_held_off = True
+        try:
+            yield
+        finally:
+            self._is_held_off = False
+
     def _asked(self, signum: int, frame: FrameType | None) -> None:
         if self._signum:
             # Launchers repeat SIGTERM to whole groups; only a person presses Ctrl-C twice.
@@ -125,6 +137,9 @@ class StopRequest:
         self._last_call.start()
 
     def _break_in(self, signum: int, frame: FrameType | None) -> None:
+        if self._is_held_off:
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+            return
         raise Stopped(self._signum, agreed=False)
 
 

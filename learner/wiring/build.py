@@ -157,6 +157,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         samples=basis.data.train,
     )
     labels = _label_completion(basis, backend, console)
+    stop = StopRequest(ranks, timeout_s=config.training.stop_timeout_s)
     source = _step_source(basis, batches, backend, total_steps, journal)
     after_backend.push(_closing(source))
     stack.callback(source.stop)
@@ -181,8 +182,9 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
             save_total_limit=config.training.save_total_limit,
             config_digest=_digest(config),
             notes={INFERENCE_NAME: settings_of(config, basis.data.train).to_json()},
+            held_off=stop.held_off,
         ),
-        stop=StopRequest(ranks, timeout_s=config.training.stop_timeout_s),
+        stop=stop,
         journal=journal,
         labels=labels,
     )

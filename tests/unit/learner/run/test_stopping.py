@@ -54,6 +54,22 @@ def test_a_long_wait_is_broken_into_after_half_the_time() -> None:
     assert not caught.value.agreed
 
 
+def test_a_checkpoint_is_written_to_its_end_before_the_break_in() -> None:
+    """Otherwise it is thrown away when half of the time is over, and what is left is too short for another one."""
+    stop, written = StopRequest(Ranks(), timeout_s=2.0), []
+
+    def save() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with stop.held_off():
+            time.sleep(1.3)
+            written.append("checkpoint")
+        time.sleep(60)
+
+    with stop.installed(), pytest.raises(Stopped):
+        save()
+    assert written == ["checkpoint"]
+
+
 def test_nohup_keeps_its_meaning() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
