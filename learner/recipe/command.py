@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -54,6 +55,7 @@ from learner.run.best import BEST_LINK, point_best
 from learner.run.files import writing
 from learner.run.lock import locked
 from learner.run.output_dir import check_output_dir, check_writable
+from learner.run.stopping import Stopped, StopRequest
 from learner.trainer import Trainer
 from learner.wiring.build import joined_ranks, train_on
 from shared.config.parse import write_yaml
@@ -123,6 +125,7 @@ class Recipe:
         self.root = Path(config.training.output_dir)
         self._began_s = time.monotonic()  # the stage that runs, or the command
         self._had_engine = False
+        self._stop: StopRequest | None = None  # of the newest stage
 
     def follow(self) -> int:
         """Run the stages, and write the report."""
@@ -130,7 +133,20 @@ class Recipe:
             sft = self.record.stage(SFT)
             if code := (self._sft() if sft is None else self._second(sft)):
                 return code
+            if code := self._stopped():
+                return code
         self._tell()
+        return 0
+
+    def _stopped(self) -> int:
+        """Return the exit code of a signal that came after the newest stage's last check; 0: none did. Collective."""
+        try:
+            if self._stop is not None and not self.record.ended:
+                self._stop.check()
+        except Stopped as stopped:
+            if self.ranks.is_main:
+                print(f"{stopped}; the same command goes on with the next stage", flush=True)
+            return stopped.exit_code
         return 0
 
     # ---- the stages ------------------------------------------------------------------------------------------------
@@ -206,7 +222,7 @@ class Recipe:
             self.ranks,
             self.environment,
             goes_on=True,
-            before=self._prepare_grpo if name == GRPO else lambda _: True,
+            before=partial(self._prepare, name),
         )
         _forget()
         seconds = earlier_s + time.monotonic() - self._began_s
@@ -235,6 +251,10 @@ class Recipe:
         if self.ranks.is_main:
             with writing(path):
                 write_yaml(path, values, f"A stage of the recipe in {self.root}, an ordinary run. Written by it.")
+
+    def _prepare(self, name: str, trainer: Trainer) -> bool:
+        self._stop = trainer.stop
+        return self._prepare_grpo(trainer) if name == GRPO else True
 
     def _prepare_grpo(self, trainer: Trainer) -> bool:
         """Give `grpo` the labels that the start completed, if there are any and it begins there. Return True if it is

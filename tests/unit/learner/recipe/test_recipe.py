@@ -5,7 +5,9 @@ wherever it was killed (R49). The learner is real; rollouts are those of `traine
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -410,6 +412,26 @@ def test_it_goes_on_wherever_it_was_killed(
     assert stages(tmp_path) == BOTH
     assert kept(tmp_path / "run") == tmp_path / "run" / "grpo" / "checkpoint-2"
     assert (tmp_path / "run" / "report.html").is_file()
+
+
+def test_a_stop_in_the_last_evaluation_of_a_stage_begins_no_other(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The stage has no check after it: the signal was lost, and the recipe went on with grpo."""
+    scores(GAINS)
+    config, scored = config_for(tiny_text, tmp_path), trainer_module.evaluate
+
+    def signalled(*args: Any, global_step: int, **more: Any) -> Any:
+        if global_step == 3:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return scored(*args, global_step=global_step, **more)
+
+    with monkeypatch.context() as once:
+        once.setattr(trainer_module, "evaluate", signalled)
+        assert recipe(config, MINUTES, environment={}) == 128 + signal.SIGTERM
+    assert stages(tmp_path) == BOTH[:1]
+    assert recipe(config, MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH
 
 
 def test_a_recipe_that_has_ended_trains_no_more(
