@@ -109,9 +109,10 @@ def make_app(folder: Path) -> FastAPI:
 
 
 def _photograph(source: str, images: Images) -> Response:
-    """Return a file as it is, and an image from elsewhere as JPEG. Raises MediaError or OSError."""
+    """Return a file as it is, and as JPEG a TIFF, which browsers do not show, or an image from elsewhere. Raises
+    MediaError or OSError."""
     path = Path(source.removeprefix("file://"))
-    if path.is_file():
+    if path.is_file() and path.suffix.lower() not in (".tif", ".tiff"):
         return Response(path.read_bytes(), media_type=mimetypes.guess_type(path.name)[0] or "image/jpeg")
     file = BytesIO()
     images.load(source).save(file, "JPEG")

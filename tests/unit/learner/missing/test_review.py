@@ -9,12 +9,14 @@ import socket
 import subprocess
 import threading
 from dataclasses import asdict
+from io import BytesIO
 from pathlib import Path
 
 import pytest
 import uvicorn
 from fastapi import Response
 from fastapi.testclient import TestClient
+from PIL import Image
 
 from learner.__main__ import main
 from learner.config.sections.data import DataConfig
@@ -132,6 +134,18 @@ def test_photographs_are_those_of_the_suggestions_only(tmp_path: Path) -> None:
     assert client.get("/image/2").status_code == 404
     assert client.get("/image/-1").status_code == 404
     assert "image" not in client.get("/state").json()["suggestions"][0]
+
+
+def test_a_tiff_is_shown_as_what_browsers_show(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    content = json.loads((folder / SUGGESTIONS).read_text())
+    Image.new("RGB", (40, 30), "red").save(tmp_path / "scan.TIF")
+    content["suggestions"][0]["image"] = str(tmp_path / "scan.TIF")
+    (folder / SUGGESTIONS).write_text(json.dumps(content))
+    with TestClient(make_app(folder)) as client:
+        shown = client.get("/image/0")
+    assert shown.headers["content-type"] == "image/jpeg"
+    assert Image.open(BytesIO(shown.content)).size == (40, 30)
 
 
 def test_other_sites_reach_nothing(tmp_path: Path) -> None:
