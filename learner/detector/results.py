@@ -110,10 +110,12 @@ def _another_request(out: Path, found: Mapping[str, object], wanted: Mapping[str
 
 
 def _flat(request: Mapping[str, object]) -> dict[str, object]:
-    """Return the options by their own names, those of `asked` and `settings` too."""
+    """Return the options by their own names, those of `asked` too. The model's settings have names apart: some are
+    options as well, such as `classes`."""
     flat: dict[str, object] = {}
     for key, value in request.items():
-        flat.update(value if isinstance(value, dict) else {key: value})
+        prefix = "the model's " if key == "settings" else ""
+        flat.update({prefix + name: one for name, one in value.items()} if isinstance(value, dict) else {key: value})
     return flat
 
 

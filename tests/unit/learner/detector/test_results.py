@@ -10,7 +10,12 @@ from learner.detector.boxes import Prediction
 from learner.detector.results import LINES, PAGE_NAME, Store
 from shared.errors import ConfigError, OutputError
 
-REQUEST = {"model": "cells", "asked": {"samples": 2, "server": None}, "classes": []}
+REQUEST = {
+    "model": "cells",
+    "settings": {"classes": ["red"], "max_new_tokens": 512},  # as the model was trained
+    "asked": {"samples": 2, "server": None, "max_new_tokens": None},
+    "classes": [],
+}
 
 
 def test_files_that_predict_did_not_write_are_not_replaced(tmp_path: Path) -> None:
@@ -37,5 +42,8 @@ def test_another_request_is_refused_by_the_options_that_differ(tmp_path: Path) -
     store.add(0, Prediction(id=1, name="a.png", source="a.png", width=8, height=8, boxes=(), truncated=False))
     store.close()
     with pytest.raises(ConfigError) as caught:
-        Store.open(tmp_path, {**REQUEST, "asked": {"samples": 4, "server": None}})
+        Store.open(tmp_path, {**REQUEST, "asked": {"samples": 4, "server": None, "max_new_tokens": None}})
     assert caught.value.found == "samples: 2 there, 4 now"
+    with pytest.raises(ConfigError) as caught:
+        Store.open(tmp_path, {**REQUEST, "settings": {"classes": ["red", "white"], "max_new_tokens": 512}})
+    assert caught.value.found == "the model's classes: ['red'] there, ['red', 'white'] now"
