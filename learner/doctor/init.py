@@ -114,11 +114,12 @@ def _read(data: DataConfig, path: str) -> Split:
 def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> None:
     formats = {annotations.format for annotations in splits_in(folder).values()}
     print(f"{folder}: {', '.join(sorted(formats)) or 'annotations'}")
+    limits = PixelLimits(most=pixels_for(survey(found["train"])))  # as run.yaml has them
     for split, read in found.items():
         about = survey(read)
         print(f"\n{split} ({getattr(data, split)})")
         lines = lines_of(about) if about.num_samples else ["no photograph can be used"]
-        seen = seen_by_model(about.sizes[2], PixelLimits(most=pixels_for(about)))
+        seen = seen_by_model(about.sizes[2], limits)
         if about.num_samples:
             lines.append(seen_in_words(seen))
         warned = [*warnings_of(about, held_out=split != "train"), *filter(None, [small_boxes(about, seen)])]

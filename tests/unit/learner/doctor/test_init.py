@@ -67,6 +67,22 @@ def test_what_looks_wrong_comes_with_an_example(
     assert ("2 photographs" in unused, "nobody.jpg" in unused) == (True, True)
 
 
+def test_the_model_sees_all_photographs_by_the_limit_that_is_written(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those to evaluate on may be larger than those to train on, whose size the limit has."""
+    for split, size in (("train", (640, 480)), ("valid", (1920, 1440))):
+        (tmp_path / split).mkdir()
+        voc(tmp_path / split, "a", voc_object("raccoon", 10, 10, 90, 95), size=size)
+        draw(tmp_path / split, "JPEGImages/a.jpg", size=size)
+    assert main(["init", str(tmp_path), "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
+    checked = capsys.readouterr().out
+    seen = [line for line in told.splitlines() if "the model sees the largest" in line]
+    assert [line for line in checked.splitlines() if "the model sees the largest" in line] == seen
+
+
 def test_photographs_alone_cannot_be_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw(tmp_path / "photographs", "a.jpg", "b.jpg")
     assert main(["init", str(tmp_path / "photographs"), "--out", str(tmp_path / "out")]) == 2
