@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
+import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from learner.config.inference import INFERENCE_NAME, settings_of
 from learner.config.load import write_resolved
@@ -190,16 +192,34 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     )
 
 
+_UNFINISHED = ".unfinished-export"
+
+
 def export(checkpoint: str, out: str, dtype: str) -> int:
     """Write the merged weights of a checkpoint folder as a model that can be served. Returns the exit code. Raises
-    ConfigError if it is no such folder, OutputError if `out` has files."""
+    ConfigError if it is no such folder, OutputError if `out` has files or cannot be written. However it ends, the whole
+    model is in `out`, or no `config.json`."""
     from learner.config.sections.model import ModelConfig
     from learner.policy.files import export_model
 
     check_checkpoint(Path(checkpoint))
     _check_export_folder(Path(out))
     policy = load_policy(ModelConfig(path=checkpoint), device=torch.device("cpu"))
-    export_model(policy, Path(out), dtype=getattr(torch, dtype))
+    work = Path(out) / _UNFINISHED
+    try:
+        with writing(Path(out)):
+            if work.exists():
+                shutil.rmtree(work)
+            try:
+                export_model(policy, work, dtype=getattr(torch, dtype))
+            except Exception as error:  # safetensors has a type of its own, the tokenizers library a bare Exception
+                if not isinstance(error, SafetensorError) and type(error) is not Exception:
+                    raise
+                raise OSError(str(error)) from error
+            for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):  # without it, no model
+                path.rename(Path(out) / path.name)
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
     print(f"wrote {out}")
     return 0
 
@@ -219,7 +239,7 @@ def check_checkpoint(folder: Path) -> None:
 
 def _check_export_folder(out: Path) -> None:
     """Raises OutputError if something is at `out`. Weights of an earlier export may be in more files than these."""
-    is_empty = not out.exists() or (out.is_dir() and not any(out.iterdir()))
+    is_empty = not out.exists() or (out.is_dir() and all(path.name == _UNFINISHED for path in out.iterdir()))
     if not is_empty:
         raise OutputError(
             "--out: the model would be written among other files",

@@ -21,6 +21,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 
 from learner.config.sections.model import LoraConfig
 from learner.config.sections.training import TrainingConfig
+from learner.policy import files
 from learner.policy.files import export_model, save_model
 from learner.policy.load import Policy
 from learner.policy.optim import Optimizer
@@ -420,3 +421,26 @@ def test_a_checkpoint_of_an_earlier_version_is_resumed(tiny_vlm: Path, tmp_path:
     assert store.load("latest", policy, optimizer).global_step == 1
     for name, tensor in optimizer.state().items():
         assert torch.equal(moments[name], tensor)
+
+
+def test_an_export_is_whole_or_not_there(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A full disk was a traceback, and half a model stayed, as it did after Ctrl-C: no second export could go there."""
+    out = tmp_path / "out"
+    with no_file_larger_than(10_000), pytest.raises(OutputError, match="can't be written"):
+        export(str(tiny_text), str(out), "bfloat16")
+    assert list(out.iterdir()) == []
+
+    def interrupted(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
+        path.mkdir(parents=True)
+        (path / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as once:
+        once.setattr(files, "export_model", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            export(str(tiny_text), str(out), "bfloat16")
+    assert list(out.iterdir()) == []
+    (out / ".unfinished-export").mkdir()  # of one that was killed
+    export(str(tiny_text), str(out), "bfloat16")
+    assert {"config.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
+    assert not any(path.name.startswith(".") for path in out.iterdir())
