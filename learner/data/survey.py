@@ -38,6 +38,7 @@ class Survey:
     num_empty: int  # samples without objects
     num_ignored: int  # ignore regions
     num_unplaced: int  # samples whose prompt has no `<image>`
+    asked_again: Sequence[str]  # photographs of samples that ask what an earlier one asks, and answer otherwise
     classes: Mapping[str, int]
     boxes_per_image: tuple[int, float, int]  # fewest, median, most
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
@@ -65,6 +66,7 @@ def survey(split: Split) -> Survey:
         num_empty=counts.count(0),
         num_ignored=sum(len(sample.ignored) for sample in samples),
         num_unplaced=sum(bool(sample.images) and not places_images(sample.messages) for sample in samples),
+        asked_again=[*_asked_again(samples)],
         classes=dict(Counter(obj.desc for sample in samples for obj in sample.objects).most_common()),
         boxes_per_image=(min(counts), median(counts), max(counts)),
         sizes=(sizes[0], sizes[len(sizes) // 2], sizes[-1]),
@@ -73,6 +75,14 @@ def survey(split: Split) -> Survey:
         examples=split.bad.examples,
         num_errors=split.bad.num_errors,
     )
+
+
+def _asked_again(samples: Sequence[Sample]) -> Iterator[str]:
+    answers: dict[tuple[tuple[str, ...], str], tuple[object, ...]] = {}
+    for sample in samples:
+        before = answers.setdefault((sample.images, repr(sample.messages)), sample.objects)
+        if sample.images and before != sample.objects:
+            yield sample.images[0]
 
 
 def _sides(sample: Sample) -> Iterator[float]:
@@ -117,6 +127,12 @@ def warnings_of(found: Survey, *, held_out: bool = False) -> list[str]:
     ]
     if held_out and found.num_samples < _FEW:
         warned.append(f"{photographs(found.num_samples)} to evaluate on: too few to tell two models apart")
+    if found.asked_again:
+        warned.append(
+            f"{len(found.asked_again)} record{'s' * (len(found.asked_again) > 1)} of a photograph that an earlier one "
+            f"has too, with other objects, for example {found.asked_again[0]}: each teaches that the other's are not "
+            "there; put all of them in one"
+        )
     if found.num_empty:
         warned.append(f"{photographs(found.num_empty)} without objects: taught as the empty answer")
     if found.num_ignored:

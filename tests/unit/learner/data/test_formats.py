@@ -270,6 +270,18 @@ def test_clip_cuts_at_the_border(tmp_path: Path) -> None:
     assert ("260" in cut, "400" in left_out) == (True, True), "each with an example of its own"
 
 
+def test_a_photograph_in_two_records_is_told_where_their_objects_differ(tmp_path: Path) -> None:
+    """A file with a record for each object teaches one box of each photograph."""
+    left, right = ({"desc": "x", "bbox_2d": [x, 0, x + 50, 50]} for x in (0, 100))
+    told = [
+        line for line in warnings_of(survey(split_of(jsonl(tmp_path, left, right)))) if "with other objects" in line
+    ]
+    assert len(told) == 1
+    assert "1 record of a photograph" in told[0]
+    twice = survey(split_of(jsonl(tmp_path, left, left)))
+    assert twice.asked_again == [], "the same record again is no contradiction"
+
+
 def test_each_kind_has_a_policy_of_its_own(tmp_path: Path) -> None:
     file = jsonl(tmp_path, FLAT, OUT)
     text = refusal(file, on_bad_record=BadRecordConfig(outside_image="clip"))
