@@ -65,7 +65,7 @@ def told_before_the_first_step() -> Iterator[None]:
 
 
 def _too_early(signum: int, frame: FrameType | None) -> None:
-    _end(signum, f"{signal.Signals(signum).name} before the first step: nothing to save")
+    _end(signum, f"{signal.Signals(signum).name} before the first step or after the last: nothing to save")
 
 
 def _forget_in_child() -> None:
