@@ -9,6 +9,7 @@ import gc
 import logging
 import os
 import random
+import signal
 import sys
 from collections.abc import Iterator
 
@@ -77,3 +78,11 @@ def logging_as_before() -> Iterator[None]:
         logger.propagate = propagate
         if logger.level != level:  # setting it clears the caches of all loggers
             logger.setLevel(level)
+
+
+@pytest.fixture
+def without_nohup() -> Iterator[None]:
+    """SIGHUP is not ignored in the test, nor in what it starts, whatever started the tests."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)

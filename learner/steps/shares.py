@@ -250,7 +250,8 @@ class ShareQueue:
     def _next_run(self) -> tuple[int, int, int] | None:
         """Share, first place and last + 1 of what is to be made next. Beside the most urgent share, only while fewer
         than `start_below` packs wait, and no more than fit the queue, nor what would be too many syncs old by then."""
-        most_shares = (self.bounds.version_window + 1) * self.bounds.sync_every - self.taken
+        every = self.bounds.sync_every
+        most_shares = max(0, every - self.taken) + self.bounds.version_window * every
         for urgency, share in enumerate(self.wanted[:most_shares]):
             missing = self._missing(share)
             if not missing:

@@ -376,7 +376,7 @@ def test_keys_can_be_set_on_the_command_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, slow(signal.SIGHUP)])
-def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals) -> None:
+def test_a_signal_stops_everything(tmp_path: Path, signum: signal.Signals, without_nohup: None) -> None:
     """This includes a server that ignores SIGTERM, and the processes that it started."""
     launcher = start(files(tmp_path, ["stubborn", "fine"], "waits"))
     seen = read_until_the_learner_runs(launcher)

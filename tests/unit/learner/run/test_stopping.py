@@ -27,7 +27,7 @@ def test_nobody_asked() -> None:
 
 
 @pytest.mark.parametrize(("signum", "code"), [(signal.SIGHUP, 129), (signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_stops_at_the_next_check_and_handlers_come_back(signum: int, code: int) -> None:
+def test_a_signal_stops_at_the_next_check_and_handlers_come_back(signum: int, code: int, without_nohup: None) -> None:
     before = signal.getsignal(signum)
     stop = StopRequest(Ranks(), timeout_s=3600)
     with stop.installed():
@@ -131,7 +131,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert "ended at once; the newest checkpoint" in said
 
 
-def test_a_run_outlives_its_terminal_long_enough_to_save() -> None:
+def test_a_run_outlives_its_terminal_long_enough_to_save(without_nohup: None) -> None:
     """A closed window, or a lost connection: SIGHUP ended the run at once. Whatever is printed later would fail."""
     told, tell = os.pipe()
     pid, terminal = pty.fork()
