@@ -348,7 +348,7 @@ def load_policy(
 
 
 def _load_model(path: str, dtype: torch.dtype, device: torch.device, *, allow_untested: bool) -> PreTrainedModel:
-    """Each weight goes from its file to a GPU directly, so the host never holds the whole model."""
+    """Return the model on `device`. Each weight goes from its file to a GPU, without a copy in the host's memory."""
     check_path(path, key="model.path")
     try:
         settings = AutoConfig.from_pretrained(path)

@@ -80,7 +80,7 @@ class Sizes:
         """A call is one or more whole packs: as many as the servers decode at once (`capacity` samples), or a quarter
         of a step's packs if that is more, because within a call the servers are refilled as answers come. It is a
         step's packs at most, because a sync waits for the call in flight. The calls of a step are about equally long.
-        Where the queue has less room, `ShareQueue` makes the call shorter."""
+        Where the queue has less room beside the most urgent share, `ShareQueue` makes the call shorter."""
         packs = max(1, min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step))
         calls = -(-packs_per_step // packs)
         return cls(
@@ -133,7 +133,7 @@ class Stage2Ahead(Stage2Steps):
 
     def wants_sync(self, global_step: int) -> bool:
         """Return True if the producers can use the present weights, and those that they have are used up."""
-        for behind in (0, self._made_before(global_step)):
+        for behind in {0, self._made_before(global_step)}:
             next_b = self._shares.next_b(global_step, behind=behind)
             if next_b is None or self._too_far(next_b, global_step):
                 continue
@@ -142,9 +142,9 @@ class Stage2Ahead(Stage2Steps):
         return False
 
     def _made_before(self, global_step: int) -> int:
-        """Return how many shares are made by the weights that are served, and need no other. After a Channel-B step
-        that found no packs these are the ones that wait, and the one in flight if a call is a whole share: a sync waits
-        for it. Otherwise the producers would stand still until that share is learned, and come late again."""
+        """Return how many shares the served weights have made, or are making, so that newer ones are for those after
+        them. It counts after a Channel-B step that found no packs: the producers would stand still until such a share
+        is learned, and come late again. A call in flight that makes a whole share counts too: a sync waits for it."""
         if not self._starved:
             return 0
         return max(self._waiting, self._is_call_whole and self._shares.next_b(global_step) == global_step)

@@ -179,7 +179,7 @@ class PackCounts:
     packs_dropped_unwanted: int = 0  # their share was learned as ground truth
     samples_returned: int = 0  # drops return them: each of them costs a rollout
     age_versions: int = 0  # summed over learned packs: the window's syncs between making and learning
-    age_updates: int = 0  # likewise, optimizer updates
+    age_updates: int = 0  # summed over learned packs: optimizer updates between making and learning
 
 
 class ShareQueue:

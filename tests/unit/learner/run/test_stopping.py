@@ -131,18 +131,23 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert "ended at once; the newest checkpoint" in said
 
 
+def work_until_stopped(tell: int) -> None:
+    """Say `ready` into the pipe, and go on until a signal asks to stop."""
+    stop = StopRequest(Ranks(), timeout_s=30)
+    with contextlib.suppress(Stopped), stop.installed():
+        os.write(tell, b"ready")
+        for _ in range(2000):
+            time.sleep(0.01)
+            stop.check()
+
+
 def test_a_run_outlives_its_terminal_long_enough_to_save(without_nohup: None) -> None:
     """A closed window, or a lost connection: SIGHUP ended the run at once. Whatever is printed later would fail."""
     told, tell = os.pipe()
     pid, terminal = pty.fork()
     if pid == 0:
         try:
-            stop = StopRequest(Ranks(), timeout_s=30)
-            with contextlib.suppress(Stopped), stop.installed():
-                os.write(tell, b"ready")
-                for _ in range(2000):
-                    time.sleep(0.01)
-                    stop.check()
+            work_until_stopped(tell)
             print("saved", flush=True)
             os.write(2, b"saved")
             os.write(tell, b"saved")
@@ -167,12 +172,7 @@ def test_a_run_outlives_a_tee_that_ctrl_c_ends() -> None:
             os.dup2(printed, 1)
             os.dup2(printed, 2)
             os.close(printed)
-            stop = StopRequest(Ranks(), timeout_s=30)
-            with contextlib.suppress(Stopped), stop.installed():
-                os.write(tell, b"ready")
-                for _ in range(2000):
-                    time.sleep(0.01)
-                    stop.check()
+            work_until_stopped(tell)
             print("saved", flush=True)
             os.write(tell, b"saved")
         finally:

@@ -13,7 +13,7 @@ from learner.policy.parallel import Ranks
 from learner.records import Segment
 from learner.steps import ahead
 from learner.steps.producer import CallStages, ProducerStats
-from learner.steps.shares import PackCounts, ServedVersion, ShareQueue
+from learner.steps.shares import ServedVersion, ShareQueue
 from learner.steps.source import Fence
 from learner.steps.stage2 import CallTotals
 from tests.unit.learner.steps.fakes import segment
@@ -64,7 +64,7 @@ class LateProducer:
         self._go_on()
 
     def stats(self) -> ProducerStats:
-        return ProducerStats(queued=len(self._queue.queue), counts=PackCounts(), calls=CallTotals())
+        return ProducerStats(queued=len(self._queue.queue), counts=self._queue.counts, calls=CallTotals())
 
     def stop(self) -> None:
         self._queue.stop()
@@ -112,27 +112,30 @@ def test_rollouts_longer_than_a_step_are_learned(
     A share that came a little late was learned a step later. The producer then waited for the next sync, and the next
     share came late as well, or had to be dropped again and again."""
     world = World(case_of(b_ratio=b_ratio, num_samples=per_epoch * SAMPLES, queue=8))
-    channels = run(world, monkeypatch, call=call, step_s=STEP_S, share_s=share_s, sync_s=SYNC_S)
+    channels, _ = run(world, monkeypatch, call=call, step_s=STEP_S, share_s=share_s, sync_s=SYNC_S)
     possible = min(int(b_ratio * NUM_STEPS), int(LateProducer.now / share_s))
     assert channels.count("B") >= wanted * possible - 1, channels
 
 
-@pytest.mark.parametrize(("every", "lag", "least"), [(1, 4, 0.8), (2, 8, 0.87), (4, 8, 0.92)])
-def test_fewer_syncs_leave_less_waiting(every: int, lag: int, least: float, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("every", "lag", "least", "age"), [(1, 4, 0.8, 1.7), (2, 8, 0.87, 3.7), (4, 8, 0.92, 4.9)])
+def test_fewer_syncs_leave_less_waiting(
+    every: int, lag: int, least: float, age: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`sync_every`: a sync waits for the call in flight. Seconds of a 4B model on photographs, 64 a step, on two GPUs:
-    both sides are busy for at least this share of the time."""
+    both sides are busy for at least this share of the time. `age`: of a rollout, in optimizer updates, on average."""
     step_s, share_s, sync_s = 3.92, 5.1, 0.25
     world = World(case_of(b_ratio=0.75, num_samples=60 * SAMPLES, queue=40, ready=every + 1, every=every, lag=lag))
-    channels = run(world, monkeypatch, call=WHOLE, step_s=step_s, share_s=share_s, sync_s=sync_s)
+    channels, found_age = run(world, monkeypatch, call=WHOLE, step_s=step_s, share_s=share_s, sync_s=sync_s)
     assert channels.count("B") >= 0.75 * NUM_STEPS - 2
     assert NUM_STEPS * step_s / LateProducer.now >= least
     assert LateProducer.busy_s / LateProducer.now >= least
+    assert found_age == pytest.approx(age, abs=0.1)
 
 
 def run(
     world: World, monkeypatch: pytest.MonkeyPatch, *, call: int, step_s: float, share_s: float, sync_s: float
-) -> str:
-    """Return the channel of each step."""
+) -> tuple[str, float]:
+    """Return the channel of each step, and how many updates old a learned rollout is on average."""
     monkeypatch.setattr(ahead, "Producer", LateProducer)
     for name, value in (("now", 0.0), ("busy_s", 0.0), ("share_s", share_s)):
         monkeypatch.setattr(LateProducer, name, value)
@@ -151,4 +154,5 @@ def run(
             for rows in source.micro_steps():
                 list(rows)
             LateProducer.now += step_s
-    return channels
+        counts = source._producer.stats().counts
+    return channels, counts.age_updates / counts.packs_learned
