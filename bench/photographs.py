@@ -1,12 +1,12 @@
 """Full size: a Qwen3-VL of 4B parameters learns from photographs, 20 steps in each mode.
 
-    python -m bench.photographs --data DIR --out DIR [--mode MODE] [--size tiny]
+    python -m bench.photographs --data DIR --out DIR [--mode MODE] [--topology 3+1] [--size tiny]
 
 In: a folder of photographs with Pascal VOC annotations (BCCD: `images/`, `voc/`, `splits/train.txt`). The model has the
-shape of Qwen3-VL-4B and random weights. One rollout GPU and one learner GPU. Out: `photographs.json`, with per mode:
-seconds and tokens per second of a step, how busy both GPUs and both sides were after the warm-up, peak memory, every
-sync's seconds, its pause, its canary gap and its merge gap; and beside it each run's `metrics.jsonl`. If a mode fails,
-its error is recorded, and the next one runs. Without a GPU: `--size tiny`.
+shape of Qwen3-VL-4B and random weights. One rollout GPU and one learner GPU, or other numbers of them. Out:
+`photographs.json`, with per mode: seconds and tokens per second of a step, how busy the GPUs and both sides were after
+the warm-up, peak memory, every sync's seconds, its pause, its canary gap and its merge gap; and beside it each run's
+`metrics.jsonl`. If a mode fails, its error is recorded, and the next one runs. Without a GPU: `--size tiny`.
 
 Random weights find every answer improbable, about -12 nats per token. That is the hardest case for the canary.
 """
@@ -18,17 +18,19 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
 
+import torch
 import typer
 
 from bench.figures import circumstances
 from bench.models import build_photograph_model
-from bench.runs import Server, learner_config, read_events, say, serve, served_by, start_learner, steps_of
+from bench.runs import Server, learner_config, read_events, say, served_by, start_learner, start_server, steps_of
+from bench.topologies import Topology
 from bench.watch import GpuUse, gpu_use
 from deploy.demo.model import build as build_small_model
 from deploy.launch import Processes, supervised
@@ -49,6 +51,14 @@ MODES: Mapping[str, Mapping[str, Any]] = {
         "b_ratio": 0.75,
         "staging": "device",
         "sync_every": 2,
+        "max_update_lag": 8,
+    },
+    "async, staged, a quarter of the syncs": {
+        "model": LORA,
+        "sync": "full",
+        "b_ratio": 0.75,
+        "staging": "device",
+        "sync_every": 4,
         "max_update_lag": 8,
     },
 }
@@ -87,24 +97,32 @@ def server_config(model: Path, images: Path, *, on_gpu: bool) -> dict[str, Any]:
     return {**config, "gpu_memory_utilization": 0.8, "engine_args": engine_args}
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The parts that are the same for all topologies and modes."""
+
+    model: Path
+    data: Path
+    folder: Path
+    steps: int
+    samples: int  # of a step
+    num_gpus: int  # this machine's; 0: all on the CPU
+    limit_s: float  # for a mode
+
+    @property
+    def on_gpu(self) -> bool:
+        return self.num_gpus > 0
+
+
 def run_mode(
-    processes: Processes,
-    folder: Path,
-    name: str,
-    server: Server,
-    model: Path,
-    data: Path,
-    *,
-    steps: int,
-    samples: int,
-    on_gpu: bool,
-    limit_s: float,
+    processes: Processes, topology: Topology, name: str, servers: Sequence[Server], work: Workload
 ) -> dict[str, Any]:
     """Return the figures of one mode. Raises ServerError or DeadlineError if the run failed."""
-    run = name.replace(", ", "-").replace(" ", "_")
-    config = _run_config(MODES[name], folder / run, server, model, data, steps=steps, samples=samples, on_gpu=on_gpu)
-    began = time.monotonic()
-    learner = start_learner(processes, folder, run, config, ranks=1, devices=[1] if on_gpu else ())
+    run = f"{topology.name}-{name.replace(', ', '-').replace(' ', '_')}"
+    config = run_config(MODES[name], topology, servers, work, work.folder / run)
+    _, devices = topology.devices(work.num_gpus)
+    began, limit_s, steps = time.monotonic(), work.limit_s, work.steps
+    learner = start_learner(processes, work.folder, run, config, ranks=topology.learner_gpus, devices=devices)
     num_steps = lambda: len(steps_of(read_events(learner.run_dir)))  # noqa: E731
     gpus: Mapping[int, GpuUse] = {}
     error = {}
@@ -118,59 +136,52 @@ def run_mode(
             raise
         error["error"] = str(failure)  # keeps what was measured until then
     events = read_events(learner.run_dir)
-    say(f"{name}: {num_steps()} steps in {time.monotonic() - began:.0f} s")
+    say(f"{topology.name}, {name}: {num_steps()} steps in {time.monotonic() - began:.0f} s")
     for sync in [e for e in events if e["event"] == "sync"][-3:]:
         say(
             f"  sync {sync['ver']}: {sync['seconds']:.2f} s, gap {sync['canary_gap']:.4f}, "
             f"merge gap {sync['merge_gap']:.4f}"
         )
-    return {"mode": name, "run_s": round(time.monotonic() - began, 1), **_told(events, gpus), **error}
+    run_s = round(time.monotonic() - began, 1)
+    return {"topology": topology.name, "mode": name, "run_s": run_s, **_told(events, gpus), **error}
 
 
-def _run_config(
-    mode: Mapping[str, Any],
-    run_dir: Path,
-    server: Server,
-    model: Path,
-    data: Path,
-    *,
-    steps: int,
-    samples: int,
-    on_gpu: bool,
+def run_config(
+    mode: Mapping[str, Any], topology: Topology, servers: Sequence[Server], work: Workload, run_dir: Path
 ) -> dict[str, Any]:
-    per_device, tokens = (8, 512) if on_gpu else (2, 48)
+    per_device, tokens = (8, 512) if work.on_gpu else (2, 48)
     ahead = None
     if "b_ratio" in mode:
-        packs = samples // per_device
+        packs = work.samples // (per_device * topology.learner_gpus)
         ready = (mode.get("sync_every", 1) + 1) * packs
         queue = {"prefetch_target_packs": ready, "queue_limit": ready + packs}
         queue |= {name: mode[name] for name in ("sync_every", "max_update_lag") if name in mode}
         ahead = {"schedule": {"b_ratio": mode["b_ratio"]}, "async_actor_learner": {"enabled": True, **queue}}
     return learner_config(
-        model,
-        data,
+        work.model,
+        work.data,
         run_dir,
-        steps=steps,
-        batch_size=samples,
+        steps=work.steps,
+        batch_size=work.samples,
         per_device=per_device,
         variant="stage2_ab_training" if ahead else "rollout_matching_sft",
         matching={
             "decode_batch_size": 64,
             "decoding": {"temperature": 1.0, "max_new_tokens": tokens},
             "vllm": served_by(
-                server,
+                *servers,
                 enable_lora=mode["sync"] == "adapter",
                 sync={"mode": mode["sync"], "fallback_to_full": False, "staging": mode.get("staging", "none")},
             ),
         },
         loss=LOSS,
-        model={"dtype": "bfloat16", "gradient_checkpointing": on_gpu, **mode["model"]},
+        model={"dtype": "bfloat16", "gradient_checkpointing": work.on_gpu, **mode["model"]},
         training={"learning_rate": 1e-4 if "lora" in mode["model"] else 1e-5, "bf16": True, "save_on_end": False},
         task={"container": "array", "coordinates": "digits"},
         logging={"trackers": [], "progress_bar": False},
         stage2_ab=ahead,
-        data={**photographs(data), "num_workers": 8 if on_gpu else 0},
-        global_max_length=16_384 if on_gpu else 4096,
+        data={**photographs(work.data), "num_workers": 8 if work.on_gpu else 0},
+        global_max_length=16_384 if work.on_gpu else 4096,
     )
 
 
@@ -214,6 +225,9 @@ def main(
     mode: Annotated[
         list[str] | None, typer.Option(help=f"Only this one of: {'; '.join(MODES)}; again for each.")
     ] = None,
+    topology: Annotated[
+        list[str] | None, typer.Option(help="ROLLOUT+LEARNER GPUs; again for each. Default: 1+1.")
+    ] = None,
     size: Annotated[Size, typer.Option(help="Of the model.")] = "4B",
     steps: Annotated[int, typer.Option(min=WARM_UP_STEPS + 1, help="Optimizer steps of a mode.")] = 20,
     samples: Annotated[
@@ -225,7 +239,14 @@ def main(
     ] = Path("/dev/shm"),
 ) -> None:
     """Run every mode, and write the results after each."""
+    wanted = [Topology.read(text) for text in topology or ["1+1"]]
+    if unknown := set(mode or ()) - MODES.keys():
+        raise typer.BadParameter(f"found {sorted(unknown)}, wanted some of {list(MODES)}", param_hint="--mode")
     on_gpu = size == "4B"
+    num_gpus = torch.cuda.device_count() if on_gpu else 0
+    if too_large := [one.name for one in wanted if on_gpu and not one.fits(num_gpus, shared=False)]:
+        found = f"found {num_gpus} GPUs, wanted those of {', '.join(too_large)}; without a GPU: --size tiny"
+        raise typer.BadParameter(found, param_hint="--topology")
     samples = samples or (32 if on_gpu else 4)
     out.mkdir(parents=True, exist_ok=True)
     model = scratch / f"photographs-{size}"
@@ -234,39 +255,42 @@ def main(
             say(f"{build_photograph_model(model):,} parameters")
         else:
             build_small_model(model, "tiny")
-    rows: list[dict[str, Any]] = []
     folder = Path(tempfile.mkdtemp(prefix="photographs-"))
+    work = Workload(
+        model=model, data=data, folder=folder, steps=steps, samples=samples, num_gpus=num_gpus, limit_s=limit
+    )
+    rows: list[dict[str, Any]] = []
     try:
-        with supervised() as processes:
-            server = serve(
-                processes, folder, "server", server_config(model, data, on_gpu=on_gpu), devices=[0] if on_gpu else ()
-            )
-            for name in mode or MODES:
-                try:
-                    row = run_mode(
-                        processes,
-                        folder,
-                        name,
-                        server,
-                        model,
-                        data,
-                        steps=steps,
-                        samples=samples,
-                        on_gpu=on_gpu,
-                        limit_s=limit,
-                    )
-                except ProjectError as error:
-                    row = {"mode": name, "error": str(error)}
-                    say(f"{name}: {error}")
-                rows.append(row)
-                text = json.dumps({**circumstances(), "model": size, "samples": samples, "runs": rows}, indent=1)
-                (out / "photographs.json").write_text(text + "\n")
+        for row in (row for one in wanted for row in _rows(one, tuple(mode or MODES), work)):
+            rows.append(row)
+            text = json.dumps({**circumstances(), "model": size, "samples": samples, "runs": rows}, indent=1)
+            (out / "photographs.json").write_text(text + "\n")
     finally:
-        shutil.copy(folder / "server.log", out / "server.log")
+        for log in folder.glob("server-*.log"):
+            shutil.copy(log, out)
         for run in (path.parent for path in folder.glob("*/metrics.jsonl") if not path.parent.is_symlink()):
             shutil.copy(run / "metrics.jsonl", out / f"{run.name}-metrics.jsonl")
         shutil.rmtree(folder, ignore_errors=True)
     sys.exit(any("error" in row for row in rows))
+
+
+def _rows(topology: Topology, modes: Sequence[str], work: Workload) -> Iterator[dict[str, Any]]:
+    """Yield a row per mode. The servers are started once, and serve one learner after the other."""
+    devices, _ = topology.devices(work.num_gpus)
+    config = server_config(work.model, work.data, on_gpu=work.on_gpu)
+    with supervised() as processes:
+        servers = [
+            start_server(processes, work.folder, f"server-{topology.name}-{i}", config, devices=mine)
+            for i, mine in enumerate(devices)
+        ]
+        for server in servers:
+            server.wait_ready()
+        for name in modes:
+            try:
+                yield run_mode(processes, topology, name, servers, work)
+            except ProjectError as error:
+                say(f"{topology.name}, {name}: {error}")
+                yield {"topology": topology.name, "mode": name, "error": str(error)}
 
 
 if __name__ == "__main__":
