@@ -186,5 +186,6 @@ def _new_ids_only(samples: Iterable[tuple[Place, Sample]], bad: BadRecords) -> I
         if first is place:
             yield sample
         else:
-            found = f"id {sample.sample_id!r}, also at {first.record}"
+            elsewhere = first.record if first.file == place.file else f"{first.file}, {first.record}"
+            found = f"id {sample.sample_id!r}, also at {elsewhere}"
             bad.meet("malformed", place.error("its id is taken", found=found, wanted="an id of its own"))

@@ -182,14 +182,16 @@ def _jsonl(source: Source, added: Added, out: Path) -> str:
 def _voc(source: Source, added: Added, folder: Path, out: Path) -> None:
     """Write VOC files into `folder`, which becomes `out`."""
     annotations, files = voc.files_of(source)
-    old, new = voc.image_folder(annotations, source), voc.image_folder(out, source)
+    images, new = voc.VocImages(annotations, source), voc.VocImages(out, source).root
     for file in files:
         content = ElementTree.parse(file)
         root = content.getroot()
-        if new.absolute() != old.absolute():
+        if new.absolute() != images.root.absolute() or file.parent != annotations:
             name = root.find("filename")
-            image = voc.image_of((root.findtext("filename") or "").strip(), file, old)
-            (ElementTree.SubElement(root, "filename") if name is None else name).text = _seen_from(new, image, old)
+            image = images.name_of(file, (root.findtext("filename") or "").strip())
+            (ElementTree.SubElement(root, "filename") if name is None else name).text = _seen_from(
+                new, image, images.root
+            )
         for one in added.get(file.stem, ()):
             node = ElementTree.SubElement(root, "object")
             ElementTree.SubElement(node, "name").text = one.desc

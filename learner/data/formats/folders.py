@@ -7,10 +7,10 @@ is opened but `data.yaml` and `classes.txt`; names decide. Five layouts are know
     a folder per split (Roboflow), with _annotations.coco.json, XML files or JSONL: train/, valid/, test/
     COCO        *.json, in the folder or its `annotations`: instances_train2017.json, val.json
     JSONL       *.jsonl
-    VOC         XML files in the folder, Annotations, annotations, voc, xml or labels; lists of names in ImageSets/Main,
-                ImageSets or splits
+    VOC         XML files in the folder, Annotations, annotations, voc, xml or labels, or in sub-folders of these, which
+                may be called as splits; lists of names in ImageSets/Main, ImageSets or splits
 
-A folder that only holds another such folder stands for it.
+A folder that only holds another such folder stands for it, and one whose sub-folders hold XML files for all of them.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from learner.data.formats.voc import xml_below
 from learner.data.formats.yolo import class_file_in, yolo_file
 from shared.errors import DataError
 
@@ -58,7 +59,10 @@ def splits_in(folder: Path) -> Found:
         if found:
             return {split: found[split] for split in ("train", "val", "test", "") if split in found}
     inside = [found for child in _folders(folder) if (found := _without_going_deeper(child))]
-    return inside[0] if len(inside) == 1 else {}
+    if len(inside) == 1:
+        return inside[0]
+    whole = all(found.keys() == {""} and found[""].format == "voc" for found in inside)
+    return {"": Annotations("voc", str(folder))} if whole and xml_below(folder) else {}
 
 
 def split_named(name: str) -> str | None:
@@ -119,7 +123,9 @@ def _by_name(files: list[Path], format_: Format) -> dict[str, Annotations]:
 
 
 def _voc(folder: Path) -> dict[str, Annotations]:
-    xml = next((folder / name for name in _XML_FOLDERS if _has_xml(folder / name)), None)
+    inner = [folder / name for name in _XML_FOLDERS[1:]]
+    xml = next((place for place in (folder, *inner) if _has_xml(place)), None)
+    xml = xml or next((place for place in inner if place.is_dir() and xml_below(place)), None)
     if xml is None:
         return {}
     for lists in (folder / name for name in _LIST_FOLDERS):
@@ -127,7 +133,9 @@ def _voc(folder: Path) -> dict[str, Annotations]:
         there = {split: Annotations("voc", str(file)) for split, file in named.items() if file.is_file()}
         if "train" in there:
             return there
-    return {"": Annotations("voc", str(xml))}
+    parts = [child for child in _folders(xml) if xml_below(child)]
+    are_splits = not _has_xml(xml) and all(child.name.lower() in _WORDS for child in parts)
+    return (_folder_each(xml) if are_splits else {}) or {"": Annotations("voc", str(xml))}
 
 
 def _has_xml(folder: Path) -> bool:

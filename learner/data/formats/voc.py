@@ -1,11 +1,12 @@
 """`voc`: Pascal VOC, one XML file per image.
 
-The path is a folder of them, or a text file with the names of some, one per line (as VOC's `ImageSets`). Pixel
-coordinates are taken as they stand. `difficult` makes ignore regions.
+The path is a folder of them, its sub-folders included, or a text file with the names of some, one per line (as VOC's
+`ImageSets`). Pixel coordinates are taken as they stand. `difficult` makes ignore regions.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from xml.etree import ElementTree
@@ -19,28 +20,63 @@ from shared.reading import is_file
 
 def read_voc(source: Source) -> tuple[Path, Iterator[RawRecord]]:
     folder, files = files_of(source)
-    root = image_folder(folder, source)
+    images = VocImages(folder, source)
 
     def records() -> Iterator[RawRecord]:
         for file in files:
-            record = _of_xml(file, root, source)
+            record = _of_xml(file, images, source)
             if record is not None:
                 yield record
 
-    return root, records()
+    return images.root, records()
 
 
-def image_folder(folder: Path, source: Source) -> Path:
-    """Return where the images are of XML files in this folder."""
-    near = [folder.parent / "JPEGImages", folder.parent / "images", folder, folder.parent]
-    return source.image_root(next((path for path in near if _has_images(path)), folder))
+class VocImages:
+    """Finds the images of XML files in a folder and its sub-folders. Their names start at `root`."""
+
+    def __init__(self, folder: Path, source: Source) -> None:
+        near = [path for path in _near(folder) if _has_images(path)]
+        self.root = source.image_root(near[0] if near else folder)
+        self._folder, self._has_own_root = folder, source.data.image_root is None
+        self._places = {folder: [self.root]}  # by the folder of the XML file
+
+    def name_of(self, file: Path, written: str) -> str:
+        """Return the image of an XML file, which calls it `written`, as a path from `root`."""
+        places = self._places.setdefault(file.parent, [])
+        if not places:
+            inside = os.path.relpath(file.parent, self._folder)
+            nearest = [path for path in _near(file.parent) if path.is_dir()] if self._has_own_root else []
+            places += [*nearest, self.root / inside, self.root]
+        for place in places:
+            if name := _image_in(place, file, written):
+                return name if place == self.root else os.path.relpath(place / name, self.root)
+        return written or file.stem
+
+
+def _near(folder: Path) -> list[Path]:
+    """Return the folders where the images of XML files in `folder` may be, the likeliest first."""
+    above, name = folder.absolute().parent.parent, folder.absolute().name
+    beside = [folder.parent / "JPEGImages", folder.parent / "images", folder, folder.parent]
+    return [*beside, *(above / images / part for part in (name, "") for images in ("JPEGImages", "images"))]
+
+
+def xml_below(folder: Path) -> list[Path]:
+    """Return the XML files in a folder and its sub-folders, sorted; hidden folders are left out."""
+    found: list[Path] = []
+    seen: set[str] = set()
+    for base, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(base)
+        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
+        found += [] if real in seen else [Path(base, name) for name in names if name.endswith(".xml")]
+        seen.add(real)
+    return sorted(found)
 
 
 def files_of(source: Source) -> tuple[Path, list[Path]]:
     """Return the folder of the XML files, and those of this split. Raises DataError."""
     listing = source.file
     if listing.is_dir():
-        return listing, sorted(listing.glob("*.xml"))
+        return listing, xml_below(listing)
     if listing.suffix.lower() == ".xml":
         return listing.parent, [listing]
     given = source.data.annotation_root
@@ -72,7 +108,7 @@ def _has_images(folder: Path) -> bool:
     return folder.is_dir() and any(file.suffix.lower() in SUFFIXES for file in folder.iterdir())
 
 
-def _of_xml(file: Path, root: Path, source: Source) -> RawRecord | None:
+def _of_xml(file: Path, images: VocImages, source: Source) -> RawRecord | None:
     place = Place(file, "annotation")
     try:
         tree = _root_of(file)
@@ -91,7 +127,7 @@ def _of_xml(file: Path, root: Path, source: Source) -> RawRecord | None:
         place=place,
         sample_id=file.stem,
         messages=source.messages,
-        images=(image_of(filename, file, root),),
+        images=(images.name_of(file, filename),),
         objects=objects,
         width=width,
         height=height,
@@ -185,10 +221,11 @@ def _of_voc_object(node: ElementTree.Element, place: Place, source: Source) -> R
     )
 
 
-def image_of(name: str, file: Path, root: Path) -> str:
-    """Return the image that the XML names; some tools leave its ending out, or rename the files afterwards."""
-    if name and is_file(root / name):
-        return name
-    stems = [Path(name).name, Path(name).stem, file.stem]
+def _image_in(folder: Path, file: Path, written: str) -> str | None:
+    """Return the image in a folder that an XML file calls `written`; None: it is not there. Some tools leave its ending
+    out, or rename the files afterwards."""
+    if written and is_file(folder / written):
+        return written
+    stems = [Path(written).name, Path(written).stem, file.stem]
     found = (f"{stem}{suffix}" for stem in stems if stem for suffix in (*SUFFIXES, *map(str.upper, SUFFIXES)))
-    return next((image for image in found if is_file(root / image)), name or file.stem)
+    return next((image for image in found if is_file(folder / image)), None)

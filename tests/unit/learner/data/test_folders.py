@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -165,6 +166,62 @@ def test_photographs_and_xml_in_one_folder(tmp_path: Path) -> None:
         DataConfig(train=str(tmp_path / "JPEGImages")), str(tmp_path / "JPEGImages"), AnyTask()
     ).samples
     assert sample.objects == (box("RBC", 0, 500, 100, 999),)
+
+
+def sub_folders(folder: Path, place: str, *names: str) -> None:
+    """VOC files in sub-folders: `place` is where each photograph is, of a sub-folder and a stem."""
+    for name in names:
+        voc(folder, Path(name).name, OBJECT)
+        file, image = folder / f"Annotations/{name}.xml", folder / place.format(*name.split("/"))
+        for one in (file, image):
+            one.parent.mkdir(parents=True, exist_ok=True)
+        (folder / f"Annotations/{Path(name).name}.xml").rename(file)
+        (folder / f"JPEGImages/{Path(name).name}.jpg").rename(image)
+
+
+@pytest.mark.parametrize(
+    "place", ["JPEGImages/{0}/{1}.jpg", "JPEGImages/{1}.jpg", "images/{0}/{1}.jpg", "Annotations/{0}/{1}.jpg"]
+)
+def test_voc_files_in_sub_folders_are_read(tmp_path: Path, place: str) -> None:
+    """One folder per class or per day, as some tools export them: they were left out without a word."""
+    sub_folders(tmp_path, place, "cats/a", "dogs/b")
+    for path in (tmp_path, tmp_path / "Annotations"):
+        found = load_split(DataConfig(train=str(path)), str(path), AnyTask()).samples
+        images = [str(tmp_path / place.format(*name.split("/"))) for name in ("cats/a", "dogs/b")]
+        assert [(s.sample_id, os.path.normpath(s.images[0])) for s in found] == [*zip("ab", images, strict=True)]
+
+
+def test_voc_files_beside_sub_folders_are_read_with_those_in_them(tmp_path: Path) -> None:
+    sub_folders(tmp_path, "JPEGImages/{0}/{1}.jpg", "cats/b")
+    voc(tmp_path, "a", OBJECT)
+    (tmp_path / "Annotations/.hidden").mkdir()
+    (tmp_path / "Annotations/.hidden/c.xml").write_text("<editor/>")
+    assert ids(str(tmp_path)) == ["a", "b"]
+
+
+def test_a_folder_of_whole_voc_folders_is_read(tmp_path: Path) -> None:
+    """Or one of folders with photographs and XML files."""
+    for day in ("monday", "tuesday"):
+        (tmp_path / "days" / day).mkdir(parents=True)
+        voc(tmp_path / "days" / day, day, OBJECT)
+        (tmp_path / "flat" / day).mkdir(parents=True)
+        (tmp_path / f"flat/{day}/{day}.xml").write_text((tmp_path / f"days/{day}/Annotations/{day}.xml").read_text())
+        draw(tmp_path, f"flat/{day}/{day}.jpg")
+    for folder in ("days", "flat"):
+        assert ids(str(tmp_path / folder)) == ["monday", "tuesday"]
+
+
+def test_sub_folders_that_are_called_as_splits_are_splits(tmp_path: Path) -> None:
+    sub_folders(tmp_path, "JPEGImages/{1}.jpg", "train/a", "val/b")
+    assert (ids(f"{tmp_path}:train"), ids(f"{tmp_path}:val")) == (["a"], ["b"])
+
+
+def test_two_voc_files_of_one_name_are_both_named(tmp_path: Path) -> None:
+    sub_folders(tmp_path, "JPEGImages/{0}/{1}.jpg", "cats/1", "dogs/1")
+    with pytest.raises(DataError) as caught:
+        ids(str(tmp_path))
+    assert "dogs/1.xml" in str(caught.value)
+    assert "cats/1.xml" in str(caught.value)
 
 
 def test_jsonl_files_and_a_folder_around_them(tmp_path: Path) -> None:

@@ -85,7 +85,17 @@ def yolo(folder: Path) -> tuple[str, Path]:
     return f"{folder / 'set' / 'data.yaml'}:train", folder / "new"
 
 
-FORMATS = {"coco": coco, "jsonl": jsonl, "voc": voc, "yolo": yolo}
+def voc_in_sub_folders(folder: Path) -> tuple[str, Path]:
+    """Each XML file and its photograph are in sub-folders of their own."""
+    path, out = voc(folder)
+    for i in range(2):
+        for place, name in (("old", f"{i}.xml"), ("JPEGImages", f"{i}.png")):
+            (folder / place / f"day {i}").mkdir()
+            (folder / place / name).rename(folder / place / f"day {i}" / name)
+    return path, out
+
+
+FORMATS = {"coco": coco, "jsonl": jsonl, "voc": voc, "voc_in_sub_folders": voc_in_sub_folders, "yolo": yolo}
 POLYGONS = [("coco", "poly"), ("jsonl", "poly"), ("yolo", "poly")]
 
 
