@@ -49,7 +49,7 @@ from shared.config.json_schema import schema_option
 from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.masking import masked
-from shared.processes import end_with_parent, leave_lost_output
+from shared.processes import end_with_parent, leave_lost_output, stop_signals
 from shared.version import Version
 from shared.waits import Deadline, awake_s
 from shared.wire import SERVER_ID_VARIABLE
@@ -161,9 +161,7 @@ def supervised() -> Iterator[Processes]:
     """Processes that are all stopped at the end, even if SIGTERM, Ctrl-C or a closed terminal ends the block
     (KeyboardInterrupt)."""
     processes = Processes()
-    signals = [signal.SIGTERM, signal.SIGINT]
-    if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-        signals.append(signal.SIGHUP)
+    signals = stop_signals()
     previous = [signal.signal(signum, processes.interrupt) for signum in signals]
     try:
         yield processes

@@ -1,5 +1,5 @@
-"""`rollout-server --config server.yaml [--check] [KEY=VALUE ...]`: serve until SIGTERM or Ctrl-C. The same as
-`python -m rollout_server`.
+"""`rollout-server --config server.yaml [--check] [KEY=VALUE ...]`: serve until SIGTERM, Ctrl-C or the end
+of the terminal. The same as `python -m rollout_server`.
 
 Exit codes: 0 after a clean stop, 1 if the engine died, 2 for a user's mistake. `--check` prints the resolved
 configuration as one JSON object, and imports neither vLLM nor torch. Only this module reads the environment
@@ -32,7 +32,7 @@ from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
 from shared.masking import masked, masked_in
 from shared.packages import missing_package
-from shared.processes import FEW_SHAPES
+from shared.processes import FEW_SHAPES, held_back, leave_lost_output, stop_signals
 from shared.tokens import read_token
 from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
@@ -97,14 +97,17 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     os.register_at_fork(after_in_child=listener.close)  # the port is free once this process is gone
     console = _console(config)
     _prepare_environment(config)
-    # This handler holds until uvicorn takes over. SystemExit lets vLLM clean up.
-    signal.signal(signal.SIGTERM, _exit_on_signal)
+    # These handlers hold until uvicorn takes over. SystemExit lets vLLM clean up.
+    for signum in {*stop_signals()} - {signal.SIGINT}:
+        signal.signal(signum, _exit_on_signal)
 
     from rollout_server import serving
     from rollout_server.engine import VllmEngine
 
     print(f"[rollout_server] loading {masked(config.model)}", file=console, flush=True)
-    engine = VllmEngine(config)
+    # A terminal sends SIGHUP to the engine's processes too, which have calls to answer.
+    with held_back(signal.SIGHUP):
+        engine = VllmEngine(config)
     try:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))
     finally:
@@ -212,6 +215,7 @@ def _prepare_environment(config: ServerConfig) -> None:
 
 
 def _exit_on_signal(signum: int, frame: FrameType | None) -> None:
+    leave_lost_output()
     sys.exit(128 + signum)
 
 

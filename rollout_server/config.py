@@ -196,7 +196,9 @@ class ServerConfig(Section):
         unit="s",
         ge=1.0,
     )
-    shutdown_timeout_s: float = key("longest wait of SIGTERM for calls in flight", 30.0, unit="s", gt=0.0)
+    shutdown_timeout_s: float = key(
+        "longest wait for calls in flight after SIGTERM, Ctrl-C or SIGHUP", 30.0, unit="s", gt=0.0
+    )
     answer_cache_size: int = key(
         "answers that are kept, so that a retry gets the same one", 4096, unit="rollouts", req="R12", ge=0
     )

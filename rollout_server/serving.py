@@ -1,4 +1,5 @@
-"""uvicorn around the app: listen, watch the engine, drain at SIGTERM."""
+"""uvicorn around the app: listen, watch the engine, drain at SIGTERM, Ctrl-C and the end of
+the terminal (SIGHUP)."""
 
 from __future__ import annotations
 
@@ -6,6 +7,8 @@ import asyncio
 import functools
 import signal
 import socket
+from collections.abc import Collection
+from types import FrameType
 from typing import TextIO
 
 import uvicorn
@@ -16,6 +19,7 @@ from rollout_server.connections import ACCEPTED_AT_ONCE, Connection, Waiting, wi
 from rollout_server.engine import Engine
 from rollout_server.service import RolloutService
 from shared.masking import masked
+from shared.processes import leave_lost_output, stop_signals
 
 _WATCH_EVERY_S = 0.5
 _BACKLOG = 2048  # connections that the kernel holds
@@ -23,12 +27,27 @@ _HANG_UP_S = 5.0  # `/health/` answers 503 for so long after the engine died, be
 
 
 class _UvicornServer(uvicorn.Server):
-    """The kernel may hold more connections than are accepted at once. For asyncio these are one number."""
+    """The kernel may hold more connections than are accepted at once. For asyncio these are one number.
+    `streams`: file descriptors of what is printed."""
+
+    def __init__(self, config: uvicorn.Config, *, streams: Collection[int]) -> None:
+        super().__init__(config)
+        self._streams = streams
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
             listener.listen(_BACKLOG)
+
+    def listen_to_signals(self) -> None:
+        """Drain at each of `stop_signals`, from the start of serving on. Call it in the main thread."""
+        for signum in stop_signals():
+            # uvicorn drains at SIGTERM and SIGINT, then raises them again for earlier handlers: there are none.
+            signal.signal(signum, self._hung_up if signum == signal.SIGHUP else signal.SIG_IGN)
+
+    def _hung_up(self, signum: int, frame: FrameType | None) -> None:
+        leave_lost_output(streams=self._streams)
+        self.should_exit = True
 
 
 async def serve(
@@ -54,13 +73,12 @@ async def serve(
             timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),
             timeout_keep_alive=30,
             lifespan="off",
-        )
+        ),
+        streams=(1, 2, console.fileno()),
     )
     watching = [asyncio.create_task(_stop_when_dead(engine, server)), asyncio.create_task(engine.watch())]
     listener.listen(_BACKLOG)
-    for signum in (signal.SIGTERM, signal.SIGINT):
-        # uvicorn drains at these signals, then raises them again for earlier handlers, of which there are none.
-        signal.signal(signum, signal.SIG_IGN)
+    server.listen_to_signals()
     print(f"[rollout_server] serving at {masked(config.base_url)}/", file=console, flush=True)
     try:
         await server.serve(sockets=[listener])

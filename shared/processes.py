@@ -4,7 +4,9 @@
 survives `exec`, but children do not inherit it: each generation asks for itself. A rollout server's engine processes
 have a guard of their own (`rollout_server.processes`).
 
-`leave_lost_output` is for handlers of signals that a terminal sends to all who use it: `... | tee log` ends too.
+`stop_signals` are those that ask a program to end in its own time. `held_back` keeps a closed terminal from ending the
+processes that start meanwhile. `leave_lost_output` is for handlers of signals that a terminal sends to all who use it:
+`... | tee log` ends too.
 
 `FEW_SHAPES` are variables of a process that computes on CPU, set before torch is loaded. oneDNN, and ideep, torch's
 layer above it, each keep what they have prepared for 1,024 shapes of matrices; ideep has 270 KB for each. Images have
@@ -17,7 +19,8 @@ import ctypes
 import os
 import select
 import signal
-from collections.abc import Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 
 FEW_SHAPES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _PR_SET_PDEATHSIG = 1
@@ -35,11 +38,29 @@ def end_with_parent(signum: signal.Signals, parent_pid: int | None = None) -> No
         os.kill(os.getpid(), signum)
 
 
-def leave_lost_output(within_s: float = 0.0) -> None:
-    """Lead stdout and stderr nowhere if nobody is at their other end any more, or leaves it within this time. Each line
-    that is printed there would be an OSError, in the middle of what has still to be saved."""
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """Return the signals that ask this program to stop: Ctrl-C, SIGTERM, and SIGHUP, the end of its terminal. `nohup`
+    ignores that one, and so does a program that it started."""
+    ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def held_back(signum: signal.Signals) -> Iterator[None]:
+    """The signal waits until the end of the block. Processes that start inside the block, and their children, never get
+    it. Call it in the main thread."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def leave_lost_output(within_s: float = 0.0, *, streams: Collection[int] = _PRINTED) -> None:
+    """Lead streams nowhere if nobody is at their other end any more, or leaves it within this time. Each line that is
+    printed there would be an OSError, in the middle of what has still to be saved. `streams` are file descriptors."""
     poll = select.poll()
-    for stream in _PRINTED:
+    for stream in streams:
         poll.register(stream, 0)
     for stream, events in poll.poll(1000 * within_s):
         if events & (select.POLLHUP | select.POLLERR):

@@ -20,7 +20,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 
 from learner.policy.parallel import Ranks
-from shared.processes import leave_lost_output
+from shared.processes import leave_lost_output, stop_signals
 
 _STDERR = 2
 _LEAVE_S = 0.1  # a `tee` behind the run gets Ctrl-C, and SIGHUP, at the same moment
@@ -98,9 +98,7 @@ class StopRequest:
     @contextmanager
     def installed(self) -> Iterator[None]:
         """Listen to signals inside this block, in the main thread."""
-        handlers = {signal.SIGINT: self._asked, signal.SIGTERM: self._asked, signal.SIGALRM: self._break_in}
-        if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:  # nohup
-            handlers[signal.SIGHUP] = self._asked
+        handlers = {**dict.fromkeys(stop_signals(), self._asked), signal.SIGALRM: self._break_in}
         previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
         try:
             yield

@@ -858,3 +858,25 @@ def test_sigterm_ends_all_processes(server: RunningServer, learner: Learner, fol
     said = server.log.read_text(errors="replace")[before:]
     assert [words for words in ("Traceback", "Exception ignored", "leaked") if words in said] == []
     assert [path.name for path in (folder / "t").iterdir() if path.is_socket() or path.name.startswith("rs-")] == []
+
+
+@pytest.mark.slow
+def test_a_closed_terminal_ends_all_processes(folder: Path, without_nohup: None) -> None:
+    """SIGHUP goes to the engine's processes too, which have a call to answer."""
+    with running_server({"model": str(folder / "model"), "max_model_len": 512}, folder, new_python=True) as server:
+        family = server.family()
+        assert len(family) > 1
+        replies: list[httpx.Response] = []
+        body = {"infer_requests": [{"messages": TEXT}], "request_config": {"max_tokens": 300}}
+
+        def call() -> None:
+            replies.append(httpx.post(f"{server.base_url}/infer/", json=body, timeout=60.0, trust_env=False))
+
+        calling = threading.Thread(target=call)
+        calling.start()
+        wait_until(lambda: httpx.get(f"{server.base_url}/status/", trust_env=False).json()["in_flight"])
+        os.killpg(server.process.pid, signal.SIGHUP)
+        assert server.process.wait(60) == 0
+        calling.join(60)
+        assert [reply.status_code for reply in replies] == [200]
+        assert wait_gone(family, 30.0) == []
