@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from learner.config.sections.data import DataConfig
@@ -82,10 +82,10 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
         _print_errors(found)
         return 2
     machine = machine_at_hand()
-    largest = survey(found["train"])
+    about = _survey_of_all(found)
     out.mkdir(parents=True, exist_ok=True)
-    run_file.write_text(run_yaml(data, largest, machine), encoding="utf-8")
-    server_file.write_text(server_yaml(_images_folder(found), largest, machine), encoding="utf-8")
+    run_file.write_text(run_yaml(data, about, machine), encoding="utf-8")
+    server_file.write_text(server_yaml(_images_folder(found), about, machine), encoding="utf-8")
     print(f"\nWrote {run_file} and {server_file} for this machine ({machine}). Next:")
     print(f"  rollout-learner check --config {run_file}\n  rollout-learner train --config {run_file}")
     return 0
@@ -114,7 +114,7 @@ def _read(data: DataConfig, path: str) -> Split:
 def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> None:
     formats = {annotations.format for annotations in splits_in(folder).values()}
     print(f"{folder}: {', '.join(sorted(formats)) or 'annotations'}")
-    limits = PixelLimits(most=pixels_for(survey(found["train"])))  # as run.yaml has them
+    limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # as run.yaml has them
     for split, read in found.items():
         about = survey(read)
         print(f"\n{split} ({getattr(data, split)})")
@@ -138,6 +138,17 @@ def _print_errors(found: dict[str, Split]) -> None:
     print("".join(f"  {error}\n" for error in errors[:_MAX_ERRORS]), end="")
     more = len(errors) - _MAX_ERRORS
     print(f"Correct this and {more} more, then run init again." if more > 0 else "Correct it, then run init again.")
+
+
+def _survey_of_all(found: dict[str, Split]) -> Survey:
+    """Return what is trained on, with the largest photograph and the most boxes of all splits: the limits that are
+    written hold for evaluations too."""
+    parts = [survey(split) for split in found.values()]
+    large = max((part.sizes[2] for part in parts), key=lambda size: size[0] * size[1])
+    most = max(part.boxes_per_image[2] for part in parts)
+    train = survey(found["train"])
+    few, middle, _ = train.boxes_per_image
+    return replace(train, sizes=(*train.sizes[:2], large), boxes_per_image=(few, middle, most))
 
 
 def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:

@@ -70,13 +70,19 @@ def test_what_looks_wrong_comes_with_an_example(
 def test_the_model_sees_all_photographs_by_the_limit_that_is_written(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Those to evaluate on may be larger than those to train on, whose size the limit has."""
-    for split, size in (("train", (640, 480)), ("valid", (1920, 1440))):
+    """Those to evaluate on may be larger than those to train on, and fuller."""
+    raccoons = [voc_object("raccoon", 10 + i, 10, 90, 95) for i in range(40)]
+    for split, size, number in (("train", (640, 480), 1), ("valid", (1280, 960), 40)):
         (tmp_path / split).mkdir()
-        voc(tmp_path / split, "a", voc_object("raccoon", 10, 10, 90, 95), size=size)
+        voc(tmp_path / split, "a", *raccoons[:number], size=size)
         draw(tmp_path / split, "JPEGImages/a.jpg", size=size)
     assert main(["init", str(tmp_path), "--out", str(tmp_path)]) == 0
     told = capsys.readouterr().out
+    config = load_config(str(tmp_path / "run.yaml"), world_size=1, env={})
+    assert config.model.max_pixels == 1280 * 960
+    assert config.custom.extra.rollout_matching.decoding.max_new_tokens > 40 * 40
+    server = load_server_config(tmp_path / "server.yaml", has_token=False)
+    assert server.max_pixels == config.model.max_pixels
     assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
     checked = capsys.readouterr().out
     seen = [line for line in told.splitlines() if "the model sees the largest" in line]
