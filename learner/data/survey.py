@@ -19,7 +19,7 @@ from learner.data.splits import Split
 from learner.records import Sample
 from learner.tasks.detection.bins import bounding_box
 from shared.generation import places_images
-from shared.reading import json_in
+from shared.reading import is_file, json_in
 
 _HEAD_BYTES = 1 << 16
 _MAX_NAMED = 12
@@ -82,7 +82,7 @@ def _asked_again(samples: Sequence[Sample]) -> Iterator[str]:
     for sample in samples:
         before = answers.setdefault((sample.images, repr(sample.messages)), sample.objects)
         if sample.images and before != sample.objects:
-            yield sample.images[0]
+            yield _called(sample.images[0], sample)
 
 
 def _sides(sample: Sample) -> Iterator[float]:
@@ -231,8 +231,9 @@ def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str
     """Photographs that are in two splits, by pair of splits: by their content, whatever they are called."""
     where: dict[str, dict[str, str]] = {}  # fingerprint: name by split
     for split, samples in splits.items():
-        for image in (image for sample in samples for image in sample.images):
-            where.setdefault(_fingerprint(image), {})[split] = image
+        for sample in samples:
+            for image in sample.images:
+                where.setdefault(_fingerprint(image), {})[split] = _called(image, sample)
     found: dict[tuple[str, str], list[str]] = {}
     for names in where.values():
         present = list(names)
@@ -240,6 +241,12 @@ def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str
             for second in present[i + 1 :]:
                 found.setdefault((first, second), []).append(names[first])
     return found
+
+
+def _called(image: str, sample: Sample) -> str:
+    """Return the name of a photograph; one that is encoded in its record has none."""
+    named = image[:4].lower() == "http" or is_file(Path(image.removeprefix("file://")))
+    return image if named else f"record {sample.sample_id}"
 
 
 def _fingerprint(image: str) -> str:

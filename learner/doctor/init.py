@@ -15,8 +15,9 @@ from pathlib import Path
 
 from learner.config.sections.data import DataConfig
 from learner.data.check import WithoutTokenizer
-from learner.data.formats.detect import locate
-from learner.data.formats.folders import splits_in
+from learner.data.formats.detect import is_saved, locate
+from learner.data.formats.folders import split_called, splits_in
+from learner.data.formats.hf_datasets import split_names
 from learner.data.formats.yolo import images_below
 from learner.data.splits import Split, annotations_of, read_split
 from learner.data.survey import (
@@ -33,6 +34,7 @@ from learner.data.survey import (
 )
 from learner.tasks.detection.write import validate_sample
 from shared.errors import DataError, OutputError
+from shared.reading import is_file
 
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
 TRAIN_PERCENT = 90
@@ -96,15 +98,33 @@ def _paths(folder: Path) -> dict[str, str]:
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise DataError(f"{folder}: no folder", found=found, wanted="a folder", remedy="correct the path")
-    layout = splits_in(folder)
-    if "train" in layout:
+    if is_saved(folder):
+        paths = _splits_of_data_set(folder)
+    else:
+        layout = splits_in(folder)
+        if "train" not in layout and "" not in layout:
+            locate(DataConfig(train=str(folder)), str(folder), "train")  # says what is missing
         paths = {split: f"{folder}:{split}" for split in layout if split}
-        if "val" not in paths and "test" not in paths:
-            paths |= {"train": f"{folder}:train[:{TRAIN_PERCENT}%]", "val": f"{folder}:train[{TRAIN_PERCENT}%:]"}
-        return paths
-    if "" not in layout:
-        locate(DataConfig(train=str(folder)), str(folder), "train")  # says what is missing
-    return {"train": f"{folder}[:{TRAIN_PERCENT}%]", "val": f"{folder}[{TRAIN_PERCENT}%:]"}
+    whole = paths.get("train", str(folder))
+    if "train" not in paths or paths.keys() == {"train"}:
+        return {"train": f"{whole}[:{TRAIN_PERCENT}%]", "val": f"{whole}[{TRAIN_PERCENT}%:]"}
+    return paths
+
+
+def _splits_of_data_set(folder: Path) -> dict[str, str]:
+    """Return the paths of a Hugging Face data set's splits, {} if it has none. Raises DataError."""
+    names = split_names(str(folder))
+    paths = {split: f"{folder}:{name}" for name in names if (split := split_called(name))}
+    if names and "train" not in paths:
+        raise DataError(
+            f"{folder}: no split to train on",
+            found=f"the splits {', '.join(names)}",
+            wanted="a split `train`, and perhaps `validation` and `test`",
+            remedy="save the data set with such names, or write run.yaml by hand (data.train: FOLDER:SPLIT)",
+        )
+    if unused := [name for name in names if not split_called(name)]:
+        print(f"! splits of {folder} that are not used: {', '.join(unused)}")
+    return paths
 
 
 def _read(data: DataConfig, path: str) -> Split:
@@ -112,8 +132,8 @@ def _read(data: DataConfig, path: str) -> Split:
 
 
 def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> None:
-    formats = {annotations.format for annotations in splits_in(folder).values()}
-    print(f"{folder}: {', '.join(sorted(formats)) or 'annotations'}")
+    formats = {annotations_of(data, path).format for path in (data.train, data.val, data.test) if isinstance(path, str)}
+    print(f"{folder}: {', '.join(sorted(formats))}")
     limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # as run.yaml has them
     for split, read in found.items():
         about = survey(read)
@@ -183,7 +203,7 @@ def machine_at_hand() -> Machine:
 
 def _images_folder(found: dict[str, Split]) -> str:
     images = [image for split in found.values() for sample in split.samples for image in sample.images]
-    local = [str(Path(image).parent) for image in images if Path(image).is_absolute()]
+    local = [str(path.parent) for image in images if is_file(path := Path(image))]  # base64 may begin like a path
     return os.path.commonpath(local) if local else "."
 
 

@@ -23,7 +23,7 @@ def locate(data: DataConfig, path: str, wanted: str | None) -> Annotations:
     """Return the format and the path that a reader takes, of a file or of a folder in a known layout. `wanted`: the
     split that `path` stands for, None if several keys name it. Raises DataError."""
     name, split = name_and_split(path)
-    if is_there(Path(name)) and Path(name).is_dir() and data.format != "datasets" and not _is_saved(Path(name)):
+    if is_there(Path(name)) and Path(name).is_dir() and data.format != "datasets" and not is_saved(Path(name)):
         found = choose(Path(name), split, wanted)
         if found is not None and data.format in ("auto", found.format):
             return found
@@ -71,7 +71,7 @@ def _described(path: Path) -> str:
     return f"{path}, a folder with {photographs} and no annotations" if number else f"a folder {path}"
 
 
-def _is_saved(folder: Path) -> bool:
+def is_saved(folder: Path) -> bool:
     """Return True if it is a Hugging Face data set."""
     marks = ("state.json", "dataset_dict.json", "dataset_info.json", "**/*.parquet", "**/*.arrow", "metadata.*")
     return any(next(folder.glob(mark), None) for mark in marks)
@@ -81,7 +81,7 @@ def _detected(path: Path) -> Format | None:
     if path.is_dir():
         if next(path.glob("*.xml"), None):
             return "voc"
-        return "datasets" if _is_saved(path) else None
+        return "datasets" if is_saved(path) else None
     by_suffix: dict[str, Format] = {
         ".jsonl": "jsonl",
         ".ndjson": "jsonl",

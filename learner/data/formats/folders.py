@@ -71,6 +71,11 @@ def split_named(name: str) -> str | None:
     return words.pop() if len(words) == 1 else None
 
 
+def split_called(name: str) -> str | None:
+    """Return `train`, `val` or `test`, if the whole name says so, such as `validation`."""
+    return _WORDS.get(name.lower())
+
+
 def _without_going_deeper(folder: Path) -> Found:
     return next((found for look in (_yolo, _folder_each, _coco, _jsonl, _voc) if (found := look(folder))), {})
 

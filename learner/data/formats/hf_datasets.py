@@ -22,7 +22,7 @@ from shared.errors import DataError
 from shared.reading import is_file
 
 if TYPE_CHECKING:
-    from datasets import Dataset, Features
+    from datasets import Dataset, DatasetDict, Features
 
 
 def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
@@ -48,8 +48,14 @@ def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
     return source.image_root(Path()), records()
 
 
-def _open_dataset(name: str, split: str) -> Dataset:
-    """Return the rows, images not decoded. Raises DataError."""
+def split_names(name: str) -> list[str]:
+    """Return the names of a data set's splits; [] if it has none. Raises DataError."""
+    found = _loaded(name)
+    return list(found) if isinstance(found, dict) else []
+
+
+def _loaded(name: str) -> Dataset | DatasetDict:
+    """Raises DataError."""
     try:
         import datasets
     except ImportError as error:
@@ -62,7 +68,7 @@ def _open_dataset(name: str, split: str) -> Dataset:
     folder = Path(name)
     try:
         saved = any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
-        found = datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
+        return datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
     except Exception as error:  # the hub, the file system and pyarrow raise all kinds
         raise DataError(
             f"{name}: the data set can't be loaded",
@@ -70,6 +76,13 @@ def _open_dataset(name: str, split: str) -> Dataset:
             wanted="a folder, or a name on the Hugging Face hub",
             remedy="correct the path or the name; data.format says which annotations are meant",
         ) from error
+
+
+def _open_dataset(name: str, split: str) -> Dataset:
+    """Return the rows, images not decoded. Raises DataError."""
+    found = _loaded(name)
+    import datasets
+
     rows = found[need_split(name, split, sorted(found))] if isinstance(found, dict) else found
     for column, feature in rows.features.items():
         if isinstance(feature, datasets.Image):

@@ -89,6 +89,48 @@ def test_the_model_sees_all_photographs_by_the_limit_that_is_written(
     assert [line for line in checked.splitlines() if "the model sees the largest" in line] == seen
 
 
+def data_set(folder: Path, **splits: int) -> None:
+    """Save a Hugging Face data set with so many photographs in each split."""
+    datasets = pytest.importorskip("datasets")
+    draw(folder.parent, "photograph.jpg")
+    image = {"bytes": (folder.parent / "photograph.jpg").read_bytes(), "path": None}
+    objects = [{"bbox": [datasets.Value("int32")], "category": datasets.Value("string")}]
+    features = datasets.Features({"image": datasets.Image(), "objects": objects})
+    row = {"image": image, "objects": [{"bbox": [10, 10, 50, 40], "category": "raccoon"}]}
+    made = {split: datasets.Dataset.from_list([row] * number, features=features) for split, number in splits.items()}
+    datasets.DatasetDict(made).save_to_disk(folder)
+
+
+def test_a_hugging_face_data_set_keeps_its_splits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It was refused, with a name that init does not take."""
+    data_set(tmp_path / "saved", train=12, validation=5, extra=3)
+    assert main(["init", str(tmp_path / "saved"), "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert "not used: extra" in told
+    assert "in train and in val, for example record 11\n" in told, "the photograph itself is no name"
+    server = load_server_config(tmp_path / "server.yaml", has_token=False)
+    assert server.allowed_image_roots == [Path()]
+    config = load_config(str(tmp_path / "run.yaml"), world_size=1, env={})
+    assert (config.data.train, config.data.val) == (f"{tmp_path}/saved:train", f"{tmp_path}/saved:validation")
+    assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
+
+
+def test_a_hugging_face_data_set_with_one_split_is_divided(tmp_path: Path) -> None:
+    data_set(tmp_path / "saved", train=40)
+    assert main(["init", str(tmp_path / "saved"), "--out", str(tmp_path)]) == 0
+    config = load_config(str(tmp_path / "run.yaml"), world_size=1, env={})
+    assert (config.data.train, config.data.val) == (f"{tmp_path}/saved:train[:90%]", f"{tmp_path}/saved:train[90%:]")
+
+
+def test_a_hugging_face_data_set_without_what_to_train_on_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    data_set(tmp_path / "saved", first=12, second=5)
+    assert main(["init", str(tmp_path / "saved"), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert ("first, second" in told, f"{tmp_path}/saved" in told, "saved:first" in told) == (True, True, False)
+
+
 def test_photographs_alone_cannot_be_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw(tmp_path / "photographs", "a.jpg", "b.jpg")
     assert main(["init", str(tmp_path / "photographs"), "--out", str(tmp_path / "out")]) == 2
