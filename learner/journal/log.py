@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -64,13 +65,13 @@ class MetricsLog:
         write_report: Callable[[Path], Path] | None = None,
     ) -> None:
         self.enabled = enabled
-        self.tell: Callable[[str], None] = lambda _: None  # gets what goes wrong with a tracker
+        self.tell: Callable[[str], None] = lambda _: None  # gets what goes wrong with a tracker or the file
         self._lock = threading.Lock()  # rollout calls are reported by their own threads
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         self._report = None if write_report is None else partial(write_report, run_dir)
-        self._lines = AppendedLines(run_dir / "metrics.jsonl")
+        self._lines = AppendedLines(run_dir / "metrics.jsonl", tell=lambda text: self.tell(text))
         self._trackers = Trackers(logging, run_dir, tell=lambda text: self.tell(text))
         if settings is not None:
             self._trackers.begin(settings)
@@ -234,8 +235,13 @@ class _WithoutSecrets(logging.Formatter):
         return masked(super().format(record))
 
 
-class _LogFile(logging.FileHandler):
-    """Loses what a full disk does not take: the run's own files say what is wrong, once."""
+class _LogFile(WatchedFileHandler):
+    """Loses what a full disk does not take: the run's own files say what is wrong, once. A file that is removed is made
+    again, as soon as its folder is there."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with contextlib.suppress(OSError):
+            super().emit(record)
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # the standard library's name
         if not isinstance(sys.exc_info()[1], OSError):

@@ -7,11 +7,14 @@ neither torch nor transformers.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from shared.errors import OutputError
+
+log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, text: str) -> None:
@@ -32,11 +35,14 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 class AppendedLines:
-    """A file that grows by whole lines, each on disk as soon as it is written."""
+    """A file that grows by whole lines, each on disk as soon as it is written.
 
-    def __init__(self, path: Path) -> None:
+    If somebody removes the file, or the folder around it, a new one goes on, and `tell` gets a warning.
+    """
+
+    def __init__(self, path: Path, tell: Callable[[str], None] = log.warning) -> None:
         """Raises OutputError."""
-        self._path = path
+        self._path, self._tell = path, tell
         with writing(path):
             self._file = path.open("a+b", buffering=0)
             if self._ends_within_a_line():  # the process that wrote it was killed
@@ -45,6 +51,8 @@ class AppendedLines:
     def append(self, line: str) -> None:
         """Append `line`, which has no line end. If it cannot be written, no part of it is left. Raises OutputError."""
         with writing(self._path):
+            if not os.fstat(self._file.fileno()).st_nlink:
+                self._begin_again()
             num_bytes = os.fstat(self._file.fileno()).st_size
             left = memoryview(line.encode() + b"\n")
             try:
@@ -57,6 +65,12 @@ class AppendedLines:
 
     def close(self) -> None:
         self._file.close()
+
+    def _begin_again(self) -> None:
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        removed, self._file = self._file, self._path.open("a+b", buffering=0)
+        removed.close()
+        self._tell(f"{self._path} was removed while it was written: a new file goes on, without the lines so far")
 
     def _ends_within_a_line(self) -> bool:
         if not os.fstat(self._file.fileno()).st_size:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,26 @@ def test_a_line_that_a_kill_cut_short_spoils_no_other(tmp_path: Path) -> None:
     assert path.read_text().splitlines() == ['{"a": 1}', '{"b": ', '{"c": 3}']
 
 
+def test_a_file_that_is_removed_goes_on_in_a_new_one_and_says_so_once(tmp_path: Path) -> None:
+    """Its lines went into a file that has no name any more, without a word."""
+    said: list[str] = []
+    path = tmp_path / "run/lines"
+    path.parent.mkdir()
+    lines = AppendedLines(path, tell=said.append)
+    lines.append("a")
+    shutil.rmtree(path.parent)
+    lines.append("b")
+    lines.append("c")
+    assert path.read_text().split() == ["b", "c"]
+    assert len(said) == 1
+    assert str(path) in said[0]
+    shutil.rmtree(path.parent)
+    path.parent.write_text("a file where the folder was")
+    with pytest.raises(OutputError, match=r"run/lines"):
+        lines.append("d")
+    lines.close()
+
+
 def test_a_device_without_space(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").symlink_to("/dev/full")
     lines = AppendedLines(tmp_path / "metrics.jsonl")
@@ -74,6 +95,19 @@ def test_a_report_on_a_full_disk_leaves_the_last_one(tmp_path: Path) -> None:
         write_report(tmp_path)
     assert (tmp_path / "report.html").read_text() == "before"
     assert write_report(tmp_path).stat().st_size > 1000
+
+
+def test_a_log_that_is_removed_goes_on_in_a_new_one(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    before = {name: list(logging.getLogger(name).handlers) for name in ("learner", "shared")}
+    path = log_to_file(tmp_path / "run", 0)
+    shutil.rmtree(tmp_path / "run")
+    logging.getLogger("learner").warning("what nobody reads")  # there is no folder for it yet
+    (tmp_path / "run").mkdir()
+    logging.getLogger("learner").warning("what somebody reads")
+    assert [line.rpartition(": ")[2] for line in path.read_text().splitlines()] == ["what somebody reads"]
+    assert "Traceback" not in capfd.readouterr().err
+    for name, handlers in before.items():
+        logging.getLogger(name).handlers[:] = handlers
 
 
 def test_a_log_that_can_t_be_written_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -114,6 +148,25 @@ def test_a_disk_that_becomes_full_costs_the_run_no_step(
     run(resumed, monkeypatch)
     assert steps(run_dir) == [1, 3]
     assert all(json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+
+
+def test_a_folder_that_is_removed_during_a_run_is_said_once(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What is measured later is in a new folder, the log file too, and the checkpoint of the end."""
+    config = make_config(tiny_text, tmp_path, max_steps=3, num_samples=8, save_on_end=True)
+    run_dir, write = Path(config.training.output_dir), MetricsLog.write
+
+    def with_a_folder_that_goes(self: MetricsLog, event: str, fields: Any, *, step: int | None = None) -> None:
+        if event == "step" and step == 2:
+            shutil.rmtree(run_dir)
+        write(self, event, fields, step=step)
+
+    monkeypatch.setattr(MetricsLog, "write", with_a_folder_that_goes)
+    run(config, monkeypatch)
+    assert steps(run_dir) == [2, 3]
+    verify(run_dir / "checkpoint-3")
+    assert capsys.readouterr().out.count("metrics.jsonl was removed") == 1
 
 
 @pytest.mark.parametrize("where", ["a file", "read-only"])
