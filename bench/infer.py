@@ -77,6 +77,7 @@ async def _take_turns(sides: Mapping[str, Side], engine: VllmEngine, rounds: int
     for i in range(1 + rounds):
         for name in list(sides) if i % 2 else reversed(list(sides)):
             await engine.reset_caches()
+            await engine._llm.reset_mm_cache()  # each side processes all images
             begin = time.perf_counter()
             num_tokens = await sides[name](i)
             rates[name].append(num_tokens / (time.perf_counter() - begin))

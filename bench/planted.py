@@ -84,7 +84,6 @@ def keep_caches(flag: Path) -> None:
         if fault == STALE_VISION:
             await self._llm.reset_prefix_cache()
         elif fault == STALE_PREFIX:
-            await self._llm.reset_mm_cache()
             await self._llm.reset_encoder_cache()
         elif fault != STALE_SWAP:
             await reset(self)

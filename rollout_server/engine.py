@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 from rollout_server.config import ServerConfig
 from rollout_server.openai_api import OpenAICall, OpenAILayer, given_back, image_parts, texts
 from rollout_server.processes import cpu_seconds, descendants
-from rollout_server.prompts import Renderer, image_sources, too_long
+from rollout_server.prompts import Renderer, too_long
 from rollout_server.stalls import StallWatch
 from shared.aio import gather
 from shared.canary import cached_positions
@@ -289,10 +289,8 @@ class VllmEngine:
         with self._vllm_errors():
             async with self._stalls.guard():
                 # vLLM knows an image's embedding by the image's hash alone, so its encoder cache would serve old
-                # weights' embeddings.
-                prefix_reset, *_ = await asyncio.gather(
-                    self._llm.reset_prefix_cache(), self._llm.reset_mm_cache(), self._llm.reset_encoder_cache()
-                )
+                # weights' embeddings. Its cache of processed images can stay: pixels do not depend on weights.
+                prefix_reset, _ = await asyncio.gather(self._llm.reset_prefix_cache(), self._llm.reset_encoder_cache())
         if not prefix_reset:
             raise SyncError(
                 "the prefix cache cannot be reset",
@@ -307,10 +305,10 @@ class VllmEngine:
         share a step then, if they fit into one. Without it the first request has a step of its own, because requests
         are sent one by one. The caller holds the gate.
 
-        Nothing is held where items have images: these are processed one by one, and may wait for each other's memory.
-        Nor with several replicas, which agree on every pause, in steps of their own."""
+        Images may wait for each other's memory, or take long. Then the engine goes on after `_MOST_HELD_S`. Nothing is
+        held with several replicas, which agree on every pause, in steps of their own."""
         core = self._llm.engine_core
-        if len(getattr(core, "core_engines", ())) > 1 or any(image_sources(item.request) for item in items):
+        if len(getattr(core, "core_engines", ())) > 1:
             yield
             return
         answers = [len(item.response_token_ids) for item in items]

@@ -227,10 +227,11 @@ def _holding(core: HeldCore, num_sent: int, *, items: list[ScoreItem], error: bo
 
 def test_requests_that_share_a_step_are_all_sent_before_it() -> None:
     """R10: two items of two tokens, each token read through the cache too. The canary has one step then."""
-    core = HeldCore()
-    wanted = ["hold", *map(str, range(6)), "go on"]
-    assert _holding(core, 6, items=[_item(), _item()]) == wanted
-    assert core.log == wanted
+    for other in (_item(), _item(images=["a.png"])):
+        core = HeldCore()
+        wanted = ["hold", *map(str, range(6)), "go on"]
+        assert _holding(core, 6, items=[_item(), other]) == wanted
+        assert core.log == wanted
 
 
 def test_the_engine_goes_on_if_a_request_is_refused() -> None:
@@ -244,12 +245,32 @@ def test_the_engine_is_not_held_for_ever(monkeypatch: pytest.MonkeyPatch) -> Non
     assert _holding(HeldCore(), 1, items=[_item()]) == ["hold", "0", "go on"]
 
 
-def test_nothing_is_held_for_images_or_replicas() -> None:
-    """Images may wait for each other's memory, and replicas agree on a pause in steps of their own."""
+def test_nothing_is_held_for_replicas() -> None:
+    """They agree on a pause in steps of their own."""
     replicas = HeldCore()
     replicas.core_engines = [b"0", b"1"]  # type: ignore[attr-defined]
-    for core, items in ((HeldCore(), [_item(), _item(images=["a.png"])]), (replicas, [_item()])):
-        assert _holding(core, 3, items=items) == core.log == ["0", "1", "2"]
+    assert _holding(replicas, 3, items=[_item()]) == replicas.log == ["0", "1", "2"]
+
+
+def test_an_update_forgets_embeddings_and_keeps_processed_images() -> None:
+    """R10. Pixels do not depend on weights, and to process an image again takes milliseconds of every pause."""
+    found = []
+
+    class Llm:
+        async def reset_prefix_cache(self) -> bool:
+            found.append("prefixes")
+            return True
+
+        async def reset_encoder_cache(self) -> None:
+            found.append("embeddings")
+
+        async def reset_mm_cache(self) -> None:
+            found.append("processed images")
+
+    engine = object.__new__(VllmEngine)
+    engine._stalls, engine._llm = StallWatch(60.0), Llm()
+    asyncio.run(asyncio.wait_for(engine.reset_caches(), 10))
+    assert sorted(found) == ["embeddings", "prefixes"]
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 8, 100, 128, 255])
