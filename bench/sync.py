@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-import urllib.request
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -56,7 +54,6 @@ WANTED_OF_ONE_SERVER = 1.5
 WARM_UP, ROUNDS = 3, 12
 BUCKET_BYTES = 512 << 20
 KV_CACHE_BYTES = 16 << 30
-_METRICS_TIMEOUT_S = 10.0
 
 
 def full(folder: Path, *, size: Size = "4B", servers: int = 1) -> Iterator[Figure]:
@@ -113,24 +110,11 @@ def _full_syncs(policy: Policy, servers: Sequence[Server], staging: str = "none"
         for _ in range(WARM_UP + ROUNDS):
             _change_all(policy)
             sync.stage()
-            receipts.append(replace(sync.sync(), parts=pause_parts(metrics(servers[0]))))
+            receipts.append(sync.sync())
         return receipts[WARM_UP:]
     finally:
         sync.close()
         backend.close()
-
-
-def metrics(server: Server) -> str:
-    """Return what `/metrics/` of a server says."""
-    with urllib.request.urlopen(f"{server.url}/metrics/", timeout=_METRICS_TIMEOUT_S) as reply:
-        return str(reply.read(), "utf-8")
-
-
-def pause_parts(text: str) -> dict[str, float]:
-    """Return the seconds of a server's last pause in each of its parts, from what `/metrics/` says."""
-    found = dict(line.rsplit(" ", 1) for line in text.splitlines() if line.startswith("rollout_sync_last_"))
-    pause, load, canary = (float(found[f"rollout_sync_last_{name}_seconds"]) for name in ("pause", "load", "canary"))
-    return {"load": load, "canary": canary, "verdict": pause - load - canary}
 
 
 def _canary(policy: Policy, index: int) -> CanaryItem:
@@ -168,12 +152,14 @@ def pause_figures(
     found = [sampled("pause of the server, weights not staged", [receipt.pause_s for receipt in plain], "s")]
     if device:
         pauses, staged = ([getattr(r, name) for r in device] for name in ("pause_s", "staged_s"))
+        parts = [{name: r.parts[name] for name in ("load", "canary")} for r in device]
+        parts = [one | {"verdict": pause - sum(one.values())} for pause, one in zip(pauses, parts, strict=True)]
         name = "pause of the server, weights staged on its device"
         found += [
             sampled(name, pauses, "s", at_most=WANTED_PAUSE_S),
             *(
-                sampled(f"of that pause: {part}", [receipt.parts[part] for receipt in device], "s")
-                for part in device[0].parts
+                sampled(f"of that pause: {part}", [one[part] for one in parts], "s")
+                for part in ("load", "canary", "verdict")
             ),
             sampled("what the learner's sync then takes", [receipt.seconds for receipt in device], "s"),
             sampled("the staging before it, beside rollouts", staged, "s"),

@@ -88,11 +88,8 @@ class SyncTotals:
         self.last_seconds = reply.seconds
         self.pause_seconds += reply.pause_s
         self.last_pause_seconds = reply.pause_s
+        self.last_load_seconds, self.last_canary_seconds = reply.load_s, reply.canary_s
         return reply
-
-    def count_parts(self, *, drained: float, loaded: float, scored: float) -> None:
-        """Note when the parts of a pause ended, by the monotonic clock."""
-        self.last_load_seconds, self.last_canary_seconds = loaded - drained, scored - loaded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +200,7 @@ class WeightUpdates:
                 ) as outcome:
                     drained = time.monotonic()
                     try:
-                        loaded, scores = await self._load(call, outcome, clear_cache=clear_cache, drained=drained)
+                        loaded, scores, ends = await self._load(call, outcome, clear_cache=clear_cache)
                     except BaseException as error:
                         # The other workers, and the learner, may still wait for each other.
                         await self._leave(str(error) or type(error).__name__)
@@ -226,28 +223,30 @@ class WeightUpdates:
                 drain_s=drained - start,
                 transfer_s=staged.seconds if staged else end - drained,
                 pause_s=end - drained,
+                load_s=ends[0] - drained,
+                canary_s=ends[1] - ends[0],
                 scores=scores,
             )
         )
 
     async def _load(
-        self, call: UpdateWeightsCall, outcome: Outcome, *, clear_cache: bool, drained: float
-    ) -> tuple[WorkerReply, ScoreReply]:
-        """Load the update, and check its canary. `drained`: when the last call ended. Raises what `replace_weights`
-        raises."""
+        self, call: UpdateWeightsCall, outcome: Outcome, *, clear_cache: bool
+    ) -> tuple[WorkerReply, ScoreReply, tuple[float, float]]:
+        """Load the update, and check its canary; also returns when the load and the scoring ended, by the monotonic
+        clock. Raises what `replace_weights` raises."""
         deadline = Deadline(call.timeout_s)
         if call.mode == "full" and not call.staged:
             self.totals.staged_bytes = 0  # the workers give it up
         loaded, scores, loaded_at = await load_and_score(
             self._engine, call, clear_cache=clear_cache, ran_meanwhile=call.mode in self._ran_meanwhile
         )
-        self.totals.count_parts(drained=drained, loaded=loaded_at, scored=time.monotonic())
+        scored_at = time.monotonic()
         if loaded.runs_meanwhile:
             self._ran_meanwhile.add(call.mode)
         outcome.weights = self._weights(call, loaded)
         if not call.base_of_adapter:
             check_canary(await self._expectation(call, deadline), scores)
-        return loaded, scores
+        return loaded, scores, (loaded_at, scored_at)
 
     async def expect(self, call: ExpectScoresCall) -> None:
         """Note what an update's canary must score. Raises CommunicatorError if the group is not this learner's."""

@@ -467,6 +467,8 @@ class UpdateWeightsReply(WireModel):
         description="caches, receive, digest, load, coverage, canary; of staged weights: receive and digest"
     )
     pause_s: float = Field(default=0.0, description="no call was in flight, and none was let in")
+    load_s: float = Field(default=0.0, description="of the pause: until the workers had loaded the weights")
+    canary_s: float = Field(default=0.0, description="of the pause: from then until the canary's scores were there")
     scores: ScoreReply = Field(description="of the canary")
 
 

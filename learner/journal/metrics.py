@@ -187,7 +187,9 @@ SYNC = (
         "s",
         "colocated: the host's time for the learner's `scores` (to begin them, and to wait for them once the engine "
         "has scored), to `wake` the engine, to `merge` adapters, to `load`, "
-        "for the engine's `canary`, and to `sleep`; what the device still has to do counts for the next part",
+        "for the engine's `canary`, and to `sleep`; what the device still has to do counts for the next part. "
+        "Servers: of the one that paused longest, `drain` until the last call in flight had ended, and `load` and "
+        "`canary` of its pause",
     ),
 )
 

@@ -136,6 +136,7 @@ class ServerDelivery:
         self._asked: list[Post] = []  # calls of the try under way
         self._accused: dict[str, ProjectError] = {}  # servers that the last try failed for
         self._repeated = self._accused_one = False  # both tell of this sync alone
+        self._parts: dict[str, float] = {}  # seconds of this sync's parts
 
     def together(self, work: Callable[[], T]) -> T:
         return self.members.together(work)
@@ -260,7 +261,8 @@ class ServerDelivery:
 
     def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
         self._repeated = self._accused_one = False
-        return nullcontext({})
+        self._parts = {}
+        return nullcontext(self._parts)
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         self._send_and_switch(source, "full", ver + 1, items=())
@@ -362,14 +364,15 @@ class ServerDelivery:
         else:
             replies, learner, weights = self._send_and_switch(source, mode, ver, items=self._canary.items)
         self._not_serving = ""
-        reply = next(iter(replies.values()))
+        reply, longest = next(iter(replies.values())), max(replies.values(), key=lambda reply: reply.pause_s)
+        self._parts |= {"drain": longest.drain_s, "load": longest.load_s, "canary": longest.canary_s}
         delivered = Delivered(
             mode=mode,
             num_bytes=reply.num_bytes,
             num_tensors=reply.num_tensors,
             gap=worst_gap([self._gap(learner, reply, base_url) for base_url, reply in replies.items()]),
             merge_gap=learner.merge_gap,
-            pause_s=max(reply.pause_s for reply in replies.values()),
+            pause_s=longest.pause_s,
             staged_s=staged_s,
             sent_bytes=staged.sent_bytes if staged else reply.num_bytes,
             full_because=full_because,

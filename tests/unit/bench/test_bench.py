@@ -102,20 +102,11 @@ def test_a_sync_has_seconds_rate_and_share_of_the_raw_broadcast() -> None:
     assert sync.trl_figures(one, [0.1, 0.12, 0.09])[1].value == pytest.approx(2.0)
 
 
-def _metrics(pause_s: float) -> str:
-    """Return what a server's `/metrics/` say, whose load took 0.004 s and whose canary 0.005 s."""
-    parts = {"pause": pause_s, "load": 0.004, "canary": 0.005}
-    return "rollout_weights_version 3.0\n" + "".join(
-        f"# HELP rollout_sync_last_{name}_seconds of {name}\nrollout_sync_last_{name}_seconds {seconds}\n"
-        for name, seconds in parts.items()
-    )
-
-
 def test_a_pause_is_measured_with_staging_and_without() -> None:
     """Syncs that were meant to be staged and were not do not count."""
     plain, whole = [replace(receipt("full", 0.05, 1), pause_s=0.04)], receipt("full", 0.02, 1)
     staged = [
-        replace(whole, pause_s=pause_s, staged_s=0.05, parts=sync.pause_parts(_metrics(pause_s)))
+        replace(whole, pause_s=pause_s, staged_s=0.05, parts={"drain": 1.0, "load": 0.004, "canary": 0.005})
         for pause_s in (0.02, 0.01)
     ]
     found = {figure.name: figure for figure in sync.pause_figures(plain, [whole, *staged], [whole])}

@@ -251,6 +251,7 @@ class FakeServer:
             num_bytes = sum(bucket.num_bytes for bucket in call.buckets)
         reply = {"ver": call.ver, "num_bytes": num_bytes, "num_tensors": len(received)}
         times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1, "pause_s": 0.01 * self.world_size}
+        times |= {"load_s": 0.003 * self.world_size, "canary_s": 0.006 * self.world_size}
         return httpx.Response(200, json=reply | times | {"scores": {**scores, "ver": call.ver}})
 
     async def _expect(self, request: httpx.Request) -> httpx.Response:

@@ -259,6 +259,7 @@ def test_staged_weights_travel_before_the_sync_and_are_served_by_it(
         assert all(torch.equal(server.tensors[name], tensor) for name, tensor in weights.tensors.items())
     assert (first.staged_s, second.ver, served_ver(backends[0])) == (0.0, 2, 2)
     assert (second.pause_s, second.canary_gap, second.num_tensors) == (0.02, 0.0, 4)
+    assert second.parts == {"drain": 0.0, "load": 0.006, "canary": 0.012}, "of the server that paused longest"
     assert second.staged_s > 0.0
     assert second.num_bytes == first.num_bytes
 
