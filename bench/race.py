@@ -44,6 +44,7 @@ from bench.watch import GpuUse, gpu_use
 from deploy.demo.model import build as build_small_model
 from deploy.launch import Process, Processes, supervised
 from learner.run.files import write_atomically
+from shared.addresses import free_port
 from shared.errors import DeadlineError, ProjectError, ServerError
 
 Side = Literal["ours", "trl"]
@@ -146,7 +147,7 @@ class RunningSide:
         """Wait for its end. Raises ServerError or DeadlineError; what it said until then is kept."""
         deadline = self.began_s + limit_s
         wait(limit_s, until=lambda: self.look() >= WARM_UP_STEPS)
-        with gpu_use(_GPU_EVERY_MS) as used:
+        with gpu_use(_GPU_EVERY_MS, visible(0)) as used:
             wait(max(1.0, deadline - time.monotonic()), until=lambda: self.look() < 0)
         self.look()
         first: GpuUse | None = next(iter(used.values()), None)
@@ -234,7 +235,8 @@ def run_trl(processes: Processes, folder: Path, race: Race, results: RaceResults
     """Run TRL in a process of its own, which writes what it has reached, and the seconds of each step."""
     said, log = folder / "trl.jsonl", folder / "trl.log"
     paths = {"model": str(race.model), "data": str(race.data), "out": str(said), "prompt": PROMPT}
-    settings = json.dumps({**asdict(race), **paths, "group": GROUP, "lora": None if race.whole_model else LORA["lora"]})
+    lora = None if race.whole_model else LORA["lora"]
+    settings = json.dumps({**asdict(race), **paths, "group": GROUP, "lora": lora, "port": free_port()})
     argv = [sys.executable, "-m", "bench.race_trl", settings]
     process: Process = processes.start("trl", argv, devices=visible(0), log=log)
 

@@ -70,11 +70,11 @@ def rewards(completions: list[Any], **_: Any) -> list[float]:
 
 
 # TRL's colocated engine reads them, and torchrun is not used here.
-ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29555", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+ENVIRONMENT = {"MASTER_ADDR": "127.0.0.1", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
 
 def main(settings: dict[str, Any]) -> None:
-    for name, value in ENVIRONMENT.items():
+    for name, value in {**ENVIRONMENT, "MASTER_PORT": str(settings["port"])}.items():
         os.environ.setdefault(name, value)
     clock = Clock(Path(settings["out"]))
     clock.reached("imported")
