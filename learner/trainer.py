@@ -241,6 +241,8 @@ class Trainer:
         seconds = self.clock.read()
         flops = self.policy.flops_per_token * totals.counts.get("tokens", 0.0) / self.ranks.world_size
         metrics = {**metrics, "learn_tflops": flops / seconds["learn_s"] / 1e12}
+        if (peak := self.policy.peak_gib()) is not None:
+            metrics = {**metrics, "gpu_peak_gib": self.ranks.all_reduce_max(peak)}
         result = totals.result(
             global_step=self.state.global_step,
             channel=channel,

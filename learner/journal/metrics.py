@@ -62,6 +62,16 @@ LEARNING = (
     Metric("batch_share", "share", "only on an epoch's short step: what part of an update it makes"),
 )
 
+# Steps on a GPU.
+GPU = (
+    Metric(
+        "gpu_peak_gib",
+        "GiB",
+        "most memory that torch had allocated at once since the last step, on the rank that had most; what other "
+        "processes have there, and what torch has set aside, is not in it",
+    ),
+)
+
 # Steps that learn rollouts; sums over ranks.
 ROLLOUTS = (
     Metric("match_rate", "share", "true objects that the rollouts found"),
@@ -288,6 +298,7 @@ GROUPS: tuple[tuple[str, str, tuple[Metric, ...]], ...] = (
     ("A step", "Fields of the event `step`. In TensorBoard: `step/NAME`.", STEP_FIELDS),
     ("Where its time went", "Under `metrics` of `step`, of rank 0. In TensorBoard: `step/metrics/NAME`.", SECONDS),
     ("What was learned", "Under `metrics` of `step`.", LEARNING),
+    ("Memory", "Under `metrics` of `step`, on GPUs.", GPU),
     ("Rollouts", "Under `metrics` of a `step` that learned rollouts. Sums over ranks.", ROLLOUTS),
     ("Rewards", "Under `metrics` of `step` and `eval`, with `reward.functions` or `reward.weights`.", REWARDS),
     ("Policy gradients", "Under `metrics` of `step`, with `grpo`.", GRPO),

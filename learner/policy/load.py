@@ -135,6 +135,15 @@ class Policy:
         again = 2 if self.model.is_gradient_checkpointing else 0
         return float(sum((4 + again + 2 * p.requires_grad) * p.numel() for p in weights))
 
+    def peak_gib(self) -> float | None:
+        """Return the most memory that torch had allocated on the GPU at once since the last call, in GiB; None without
+        a GPU."""
+        if self.device.type != "cuda":
+            return None
+        peak = torch.cuda.max_memory_allocated(self.device) / 2**30
+        torch.cuda.reset_peak_memory_stats(self.device)
+        return peak
+
     def set_training(self, training: bool) -> None:
         """Do what `model.train(training)` does. torch sets the attribute of each of thousands of modules by a slow way:
         0.1 s for a model of 4B with adapters, at every row and every sync."""

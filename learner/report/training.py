@@ -54,6 +54,7 @@ STEP_COLUMNS = {
     "Fill": "packing_fill",
     "Grad": "grad_norm",
     "LR": "learning_rate",
+    "GPU GiB": "gpu_peak_gib",  # only of runs on a GPU
 }
 NamedLine = tuple[str, str, str]  # a line's name, what it shows, its color
 # Metrics that other charts and tables show, wholly or in sum, and those that are folded away.
@@ -66,6 +67,7 @@ STAGE2_SHOWN = (
 FOLDED = ("matched", "truncated", "underfilled", "rollout_tokens", "packing_fill", "rollout_buffer/", STAGE2)
 TITLES = {  # of charts of metrics that have none of their own; others have the metric's name
     "learn_tflops": "TFLOP/s while learning",
+    "gpu_peak_gib": "Most GPU memory in a step, GiB",
     "pause_s": "Server pause",
     "staged_s": "Staging before a sync",
     "sent_bytes": "Bytes sent",
@@ -325,8 +327,10 @@ def steps_table(run: RunRecord) -> Table:
     """Return the charts' numbers; every n-th step of a long run, and always the last."""
     stride = -(-len(run.steps) // MAX_ROWS) or 1
     kept = [s for i, s in enumerate(reversed(run.steps)) if i % stride == 0][::-1]
-    rows = [[str(s.global_step), s.channel, *(number(_value(s, k)) for k in STEP_COLUMNS.values())] for s in kept]
-    return Table(["Step", "Ch.", *STEP_COLUMNS], rows)
+    on_gpu = any("gpu_peak_gib" in step.metrics for step in kept)
+    columns = {name: key for name, key in STEP_COLUMNS.items() if on_gpu or key != "gpu_peak_gib"}
+    rows = [[str(s.global_step), s.channel, *(number(_value(s, k)) for k in columns.values())] for s in kept]
+    return Table(["Step", "Ch.", *columns], rows)
 
 
 def sync_table(run: RunRecord) -> Table:

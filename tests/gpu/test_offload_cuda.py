@@ -55,6 +55,16 @@ def test_everything_comes_back_bit_for_bit(model: Path, lora: LoraConfig | None)
         assert any(not torch.equal(p, before[name]) for name, p in policy.trainable)
 
 
+def test_a_step_s_most_memory_is_that_since_the_last_one(model: Path) -> None:
+    policy, _ = learner(model, None)
+    policy.peak_gib()
+    held = torch.cuda.memory_allocated(CUDA) / 2**30
+    large = torch.empty(1 << 30, dtype=torch.uint8, device=CUDA)
+    del large
+    assert policy.peak_gib() == pytest.approx(held + 1, abs=0.01)
+    assert policy.peak_gib() == pytest.approx(held, abs=0.01)
+
+
 def test_the_device_is_empty_meanwhile(model: Path) -> None:
     policy, optimizer = learner(model, None)
     prompt = policy.encoder.encode(sample([image(128, 128, seed=0)]))

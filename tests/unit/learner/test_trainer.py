@@ -17,6 +17,7 @@ from learner.config.inference import CALIBRATION_NAME
 from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.data.sampler import DistributedSampler
+from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import LearnedRow, PackedRow, Rollout, Sample, StepResult
@@ -27,6 +28,7 @@ from learner.tasks.detection.scores import read_calibration
 from learner.tasks.detection.task import DetectionTask
 from learner.trainer import Trainer
 from shared.errors import OutOfMemoryError, PromptMismatchError
+from tests.runs import events
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer, write_data
 
@@ -88,6 +90,19 @@ def test_what_a_run_s_start_made_is_left_out_of_later_collections(
     run(make_config(tiny_text, tmp_path, per_device_train_batch_size=2, max_steps=3), monkeypatch)
     assert is_frozen == [False, True, True]
     assert gc.get_freeze_count() == 0
+
+
+def test_the_most_memory_of_a_gpu_is_in_its_step_and_on_cpu_nothing_is(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU nothing measures it, so the policy says what one would; `tests/gpu` measures."""
+    run(make_config(tiny_text, tmp_path, max_steps=1, output_dir=str(tmp_path / "cpu")), monkeypatch)
+    peaks = iter((1.5, 2.5))
+    monkeypatch.setattr(Policy, "peak_gib", lambda _: next(peaks))
+    run(make_config(tiny_text, tmp_path, max_steps=2), monkeypatch)
+    found = [event["metrics"].get("gpu_peak_gib") for event in events(tmp_path / "run", "step")]
+    assert found == [1.5, 2.5]
+    assert all("gpu_peak_gib" not in event["metrics"] for event in events(tmp_path / "cpu", "step"))
 
 
 @pytest.mark.parametrize(("packing", "ratio", "wanted"), [(True, 1.0, 1.0), (True, 0.01, 0.0), (False, 1.0, None)])
