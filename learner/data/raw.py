@@ -54,6 +54,7 @@ Action = Literal["error", "drop", "clip"]
 EDGE_TOLERANCE = 1.0  # pixels by which rounding may push a coordinate out of the image
 LARGEST = 1e9  # coordinate: above every pixel
 MAX_SHOWN = 50  # errors that are kept word for word
+_DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
 
 
 @dataclass
@@ -121,6 +122,13 @@ class BadRecords:
                 wanted="records without mistakes",
                 remedy="correct them, or choose what happens to each kind with data.on_bad_record",
             )
+
+    def in_words(self) -> list[str]:
+        """Return a line for each kind and action, with an example."""
+        return [
+            f"{number} {_DONE[action]} ({kind}), for example {self.examples[kind, action]}"
+            for (kind, action), number in sorted(self.counts.items())
+        ]
 
     def summary(self) -> dict[str, dict[str, int]]:
         """Return what was dropped, clipped and kept, by kind: `{"no_area": {"drop": 2}}`."""

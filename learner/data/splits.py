@@ -99,12 +99,16 @@ def read_split(
         found = _samples_of_reader(reader, source, maker, part)
     samples = list(islice(_new_ids_only(found, bad), limit))
     if not samples and not bad.num_errors:
-        smaller = f"correct {whole}, or take a larger part of it"
+        remedy = (
+            "correct the path, or the records" if path == whole else f"correct {whole}, or take a larger part of it"
+        )
+        if "image_missing" in bad.summary():
+            remedy = "set data.image_root to the folder where their names begin (init: --image-root)"
         raise DataError(
             f"{path} has no samples",
-            found=f"only bad records: {bad.summary()}" if bad.counts else "no records",
+            found=f"only bad records: {'; '.join(bad.in_words())}" if bad.counts else "no records",
             wanted="one record or more",
-            remedy="correct the path, or the records" if path == whole else smaller,
+            remedy=remedy,
         )
     return Split(samples=samples, bad=bad)
 

@@ -26,7 +26,8 @@ _MAX_NAMED = 12
 _SMALL_SIDE_PX = 12.0  # a box below it is a few patches of the model's encoder at most
 _RARE = 5  # boxes of a class
 _FEW = 5  # photographs to evaluate on
-_DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
+_MISPLACED = ("no_area", "outside_image")
+_MOST_MISPLACED = 0.25  # a share of the boxes: single mistakes are fewer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,13 +44,19 @@ class Survey:
     boxes_per_image: tuple[int, float, int]  # fewest, median, most
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
     smallest_side_px: float  # the median box's shorter side
-    bad: Mapping[str, Mapping[str, int]]
-    examples: Mapping[tuple[str, str], str]  # one of each kind and action in `bad`
+    told: Sequence[str]  # a line for each kind of bad record and what happened to these
+    num_misplaced: int  # boxes that were cut or left out because they have no area, or lie outside
+    num_left_out: int  # of these
     num_errors: int
 
     @property
     def num_boxes(self) -> int:
         return sum(self.classes.values())
+
+    @property
+    def num_given(self) -> int:
+        """Boxes as the annotations have them."""
+        return self.num_boxes + self.num_left_out
 
 
 def survey(split: Split) -> Survey:
@@ -60,6 +67,7 @@ def survey(split: Split) -> Survey:
     sizes = sorted(of_images, key=lambda size: size[0] * size[1])
     sizes = sizes or [(0, 0)]
     sides = [side for sample in samples for side in _sides(sample)]
+    misplaced = [actions for kind, actions in split.bad.summary().items() if kind in _MISPLACED]
     return Survey(
         num_samples=len(samples),
         num_images=len(of_images),
@@ -71,8 +79,9 @@ def survey(split: Split) -> Survey:
         boxes_per_image=(min(counts), median(counts), max(counts)),
         sizes=(sizes[0], sizes[len(sizes) // 2], sizes[-1]),
         smallest_side_px=median(sides) if sides else 0.0,
-        bad=split.bad.summary(),
-        examples=split.bad.examples,
+        told=split.bad.in_words(),
+        num_misplaced=sum(sum(actions.values()) for actions in misplaced),
+        num_left_out=sum(actions.get("drop", 0) for actions in misplaced),
         num_errors=split.bad.num_errors,
     )
 
@@ -120,11 +129,17 @@ def lines_of(found: Survey) -> list[str]:
 
 def warnings_of(found: Survey, *, held_out: bool = False) -> list[str]:
     """Return what may be a mistake. `held_out`: the split is for evaluations."""
-    warned = [
-        f"{number} {_DONE[action]} ({kind}), for example {found.examples[kind, action]}"
-        for kind, actions in found.bad.items()
-        for action, number in actions.items()
-    ]
+    warned = [*found.told]
+    doubtful = ""
+    if found.num_misplaced > _MOST_MISPLACED * max(1, found.num_given):
+        doubtful = f"{found.num_misplaced} of {found.num_given} boxes are no boxes in their photographs"
+    elif found.num_boxes and found.smallest_side_px < 1:
+        doubtful = "half of the boxes are less than a pixel across"
+    if doubtful:
+        warned.append(
+            f"{doubtful}: their numbers may mean something else than pixels (shares, thousandths), or x2, y2 where width "
+            "and height are read; look at them with `check --draw 8`"
+        )
     if held_out and found.num_samples < _FEW:
         warned.append(f"{photographs(found.num_samples)} to evaluate on: too few to tell two models apart")
     if found.asked_again:

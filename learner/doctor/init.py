@@ -143,7 +143,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> Non
         if about.num_samples:
             lines.append(seen_in_words(seen))
         warned = [*warnings_of(about, held_out=split != "train"), *filter(None, [small_boxes(about, seen)])]
-        warned = warned if about.num_samples else []
+        warned = warned if about.num_samples and not read.bad.num_errors else []
         print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
     for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():
         print(f"  ! {photographs(len(images))} in {first} and in {second}, for example {images[0]}")

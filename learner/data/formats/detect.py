@@ -66,9 +66,24 @@ def _described(path: Path) -> str:
     if len(files) > 1:
         shown = ", ".join(files[:3])
         return f"{path}, a folder with {len(files)} files whose names do not say which split they are ({shown})"
+    if tables := sorted(path.rglob("*.csv")):
+        return f"{tables[0]}, a table: tables are read by a reader of your own (data.reader; docs/extending.md has one)"
+    if labels := [file for file in sorted(path.rglob("*.txt")) if _is_yolo_label(file)]:
+        names = f"none of {', '.join(CLASS_FILES)} and no data.yaml names their classes"
+        return f"{path}, a folder with YOLO label files ({labels[0].relative_to(path)}), but {names}"
     number = len(images_below(path))
     photographs = f"{number} photograph{'s' if number != 1 else ''}"
     return f"{path}, a folder with {photographs} and no annotations" if number else f"a folder {path}"
+
+
+def _is_yolo_label(file: Path) -> bool:
+    """Return True if the first line is a class number and four shares."""
+    try:
+        with file.open(encoding="utf-8") as lines:
+            number, *shares = lines.readline(200).split()
+        return number.isdecimal() and len(shares) == 4 and all(0 <= float(share) <= 1 for share in shares)
+    except (OSError, ValueError):
+        return False
 
 
 def is_saved(folder: Path) -> bool:

@@ -48,9 +48,9 @@ class ObjectRow(RowModel):
     @model_validator(mode="after")
     def _is_one_object(self) -> ObjectRow:
         if not self.desc and not self.ignored:
-            raise ValueError("wanted a desc")
+            raise ValueError("a desc")
         if (self.bbox_2d is None) == (self.poly is None):
-            raise ValueError("wanted exactly one of bbox_2d and poly")
+            raise ValueError("exactly one of bbox_2d and poly")
         if self.poly is not None and len(self.poly) % 2:
             raise ValueError("poly: wanted an even number of coordinates")
         return self

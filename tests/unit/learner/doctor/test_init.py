@@ -131,6 +131,71 @@ def test_a_hugging_face_data_set_without_what_to_train_on_is_refused(
     assert ("first, second" in told, f"{tmp_path}/saved" in told, "saved:first" in told) == (True, True, False)
 
 
+def test_photographs_that_are_not_found_are_named_with_the_way_out(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It said how many, in Python's words, and neither which nor what to do."""
+    (folder / "JPEGImages").rename(tmp_path / "elsewhere")
+    assert main(["init", str(folder), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    for part in ("left out (image_missing)", ".jpg", "--image-root", "data.image_root"):
+        assert part in told
+    assert "{" not in told
+    assert main(["init", str(folder), "--out", str(tmp_path / "out"), "--image-root", str(tmp_path / "elsewhere")]) == 0
+
+
+@pytest.mark.parametrize("scale", [1000 / 200, 1 / 200], ids=["thousandths", "shares"])
+def test_numbers_that_mean_something_else_are_told_from_a_box_that_is_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], scale: float
+) -> None:
+    """Half of the boxes were cut or left out, each told alone, and a file was written as if nothing were wrong."""
+    boxes = [{"desc": "x", "bbox_2d": [v * scale for v in (10 + i, 10, 150, 90)]} for i in range(40)]
+    jsonl(tmp_path, *boxes, name="train.jsonl")
+    assert main(["init", str(tmp_path), "--out", str(tmp_path)]) in (0, 2)
+    told = capsys.readouterr()
+    assert "something else than pixels" in told.out + told.err
+
+
+def test_a_box_that_is_wrong_does_not_put_the_others_in_doubt(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    voc(folder, "p0", voc_object("raccoon", 10, 10, 900, 95))
+    assert main(["init", str(folder), "--out", str(tmp_path)]) == 0
+    assert "something else than pixels" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("labels.csv", "image,label,x1,y1,x2,y2\n", ["labels.csv", "data.reader"]),
+        ("labels/a.txt", "0 0.5 0.5 0.1 0.1\n", ["label files", "classes.txt"]),
+    ],
+)
+def test_labels_that_are_there_are_not_called_missing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, content: str, said: list[str]
+) -> None:
+    """It said `a folder with photographs and no annotations`."""
+    draw(tmp_path / "data", "images/a.jpg")
+    file = tmp_path / "data" / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(content)
+    assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert [part for part in said if part not in told] == []
+    assert "no annotations" not in told
+
+
+def test_what_cannot_be_read_is_not_called_empty(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for file in (folder / "Annotations").iterdir():
+        file.write_text(file.read_text().replace("<xmin>10", "<xmin>ten"))
+    assert main(["init", str(folder), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().out
+    assert "xmin ten" in told
+    assert "empty answer" not in told
+
+
 def test_photographs_alone_cannot_be_learned(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     draw(tmp_path / "photographs", "a.jpg", "b.jpg")
     assert main(["init", str(tmp_path / "photographs"), "--out", str(tmp_path / "out")]) == 2
