@@ -99,11 +99,11 @@ def read_split(
         found = _samples_of_reader(reader, source, maker, part)
     samples = list(islice(_new_ids_only(found, bad), limit))
     if not samples and not bad.num_errors:
-        remedy = (
-            "correct the path, or the records" if path == whole else f"correct {whole}, or take a larger part of it"
-        )
+        remedy = f"correct {whole}, or take a larger part of it"
         if "image_missing" in bad.summary():
             remedy = "set data.image_root to the folder where their names begin (init: --image-root)"
+        elif path == whole:
+            remedy = "correct the path, or the records"
         raise DataError(
             f"{path} has no samples",
             found=f"only bad records: {'; '.join(bad.in_words())}" if bad.counts else "no records",

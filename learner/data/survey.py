@@ -137,8 +137,8 @@ def warnings_of(found: Survey, *, held_out: bool = False) -> list[str]:
         doubtful = "half of the boxes are less than a pixel across"
     if doubtful:
         warned.append(
-            f"{doubtful}: their numbers may mean something else than pixels (shares, thousandths), or x2, y2 where width "
-            "and height are read; look at them with `check --draw 8`"
+            f"{doubtful}: their numbers may mean something else than pixels (shares, thousandths), or x2, y2 where "
+            "width and height are read; look at them with `check --draw 8`"
         )
     if held_out and found.num_samples < _FEW:
         warned.append(f"{photographs(found.num_samples)} to evaluate on: too few to tell two models apart")

@@ -398,7 +398,7 @@ def test_an_object_may_name_the_only_image(tmp_path: Path) -> None:
 def test_a_record_is_left_out_if_one_of_its_images_has_another_size(tmp_path: Path) -> None:
     draw(tmp_path, "2.png", size=(50, 80))
     file = jsonl(tmp_path, on(1, 0, 0, 9, 9), **{**SEVERAL, "sizes": [[50, 80], [7, 7]]})
-    assert "{'image_size': {'drop': 1}}" in refusal(file, on_bad_record="drop")
+    assert "only bad records: 1 left out (image_size)" in refusal(file, on_bad_record="drop")
 
 
 def test_malformed_records_are_errors_whatever_the_policy(tmp_path: Path) -> None:
