@@ -24,6 +24,7 @@ from learner.config.sections.loss import preset_advice
 from learner.config.sections.servers import SERVER, WAY_OUT
 from learner.doctor.finding import SeenServer
 from learner.doctor.length import length_report
+from learner.doctor.model_folder import no_room_for_prompts, other_than_trained
 from learner.extensions import check_extensions
 from learner.journal.trackers import check_trackers
 from shared.config.model import ConfigErrors, Mistake
@@ -107,9 +108,11 @@ def preflight(
     _check_parts(config)
     plan = resolve(config, world_size)
     report = plan.to_json()
-    if advice := [said for said in (preset_advice(config), _fp8_advice(config)) if said is not None]:
+    said = (preset_advice(config), _fp8_advice(config), other_than_trained(config))
+    if advice := [one for one in said if one is not None]:
         report["advice"] = advice
     mistakes = [*_output_dir(config), *_annotations(config), *_family(config), *_fp8_family(config)]
+    mistakes += no_room_for_prompts(config)
     report |= memory_report(config, world_size)
     if build_model:
         mistakes += _names_of_model(config)

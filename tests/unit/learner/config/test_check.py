@@ -335,3 +335,49 @@ def test_a_folder_with_another_run_is_a_mistake(file: Path, tmp_path: Path, caps
     assert run_check(path) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("training.output_dir: ")
     assert run_check(write(file, minimal(), {"training.output_dir": str(run_dir), "training.overwrite": True})) == 0
+
+
+MODEL = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}
+
+
+@pytest.mark.parametrize(("new", "code"), [(511, 0), (512, 2)])
+def test_an_answer_that_leaves_no_room_for_a_prompt(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], new: int, code: int
+) -> None:
+    """`check` said `ready`, and the run ended once its model was loaded."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps({**MODEL, "text_config": {"max_position_embeddings": 512}}))
+    decoding = {f"{ROLLOUT}.rollout_backend": "hf", f"{ROLLOUT}.decoding.max_new_tokens": new}
+    assert run_check(write(file, minimal(), {**decoding, "model.path": str(tmp_path / "model")})) == code
+    said = capsys.readouterr().err
+    key = f"{ROLLOUT}.decoding.max_new_tokens"
+    assert (key in said, "max_position_embeddings" in said) == (code == 2, code == 2)
+
+
+def test_a_model_that_was_trained_with_other_settings(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answers nothing right then, and its first evaluation has zeros, without a word why."""
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(MODEL))
+    trained = {
+        "task": {"container": "index_map", "coordinates": "tokens"},
+        "messages": [{"role": "user", "content": "<image>Find it."}],
+        "max_pixels": 100_000,
+    }
+    (tmp_path / "model/inference.json").write_text(json.dumps(trained))
+    same = {"model.path": str(tmp_path / "model"), "data.prompt": "Find it.", "model.max_pixels": 100_000}
+    same |= {"task": trained["task"]}
+    other = {
+        "data.prompt": "Where?",
+        "model.max_pixels": 200_000,
+        "task": {"container": "array", "coordinates": "digits"},
+    }
+    for changes, named in (
+        (same, []),
+        (same | other, ["data.prompt", "model.max_pixels", "task.container", "task.coordinates"]),
+    ):
+        assert run_check(write(file, minimal(), changes)) == 0
+        said = [one for one in json.loads(capsys.readouterr().out).get("advice", []) if "was trained with" in one]
+        assert [key in one for one in said for key in named] == [True] * len(named)
+        assert len(said) == bool(named)

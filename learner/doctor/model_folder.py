@@ -1,0 +1,78 @@
+"""Compares a configuration with the files in the folder of its model. Imports no torch.
+
+In: the configuration. Out: what the model cannot do, and what it was not trained for. Nothing is said of a model that
+is not on this machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from learner.config.modes import ROLLOUT, needs_rollouts
+from learner.config.schema import RunConfig
+from shared.config.model import Mistake
+from shared.errors import ConfigError
+from shared.reading import json_in
+
+_CONFIG, _SETTINGS = "config.json", "inference.json"
+
+
+def no_room_for_prompts(config: RunConfig) -> list[Mistake]:
+    """Return a mistake if the longest answer is as long as prompt and answer may be, where the model itself rolls out
+    (`rollout_backend: hf`)."""
+    rollout = config.rollout_matching
+    if rollout.rollout_backend != "hf" or not needs_rollouts(config):
+        return []
+    most = _positions(Path(config.model.path))
+    if most is None or rollout.decoding.max_new_tokens < most:
+        return []
+    return [
+        Mistake(
+            path=f"{ROLLOUT}.decoding.max_new_tokens",
+            found=f"{rollout.decoding.max_new_tokens} of the model's {most} tokens (max_position_embeddings)",
+            wanted="fewer new tokens, so that a prompt fits before them",
+            remedy="lower max_new_tokens",
+        )
+    ]
+
+
+def _positions(folder: Path) -> int | None:
+    try:
+        found = json_in(folder / _CONFIG)
+        return int((found.get("text_config") or found)["max_position_embeddings"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads the model says what is wrong
+        return None
+
+
+def other_than_trained(config: RunConfig) -> str | None:
+    """Return a warning if the run asks the model otherwise than the run that trained it."""
+    if not (Path(config.model.path) / _SETTINGS).is_file():
+        return None
+    from learner.config.inference import prompt_messages, read_settings  # imported here: `check` of keys loads no numpy
+
+    try:
+        trained = read_settings(Path(config.model.path))
+    except ConfigError:  # only `predict` and `evaluate` need it
+        return None
+    if trained is None:
+        return None
+    pairs: Mapping[str, tuple[object, object]] = {
+        "task.type": (trained.task.type, config.task.type),
+        "task.container": (trained.task.container, config.task.container),
+        "task.coordinates": (trained.task.coordinates, config.task.coordinates),
+        "model.min_pixels": (trained.min_pixels, config.model.min_pixels),
+        "model.max_pixels": (trained.max_pixels, config.model.max_pixels),
+    }
+    other = [f"{key} ({_shown(then)}, here {_shown(now)})" for key, (then, now) in pairs.items() if then != now]
+    asked = prompt_messages(config.data.prompt)
+    if config.data.prompt is not None and [dict(turn) for turn in asked] != trained.messages:
+        other.append(f"data.prompt ({str(trained.messages[-1].get('content')) if trained.messages else ''!r:.100})")
+    if not other:
+        return None
+    differs = ", ".join(other)
+    return f"model.path was trained with other settings, and may find little before it has learned these: {differs}"
+
+
+def _shown(value: object) -> str:
+    return "null" if value is None else str(value)
