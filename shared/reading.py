@@ -56,6 +56,12 @@ def lines_in(path: Path) -> Iterator[tuple[int, bytes]]:
                 yield number, content
 
 
+def as_here(name: str, folder: Path) -> str:
+    """Return the name of a file below a folder as this machine writes it: Windows tools write backslashes. A file whose
+    name has some keeps them."""
+    return name.replace("\\", "/") if "\\" in name and not is_file(folder / name) else name
+
+
 def is_file(path: Path) -> bool:
     """Return False also for a name that no file can have: too long, or with a zero byte."""
     try:

@@ -40,6 +40,7 @@ from learner.tasks.detection.bins import canonical_order, encloses_something, to
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import Images
+from shared.reading import as_here
 from shared.validation import fault_of
 from shared.wire import Turn
 
@@ -173,7 +174,7 @@ class SeenImages:
 def look_at_images(names: Sequence[str], images: Images, folder: Path) -> SeenImages:
     """Find a record's images, relative paths below `folder`, and read their headers. Called from several threads."""
     try:
-        sources = tuple(images.resolve(image, folder) for image in names)
+        sources = tuple(images.resolve(as_here(image, folder), folder) for image in names)
         sizes = tuple(None if source[:4].lower() == "http" else images.size(source) for source in sources)
     except MediaError as error:
         return SeenImages(error=error)

@@ -36,7 +36,7 @@ from learner.data.splits import annotations_of
 from learner.records import DetectionObject, Sample
 from learner.run.files import write_atomically, writing
 from shared.errors import DataError, OutputError
-from shared.reading import is_file
+from shared.reading import as_here, is_file
 
 RECORD = Path("labels", "written.json")  # path in a run directory
 _LAST_BIN = 999
@@ -256,6 +256,7 @@ def _seen_from(new: Path, name: str, old: Path) -> str:
     """Return the name, from the folder `new`, of an image whose name from the folder `old` is known. URLs, encoded
     images and absolute paths are the same from everywhere."""
     here, there = Path(os.path.realpath(old)), Path(os.path.realpath(new))
+    name = as_here(name, here)
     if here == there or Path(name).is_absolute() or not is_file(here / name):
         return name
     return os.path.relpath(here / name, there)

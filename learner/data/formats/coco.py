@@ -16,7 +16,7 @@ from learner.data.formats.masks import outline_of
 from learner.data.formats.source import RowModel, Source
 from learner.data.formats.strict import ClassName, Flag, Identity, Number, Size
 from learner.records import GeometryKind, Place, RawObject, RawRecord
-from shared.reading import is_file, json_bytes_in, json_in, json_of
+from shared.reading import as_here, is_file, json_bytes_in, json_in, json_of
 
 
 class CocoImage(RowModel):
@@ -75,7 +75,7 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
                 place=Place(source.file, f"image {image.id}"),
                 sample_id=image.id,
                 messages=source.messages,
-                images=(str(folder / image.file_name) if folder else image.file_name,),
+                images=(str(folder / as_here(image.file_name, folder)) if folder else image.file_name,),
                 objects=[obj for obj in objects if obj is not None],
                 width=image.width,
                 height=image.height,
@@ -93,11 +93,11 @@ def _near_folder(names: Sequence[str], source: Source) -> Path | None:
     """Return the first image's folder if it is not the file's own but near it, as COCO's `train2017` is beside
     `annotations`. It is absolute, because records are relative to the file's folder."""
     own = source.file.absolute().parent
-    if source.data.image_root is not None or not names or is_file(own / names[0]):
+    if source.data.image_root is not None or not names or is_file(own / as_here(names[0], own)):
         return None
     split = source.file.stem.rpartition("_")[2]
     near = [place / name for place in (own, own.parent) for name in ("images", split, f"images/{split}", "")]
-    return next((folder for folder in near if is_file(folder / names[0])), None)
+    return next((folder for folder in near if is_file(folder / as_here(names[0], folder))), None)
 
 
 def _read_file(source: Source) -> tuple[CocoFile, set[str]]:

@@ -218,6 +218,19 @@ def test_a_byte_order_mark_is_no_mistake(tmp_path: Path) -> None:
     assert samples_of(file)[0].objects == (box("cat", 0, 0, 250, 500),)
 
 
+@pytest.mark.parametrize("place", ["", "images/"])
+def test_names_of_images_may_have_the_backslashes_of_windows(tmp_path: Path, place: str) -> None:
+    file = coco(tmp_path, {})
+    draw(tmp_path, f"{place}sub/1.png")
+    file.write_text(file.read_text().replace('"1.png"', r'"sub\\1.png"'))
+    assert [Path(s.images[0]) for s in samples_of(file)] == [tmp_path / f"{place}sub/1.png"]
+    if not place:
+        rows = jsonl(tmp_path, FINE, images=[r"sub\1.png"])
+        assert [Path(s.images[0]) for s in samples_of(rows)] == [tmp_path / "sub/1.png"]
+    draw(tmp_path, f"{place}" + r"sub\1.png")
+    assert [Path(s.images[0]).name for s in samples_of(file)] == [r"sub\1.png"], "a name that is really so"
+
+
 def test_an_id_may_be_a_number_here_and_a_string_there(tmp_path: Path) -> None:
     file = coco(tmp_path, {"image_id": "1", "category_id": "1", "bbox": ["0", 0.0, "20.0", 50], "iscrowd": 0})
     assert samples_of(file)[0].objects == (box("cat", 0, 0, 100, 500),)

@@ -95,7 +95,21 @@ def voc_in_sub_folders(folder: Path) -> tuple[str, Path]:
     return path, out
 
 
-FORMATS = {"coco": coco, "jsonl": jsonl, "voc": voc, "voc_in_sub_folders": voc_in_sub_folders, "yolo": yolo}
+def coco_of_windows(folder: Path) -> tuple[str, Path]:
+    path, _ = coco(folder)
+    Path(path).write_text(Path(path).read_text().replace("images/", r"images\\"))
+    (folder / "elsewhere").mkdir()
+    return path, folder / "elsewhere/new.json"
+
+
+FORMATS = {
+    "coco": coco,
+    "coco_of_windows": coco_of_windows,
+    "jsonl": jsonl,
+    "voc": voc,
+    "voc_in_sub_folders": voc_in_sub_folders,
+    "yolo": yolo,
+}
 POLYGONS = [("coco", "poly"), ("jsonl", "poly"), ("yolo", "poly")]
 
 
