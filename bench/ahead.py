@@ -136,15 +136,25 @@ def simulate(
 def _simulated_step(source: StepSource, server: SleepingServer, index: int, each_s: float, sync_s: float) -> Step:
     learned_s, rolled_s, synced_s = 0.0, server.slept_s, 0.0
     begin = time.perf_counter()
-    if source.wants_sync(index):
+
+    def sync() -> float:
         with source.fence() as fence:
-            synced_s = sleep(sync_s)
+            seconds = sleep(sync_s)
             server.ver += 1
             fence.synced(server.ver, updates=index)
+        return seconds
+
+    waits = False
+    if source.wants_sync(index) and not (waits := source.postpones_sync(index)):
+        synced_s = sync()
     channel = source.begin(index)
     for rows in source.micro_steps():
         for row in rows:
             learned_s += sleep(each_s * len(row.segments))
+            if waits and source.is_quiet():
+                waits, synced_s = False, sync()
+    if waits:
+        synced_s = sync()
     wall_s = time.perf_counter() - begin
     return Step(
         channel=channel,

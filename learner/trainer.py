@@ -148,6 +148,8 @@ class Trainer:
         self.callbacks = Callbacks(config, ranks)
         self.state = TrainerState()
         self._synced_at: int | None = None  # global_step of the weights that the servers have
+        self._receipt: SyncReceipt | None = None  # of the sync that the present step wanted
+        self._sync_waits = False  # for rollouts in flight, while the step is learned
         self._evaluated_at: int | None = None
         self._evaluation: Evaluation | None = None  # the one of `_evaluated_at`
         self._calibration: tuple[int, str | None] | None = None  # a step, and what was fitted on its evaluation
@@ -198,9 +200,9 @@ class Trainer:
                     self.journal.note(f"training.max_minutes: the time is up after step {self.state.global_step}")
                     break
                 self.complete_labels()
-                receipt = self.sync_if_stale() if self.source.wants_sync(self.state.global_step) else None
+                self.sync_if_wanted()
                 result, rows = self.step()
-                self.journal.step(result, receipt, rows)
+                self.journal.step(result, self._receipt, rows)
                 self.agree_on_servers()
                 self.callbacks.step(result)
                 after_step()
@@ -229,6 +231,7 @@ class Trainer:
         for rows in self.source.micro_steps():
             self.stop.check()
             self.training_step(rows, totals)
+        self.sync_if_waiting(at_once=True)  # the weights change now
         metrics = self.source.metrics()
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
@@ -258,12 +261,13 @@ class Trainer:
     def training_step(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
         """Run one micro-step: learn its rows as they come, and empty ones until every rank has run as many passes (D5).
         Gradients are accumulated, without an update. Passes of a sharded model wait for each other, and so its rows do
-        too."""
-        evened = in_lockstep if self.policy.is_sharded else padded
+        too, as do those between which a sync may come."""
+        evened = in_lockstep if self.policy.is_sharded or self._sync_waits else padded
         with closing(rows):  # an error here must end the rollouts under way too
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
                 with self.clock.phase("learn"), memory_errors(row):
                     totals.add(row, self.policy.backward(row))
+                self.sync_if_waiting()
 
     # ---- between steps ---------------------------------------------------------------------------------------------
 
@@ -274,13 +278,27 @@ class Trainer:
             return self.sync.ver
         return self.state.global_step if self.backend is not None else 0
 
-    def sync_if_stale(self) -> SyncReceipt | None:
-        """Bring the servers to the present weights, unless they have them. Collective; None where nothing was due."""
-        if self.sync is None or self._synced_at == self.state.global_step:
-            return None
+    def sync_if_wanted(self) -> None:
+        """Bring the servers to the present weights, if the step wants that and they do not have them. Where rollouts in
+        flight would have to be waited for, the step may begin first. Collective."""
+        self._receipt, step = None, self.state.global_step
+        if self.sync is None or self._synced_at == step or not self.source.wants_sync(step):
+            return
         self._stage_if_stale()
+        # A sharded model's weights are not gathered between two of its passes.
+        self._sync_waits = not self.policy.is_sharded and self.source.postpones_sync(step)
+        if not self._sync_waits:
+            self._sync_now(self.sync)
+
+    def sync_if_waiting(self, *, at_once: bool = False) -> None:
+        """Run the sync that waits for rollouts in flight, if none is left or `at_once`. Collective."""
+        if self.sync is not None and self._sync_waits and (at_once or self.source.is_quiet()):
+            self._sync_waits = False
+            self._sync_now(self.sync)
+
+    def _sync_now(self, sync: Sync) -> None:
         with self.source.fence() as fence:
-            return self._sync_behind(self.sync, fence)
+            self._receipt = self._sync_behind(sync, fence)
 
     def _stage_if_stale(self) -> None:
         """Sends what can travel while rollouts go on, before a fence with a sync. Collective."""

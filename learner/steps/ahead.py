@@ -10,7 +10,8 @@ Weights are synced before the next step whenever the producers can use them: aft
 steps, and where those are so rare that no rollout with the served weights could be learned within `max_update_lag`
 updates. With `version_window: 0` only packs made since the last sync are learned. A sync for an evaluation makes no
 pack older. Before a sync each rank stops calling, and waits for its call in flight. With `sync.staging` the weights
-travel before that, while the producers go on.
+travel before that, while the producers go on. If the step has something to learn meanwhile, it is learned: the weights
+change at its end only, so the sync comes between two of its rows, as soon as no call is in flight.
 
 Where Channel-B is scheduled and no share is ready on all ranks, the step runs Channel-A. `max_starved_steps` such steps
 in a row end the run.
@@ -28,7 +29,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from learner.config.schedule import ChannelDecision, decide_channel
+from learner.config.schedule import ChannelDecision, decide_channel, scheduled_channel
 from learner.data.batches import MicroBatch, ShareReader, Shortfall
 from learner.journal.log import PhaseClock
 from learner.records import PackedRow, Segment
@@ -98,6 +99,11 @@ class StepChoice:
     waiting: int = 0  # other shares that are ready on all ranks
 
 
+def common(ready: Sequence[Mapping[int, int]]) -> set[int]:
+    """Return the shares that are ready on all ranks."""
+    return set(ready[0]).intersection(*ready[1:])
+
+
 class Stage2Ahead(Stage2Steps):
     """`reader` reads shares for the producer. `capacity`: how many samples the servers decode at once for this rank.
     `deadline_s` bounds the wait for a call in flight; shorter than what the ranks wait for each other."""
@@ -126,6 +132,8 @@ class Stage2Ahead(Stage2Steps):
         self._next_step = 0
         self._share_of_step = 0
         self._learned_since_sync = bounds.sync_every  # Channel-B steps; before the first sync the servers have nothing
+        self._is_postponed = False  # the sync that the step wants
+        self._learned_meanwhile = 0  # of them, in a step whose sync was postponed
         self._waiting = 0  # shares that are ready on all ranks, beside the one of the last step
         self._depth = 0  # packs queued when the step's channel was chosen
         self._reported = (PackCounts(), CallTotals())  # earlier steps' metrics hold these
@@ -149,10 +157,26 @@ class Stage2Ahead(Stage2Steps):
             return 0
         return max(self._waiting, self._is_call_whole and self._shares.next_b(global_step) == global_step)
 
+    def postpones_sync(self, global_step: int) -> bool:
+        """Return True if a call is in flight, and the step has a share to learn without it. While the call goes on the
+        step is learned: the weights do not change before its end."""
+        if self._producer is None or self.is_quiet():
+            return False
+        if scheduled_channel(global_step, self._parts.b_ratio) == "A":
+            self._is_postponed = True
+        else:
+            self._is_postponed = bool(common(self._ranks.all_succeed(lambda: self._ready(global_step))))
+        return self._is_postponed
+
+    def is_quiet(self) -> bool:
+        producer = self._producer
+        assert producer is not None, "a sync was postponed before the first one"
+        return all(self._ranks.all_succeed(producer.request_fence))
+
     @contextmanager
     def fence(self) -> Iterator[Fence]:
         """No call is in flight on any rank inside. Collective. The first fence with a sync starts the producer."""
-        producer, counts = self._producer, self._learned_since_sync > 0
+        producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
             fences = [Fence()]
             if producer is not None:
@@ -162,12 +186,14 @@ class Stage2Ahead(Stage2Steps):
                     self._ranks.all_succeed(lambda: fences.append(stack.enter_context(enter)))
             fence = fences[-1]
             yield fence
+        self._is_postponed = False
         if fence.ver is None:
             return
-        self._learned_since_sync, self._synced_at = 0, fence.updates
+        self._learned_since_sync, self._learned_meanwhile = self._learned_meanwhile, 0
+        self._synced_at = fence.updates
         if producer is None:
             self._producer = self._make_producer(ServedVersion(ver=fence.ver, updates=fence.updates))
-        self._want(fence.updates)
+        self._want(max(fence.updates, self._next_step))
 
     def shortfall(self) -> Shortfall | None:
         batches = self._parts.batches
@@ -223,13 +249,13 @@ class Stage2Ahead(Stage2Steps):
 
     def _choose(self, global_step: int, ready: Sequence[Mapping[int, int]]) -> StepChoice:
         """Choose, of the shares that are ready on all ranks, the one with the oldest packs, else ground truth."""
-        common = set(ready[0]).intersection(*ready[1:])
-        decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(common))
+        shares = common(ready)
+        decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(shares))
         if decision.channel == "A":
             share = self._shares.of_a(global_step, self._epoch)
-            return StepChoice(decision=decision, share=share, waiting=len(common - {share}))
-        share = min(common, key=lambda share: (min(part[share] for part in ready), share))
-        return StepChoice(decision=decision, share=share, waiting=len(common) - 1)
+            return StepChoice(decision=decision, share=share, waiting=len(shares - {share}))
+        share = min(shares, key=lambda share: (min(part[share] for part in ready), share))
+        return StepChoice(decision=decision, share=share, waiting=len(shares) - 1)
 
     def _want(self, step: int) -> None:
         """Tell the producer what to make for Channel-B steps from `step` on, which comes next."""
@@ -268,6 +294,7 @@ class Stage2Ahead(Stage2Steps):
             packs = producer.take(self._share_of_step, self._global_step)
         self._parts.batches.skip(self._share_of_step)
         self._learned_since_sync += 1
+        self._learned_meanwhile += self._is_postponed
         self._want(self._next_step)
         with self._clock.phase("pack"):
             rows = self._rows(packs)

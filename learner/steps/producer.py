@@ -134,6 +134,13 @@ class Producer:
             self._wake()
             return [self._segments.pop(pack.index) for pack in packs]
 
+    def request_fence(self) -> bool:
+        """Let no call start until the next `fence` has ended; True if none is in flight. Raises what ended the
+        producer."""
+        with self._changed:
+            self._queue.request_fence()
+            return self._queue.quiet
+
     @contextmanager
     def fence(self, deadline_s: float, *, counts: bool = True) -> Iterator[Fence]:
         """No call of this rank is in flight inside, and none starts. Waits up to `deadline_s` seconds for one that is.

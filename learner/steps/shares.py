@@ -204,6 +204,7 @@ class ShareQueue:
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # packs in the order in which they were made
         self.taken = 0  # shares since the last sync; after `sync_every` of them comes another sync
+        self._taken_fenced = 0  # of them, since a fence was requested
         self.counts = PackCounts()
         self._next_pack = 0
 
@@ -317,6 +318,7 @@ class ShareQueue:
             )
         self.wanted = tuple(other for other in self.wanted if other != share)
         self.taken += 1
+        self._taken_fenced += self.phase == "fenced"
         return packs
 
     # ---- the fence -------------------------------------------------------------------------------------------------
@@ -349,7 +351,8 @@ class ShareQueue:
             raise error
         self.phase = "open"
         if served is not None:
-            self.served, self.taken = served, 0
+            self.served, self.taken = served, self._taken_fenced
+        self._taken_fenced = 0
         oldest_fresh = self.served.syncs - self.bounds.version_window
         return [self._drop(pack, "stale") for pack in list(self.queue) if pack.by.syncs < oldest_fresh]
 

@@ -4,6 +4,8 @@ The trainer asks, once per optimizer step, in this order:
 
     wants_sync -> [fence, around a sync] -> begin -> shortfall -> micro_steps, each learned to its last row -> metrics
 
+A step that `postpones_sync` has its fence between two rows, as soon as `is_quiet`, or after the last one.
+
 Six sources answer: `FreshSteps` with ground truth (`sft`) or with rollouts (`rollout_matching_sft`, `grpo`),
 `buffered.BufferedSteps`, which learns a window's rows several times, `refill.RefilledSteps`, which takes more data
 until enough of it teaches (`grpo`), and for `stage2_ab_training` `in_step.Stage2InStep` and `ahead.Stage2Ahead`.
@@ -47,6 +49,15 @@ class StepSource(Protocol):
     def wants_sync(self, global_step: int) -> bool:
         """Return True if the servers should have the present weights before this step. Equal on all ranks."""
         ...
+
+    def postpones_sync(self, global_step: int) -> bool:
+        """Return True if this step can be learned while the sync that it wants waits for rollouts in flight. No other
+        one begins before that sync. Collective."""
+        return False
+
+    def is_quiet(self) -> bool:
+        """Return True if a postponed sync need not wait any more: no rollout is in flight, on any rank. Collective."""
+        return True
 
     def fence(self) -> AbstractContextManager[Fence]:
         """No rollout is in flight inside, on any rank. To be held around every sync and evaluation. Collective."""

@@ -23,6 +23,7 @@ from learner.policy.parallel import Ranks
 from learner.records import LearnedRow, PackedRow, Rollout, Sample, StepResult
 from learner.report.page import render
 from learner.report.read import read_runs
+from learner.steps.source import FreshSteps
 from learner.steps.totals import StepTotals
 from learner.tasks.detection.scores import read_calibration
 from learner.tasks.detection.task import DetectionTask
@@ -251,6 +252,35 @@ def test_rollouts_only_after_the_sync_of_the_present_weights(
     ]
     assert [line["ver"] for line in events_of(tmp_path, "sync")] == [1, 2, 3]
     assert [line["ver"] for line in events_of(tmp_path, "step")] == [1, 2]
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("quiet_after", [1, 3, 99])
+def test_a_sync_that_waits_for_rollouts_comes_between_two_rows(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_after: int, world_size: int
+) -> None:
+    """R10, R24: at the latest before the update, at the same place on all ranks, one of which has fewer rows of its
+    own. The step learns what it learns without it."""
+    settings = {"per_device_train_batch_size": 4, "num_train_epochs": 1, "packing": False, "eval_on_start": True}
+    config = make_config(tiny_text, tmp_path, num_samples=8 * world_size - 1, **settings)
+    plain = run(config, monkeypatch, world_size)
+    asked: Counter[int] = Counter()
+
+    def is_quiet(source: FreshSteps) -> bool:
+        asked[id(source)] += 1
+        return asked[id(source)] >= quiet_after
+
+    monkeypatch.setattr(FreshSteps, "wants_sync", lambda *_: True)
+    monkeypatch.setattr(FreshSteps, "postpones_sync", lambda _, step: step > 0)
+    monkeypatch.setattr(FreshSteps, "is_quiet", is_quiet)
+    waited = run(config, monkeypatch, world_size)
+    place = 1 + 4 + min(quiet_after, len(plain[0].rows) - 4)
+    for before, seen in zip(plain, waited, strict=True):
+        told = [event for event in seen.events if not isinstance(event, Generate)]
+        assert [i for i, event in enumerate(told) if event == "sync"] == [0, place]
+        assert seen.rows == before.rows
+        for name, tensor in seen.weights.items():
+            assert torch.equal(before.weights[name], tensor), name
 
 
 @pytest.mark.parametrize("world_size", [1, 2])

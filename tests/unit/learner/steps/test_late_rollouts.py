@@ -20,7 +20,7 @@ from tests.unit.learner.steps.fakes import segment
 from tests.unit.learner.steps.test_exactly_once import World, case_of, make_source
 
 STEP_S, SYNC_S, NUM_STEPS = 1.0, 0.05, 120
-SAMPLES = 16  # of a step
+SAMPLES, NUM_ROWS = 16, 8  # of a step
 WHOLE, PART = 16, 4  # samples of a call
 
 
@@ -37,6 +37,11 @@ class LateProducer:
         self._go_on()
         self._queue.want(shares)
         self._go_on()
+
+    def request_fence(self) -> bool:
+        self._go_on()
+        self._queue.request_fence()
+        return self._queue.quiet
 
     def complete(self, step: int) -> dict[int, int]:
         self._go_on()
@@ -117,15 +122,27 @@ def test_rollouts_longer_than_a_step_are_learned(
     assert channels.count("B") >= wanted * possible - 1, channels
 
 
-@pytest.mark.parametrize(("every", "lag", "least", "age"), [(1, 4, 0.8, 1.7), (2, 8, 0.87, 3.7), (4, 8, 0.92, 4.9)])
+@pytest.mark.parametrize(
+    ("every", "lag", "postpones", "least", "age"),
+    [
+        (1, 4, False, 0.8, 1.7),
+        (2, 8, False, 0.87, 3.7),
+        (4, 8, False, 0.92, 4.9),
+        (1, 4, True, 0.86, 1.7),
+        (2, 8, True, 0.94, 3.7),
+        (4, 8, True, 0.95, 4.9),
+    ],
+)
 def test_fewer_syncs_leave_less_waiting(
-    every: int, lag: int, least: float, age: float, monkeypatch: pytest.MonkeyPatch
+    every: int, lag: int, postpones: bool, least: float, age: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`sync_every`: a sync waits for the call in flight. Seconds of a 4B model on photographs, 64 a step, on two GPUs:
-    both sides are busy for at least this share of the time. `age`: of a rollout, in optimizer updates, on average."""
+    """`sync_every`: a sync waits for the call in flight. If it `postpones` the sync, the learner learns meanwhile.
+    Seconds of a 4B model on photographs, 64 a step, on two GPUs: both sides are busy for at least this share of the
+    time. `age`: of a rollout, in optimizer updates, on average."""
     step_s, share_s, sync_s = 3.92, 5.1, 0.25
     world = World(case_of(b_ratio=0.75, num_samples=60 * SAMPLES, queue=40, ready=every + 1, every=every, lag=lag))
-    channels, found_age = run(world, monkeypatch, call=WHOLE, step_s=step_s, share_s=share_s, sync_s=sync_s)
+    times = {"step_s": step_s, "share_s": share_s, "sync_s": sync_s}
+    channels, found_age = run(world, monkeypatch, call=WHOLE, postpones=postpones, **times)
     assert channels.count("B") >= 0.75 * NUM_STEPS - 2
     assert NUM_STEPS * step_s / LateProducer.now >= least
     assert LateProducer.busy_s / LateProducer.now >= least
@@ -133,7 +150,14 @@ def test_fewer_syncs_leave_less_waiting(
 
 
 def run(
-    world: World, monkeypatch: pytest.MonkeyPatch, *, call: int, step_s: float, share_s: float, sync_s: float
+    world: World,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    call: int,
+    step_s: float,
+    share_s: float,
+    sync_s: float,
+    postpones: bool = True,
 ) -> tuple[str, float]:
     """Return the channel of each step, and how many updates old a learned rollout is on average."""
     monkeypatch.setattr(ahead, "Producer", LateProducer)
@@ -144,15 +168,26 @@ def run(
         source, _ = make_source(
             world, Ranks(), total_steps=NUM_STEPS, samples_per_step=SAMPLES, stack=stack, capacity=call
         )
+
+        def sync(step: int) -> None:
+            world.ver += 1
+            with source.fence() as fence:
+                LateProducer.now += sync_s
+                fence.synced(world.ver, updates=step)
+
         for step in range(NUM_STEPS):
+            waits = False
             if source.wants_sync(step):
-                world.ver += 1
-                with source.fence() as fence:
-                    LateProducer.now += sync_s
-                    fence.synced(world.ver, updates=step)
+                waits = postpones and source.postpones_sync(step)
+                if not waits:
+                    sync(step)
             channels += source.begin(step)
             for rows in source.micro_steps():
                 list(rows)
-            LateProducer.now += step_s
+            for row in range(1, NUM_ROWS + 1):
+                LateProducer.now += step_s / NUM_ROWS
+                if waits and (row == NUM_ROWS or source.is_quiet()):
+                    waits = False
+                    sync(step)
         counts = source._producer.stats().counts
     return channels, counts.age_updates / counts.packs_learned
