@@ -7,7 +7,7 @@ The path is a folder of them, its sub-folders included, or a text file with the 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -91,7 +91,30 @@ def files_of(source: Source) -> tuple[Path, list[Path]]:
             remedy="set data.annotation_root",
         )
     text = text_of(listing, Place(listing, "list"), "names of XML files, one per line")
-    return folder, [_listed(line.strip(), folder) for line in text.splitlines() if line.strip()]
+    files = [_listed(line.strip(), folder) for line in text.splitlines() if line.strip()]
+    return folder, _also_below(files, folder, listing)
+
+
+def _also_below(files: Sequence[Path], folder: Path, listing: Path) -> list[Path]:
+    """Return the files of a list, those that are not in the folder itself from its sub-folders. Raises DataError if two
+    could be meant."""
+    if all(file.parent != folder or is_file(file) for file in files):
+        return list(files)
+    below: dict[str, list[Path]] = {}
+    for file in xml_below(folder):
+        below.setdefault(file.name, []).append(file)
+    found = []
+    for file in files:
+        named = [file] if file.parent != folder or is_file(file) else below.get(file.name, [file])
+        if len(named) > 1:
+            raise DataError(
+                f"{listing}: a name that several XML files have",
+                found=f"{file.stem}: {', '.join(map(str, named))}",
+                wanted="one file of each name",
+                remedy=f"write the folder too, such as {named[0].relative_to(folder).with_suffix('')}",
+            )
+        found += named
+    return found
 
 
 def _listed(line: str, folder: Path) -> Path:

@@ -216,6 +216,21 @@ def test_sub_folders_that_are_called_as_splits_are_splits(tmp_path: Path) -> Non
     assert (ids(f"{tmp_path}:train"), ids(f"{tmp_path}:val")) == (["a"], ["b"])
 
 
+def test_a_list_names_voc_files_in_sub_folders(tmp_path: Path) -> None:
+    """By their names alone, or with the folder; a name that two have is refused."""
+    sub_folders(tmp_path, "JPEGImages/{0}/{1}.jpg", "cats/a", "dogs/b", "dogs/c")
+    (tmp_path / "ImageSets").mkdir()
+    (tmp_path / "ImageSets/train.txt").write_text("b\ndogs/c\na  1\n")
+    assert ids(f"{tmp_path}:train") == ["b", "c", "a"]
+    (tmp_path / "Annotations/cats/b.xml").write_text("<annotation/>")
+    with pytest.raises(DataError) as caught:
+        ids(f"{tmp_path}:train")
+    assert ("cats/b.xml" in str(caught.value), "dogs/b.xml" in str(caught.value)) == (True, True)
+    (tmp_path / "ImageSets/train.txt").write_text("cats/c\n")
+    with pytest.raises(DataError, match=r"cats/c\.xml"):
+        ids(f"{tmp_path}:train")
+
+
 def test_two_voc_files_of_one_name_are_both_named(tmp_path: Path) -> None:
     sub_folders(tmp_path, "JPEGImages/{0}/{1}.jpg", "cats/1", "dogs/1")
     with pytest.raises(DataError) as caught:
