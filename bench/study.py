@@ -97,11 +97,12 @@ class StudyArm(arms.Arm):
     batch_size: int = 32
     steps: int = 60
     evaluations: int = 10
-    after_sft: bool = False  # begins with the stopped `sft` run
+    after: str = ""  # begins with the stopped run of this arm
     recipe: bool = False  # `rollout-learner recipe`, by the configuration of `variant`
 
 
 _GRPO: Mapping[str, Any] = {"variant": "grpo", "rate": 3e-5, "batch_size": 16, "steps": 80, "evaluations": 8}
+_SOFT_IOU: Mapping[str, Any] = {**_GRPO, "grpo": {"credit": "object"}, "reward": {"soft_iou": 1.0}}
 ARMS: Mapping[str, StudyArm] = {
     "sft": StudyArm(variant="sft", steps=120, evaluations=15),
     "sft on completed labels": StudyArm(variant="sft", steps=120, evaluations=15, complete={}),
@@ -120,12 +121,12 @@ ARMS: Mapping[str, StudyArm] = {
     "grpo, object credit": StudyArm(grpo={"credit": "object"}, **_GRPO),
     "grpo and sft": StudyArm(grpo={"credit": "object", "sft_weight": 1.0}, **_GRPO),
     "grpo and rollout matching": StudyArm(grpo={"credit": "object", "matching_weight": 1.0}, loss=TUNED, **_GRPO),
-    "sft, then grpo": StudyArm(grpo={"credit": "object"}, after_sft=True, **_GRPO),
-    "sft, then grpo and sft": StudyArm(grpo={"credit": "object", "sft_weight": 0.3}, after_sft=True, **_GRPO),
-    "sft, then grpo on soft IoU": StudyArm(
-        grpo={"credit": "object"}, reward={"soft_iou": 1.0}, after_sft=True, **_GRPO
-    ),
-    "sft, then rollout matching": StudyArm(loss=TUNED, after_sft=True, rate=5e-5),
+    "sft, then grpo": StudyArm(grpo={"credit": "object"}, after="sft", **_GRPO),
+    "sft, then grpo and sft": StudyArm(grpo={"credit": "object", "sft_weight": 0.3}, after="sft", **_GRPO),
+    "sft, then grpo on soft IoU": StudyArm(after="sft", **_SOFT_IOU),
+    "completed, sft, then grpo on soft IoU": StudyArm(after="sft on completed labels", complete={}, **_SOFT_IOU),
+    "keep_unmatched, then grpo on soft IoU": StudyArm(after="rollout matching, keep_unmatched", **_SOFT_IOU),
+    "sft, then rollout matching": StudyArm(loss=TUNED, after="sft", rate=5e-5),
     "sft, coordinates smoothed": StudyArm(variant="sft", steps=120, evaluations=15, loss={"coordinate_smoothing": 0.5}),
     "rollout matching, prefix repaired": StudyArm(loss={"prefix_repair": True, "matched_desc_weight": 1.0}),
     "recipe": StudyArm(variant="sft", steps=120, evaluations=15, recipe=True),
@@ -336,7 +337,8 @@ class StudyRun:
     @property
     def first(self) -> StudyRun | None:
         """The run that this one goes on from."""
-        return replace(self, arm="sft", rate=1.0) if ARMS[self.arm].after_sft else None
+        first = ARMS[self.arm].after
+        return replace(self, arm=first, rate=1.0) if first else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

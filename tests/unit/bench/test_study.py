@@ -75,10 +75,12 @@ def test_an_unknown_regime_is_refused(name: str) -> None:
         Regime.read(name)
 
 
-def test_an_arm_after_sft_goes_on_from_the_run_of_its_seed_and_regime() -> None:
+def test_an_arm_after_another_goes_on_from_the_run_of_its_seed_and_regime() -> None:
     run = StudyRun(Regime.read("demo-32"), "sft, then grpo", 18, 0.5)
     assert run.first == StudyRun(run.regime, "sft", 18)
     assert StudyRun(run.regime, "grpo", 18).first is None
+    kept = StudyRun(run.regime, "keep_unmatched, then grpo on soft IoU", 18)
+    assert kept.first == StudyRun(run.regime, "rollout matching, keep_unmatched", 18)
     assert replace(run, augmented=True).first == StudyRun(run.regime, "sft", 18, augmented=True)
 
 
