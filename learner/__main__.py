@@ -569,9 +569,10 @@ def write_missing(
 
     def work() -> int:
         from learner.missing.review import added_in_words, to_train_on, write_reviewed
+        from learner.missing.suggest import key_of
 
         print(f"wrote {out}: {added_in_words(write_reviewed(folder, out), folder)}")
-        print(f'for the next run: data.train="{to_train_on(folder, out)}"')
+        print(f'for the next run: data.{key_of(folder)}="{to_train_on(folder, out)}"')
         return 0
 
     _end(work)

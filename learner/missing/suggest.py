@@ -104,9 +104,16 @@ def suggest(
             scored = scored_objects(parsed, pieces, calibration) if calibration is not None else None
             found += of_sample(sample, candidates(sample, drawn, overlap=OVERLAP), scored)
     found.sort(key=lambda one: (-one.rank, one.sample_id, one.box))
-    content = {"data": data.model_dump(mode="json"), "suggestions": [asdict(one) for one in found]}
+    told = {"data": data.model_dump(mode="json"), "key": _key_of(model, data.train)}
+    content = {**told, "suggestions": [asdict(one) for one in found]}
     write_atomically(out / SUGGESTIONS, json.dumps(content) + "\n")
     return found
+
+
+def _key_of(model: ModelFiles, path: str) -> str:
+    """Return the key under `data` of the model's run that names these annotations; `train` for others."""
+    held_out = ("val", "test") if model.run is not None and model.run.data.train != path else ()
+    return next((key for key in held_out if model.run is not None and model.run.data.path_of(key) == path), "train")
 
 
 def require_one_image(samples: Sequence[Sample]) -> None:
@@ -171,6 +178,13 @@ def _answers(answers: Answers, samples: Sequence[Sample], tell: Callable[[str], 
 
 def _reason(error: Exception) -> str:
     return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+
+
+def key_of(folder: Path) -> str:
+    """Return the key under `data` that the next run names what `write` made with. Raises DataError."""
+    read_folder(folder)
+    key = json.loads((folder / SUGGESTIONS).read_text()).get("key")
+    return key if key in ("val", "test") else "train"
 
 
 def read_folder(folder: Path) -> tuple[DataConfig, list[dict[str, Any]]]:

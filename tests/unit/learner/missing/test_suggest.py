@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from learner.__main__ import main
 from learner.config.sections.data import DataConfig
 from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.model import ModelFiles, find_model
@@ -100,6 +101,18 @@ def test_annotations_of_the_run_are_read_as_the_run_reads_them(tmp_path: Path) -
     assert suggested(replace(model, run=None), annotations_of(model, path, image_root=str(elsewhere)), tmp_path / "o")
     with pytest.raises(DataError):
         suggested(model, annotations_of(replace(model, run=None), path), tmp_path / "other")
+
+
+@pytest.mark.parametrize("key", ["train", "val", "test"])
+def test_what_was_held_out_is_not_called_what_to_train_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], key: str
+) -> None:
+    """After suggestions for the validation photographs, `write` said that the next run should learn these."""
+    path, out = coco(tmp_path)
+    model = model_of_a_run(tmp_path, **{"train": "other.json", key: path})
+    suggested(model, annotations_of(model, path), tmp_path / "found")
+    assert main(["find-missing", "write", str(tmp_path / "found"), "--out", str(out)]) == 0
+    assert f'for the next run: data.{key}="{out}"' in capsys.readouterr().out
 
 
 def test_annotations_that_cannot_be_written_again_are_refused_before_a_person_reviews_them(tmp_path: Path) -> None:
