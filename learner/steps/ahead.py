@@ -132,8 +132,8 @@ class Stage2Ahead(Stage2Steps):
         self._next_step = 0
         self._share_of_step = 0
         self._learned_since_sync = bounds.sync_every  # Channel-B steps; before the first sync the servers have nothing
-        self._is_postponed = False  # the sync that the step wants
         self._learned_meanwhile = 0  # of them, in a step whose sync was postponed
+        self._is_postponed = False  # the sync that the present step wants
         self._waiting = 0  # shares that are ready on all ranks, beside the one of the last step
         self._depth = 0  # packs queued when the step's channel was chosen
         self._reported = (PackCounts(), CallTotals())  # earlier steps' metrics hold these
