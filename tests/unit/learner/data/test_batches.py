@@ -211,6 +211,7 @@ def test_a_worker_that_hangs_is_told_and_ended() -> None:
 def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work(signum: signal.Signals) -> None:
     """A terminal's Ctrl-C reaches them too, and the learner still needs prompts to end its step."""
     samples = make_samples(2)
+    forkserver._forkserver._stop()  # type: ignore[attr-defined]  # another test's, which may not block signals
     with closing(WorkerPool(CountingEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=60.0)) as pool:
         before = pool.submit(samples[:1]).result()
         for process in (*pool._pool._processes, forkserver._forkserver._forkserver_pid):  # type: ignore[attr-defined]
