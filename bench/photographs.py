@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -29,8 +29,8 @@ import typer
 
 from bench.figures import circumstances
 from bench.models import build_photograph_model
-from bench.runs import Server, learner_config, read_events, say, served_by, start_learner, start_server, steps_of
-from bench.topologies import Topology
+from bench.runs import Server, learner_config, read_events, say, served_by, start_learner, steps_of
+from bench.topologies import Topology, Workload, serve_all
 from bench.watch import GpuUse, gpu_use
 from deploy.demo.model import build as build_small_model
 from deploy.launch import Processes, supervised
@@ -39,28 +39,15 @@ from shared.errors import ProjectError
 Size = Literal["4B", "tiny"]
 LORA = {"lora": {"r": 64, "alpha": 128, "target_modules": "all-linear"}}
 LANGUAGE_MODEL_ONLY = {"freeze": ["model.visual."]}  # the part that vLLM can adapt
+STAGED = {"model": LORA, "sync": "full", "b_ratio": 0.75, "staging": "device"}
 MODES: Mapping[str, Mapping[str, Any]] = {
     "LoRA, adapter sync": {"model": {**LORA, **LANGUAGE_MODEL_ONLY}, "sync": "adapter"},
     "LoRA, full sync": {"model": LORA, "sync": "full"},
     "whole model": {"model": {}, "sync": "full"},
     "async": {"model": LORA, "sync": "full", "b_ratio": 0.75},
-    "async, staged": {"model": LORA, "sync": "full", "b_ratio": 0.75, "staging": "device"},
-    "async, staged, half the syncs": {
-        "model": LORA,
-        "sync": "full",
-        "b_ratio": 0.75,
-        "staging": "device",
-        "sync_every": 2,
-        "max_update_lag": 8,
-    },
-    "async, staged, a quarter of the syncs": {
-        "model": LORA,
-        "sync": "full",
-        "b_ratio": 0.75,
-        "staging": "device",
-        "sync_every": 4,
-        "max_update_lag": 8,
-    },
+    "async, staged": STAGED,
+    "async, staged, half the syncs": {**STAGED, "sync_every": 2, "max_update_lag": 8},
+    "async, staged, a quarter of the syncs": {**STAGED, "sync_every": 4, "max_update_lag": 8},
 }
 LOSS = {"preset": "recommended"}  # deploy/qwen3vl_4b
 PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
@@ -95,23 +82,6 @@ def server_config(model: Path, images: Path, *, on_gpu: bool) -> dict[str, Any]:
     graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 16, 32, 48, 64]}
     engine_args = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "compilation_config": graphs}
     return {**config, "gpu_memory_utilization": 0.8, "engine_args": engine_args}
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Workload:
-    """The parts that are the same for all topologies and modes."""
-
-    model: Path
-    data: Path
-    folder: Path
-    steps: int
-    samples: int  # of a step
-    num_gpus: int  # this machine's; 0: all on the CPU
-    limit_s: float  # for a mode
-
-    @property
-    def on_gpu(self) -> bool:
-        return self.num_gpus > 0
 
 
 def run_mode(
@@ -149,10 +119,9 @@ def run_mode(
 def run_config(
     mode: Mapping[str, Any], topology: Topology, servers: Sequence[Server], work: Workload, run_dir: Path
 ) -> dict[str, Any]:
-    per_device, tokens = (8, 512) if work.on_gpu else (2, 48)
-    ahead = None
+    per_device, ahead = 8 if work.on_gpu else 2, None
     if "b_ratio" in mode:
-        packs = work.samples // (per_device * topology.learner_gpus)
+        packs = work.samples_per_step // (per_device * topology.learner_gpus)
         ready = (mode.get("sync_every", 1) + 1) * packs
         queue = {"prefetch_target_packs": ready, "queue_limit": ready + packs}
         queue |= {name: mode[name] for name in ("sync_every", "max_update_lag") if name in mode}
@@ -162,12 +131,12 @@ def run_config(
         work.data,
         run_dir,
         steps=work.steps,
-        batch_size=work.samples,
+        batch_size=work.samples_per_step,
         per_device=per_device,
         variant="stage2_ab_training" if ahead else "rollout_matching_sft",
         matching={
             "decode_batch_size": 64,
-            "decoding": {"temperature": 1.0, "max_new_tokens": tokens},
+            "decoding": {"temperature": 1.0, "max_new_tokens": work.max_new_tokens},
             "vllm": served_by(
                 *servers,
                 enable_lora=mode["sync"] == "adapter",
@@ -181,7 +150,7 @@ def run_config(
         logging={"trackers": [], "progress_bar": False},
         stage2_ab=ahead,
         data={**photographs(work.data), "num_workers": 8 if work.on_gpu else 0},
-        global_max_length=16_384 if work.on_gpu else 4096,
+        global_max_length=work.row_tokens,
     )
 
 
@@ -257,11 +226,20 @@ def main(
             build_small_model(model, "tiny")
     folder = Path(tempfile.mkdtemp(prefix="photographs-"))
     work = Workload(
-        model=model, data=data, folder=folder, steps=steps, samples=samples, num_gpus=num_gpus, limit_s=limit
+        model=model,
+        data=data,
+        folder=folder,
+        steps=steps,
+        samples_per_step=samples,
+        max_new_tokens=512 if on_gpu else 48,
+        row_tokens=16_384 if on_gpu else 4096,
+        num_gpus=num_gpus,
+        limit_s=limit,
+        modes=tuple(mode or MODES),
     )
     rows: list[dict[str, Any]] = []
     try:
-        for row in (row for one in wanted for row in _rows(one, tuple(mode or MODES), work)):
+        for row in (row for one in wanted for row in _rows(one, work)):
             rows.append(row)
             text = json.dumps({**circumstances(), "model": size, "samples": samples, "runs": rows}, indent=1)
             (out / "photographs.json").write_text(text + "\n")
@@ -274,18 +252,12 @@ def main(
     sys.exit(any("error" in row for row in rows))
 
 
-def _rows(topology: Topology, modes: Sequence[str], work: Workload) -> Iterator[dict[str, Any]]:
+def _rows(topology: Topology, work: Workload) -> Iterator[dict[str, Any]]:
     """Yield a row per mode. The servers are started once, and serve one learner after the other."""
-    devices, _ = topology.devices(work.num_gpus)
     config = server_config(work.model, work.data, on_gpu=work.on_gpu)
     with supervised() as processes:
-        servers = [
-            start_server(processes, work.folder, f"server-{topology.name}-{i}", config, devices=mine)
-            for i, mine in enumerate(devices)
-        ]
-        for server in servers:
-            server.wait_ready()
-        for name in modes:
+        servers = serve_all(processes, topology, config, work)
+        for name in work.modes:
             try:
                 yield run_mode(processes, topology, name, servers, work)
             except ProjectError as error:

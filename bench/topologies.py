@@ -102,7 +102,7 @@ class Topology:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workload:
-    """The parts that are the same for all topologies and modes."""
+    """The parts that are the same for all topologies and modes, here and in `bench.photographs`."""
 
     model: Path
     data: Path
@@ -201,7 +201,7 @@ def _topology(topology: Topology, work: Workload, out: Path) -> Iterator[dict[st
     """Yield a row per mode. The servers are started once, and serve one learner after the other."""
     with supervised() as processes:
         try:
-            servers = _serve(processes, topology, work)
+            servers = serve_all(processes, topology, server_config(work), work)
         except ProjectError as error:
             yield {"topology": topology.name, "mode": "all", "error": str(error)}
             return
@@ -214,15 +214,15 @@ def _topology(topology: Topology, work: Workload, out: Path) -> Iterator[dict[st
                 yield {"topology": topology.name, "mode": mode, "error": str(error)}
 
 
-def _serve(processes: Processes, topology: Topology, work: Workload) -> list[Server]:
+def serve_all(processes: Processes, topology: Topology, config: Mapping[str, Any], work: Workload) -> list[Server]:
+    """Return a topology's servers when all are ready. Raises ServerError, DeadlineError."""
     devices, _ = topology.devices(work.num_gpus)
-    config = server_config(work)
     servers = [
         start_server(processes, work.folder, f"server-{topology.name}-{i}", config, devices=mine)
         for i, mine in enumerate(devices)
     ]
     for server in servers:
-        say(f"{topology.name}: {server.url} ready after {server.wait_ready(2 * work.limit_s):.0f} s")
+        say(f"{topology.name}: {server.url} ready after {server.wait_ready():.0f} s")
     return servers
 
 

@@ -1,13 +1,15 @@
 """The training loop: sync, learn, update; evaluate and save when due.
 
 One optimizer step: sync where its rollouts need it, begin, learn each micro-step's rows as they come, reduce gradients
-over ranks once, clip, update, count. The rows come from a step source (`learner.steps.source`). The step's loss is the
-weighted mean over all supervised tokens of the step on all ranks, so packing and the number of ranks do not change the
-gradient. An epoch's last step may have fewer samples than others: its gradient and its learning rate are multiplied by
-its share of a whole step's samples.
+over ranks once, clip, update, count. A sync that must wait for rollouts in flight comes between two rows, if the source
+allows it. The rows come from a step source (`learner.steps.source`). The step's loss is the weighted mean over all
+supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient. An epoch's
+last step may have fewer samples than others: its gradient and its learning rate are multiplied by its share of a whole
+step's samples.
 
-Invariants: rollouts and evaluations only ever run on weights that were synced after the last update (R10). Every rank
-runs the same number of forward/backward passes (D5). A sample is trained once per epoch, also across a resume.
+Invariants: rollouts and evaluations only ever run on weights that were synced after the last update (R10); rollouts
+ahead of learning, on those of the last sync. Every rank runs the same number of forward/backward passes (D5). A sample
+is trained once per epoch, also across a resume.
 """
 
 from __future__ import annotations

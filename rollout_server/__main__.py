@@ -1,5 +1,5 @@
-"""`rollout-server --config server.yaml [--check] [KEY=VALUE ...]`: serve until SIGTERM, Ctrl-C or the end
-of the terminal. The same as `python -m rollout_server`.
+"""`rollout-server --config server.yaml [--check] [KEY=VALUE ...]`: serve until SIGTERM, Ctrl-C or the end of the
+terminal. The same as `python -m rollout_server`.
 
 Exit codes: 0 after a clean stop, 1 if the engine died, 2 for a user's mistake. `--check` prints the resolved
 configuration as one JSON object, and imports neither vLLM nor torch. Only this module reads the environment

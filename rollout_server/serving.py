@@ -1,5 +1,4 @@
-"""uvicorn around the app: listen, watch the engine, drain at SIGTERM, Ctrl-C and the end of
-the terminal (SIGHUP)."""
+"""uvicorn around the app: listen, watch the engine, drain at SIGTERM, Ctrl-C and the end of the terminal (SIGHUP)."""
 
 from __future__ import annotations
 

@@ -200,7 +200,9 @@ class WeightUpdates:
                 ) as outcome:
                     drained = time.monotonic()
                     try:
-                        loaded, scores, ends = await self._load(call, outcome, clear_cache=clear_cache)
+                        loaded, scores, (loaded_at, scored_at) = await self._load(
+                            call, outcome, clear_cache=clear_cache
+                        )
                     except BaseException as error:
                         # The other workers, and the learner, may still wait for each other.
                         await self._leave(str(error) or type(error).__name__)
@@ -223,8 +225,8 @@ class WeightUpdates:
                 drain_s=drained - start,
                 transfer_s=staged.seconds if staged else end - drained,
                 pause_s=end - drained,
-                load_s=ends[0] - drained,
-                canary_s=ends[1] - ends[0],
+                load_s=loaded_at - drained,
+                canary_s=scored_at - loaded_at,
                 scores=scores,
             )
         )
