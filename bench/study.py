@@ -16,12 +16,12 @@ Each other base is `knows` after a few steps on labels of which three quarters h
 
 An *arm* is a method. All arms are stopped early in the same way: every few steps they answer validation scenes, whose
 labels are as complete as those of training, and test scenes, whose labels are as published. The step with the best
-validation `fm@0.5`, whose order does not depend on missing labels, is the one whose test scenes count. `sft, then ...`
-begins with the `sft` run of the same seed, at its best step. An arm's rate may be multiplied on the command line
-(`--rate 0.5`). Of several rates the report shows the one that is best by validation. `recipe` is `rollout-learner
-recipe`, which chooses for itself; it needs `--run-seconds`. With `--augment` all arms of the command train on augmented
-pictures: `data.augment` is DIGITS_AUGMENT, and for the cells that of their base. The names of these arms end in
-", augmented", so they stand beside the others.
+validation `fm@0.5`, whose order does not depend on missing labels, is the one whose test scenes count. An arm such as
+`sft, then grpo` begins with the run of its first part and the same seed, at its best step. An arm's rate may be
+multiplied on the command line (`--rate 0.5`). Of several rates the report shows the one that is best by validation.
+`recipe` is `rollout-learner recipe`, which chooses for itself; it needs `--run-seconds`. With `--augment` all arms of
+the command train on augmented pictures: `data.augment` is DIGITS_AUGMENT, and for the cells that of their base. The
+names of these arms end in ", augmented", so they stand beside the others.
 
 With `--run-seconds` every run has the same time, its start included, and what it has evaluated by then counts.
 
@@ -131,6 +131,7 @@ ARMS: Mapping[str, StudyArm] = {
     "rollout matching, prefix repaired": StudyArm(loss={"prefix_repair": True, "matched_desc_weight": 1.0}),
     "recipe": StudyArm(variant="sft", steps=120, evaluations=15, recipe=True),
 }
+GONE_ON_FROM = frozenset(arm.after for arm in ARMS.values() if arm.after)
 
 
 # Colors alone. These bases have seen coordinates of whole pixels of 128, so 129 of the 1,000 coordinate tokens. A crop,
@@ -333,6 +334,11 @@ class StudyRun:
 
     def result(self, out: Path) -> Path:
         return out / "results" / self.regime.name / f"{self._name}.json"
+
+    @property
+    def keeps_weights(self) -> bool:
+        """Others may go on from its best step."""
+        return self.arm in GONE_ON_FROM and self.rate == 1.0
 
     @property
     def first(self) -> StudyRun | None:
@@ -689,7 +695,7 @@ def run_config(experiment: StudyExperiment, run: StudyRun) -> dict[str, Any]:
             "warmup_steps": max(1, steps // 20),
             "eval_on_start": True,
             "eval_steps": every,
-            "save_steps": every if run.arm == "sft" and run.rate == 1.0 else None,
+            "save_steps": every if run.keeps_weights else None,
         },
     )
     if arm.recipe:  # it sees validation scenes alone, and each evaluation scores test scenes beside them
@@ -723,7 +729,7 @@ def keep_result(experiment: StudyExperiment, run: StudyRun) -> None:
     if ARMS[run.arm].recipe:
         course, steps = _recipe_course(run_dir)
     else:
-        course = _course(run_dir, with_weights=run.arm == "sft" and run.rate == 1.0)
+        course = _course(run_dir, with_weights=run.keeps_weights)
         steps = steps_of(read_events(run_dir))
     if not course:
         say(f"{run.folder}: stopped before its first evaluation")
@@ -751,7 +757,7 @@ def keep_result(experiment: StudyExperiment, run: StudyRun) -> None:
         base = {**result, "arm": "base", "steps": 0, "train_s": 0.0, "whole_s": 0.0, "val": course[0].val}
         base |= {"course": [], "scenes": course[0].scenes}
         _write(folder / f"base-{run.seed}.json", base)
-    if run.arm == "sft" and run.rate == 1.0:
+    if run.keeps_weights:
         _keep_weights(experiment, run, run_dir, best.step)
     _write(run.result(experiment.out), result)
     say(f"{run.folder}: step {best.step}, val {best.val[SELECTED_BY]:.3f}, test {best.test[F1]:.3f}")

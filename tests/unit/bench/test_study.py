@@ -84,6 +84,18 @@ def test_an_arm_after_another_goes_on_from_the_run_of_its_seed_and_regime() -> N
     assert replace(run, augmented=True).first == StudyRun(run.regime, "sft", 18, augmented=True)
 
 
+@pytest.mark.parametrize("arm", sorted({arm.after for arm in ARMS.values() if arm.after}))
+def test_an_arm_that_others_go_on_from_keeps_its_weights(arm: str, tmp_path: Path) -> None:
+    """Its best step is the start here, so the weights are those of the base."""
+    made, run = experiment(tmp_path), StudyRun(Regime.read("demo-32"), arm, 17)
+    told = study.run_config(made, run)["training"]
+    assert told["save_steps"] == told["eval_steps"]
+    write_evaluated(made.run_dir(run), {0: 3, 8: 1})
+    run.result(made.out).parent.mkdir(parents=True, exist_ok=True)
+    study.keep_result(made, run)
+    assert (made.stopped(run) / "config.json").is_file()
+
+
 @pytest.mark.parametrize("arm", ARMS)
 def test_rollouts_see_augmented_pictures_where_each_step_learns_them(arm: str) -> None:
     """The recipe's last stage is `grpo`."""
