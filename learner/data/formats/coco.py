@@ -1,6 +1,7 @@
 """`coco`: a sample per image, an object per annotation, its category's name as the description.
 
-Polygons and run lengths are read with `task.geometry: poly`. `iscrowd` and `ignore` make ignore regions.
+Polygons and run lengths are read with `task.geometry: poly`. `iscrowd` and `ignore` make ignore regions. An image
+without `width` and `height` has its own size.
 """
 
 from __future__ import annotations
@@ -12,18 +13,23 @@ from typing import Any, ClassVar
 
 from pydantic import Field, ValidationError
 
-from learner.data.formats.masks import outline_of
+from learner.data.formats.masks import outline_of, size_of_mask
 from learner.data.formats.source import RowModel, Source
-from learner.data.formats.strict import ClassName, Flag, Identity, Number, Size
-from learner.records import GeometryKind, Place, RawObject, RawRecord
+from learner.data.formats.strict import ClassName, Flag, Identity, KnownSize, Number
+from learner.records import GeometryKind, Place, RawObject, RawRecord, Size
 from shared.reading import as_here, is_file, json_bytes_in, json_in, json_of
 
 
 class CocoImage(RowModel):
     id: Identity
     file_name: str = Field(min_length=1)
-    width: Size
-    height: Size
+    width: KnownSize = None
+    height: KnownSize = None
+
+    @property
+    def size(self) -> Size | None:
+        """None if the file does not say it."""
+        return (self.width, self.height) if self.width and self.height else None
 
 
 class CocoAnnotation(RowModel):
@@ -70,15 +76,18 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
             found = by_image.get(image.id, ())
             if "categories" in broken:  # its own may be one that cannot be read, which is an error already
                 found = [annotation for annotation in found if annotation.category_id in names]
-            objects = [_of_annotation(a, names, image, source) for a in found]
+            place = Place(source.file, f"image {image.id}")
+            _check_size(image, place, source)
+            size = image.size or _size_of_run_lengths(found)
+            objects = [_of_annotation(a, names, size, source) for a in found]
             yield RawRecord(
-                place=Place(source.file, f"image {image.id}"),
+                place=place,
                 sample_id=image.id,
                 messages=source.messages,
                 images=(str(folder / as_here(image.file_name, folder)) if folder else image.file_name,),
                 objects=[obj for obj in objects if obj is not None],
-                width=image.width,
-                height=image.height,
+                width=size[0] if size else None,
+                height=size[1] if size else None,
             )
 
     return source.image_root(source.file.parent), records()
@@ -176,8 +185,26 @@ def _annotations_by_image(coco: CocoFile, broken: set[str], source: Source) -> M
     return grouped
 
 
+def _check_size(image: CocoImage, place: Place, source: Source) -> None:
+    """Take note of one side without the other."""
+    sides = {"width": image.width, "height": image.height}
+    missing = [name for name, side in sides.items() if side is None]
+    if len(missing) == 1:
+        found = ", ".join(f"{name} {side}" for name, side in sides.items() if side)
+        source.bad.meet("malformed", place.error(f"{missing[0]} is missing", found=found, wanted="both, or neither"))
+
+
+def _size_of_run_lengths(annotations: Sequence[CocoAnnotation]) -> Size | None:
+    """Return the size in the first run lengths, which is that of their image; None if there are none."""
+    for annotation in annotations:
+        outline = annotation.segmentation if isinstance(annotation, OutlinedAnnotation) else None
+        if isinstance(outline, Mapping) and (size := size_of_mask(outline)):
+            return size
+    return None
+
+
 def _of_annotation(
-    annotation: CocoAnnotation, names: Mapping[str, str], image: CocoImage, source: Source
+    annotation: CocoAnnotation, names: Mapping[str, str], size: Size | None, source: Source
 ) -> RawObject | None:
     place, desc = Place(source.file, f"annotation {annotation.id}"), names.get(annotation.category_id)
     x, y, width, height = annotation.bbox
@@ -187,7 +214,7 @@ def _of_annotation(
     if isinstance(annotation, OutlinedAnnotation) and annotation.segmentation:
         try:
             limit = source.data.max_image_pixels
-            coords = outline_of(annotation.segmentation, image.width, image.height, limit)
+            coords = outline_of(annotation.segmentation, size, limit)
             kind, written = "poly", f"segmentation, {written}"
         except ValueError as error:
             found = f"{str(annotation.segmentation)[:100]} ({error})"

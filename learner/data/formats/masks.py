@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from learner.data.formats.strict import numbers, whole
 from learner.data.raw import ring_of
+from learner.records import Size
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,12 +22,15 @@ _TOLERANCE = 1.0  # pixels by which a polygon may leave the stairs of a mask's e
 _MOST_CHARACTERS = 7  # a run length in text form has no more: 35 bits
 
 
-def outline_of(segmentation: object, width: int, height: int, max_pixels: int) -> list[float]:
-    """Return x1, y1, x2, y2, ... of the largest part, holes filled."""
+def outline_of(segmentation: object, size: Size | None, max_pixels: int) -> list[float]:
+    """Return x1, y1, x2, y2, ... of the largest part, holes filled. `size`: the image's, which run lengths must have;
+    None if no annotation of the image says it."""
     import shapely
 
     if isinstance(segmentation, Mapping):
-        mask = mask_of(segmentation, width, height, max_pixels)
+        if size is None:
+            raise ValueError("a `size` that is not [height, width]")
+        mask = mask_of(segmentation, *size, max_pixels)
         return ring_of(shapely.simplify(_shape_of(mask), _TOLERANCE)) or [0.0] * 6  # the latter has no area
     if not isinstance(segmentation, list):
         raise ValueError("neither polygons nor run lengths")
@@ -38,12 +42,22 @@ def outline_of(segmentation: object, width: int, height: int, max_pixels: int) -
     return max(rings, key=lambda ring: shapely.Polygon(list(zip(ring[0::2], ring[1::2], strict=True))).area)
 
 
+def size_of_mask(rle: Mapping[str, object]) -> Size | None:
+    """Return (width, height) as the run lengths have it; None if it is not a size."""
+    size = rle.get("size")
+    try:
+        height, width = map(whole, size) if isinstance(size, list) else (0, 0)
+    except ValueError:
+        return None
+    return (width, height) if width and height else None
+
+
 def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int) -> NDArray[np.int8]:
     """Return [height, width] of zeros and ones. Run lengths go column by column, zeros first."""
     import numpy as np
 
-    size, counts = rle.get("size"), rle.get("counts")
-    if not isinstance(size, list) or [whole(value) for value in size] != [height, width]:
+    counts = rle.get("counts")
+    if size_of_mask(rle) != (width, height):
         raise ValueError(f"a size other than [{height}, {width}], which is the image's")
     if width * height > max_pixels:  # a mask takes as many bytes, and a small file can ask for any number
         raise ValueError(f"a mask of more than data.max_image_pixels ({max_pixels}) pixels")

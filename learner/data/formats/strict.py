@@ -107,8 +107,14 @@ def _size(value: object) -> int:
     return found
 
 
+def _known_size(value: object) -> int | None:
+    """Return a number of pixels. Tools write 0 where they have not looked."""
+    return None if value is None else whole(value) or None
+
+
 Number = Annotated[float, BeforeValidator(number)]
 Size = Annotated[int, BeforeValidator(_size)]
+KnownSize = Annotated[int | None, BeforeValidator(_known_size)]
 Flag = Annotated[bool, BeforeValidator(flag)]
 ClassName = Annotated[str, BeforeValidator(class_name)]
 Identity = Annotated[str, BeforeValidator(identity)]

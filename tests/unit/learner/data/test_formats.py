@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from PIL import Image
 from pycocotools import mask as coco_mask
 
 from learner.config.sections.data import BadRecordConfig, DataConfig
@@ -229,6 +230,59 @@ def test_names_of_images_may_have_the_backslashes_of_windows(tmp_path: Path, pla
         assert [Path(s.images[0]) for s in samples_of(rows)] == [tmp_path / "sub/1.png"]
     draw(tmp_path, f"{place}" + r"sub\1.png")
     assert [Path(s.images[0]).name for s in samples_of(file)] == [r"sub\1.png"], "a name that is really so"
+
+
+@pytest.mark.parametrize("size", [{}, {"width": None, "height": None}, {"width": 0, "height": 0}])
+def test_an_unknown_coco_size_is_the_images_own(tmp_path: Path, size: dict[str, Any]) -> None:
+    """The header says it, of an upright image: it was refused."""
+    file = sized(coco(tmp_path, {}), **size)
+    (sample,) = samples_of(file)
+    assert (sample.width, sample.height, sample.objects) == (200, 100, (box("cat", 0, 0, 250, 500),))
+    Image.new("RGB", (100, 200)).save(tmp_path / "1.png", exif=turned_exif())
+    (sample,) = samples_of(file)
+    assert (sample.width, sample.height) == (200, 100)
+
+
+def test_an_unknown_coco_size_is_that_of_its_run_lengths(tmp_path: Path) -> None:
+    """They have one, which must be the image's all the same, and each other's."""
+    mask: Any = {"size": [100, 200], "counts": [0, 20000]}
+    file = sized(coco(tmp_path, {}, {"segmentation": mask}))
+    assert [obj.kind for obj in samples_of(file, "poly")[0].objects] == ["bbox_2d", "poly"]
+    other = {"segmentation": {"size": [10, 20], "counts": [0, 200]}}
+    assert "annotation 1: its segmentation is wrong" in refusal(
+        sized(coco(tmp_path, {"segmentation": mask}, other)), "poly"
+    )
+    assert "another size" in refusal(sized(coco(tmp_path, other)), "poly")
+
+
+@pytest.mark.parametrize(
+    ("size", "name", "said"),
+    [
+        ({}, "http://photographs.test/1.png", "image 1: the size of its image is not known"),
+        ({}, "2.png", "2.png"),
+        ({"width": 200}, "1.png", "image 1: height is missing"),
+    ],
+)
+def test_a_coco_size_that_nobody_tells_is_an_error(tmp_path: Path, size: dict[str, Any], name: str, said: str) -> None:
+    file = sized(coco(tmp_path, {}), **size)
+    file.write_text(file.read_text().replace("1.png", name))
+    assert said in refusal(file, allowed_image_hosts=["photographs.test"])
+
+
+def sized(file: Path, **size: Any) -> Path:
+    """Give the image of a COCO file this size, or none."""
+    content = json.loads(file.read_text())
+    for image in content["images"]:
+        del image["width"], image["height"]
+        image |= size
+    file.write_text(json.dumps(content))
+    return file
+
+
+def turned_exif() -> Image.Exif:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    return exif
 
 
 def test_an_id_may_be_a_number_here_and_a_string_there(tmp_path: Path) -> None:

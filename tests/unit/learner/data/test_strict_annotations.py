@@ -356,7 +356,7 @@ def test_one_nan_does_not_hide_other_mistakes(tmp_path: Path) -> None:
     images = [*content["images"], {"id": 2, "file_name": "2.png", "width": 9, "height": 9}, {"id": 3}]
     text = refusal(rewritten(file, images=images))
     assert "2.png" in text
-    assert "images.2.width" in text
+    assert "images.2.file_name" in text
 
 
 # ---- JSONL ---------------------------------------------------------------------------------------------------------
