@@ -171,7 +171,8 @@ def main(
     work: Annotated[Path, typer.Option(help="Scratch: data, run folders, logs.")] = Path("runs/forgetting"),
     regime: Annotated[list[str] | None, typer.Option(help="By name; again for each. Default: all.")] = None,
     arm: Annotated[list[str] | None, typer.Option(help="By name; again for each. Default: all.")] = None,
-    seeds: Annotated[int, typer.Option(min=1)] = 1,
+    seeds: Annotated[int, typer.Option(min=1, help="How many.")] = 1,
+    first_seed: Annotated[int, typer.Option(min=0, help="The others follow it.")] = FIRST_SEED,
     device: Annotated[Device, typer.Option(help="auto: a GPU if there is one.")] = Device.auto,
     slots: Annotated[int, typer.Option(min=1, help="Runs at a time on a GPU.")] = 7,
     colocate: Annotated[bool, typer.Option(help="vLLM makes the rollouts if it is installed.")] = True,
@@ -204,7 +205,8 @@ def main(
         val=val,
         test=test,
     )
-    chosen = [ForgettingRun(r, a, FIRST_SEED + i) for i in range(seeds) for r in regime or REGIMES for a in arm or ARMS]
+    numbers = range(first_seed, first_seed + seeds)
+    chosen = [ForgettingRun(r, a, seed) for seed in numbers for r in regime or REGIMES for a in arm or ARMS]
     chosen.sort(key=lambda run: ARMS[run.arm].grpo is None)  # the longest runs begin first, so that all end together
     sys.exit(exit_code_of(lambda processes: _work(experiment, processes, chosen), lambda: report(experiment.out)))
 
