@@ -57,9 +57,9 @@ def lines_in(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def as_here(name: str, folder: Path) -> str:
-    """Return the name of a file below a folder as this machine writes it: Windows tools write backslashes. A file whose
-    name has some keeps them."""
-    return name.replace("\\", "/") if "\\" in name and not is_file(folder / name) else name
+    """Return the path of a file or folder below `folder` as this machine writes it: Windows tools write backslashes. A
+    name that really has some keeps them."""
+    return name.replace("\\", "/") if "\\" in name and not is_there(folder / name) else name
 
 
 def is_file(path: Path) -> bool:

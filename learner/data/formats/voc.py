@@ -15,7 +15,7 @@ from learner.data.formats.source import SUFFIXES, Source, text_of
 from learner.data.formats.strict import any_flag, number, whole
 from learner.records import Place, RawObject, RawRecord
 from shared.errors import DataError
-from shared.reading import is_file
+from shared.reading import as_here, is_file
 
 
 def read_voc(source: Source) -> tuple[Path, Iterator[RawRecord]]:
@@ -122,7 +122,7 @@ def _listed(line: str, folder: Path) -> Path:
     their lines with a flag. So the longest name that is there is meant."""
     _, *rest = line.split()
     names = [line, *(line.rsplit(maxsplit=n)[0] for n in range(1, len(rest) + 1))]
-    files = [folder / f"{name.removesuffix('.xml')}.xml" for name in names]
+    files = [folder / as_here(f"{name.removesuffix('.xml')}.xml", folder) for name in names]
     missing = files[-1] if all(word.lstrip("-").isdigit() for word in rest) else files[0]
     return next((file for file in files if is_file(file)), missing)
 
@@ -247,6 +247,7 @@ def _of_voc_object(node: ElementTree.Element, place: Place, source: Source) -> R
 def _image_in(folder: Path, file: Path, written: str) -> str | None:
     """Return the image in a folder that an XML file calls `written`; None: it is not there. Some tools leave its ending
     out, or rename the files afterwards."""
+    written = as_here(written, folder)
     if written and is_file(folder / written):
         return written
     stems = [Path(written).name, Path(written).stem, file.stem]

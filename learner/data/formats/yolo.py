@@ -19,7 +19,7 @@ from learner.data.formats.strict import class_name, number, whole
 from learner.records import GeometryKind, Place, RawObject, RawRecord
 from shared.config.model import show
 from shared.errors import DataError
-from shared.reading import is_there, yaml_of
+from shared.reading import as_here, is_there, yaml_of
 
 SPLITS = ("train", "val", "valid", "test")
 CLASS_FILES = ("classes.txt", "obj.names")
@@ -122,7 +122,10 @@ def _of_content(content: Mapping[object, object], beside: Path) -> YoloFile:
     if content.get("nc") is not None and _whole_of("nc", content["nc"]) != len(classes):
         raise ValueError(f"nc: {content['nc']}, but {len(classes)} names")
     return YoloFile(
-        root=beside / (root or ""), classes=classes, splits=splits, num_keypoint_values=_keypoint_values(content)
+        root=beside / as_here(root or "", beside),
+        classes=classes,
+        splits=splits,
+        num_keypoint_values=_keypoint_values(content),
     )
 
 
@@ -169,7 +172,8 @@ def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
     found: list[Path] = []
     for part in content.splits[split]:
         # the last is how some tools export it
-        choices = [root / part, beside / part, beside / part.removeprefix("../")]
+        named = [(root, part), (beside, part), (beside, part.removeprefix("../").removeprefix("..\\"))]
+        choices = [folder / as_here(name, folder) for folder, name in named]
         path = next((choice for choice in choices if is_there(choice)), None)
         if path is None:
             raise place.error("its images are not there", found=f"no {choices[0]}", wanted="a folder or a list")
@@ -177,9 +181,14 @@ def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
             found += images_below(path)
         else:
             text = text_of(path, Place(path, "list"), "names of images, one per line")
-            lines = [line.strip() for line in text.splitlines()]
-            found += [path.parent / line if line.startswith("./") else root / line for line in lines if line]
+            found += [_listed(line.strip(), path.parent, root) for line in text.splitlines() if line.strip()]
     return found
+
+
+def _listed(name: str, beside: Path, root: Path) -> Path:
+    """Return the image that a line of a list names: `./` is the folder of the list."""
+    folder = beside if name.startswith(("./", ".\\")) else root
+    return folder / as_here(name, folder)
 
 
 def images_below(folder: Path) -> list[Path]:

@@ -93,6 +93,17 @@ def test_a_voc_image_is_found_without_its_ending_or_under_the_annotations_name(t
     assert [Path(s.images[0]).name for s in samples_of(tmp_path / "Annotations")] == ["a.jpg", "b.jpg"]
 
 
+def test_voc_names_may_have_the_backslashes_of_windows(tmp_path: Path) -> None:
+    """Of images, and in lists."""
+    voc(tmp_path, "a", filename=r"sub\IMG_7.png")
+    draw(tmp_path, "JPEGImages/sub/IMG_7.png")
+    assert [Path(s.images[0]).name for s in samples_of(tmp_path / "Annotations")] == ["IMG_7.png"]
+    (tmp_path / "Annotations/monday").mkdir()
+    (tmp_path / "Annotations/a.xml").rename(tmp_path / "Annotations/monday/a.xml")
+    (tmp_path / "list.txt").write_text("monday\\a\r\n")
+    assert [s.sample_id for s in samples_of(tmp_path / "list.txt")] == ["a"]
+
+
 def test_an_unknown_voc_size_is_the_images_own(tmp_path: Path) -> None:
     voc(tmp_path, "a", voc_object("RBC", 0, 50, 20, 100), size=(0, ""))
     assert samples_of(tmp_path / "Annotations")[0].objects == (box("RBC", 0, 500, 100, 999),)
@@ -157,6 +168,29 @@ def test_yolo_images_may_be_listed_in_several_ways(tmp_path: Path, content: str)
     (tmp_path / "train/labels/x.txt").touch()
     (tmp_path / "list.txt").write_text("./images/train/a.jpg\nimages/train/sub/b.png\n")
     assert [Path(s.images[0]).name for s in samples_of(file)] in (["x.jpg"], ["a.jpg", "b.png"])
+
+
+@pytest.mark.parametrize("folder", ["", "set/"])
+def test_yolo_paths_may_have_the_backslashes_of_windows(tmp_path: Path, folder: str) -> None:
+    """In lists and in data.yaml: every image was missing."""
+    root = tmp_path / folder
+    root.mkdir(exist_ok=True)
+    yolo(root, "1 0.5 0.5 1 1")
+    (root / "train.txt").write_bytes(b".\\images\\train\\a.jpg\r\nimages\\train\\sub\\b.png\r\n")
+    path = "." if not folder else r".\set"
+    (tmp_path / "data.yaml").write_text(f"path: {path}\ntrain: .\\train.txt\nval: images\\train\nnames: [cat, dog]\n")
+    file = tmp_path / "data.yaml"
+    assert [s.sample_id for s in samples_of(f"{file}:train")] == ["images/train/a.jpg", "images/train/sub/b.png"]
+    assert [len(s.objects) for s in samples_of(f"{file}:train")] == [1, 0]
+    assert len(samples_of(f"{file}:val")) == 2
+
+
+def test_a_yolo_name_that_has_a_backslash_keeps_it(tmp_path: Path) -> None:
+    file = yolo(tmp_path, content="train: train.txt\n")
+    draw(tmp_path, r"images/train/x\y.jpg")
+    (tmp_path / r"labels/train/x\y.txt").write_text("1 0.5 0.5 1 1")
+    (tmp_path / "train.txt").write_text(r"images/train/x\y.jpg")
+    assert [Path(s.images[0]).name for s in samples_of(f"{file}:train")] == [r"x\y.jpg"]
 
 
 def test_bad_yolo_lines_are_told_as_they_are(tmp_path: Path) -> None:
