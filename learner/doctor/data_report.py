@@ -53,7 +53,7 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
 
 
 def _of_split(config: RunConfig, split: str, found: Survey) -> dict[str, list[str]]:
-    lines, warned = lines_of(found), warnings_of(found, held_out=split != "train")
+    lines, warned = lines_of(found), warnings_of(found, split)
     limits = pixel_limits(config.model)
     if limits is not None:
         seen = seen_by_model(found.sizes[2], limits)

@@ -2,7 +2,8 @@
 commented run.yaml and server.yaml for this machine. It asks nothing, and replaces no file.
 
 In: a folder in one of the layouts of `learner.data.formats.folders`. Out: lines on the terminal and two files. Without
-a split of its own, 10% of the photographs are held out for validation.
+a split for validation, some of the photographs to train on are held out: a tenth, but at least 20, and a quarter of
+fewer than 80.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -18,9 +20,11 @@ from learner.data.check import WithoutTokenizer
 from learner.data.formats.detect import is_saved, locate
 from learner.data.formats.folders import split_called, splits_in
 from learner.data.formats.hf_datasets import split_names
+from learner.data.formats.parts import Part
 from learner.data.formats.yolo import images_below
 from learner.data.splits import Split, annotations_of, read_split
 from learner.data.survey import (
+    LEAST_HELD_OUT,
     PixelLimits,
     Survey,
     lines_of,
@@ -32,12 +36,14 @@ from learner.data.survey import (
     survey,
     warnings_of,
 )
+from learner.records import Sample
 from learner.tasks.detection.write import validate_sample
 from shared.errors import DataError, OutputError
 from shared.reading import is_file
 
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
-TRAIN_PERCENT = 90
+LARGEST_PART = 4  # at most a quarter is held out, if that is less than LEAST_HELD_OUT
+_PERCENTS = (*range(10, 100), *range(9, 0, -1))  # the first one that holds out enough is taken
 _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
@@ -70,16 +76,13 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
         if file.exists():
             remedy = "give another folder with --out, or move the file away"
             raise OutputError("a file would be replaced", found=str(file), wanted="no such file", remedy=remedy)
-    paths = _paths(folder)
-    data = DataConfig(
-        train=paths["train"],
-        val=paths.get("val"),
-        test=paths.get("test"),
-        image_root=str(image_root) if image_root else None,
-        on_bad_record="clip",
-    )
-    found = {split: _read(data, path) for split, path in paths.items()}
-    _print_found(folder, data, found)
+    data = _data_in(folder, image_root)
+    found = _read_all(data)
+    divided = data.val is None and not found["train"].bad.num_errors
+    if divided:
+        data = _with_part_held_out(data, found["train"].samples)
+        found = _read_all(data)
+    _print_found(folder, data, found, divided=divided)
     if any(split.bad.num_errors for split in found.values()):
         _print_errors(found)
         return 2
@@ -93,8 +96,8 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
     return 0
 
 
-def _paths(folder: Path) -> dict[str, str]:
-    """Return `data.train` and its like. Raises DataError."""
+def _data_in(folder: Path, image_root: Path | None) -> DataConfig:
+    """Return the annotations in a folder, by split. Raises DataError."""
     if not folder.is_dir():
         found = "a file" if folder.exists() else "nothing"
         raise DataError(f"{folder}: no folder", found=found, wanted="a folder", remedy="correct the path")
@@ -105,10 +108,34 @@ def _paths(folder: Path) -> dict[str, str]:
         if "train" not in layout and "" not in layout:
             locate(DataConfig(train=str(folder)), str(folder), "train")  # says what is missing
         paths = {split: f"{folder}:{split}" for split in layout if split}
-    whole = paths.get("train", str(folder))
-    if "train" not in paths or paths.keys() == {"train"}:
-        return {"train": f"{whole}[:{TRAIN_PERCENT}%]", "val": f"{whole}[{TRAIN_PERCENT}%:]"}
-    return paths
+    if "train" not in paths:
+        paths = {"train": str(folder)}
+    return DataConfig(
+        train=paths["train"],
+        val=paths.get("val"),
+        test=paths.get("test"),
+        image_root=str(image_root) if image_root else None,
+        on_bad_record="clip",
+    )
+
+
+def _with_part_held_out(data: DataConfig, samples: Sequence[Sample]) -> DataConfig:
+    """Divide `train`, whose samples are given, in `train` and `val`. Raises DataError if that leaves one empty."""
+    ids = [sample.sample_id for sample in samples]
+    wanted = min(LEAST_HELD_OUT, -(-len(ids) // LARGEST_PART))
+    numbers = {percent: sum(map(Part(first=100 - percent).has, ids)) for percent in _PERCENTS}
+    usable = [percent for percent, number in numbers.items() if 0 < number <= len(ids) // 2]
+    if usable:
+        enough = next((percent for percent in usable if numbers[percent] >= wanted), None)
+        first = 100 - (enough or max(usable, key=lambda percent: numbers[percent]))
+        parts = {"train": f"{data.train}[:{first}%]", "val": f"{data.train}[{first}%:]"}
+        return data.model_copy(update=parts)
+    raise DataError(
+        f"{data.train}: none can be held out for validation",
+        found=photographs(len(ids)),
+        wanted="two photographs or more to divide",
+        remedy="add photographs, or a split `val` of your own",
+    )
 
 
 def _splits_of_data_set(folder: Path) -> dict[str, str]:
@@ -127,13 +154,24 @@ def _splits_of_data_set(folder: Path) -> dict[str, str]:
     return paths
 
 
+def _read_all(data: DataConfig) -> dict[str, Split]:
+    paths = {"train": data.train, "val": data.val, "test": data.test}
+    return {split: _read(data, path) for split, path in paths.items() if isinstance(path, str)}
+
+
 def _read(data: DataConfig, path: str) -> Split:
     return read_split(data, path, WithoutTokenizer(lambda sample: validate_sample(sample, pieces=None)))
 
 
-def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> None:
+def _print_found(folder: Path, data: DataConfig, found: dict[str, Split], *, divided: bool) -> None:
     formats = {annotations_of(data, path).format for path in (data.train, data.val, data.test) if isinstance(path, str)}
     print(f"{folder}: {', '.join(sorted(formats))}")
+    if divided:
+        num_val, num_all = len(found["val"].samples), len(found["train"].samples) + len(found["val"].samples)
+        print(
+            f"no split for validation, so {num_val} of {photographs(num_all)} are held out for it, by their ids: "
+            "they are not learned (data.val)"
+        )
     limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # as run.yaml has them
     for split, read in found.items():
         about = survey(read)
@@ -142,7 +180,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split]) -> Non
         seen = seen_by_model(about.sizes[2], limits)
         if about.num_samples:
             lines.append(seen_in_words(seen))
-        warned = [*warnings_of(about, held_out=split != "train"), *filter(None, [small_boxes(about, seen)])]
+        warned = [*warnings_of(about, split), *filter(None, [small_boxes(about, seen)])]
         warned = warned if about.num_samples and not read.bad.num_errors else []
         print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
     for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():

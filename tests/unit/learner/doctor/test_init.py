@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -42,6 +43,64 @@ def test_the_files_are_valid_and_read_every_photograph_once(
     assert all(split.num_samples for split in found.values())
     server = load_server_config(tmp_path / "out/server.yaml", has_token=False)
     assert (server.model, server.max_pixels) == (config.model.path, config.model.max_pixels)
+
+
+def few(folder: Path, number: int, split: str = "") -> Path:
+    """So many photographs of raccoons, as VOC."""
+    place = folder / split
+    place.mkdir(parents=True, exist_ok=True)
+    for i in range(number):
+        voc(place, f"p{i}", voc_object("raccoon", 10, 10 + i % 50, 90, 95))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("number", "least", "most", "warned"),
+    [(2, 1, 1, True), (5, 1, 2, True), (9, 2, 4, True), (24, 6, 8, True), (80, 20, 26, False), (300, 20, 45, False)],
+)
+def test_few_photographs_leave_more_than_a_tenth_for_validation(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], number: int, least: int, most: int, warned: bool
+) -> None:
+    """A tenth of 9 photographs was one, or none, which `init` called an error."""
+    folder = few(tmp_path / "data", number)
+    assert main(["init", str(folder), "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    config = load_config(str(tmp_path / "run.yaml"), world_size=1, env={})
+    found = {split: check_split(config, split, path).num_samples for split, path in splits(config).items()}
+    assert least <= found["val"] <= most
+    assert found["train"] + found["val"] == number
+    held_out = next(line for line in told.splitlines() if "held out" in line)
+    assert f"{found['val']} of {number} photographs" in held_out
+    assert ("choose a step of training" in told) == warned
+    assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
+    assert ("choose a step of training" in capsys.readouterr().out) == warned
+
+
+def test_one_photograph_cannot_be_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["init", str(few(tmp_path / "data", 1)), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert ("1 photograph" in told, "two photographs" in told) == (True, True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_photographs_to_test_on_choose_no_step(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A folder with train and test alone: some of train are held out, none of test."""
+    folder = few(few(tmp_path / "data", 40, "train"), 8, "test")
+    assert main(["init", str(folder), "--out", str(tmp_path)]) == 0
+    assert "held out" in capsys.readouterr().out
+    config = load_config(str(tmp_path / "run.yaml"), world_size=1, env={})
+    assert config.data.test == f"{folder}:test"
+    assert str(config.data.val).startswith(f"{folder}:train[")
+    assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
+    told = capsys.readouterr().out
+    assert "8 photographs to evaluate on: too few to tell two models apart" in told
+
+
+def test_a_split_of_its_own_is_taken_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = few(few(tmp_path / "data", 40, "train"), 2, "valid")
+    assert main(["init", str(folder), "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert ("held out" in told, "choose a step of training" in told) == (False, True)
 
 
 def test_records_with_prompts_of_their_own_keep_them(tmp_path: Path) -> None:
@@ -119,7 +178,9 @@ def test_a_hugging_face_data_set_with_one_split_is_divided(tmp_path: Path) -> No
     data_set(tmp_path / "saved", train=40)
     assert main(["init", str(tmp_path / "saved"), "--out", str(tmp_path)]) == 0
     config = load_config(str(tmp_path / "run.yaml"), world_size=1, env={})
-    assert (config.data.train, config.data.val) == (f"{tmp_path}/saved:train[:90%]", f"{tmp_path}/saved:train[90%:]")
+    percent = re.fullmatch(rf"{tmp_path}/saved:train\[:(\d+)%\]", config.data.train)
+    assert percent is not None
+    assert config.data.val == f"{tmp_path}/saved:train[{percent[1]}%:]"
 
 
 def test_a_hugging_face_data_set_without_what_to_train_on_is_refused(
