@@ -6,8 +6,8 @@
     rollout-learner check --config run.yaml [--draw N]           validate configuration and data; draw labels
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
     rollout-learner predict-gain --config run.yaml [--samples N] measure what training could gain, and by which method
-    rollout-learner export --checkpoint DIR --out DIR            write a checkpoint's merged weights, ready to serve
-    rollout-learner push --export DIR --repo OWNER/NAME          upload an export to the hub, with a model card
+    rollout-learner export --model DIR --out DIR                 write a checkpoint's merged weights, ready to serve
+    rollout-learner push --model DIR --repo OWNER/NAME           upload an export to the hub, with a model card
     rollout-learner predict --model DIR INPUT... --out DIR       find objects in photographs, with a score for each
     rollout-learner calibrate --model DIR ANNOTATIONS            fit these scores on validation images
     rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE compare detectors: models, or any COCO results
@@ -85,6 +85,21 @@ Overrides = Annotated[
 ]
 Probe = Annotated[bool, typer.Option("--probe", help="Ask the rollout servers too.")]
 WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of learner ranks.")]
+
+
+ModelOption = Annotated[Path, typer.Option("--model", help="A checkpoint, an export, or a run's folder.")]
+
+
+def _retired(name: str, instead: str) -> typer.models.OptionInfo:
+    """Return an option that had this name. It is refused before anything else is missed."""
+
+    def refuse(given: str) -> str:
+        if given:
+            raise typer.BadParameter(f"it is called {instead} now")
+        return given
+
+    found: typer.models.OptionInfo = typer.Option(name, hidden=True, is_eager=True, callback=refuse)
+    return found
 
 
 class Dtype(StrEnum):
@@ -234,26 +249,29 @@ def predict_gain(
 
 @app.command(epilog=OTHERS)
 def export(
-    checkpoint: Annotated[str, typer.Option(help="A checkpoint-STEP folder.")],
-    out: Annotated[str, typer.Option(help="The folder to write.")],
+    model: ModelOption,
+    out: Annotated[Path, typer.Option(help="The folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="The type of the weights.")] = Dtype.bfloat16,
+    checkpoint: Annotated[str, _retired("--checkpoint", "--model")] = "",
 ) -> None:
     """Make a checkpoint a model to serve, its adapters merged."""
 
     def work() -> int:
-        from learner.detector.model import carry_notes
+        from learner.detector.model import carry_notes, model_folder
         from learner.wiring.build import export
 
-        code = export(checkpoint, out, dtype.value)
-        carry_notes(Path(checkpoint), Path(out))
-        return code
+        folder = model_folder(model)
+        export(folder, out, dtype.value)
+        carry_notes(folder, out)
+        print(f"wrote {out}, from {folder}")
+        return 0
 
     _end(work)
 
 
 @app.command(epilog=OTHERS)
 def push(
-    export: Annotated[Path, typer.Option(help="The folder of an export, or of a checkpoint without an adapter.")],
+    model: Annotated[Path, typer.Option(help="An export, a checkpoint without an adapter, or the folder of its run.")],
     repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="The repository; it is made if it is not there.")],
     private: Annotated[bool, typer.Option("--private", help="Make the repository a private one.")] = False,
     run: Annotated[
@@ -261,6 +279,7 @@ def push(
     ] = None,
     license: Annotated[str | None, typer.Option(help="For the card, such as mit; default: the base model's.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the card, list the files, upload nothing.")] = False,
+    export: Annotated[str, _retired("--export", "--model")] = "",
 ) -> None:
     """Upload an export to the Hugging Face hub, with a model card made from the run's report.
 
@@ -270,7 +289,7 @@ def push(
     def work() -> int:
         from learner.hub.push import PushOptions, push
 
-        options = PushOptions(export=export, repo=repo, private=private, run=run, license=license, dry_run=dry_run)
+        options = PushOptions(model=model, repo=repo, private=private, run=run, license=license, dry_run=dry_run)
         return push(options)
 
     _end(work)
@@ -287,7 +306,6 @@ class ComputesIn(StrEnum):
     float32 = "float32"
 
 
-ModelOption = Annotated[Path, typer.Option("--model", help="A checkpoint, an export, or a run's folder.")]
 BackendOption = Annotated[AnswersBy, typer.Option(help="vLLM in this process, or transformers' generate.")]
 ServerOption = Annotated[str | None, typer.Option(help="URL of a rollout server that serves this model.")]
 ModelConfigOption = Annotated[

@@ -321,7 +321,7 @@ def export(checkpoint: Path, model: Path) -> None:
     """Export the weights as a model. Raises CheckpointError."""
     unfinished = model.with_name(f"{model.name}.unfinished")  # a folder with the final name is complete
     shutil.rmtree(unfinished, ignore_errors=True)
-    argv = [sys.executable, "-m", "learner", "export", "--checkpoint", str(checkpoint), "--out", str(unfinished)]
+    argv = [sys.executable, "-m", "learner", "export", "--model", str(checkpoint), "--out", str(unfinished)]
     try:
         subprocess.run(argv, timeout=_EXPORT_S, capture_output=True, text=True, check=True)
     except subprocess.SubprocessError as error:

@@ -9,7 +9,7 @@ cd "$(dirname "$0")/../.."
 python=${PYTHON:-python3}
 scenes() { "$python" -m deploy.demo.build_data --val 0 --test 0 "$@"; }
 train() { "$python" -m deploy.torchrun --nproc 1 -- -m learner --config "$1"; }
-export_model() { "$python" -m learner export --checkpoint "$1" --out "$2"; }
+export_model() { "$python" -m learner export --model "$1" --out "$2"; }
 
 "$python" -m deploy.demo.model --size demo --out runs/stage1/init
 scenes --out runs/stage1/data --train 40000 --annotation-dropout 0.55

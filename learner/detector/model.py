@@ -62,7 +62,7 @@ class Origin(NamedTuple):
 
 def find_model(path: str | Path, *, config: str | None = None, prompt: str | None = None) -> ModelFiles:
     """Raises ConfigError if it is no model, or nothing says how to ask it."""
-    folder = _folder(Path(path))
+    folder = model_folder(Path(path))
     run_config = config or _config_beside(folder)
     run = load_config(run_config) if run_config else None
     settings = None if config else read_settings(folder)
@@ -171,14 +171,16 @@ def merged(model: ModelFiles) -> Iterator[Path]:
         yield Path(folder)
 
 
-def _folder(path: Path) -> Path:
-    """Return the model in `path`, or the best or newest checkpoint of a run. Raises ConfigError."""
-    if (path / "config.json").is_file() or (path / ADAPTER).is_file():
+def model_folder(path: Path) -> Path:
+    """Return `path` if it is a model, or the best or newest checkpoint of a run. Raises ConfigError."""
+    if _is_model(path):
         return path
     if (best := kept(path)) is not None:
         return best
     found = [
-        (int(match[1]), entry) for entry in path.glob("checkpoint-*") if (match := _CHECKPOINT.fullmatch(entry.name))
+        (int(match[1]), entry)
+        for entry in path.glob("checkpoint-*")
+        if (match := _CHECKPOINT.fullmatch(entry.name)) and _is_model(entry)
     ]
     if found:
         return max(found)[1]
@@ -188,6 +190,10 @@ def _folder(path: Path) -> Path:
         wanted="a checkpoint, an exported model, or a run's folder with checkpoints",
         remedy="correct --model",
     )
+
+
+def _is_model(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in ("config.json", ADAPTER))
 
 
 def _config_beside(folder: Path) -> str | None:

@@ -22,7 +22,7 @@ from huggingface_hub import CommitOperationAdd, HfApi, get_session, get_token, m
 from huggingface_hub.errors import HfHubHTTPError
 
 from learner.config.inference import CALIBRATION_NAME, INFERENCE_NAME
-from learner.detector.model import ADAPTER, ModelFiles, find_model, read_origin
+from learner.detector.model import ADAPTER, ModelFiles, find_model, model_folder, read_origin
 from learner.hub.card import HUB_ID, base_of, model_card
 from learner.report.read import is_run, read_run
 from learner.report.records import RunRecord
@@ -50,7 +50,7 @@ class PushOptions:
     """The options of a push. `run`: None for the one that the export came from. `license`: None for the base
     model's."""
 
-    export: Path
+    model: Path
     repo: str
     private: bool = False
     run: Path | None = None
@@ -61,7 +61,7 @@ class PushOptions:
 def push(options: PushOptions, *, endpoint: str | None = None) -> int:
     """Returns the exit code. `endpoint`: None for the hub of HF_ENDPOINT. Raises ConfigError, DataError, HubError."""
     _require_name(options.repo)
-    model = _whole_model(options.export)
+    model = _whole_model(options.model)
     files, others = _files(model.folder)
     api = HfApi(endpoint=endpoint, token=get_token() or False)
     get_session().timeout = CALL_TIMEOUT_S
@@ -107,18 +107,19 @@ def _require_name(repo: str) -> None:
         )
 
 
-def _whole_model(folder: Path) -> ModelFiles:
+def _whole_model(path: Path) -> ModelFiles:
     """Raises ConfigError if the folder is not an export or a checkpoint of a whole model."""
-    export = f"write one with rollout-learner export --checkpoint {folder} --out DIR"
+    folder = model_folder(path)
+    export = f"write one with rollout-learner export --model {folder} --out DIR"
     if (folder / ADAPTER).is_file():
         found, remedy = f"{folder}: an adapter", f"{export}, which merges it"
-        raise ConfigError("--export is no whole model", found=found, wanted="merged weights", remedy=remedy)
-    if not (folder / "config.json").is_file() or not any(folder.glob("*.safetensors")):
+        raise ConfigError("--model is no whole model", found=found, wanted="merged weights", remedy=remedy)
+    if not any(folder.glob("*.safetensors")):
         raise ConfigError(
-            "--export is no model",
-            found=f"{folder}: {'no config.json and weights in it' if folder.is_dir() else 'no such folder'}",
+            "--model is no model",
+            found=f"{folder}: no weights in it",
             wanted="an export, or a checkpoint without an adapter",
-            remedy="correct --export, or write one with rollout-learner export --checkpoint DIR --out DIR",
+            remedy="correct --model, or write one with rollout-learner export --model DIR --out DIR",
         )
     return find_model(folder)
 

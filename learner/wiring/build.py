@@ -195,19 +195,17 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
 _UNFINISHED = ".unfinished-export"
 
 
-def export(checkpoint: str, out: str, dtype: str) -> int:
-    """Write the merged weights of a checkpoint folder as a model that can be served. Returns the exit code. Raises
-    ConfigError if it is no such folder, OutputError if `out` has files or cannot be written. However it ends, the whole
-    model is in `out`, or no `config.json`."""
+def export(checkpoint: Path, out: Path, dtype: str) -> None:
+    """Write the merged weights of a checkpoint folder as a model that can be served. Raises OutputError if `out` has
+    files or cannot be written. However it ends, the whole model is in `out`, or no `config.json`."""
     from learner.config.sections.model import ModelConfig
     from learner.policy.files import export_model
 
-    check_checkpoint(Path(checkpoint))
-    _check_export_folder(Path(out))
-    policy = load_policy(ModelConfig(path=checkpoint), device=torch.device("cpu"))
-    work = Path(out) / _UNFINISHED
+    _check_export_folder(out)
+    policy = load_policy(ModelConfig(path=str(checkpoint)), device=torch.device("cpu"))
+    work = out / _UNFINISHED
     try:
-        with writing(Path(out)):
+        with writing(out):
             if work.exists():
                 shutil.rmtree(work)
             try:
@@ -217,24 +215,9 @@ def export(checkpoint: str, out: str, dtype: str) -> int:
                     raise
                 raise OSError(str(error)) from error
             for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):  # without it, no model
-                path.rename(Path(out) / path.name)
+                path.rename(out / path.name)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    print(f"wrote {out}")
-    return 0
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raises ConfigError if the folder of `--checkpoint` holds no model."""
-    if any((folder / name).is_file() for name in ("config.json", "adapter_config.json")):
-        return
-    inside = sorted(path.name for path in folder.glob("checkpoint-*"))
-    raise ConfigError(
-        "--checkpoint: no checkpoint is there",
-        found=f"{folder} ({'a folder without config.json' if folder.is_dir() else 'no such folder'})",
-        wanted="a checkpoint-STEP folder of a run",
-        remedy=f"name one inside it: {', '.join(inside)}" if inside else "correct the path",
-    )
 
 
 def _check_export_folder(out: Path) -> None:

@@ -146,7 +146,7 @@ def hub_is_silent(place: Place) -> None:
 def pushed(place: Place, endpoint: str) -> None:
     place.patch.setenv("HF_TOKEN", "hf_of_another")
     uploads.write_model(place.folder / "export")
-    push(PushOptions(export=place.folder / "export", repo="me/cells", license="mit"), endpoint=endpoint)
+    push(PushOptions(model=place.folder / "export", repo="me/cells", license="mit"), endpoint=endpoint)
 
 
 # ---- requests to a server ------------------------------------------------------------------------------------------

@@ -245,7 +245,7 @@ def test_without_settings_the_run_s_configuration_is_asked(bare: Path, data: Pat
 
 def test_an_export_carries_all_that_predict_needs(tmp_path: Path) -> None:
     out = tmp_path / "export"
-    assert main(["export", "--checkpoint", str(CHECKPOINT), "--out", str(out), "--dtype", "float32"]) == 0
+    assert main(["export", "--model", str(CHECKPOINT), "--out", str(out), "--dtype", "float32"]) == 0
     assert (out / INFERENCE_NAME).read_text() == (CHECKPOINT / INFERENCE_NAME).read_text()
     Detector(out)
 

@@ -66,7 +66,7 @@ def write_model(folder: Path) -> None:
 
 def test_an_export_is_uploaded_with_its_card(hub: Hub, export: Path, tmp_path: Path) -> None:
     hub.licenses[BASE] = "apache-2.0"
-    assert push(PushOptions(export=export, repo="me/cells", private=True), endpoint=hub.endpoint) == 0
+    assert push(PushOptions(model=export, repo="me/cells", private=True), endpoint=hub.endpoint) == 0
     assert hub.repos["me/cells"]["visibility"] == "private"
     assert set(hub.files) == {"README.md", "config.json", "inference.json", "model.safetensors"}
     assert hub.files["model.safetensors"] == (export / "model.safetensors").read_bytes()
@@ -93,13 +93,13 @@ def test_what_is_no_part_of_a_model_stays_and_is_named(
     (export / "photographs").mkdir()
     for name in mine | private:
         (export / name).write_text("text")
-    push(PushOptions(export=export, repo="me/cells", license="mit"), endpoint=hub.endpoint)
+    push(PushOptions(model=export, repo="me/cells", license="mit"), endpoint=hub.endpoint)
     assert set(hub.files) == {"README.md", "config.json", "inference.json", "model.safetensors"} | mine
     assert "4 of the folder's files" in capsys.readouterr().out
 
 
 def test_a_second_push_goes_to_the_same_repository_with_the_edited_card(hub: Hub, export: Path) -> None:
-    options = PushOptions(export=export, repo="me/cells", license="mit")
+    options = PushOptions(model=export, repo="me/cells", license="mit")
     push(options, endpoint=hub.endpoint)
     (export / "README.md").write_text("---\nlicense: mit\n---\n\n# Mine\n")
     push(options, endpoint=hub.endpoint)
@@ -110,7 +110,7 @@ def test_a_dry_run_writes_the_card_and_uploads_nothing(
     hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.delenv("HF_TOKEN")
-    assert push(PushOptions(export=export, repo="me/cells", license="mit", dry_run=True), endpoint=hub.endpoint) == 0
+    assert push(PushOptions(model=export, repo="me/cells", license="mit", dry_run=True), endpoint=hub.endpoint) == 0
     assert "license: mit" in (export / "README.md").read_text()
     assert "model.safetensors" in capsys.readouterr().out
     assert hub.asked == []
@@ -118,7 +118,7 @@ def test_a_dry_run_writes_the_card_and_uploads_nothing(
 
 def test_without_a_run_the_card_has_no_figures(hub: Hub, export: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (export / "origin.json").unlink()
-    push(PushOptions(export=export, repo="me/cells"), endpoint=hub.endpoint)
+    push(PushOptions(model=export, repo="me/cells"), endpoint=hub.endpoint)
     assert "f1@0.5" not in hub.files["README.md"].decode()
     assert "--run" in capsys.readouterr().out
 
@@ -126,16 +126,16 @@ def test_without_a_run_the_card_has_no_figures(hub: Hub, export: Path, capsys: p
 def test_the_best_step_of_a_named_run_is_shown(hub: Hub, export: Path) -> None:
     (export / "origin.json").unlink()
     run = export.parent / "runs/cells"
-    push(PushOptions(export=export, repo="me/cells", run=run), endpoint=hub.endpoint)
+    push(PushOptions(model=export, repo="me/cells", run=run), endpoint=hub.endpoint)
     assert "this model, step 40" in hub.files["README.md"].decode()
 
 
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"export": Path("nowhere")}, ("--export", "no such folder")),
-        ({"export": Path("empty")}, ("--export", "rollout-learner export")),
-        ({"export": Path("adapter")}, ("--export", "adapter", "rollout-learner export")),
+        ({"model": Path("nowhere")}, ("--model", "no such folder")),
+        ({"model": Path("empty")}, ("--model", "an exported model")),
+        ({"model": Path("adapter")}, ("--model", "adapter", "rollout-learner export")),
         ({"repo": "cells"}, ("--repo", "owner/name")),
         ({"run": Path("empty")}, ("--run", "training.output_dir")),
     ],
@@ -147,7 +147,7 @@ def test_a_wrong_argument_is_named(
     Path("empty").mkdir()
     Path("adapter").mkdir()
     Path("adapter/adapter_config.json").write_text("{}")
-    options: dict[str, object] = {"export": export, "repo": "me/cells", **change}
+    options: dict[str, object] = {"model": export, "repo": "me/cells", **change}
     with pytest.raises(ConfigError) as caught:
         push(PushOptions(**options), endpoint=hub.endpoint)  # type: ignore[arg-type]
     assert [word for word in words if word not in str(caught.value)] == []
@@ -160,28 +160,28 @@ def test_a_missing_token_is_an_error_with_advice(
     monkeypatch.delenv("HF_TOKEN")
     monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "no_token"))
     with pytest.raises(ConfigError, match="hf auth login"):
-        push(PushOptions(export=export, repo="me/cells"), endpoint=hub.endpoint)
+        push(PushOptions(model=export, repo="me/cells"), endpoint=hub.endpoint)
     assert hub.asked == []
 
 
 def test_a_token_without_the_right_is_a_hub_error(hub: Hub, export: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_TOKEN", "hf_of_another")
     with pytest.raises(HubError, match="403: You don't have the rights") as caught:
-        push(PushOptions(export=export, repo="me/cells", license="mit"), endpoint=hub.endpoint)
+        push(PushOptions(model=export, repo="me/cells", license="mit"), endpoint=hub.endpoint)
     assert "HF_TOKEN" in caught.value.remedy
     assert hub.files == {}
 
 
 def test_a_hub_that_does_not_answer_is_a_hub_error(hub: Hub, export: Path) -> None:
     with pytest.raises(HubError, match="Connect") as caught:
-        push(PushOptions(export=export, repo="me/cells", license="mit"), endpoint=f"http://127.0.0.1:{free_port()}")
+        push(PushOptions(model=export, repo="me/cells", license="mit"), endpoint=f"http://127.0.0.1:{free_port()}")
     assert "HF_ENDPOINT" in caught.value.remedy
 
 
 def test_the_command_line_takes_the_hub_of_the_environment(hub: Hub, export: Path) -> None:
     switches = {"HF_HUB_DISABLE_XET": "1", "HF_HUB_OFFLINE": "0", "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "learner", "push", "--export", str(export), "--repo", "me/cells"],
+        [sys.executable, "-P", "-m", "learner", "push", "--model", str(export), "--repo", "me/cells"],
         env={**os.environ, **switches, "HF_ENDPOINT": hub.endpoint, "HF_TOKEN": TOKEN},
         capture_output=True,
         text=True,

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from learner.__main__ import main
 from learner.config.sections.model import LoraConfig
 from learner.config.sections.training import TrainingConfig
 from learner.policy import files
@@ -130,15 +131,41 @@ def test_an_export_is_the_merged_model_in_the_wanted_dtype(
 
 
 @pytest.mark.parametrize("name", ["nothing", "a/b/c", "run"])
-def test_an_export_of_no_checkpoint_is_refused_at_once(tmp_path: Path, name: str) -> None:
-    """No hub is asked for it, and a run's folder names its checkpoints."""
+def test_an_export_of_no_model_is_refused_at_once(
+    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """No hub is asked for it. A folder that is only called like a checkpoint is none."""
     (tmp_path / "run/checkpoint-7").mkdir(parents=True)
-    with pytest.raises(ConfigError) as caught:
-        export(str(tmp_path / name), str(tmp_path / "out"), "float32")
-    assert caught.value.what.startswith("--checkpoint: ")
-    assert str(tmp_path / name) in caught.value.found
-    assert ("checkpoint-7" in caught.value.remedy) is (name == "run")
+    assert main(["export", "--model", str(tmp_path / name), "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert (str(tmp_path / name) in told, "--model" in told) == (True, True)
     assert not (tmp_path / "out").exists()
+
+
+def test_an_export_takes_a_run_as_other_commands_do(
+    tiny_vlm: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its newest checkpoint, or its best one; and it says which."""
+    for step in (3, 20):
+        shutil.copytree(tiny_vlm, tmp_path / f"run/checkpoint-{step}")
+    (tmp_path / "run/checkpoint-99").mkdir()
+    arguments = ["export", "--model", str(tmp_path / "run"), "--dtype", "float32", "--out"]
+    assert main([*arguments, str(tmp_path / "newest")]) == 0
+    assert "checkpoint-20" in capsys.readouterr().out
+    (tmp_path / "run/best").symlink_to("checkpoint-3")
+    assert main([*arguments, str(tmp_path / "best")]) == 0
+    assert "checkpoint-3" in capsys.readouterr().out
+    assert (tmp_path / "best/config.json").is_file()
+
+
+@pytest.mark.parametrize(("name", "old"), [("export", "--checkpoint"), ("push", "--export")])
+def test_an_option_that_has_another_name_now_says_so(
+    tmp_path: Path, name: str, old: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([name, old, str(tmp_path)]) == 2
+    assert "--model" in capsys.readouterr().err
+    assert main([name, "--help"]) == 0
+    assert f" {old} " not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", ["full", "file"])
@@ -149,7 +176,7 @@ def test_an_export_goes_into_no_folder_with_files(tmp_path: Path, name: str) -> 
         (folder / "config.json").write_text("{}")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError) as caught:
-        export(str(checkpoint), str(tmp_path / name), "float32")
+        export(checkpoint, tmp_path / name, "float32")
     assert str(tmp_path / name) in caught.value.found
     assert (tmp_path / "full/config.json").read_text() == "{}"
 
@@ -427,7 +454,7 @@ def test_an_export_is_whole_or_not_there(tiny_text: Path, tmp_path: Path, monkey
     """A full disk was a traceback, and half a model stayed, as it did after Ctrl-C: no second export could go there."""
     out = tmp_path / "out"
     with no_file_larger_than(10_000), pytest.raises(OutputError, match="can't be written"):
-        export(str(tiny_text), str(out), "bfloat16")
+        export(tiny_text, out, "bfloat16")
     assert list(out.iterdir()) == []
 
     def interrupted(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
@@ -438,9 +465,9 @@ def test_an_export_is_whole_or_not_there(tiny_text: Path, tmp_path: Path, monkey
     with monkeypatch.context() as once:
         once.setattr(files, "export_model", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            export(str(tiny_text), str(out), "bfloat16")
+            export(tiny_text, out, "bfloat16")
     assert list(out.iterdir()) == []
     (out / ".unfinished-export").mkdir()  # of one that was killed
-    export(str(tiny_text), str(out), "bfloat16")
+    export(tiny_text, out, "bfloat16")
     assert {"config.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
     assert not any(path.name.startswith(".") for path in out.iterdir())
