@@ -11,9 +11,10 @@ A string names an image in one of five ways, tried in this order:
 Everything else is a MediaError that names all five. Its message is the same for a file outside the allowed folders and
 for one that does not exist.
 
-Pixels are RGB and upright: the EXIF orientation is applied, so boxes refer to the picture as people see it. 16-bit grey
-is scaled to 8 bits. Of an animation the first frame is used. The size in bytes is checked before an image is read, the
-size in pixels before it is decoded. Everything here blocks, and may be called from any thread.
+Pixels are RGB and upright: the EXIF orientation is applied, so boxes refer to the picture as people see it. What is
+transparent is white: the colours below it, mostly black, are seen by nobody. 16-bit grey is scaled to 8 bits. Of an
+animation the first frame is used. The size in bytes is checked before an image is read, the size in pixels before it is
+decoded. Everything here blocks, and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -346,6 +347,10 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         image = wide.point(lambda value: value * (1 / 257) + 0.5).convert("L")
     elif image.mode == "F":
         raise ValueError("floating-point pixels, whose range is unknown")
+    elif "A" in image.getbands() or "transparency" in image.info:
+        seen = image.convert("RGBA")
+        if seen.getextrema()[3] != (255, 255):
+            image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
     return image.convert("RGB")
 
 

@@ -295,6 +295,37 @@ def test_16_bit_grey_is_scaled_not_cut_off(form: str) -> None:
     assert (found[..., 0] == found[..., 1]).all()
 
 
+@pytest.mark.parametrize(
+    ("mode", "form"), [("RGBA", "PNG"), ("RGBA", "WEBP"), ("LA", "PNG"), ("P", "PNG"), ("P", "GIF")]
+)
+def test_what_is_transparent_is_white(mode: str, form: str) -> None:
+    """As people see it. The colour that a tool left there, mostly black, is no part of the picture."""
+    picture = Image.new("RGBA", (60, 20), (0, 0, 0, 0))
+    picture.paste((200, 200, 200, 255), (20, 0, 40, 20))
+    if mode == "P":
+        indexed = Image.new("P", (60, 20), 0)
+        indexed.putpalette([0, 0, 0, 200, 200, 200])
+        indexed.paste(1, (20, 0, 40, 20))
+        picture = indexed
+    elif mode == "RGBA":
+        picture.paste((0, 0, 0, 128), (40, 0, 60, 20))
+    out = io.BytesIO()
+    (picture if mode == "P" else picture.convert(mode)).save(
+        out, form, lossless=True, exact=True, **({"transparency": 0} if mode == "P" else {})
+    )
+    found = Images(ImageRules()).load(text(out.getvalue()))
+    left, middle, right = (found.getpixel((x, 10)) for x in (10, 30, 50))
+    assert (found.mode, left, middle) == ("RGB", (255, 255, 255), (200, 200, 200))
+    assert right == ((127, 127, 127) if mode == "RGBA" else (255, 255, 255))
+
+
+def test_an_opaque_picture_keeps_its_pixels() -> None:
+    picture = Image.fromarray(np.random.default_rng(0).integers(0, 256, (20, 30, 3), dtype=np.uint8))
+    out = io.BytesIO()
+    picture.convert("RGBA").save(out, "PNG")
+    assert Images(ImageRules()).load(text(out.getvalue())).tobytes() == picture.tobytes()
+
+
 def test_floating_point_pixels_are_refused() -> None:
     out = io.BytesIO()
     Image.fromarray(np.ones((4, 4), np.float32)).save(out, "TIFF")
