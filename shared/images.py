@@ -349,7 +349,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         raise ValueError("floating-point pixels, whose range is unknown")
     elif "A" in image.getbands() or "transparency" in image.info:
         seen = image.convert("RGBA")
-        if seen.getextrema()[3] != (255, 255):
+        if seen.getchannel("A").getextrema() != (255, 255):
             image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
     return image.convert("RGB")
 
