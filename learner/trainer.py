@@ -194,7 +194,7 @@ class Trainer:
         self.restore()
         self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
         self.mark_boundary()
-        if training.eval_on_start:
+        if self.evaluates_first():
             self.evaluate()
         with start_set_aside() as after_step:
             while self.state.global_step < self.total_steps and not self.best.gives_up and not self.callbacks.ended_by:
@@ -220,6 +220,15 @@ class Trainer:
         if training.save_on_end:
             self.save()
         self.note_leftovers()
+
+    def evaluates_first(self) -> bool:
+        """Return True if an evaluation is due before any step. A run that goes on is not evaluated where it was
+        interrupted: that would count towards patience. It is where its last evaluation did not end."""
+        training, step = self.config.training, self.state.global_step
+        if training.eval_on_start and not self.best.values:
+            return True
+        is_due = step > 0 and training.eval_steps is not None and step % training.eval_steps == 0
+        return is_due and self.best.metric is not None and step not in self.best.values
 
     # ---- one optimizer step ----------------------------------------------------------------------------------------
 

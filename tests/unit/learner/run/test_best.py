@@ -101,6 +101,32 @@ def test_early_stopping_goes_on_counting_after_a_resume(
     assert folders(tmp_path) == ["checkpoint-2", "checkpoint-5"]
 
 
+def test_an_interruption_adds_no_evaluation(tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What goes on between two evaluations was evaluated on its start. Another one there counted towards patience."""
+    scored(monkeypatch, [0.5, 0.0, 0.4, 0.3, 0.6])
+    more = {"eval_steps": 2, "eval_on_start": True, "early_stop_patience": 2, "num_samples": 20, "save_steps": 1}
+    run(config_with(tiny_text, tmp_path, max_steps=3, **more), monkeypatch)
+    run(config_with(tiny_text, tmp_path, max_steps=4, resume_from_checkpoint="latest", **more), monkeypatch)
+    assert [event["global_step"] for event in events_of(tmp_path, "eval")] == [0, 2, 4]
+    assert (tmp_path / "run" / BEST_LINK).resolve().name == "checkpoint-4"
+
+
+@pytest.mark.parametrize("eval_on_start", [True, False])
+def test_an_evaluation_that_was_cut_short_is_made_again(
+    tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, eval_on_start: bool
+) -> None:
+    """Step 2 was saved, and its evaluation did not end."""
+    more = {"eval_on_start": eval_on_start, "eval_steps": 2, "num_samples": 20, "save_steps": 1}
+    with monkeypatch.context() as once:
+        scored(once, [0.1, 0.1])  # no value for step 2
+        with pytest.raises(IndexError):
+            run(config_with(tiny_text, tmp_path, max_steps=3, **more), once)
+    scored(monkeypatch, [0.1, 0.1, 0.9, 0.1])
+    run(config_with(tiny_text, tmp_path, max_steps=3, resume_from_checkpoint="latest", **more), monkeypatch)
+    assert [event["global_step"] for event in events_of(tmp_path, "eval")] == ([0, 2] if eval_on_start else [2])
+    assert (tmp_path / "run" / BEST_LINK).resolve().name == "checkpoint-2"
+
+
 @pytest.mark.parametrize("text", ["", "[1]", '{"metric": "f1@0.5", "values": [1]}', "[" * 100_000])
 def test_a_damaged_record_counts_as_none(tmp_path: Path, text: str) -> None:
     (tmp_path / BEST_FILE).write_text(text)
