@@ -534,7 +534,10 @@ SuggestionsDir = Annotated[Path, typer.Argument(metavar="DIR", help="The folder 
 @missing.command("suggest")
 def suggest_missing(
     annotations: Annotated[
-        str, typer.Argument(help="COCO or JSONL file, VOC folder or list, or YOLO data.yaml:SPLIT.")
+        str,
+        typer.Argument(
+            help="COCO or JSONL file, VOC folder or list, YOLO data.yaml:SPLIT, or Hugging Face FOLDER:SPLIT."
+        ),
     ],
     model: ModelOption,
     out: Annotated[Path, typer.Option(help="The folder to write.")],

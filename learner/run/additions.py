@@ -1,10 +1,10 @@
 """Writes annotations again, with more objects in them, in the format that they came in.
 
 In: the annotations of a split, as `data` names them, and objects in pixels by sample id. Out: a new file (COCO, JSONL),
-a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO). What a
-format's reader would read of the old annotations, it reads of the new ones, and the new objects: the same samples, by
-the same ids, with the same images, wherever the new annotations are. Hugging Face data sets and readers of the user's
-own are refused: they have no file to add to. Old files are not touched.
+a new folder of XML files (Pascal VOC), a new folder with `data.yaml`, labels and links to the images (YOLO), or a new
+folder with the split and its images (Hugging Face). What a format's reader would read of the old annotations, it reads
+of the new ones, and the new objects: the same samples, by the same ids, with the same images, wherever the new
+annotations are. Readers of the user's own are refused: they have no file to add to. Old files are not touched.
 
 Provenance of a new object: `origin`, and `votes` and `answers` unless a person added it. YOLO has no room for it.
 
@@ -34,6 +34,7 @@ from learner.data.formats.strict import identity
 from learner.data.raw import BadRecords
 from learner.data.splits import annotations_of
 from learner.records import DetectionObject, Sample
+from learner.run.dataset_additions import DatasetObject, save_with
 from learner.run.files import write_atomically, writing
 from shared.errors import DataError, OutputError
 from shared.reading import as_here, is_file
@@ -78,6 +79,8 @@ def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Ad
     source = Source(data=data, path=found.path, geometry="bbox_2d", bad=BadRecords(data.bad_records))
     if found.format in ("coco", "jsonl"):
         write_atomically(out, (_coco if found.format == "coco" else _jsonl)(source, added, out))
+    elif found.format == "datasets":
+        _in_new_folder(out, lambda folder: _datasets(source, added, folder))
     elif found.format == "voc":
         _in_new_folder(out, lambda folder: _voc(source, added, folder, out))
     else:
@@ -91,18 +94,10 @@ def writable_annotations(data: DataConfig, path: str) -> Annotations:
         raise DataError(
             "annotations of a reader of your own can't be written again",
             found=f"data.reader: {data.reader}",
-            wanted="COCO, JSONL, Pascal VOC or YOLO",
+            wanted="COCO, JSONL, Pascal VOC, YOLO or a Hugging Face data set",
             remedy="convert the annotations to one of them first",
         )
-    found = annotations_of(data, path)
-    if found.format == "datasets":
-        raise DataError(
-            "annotations of a Hugging Face data set can't be written again",
-            found=f"{path}: format {found.format}",
-            wanted="COCO, JSONL, Pascal VOC or YOLO",
-            remedy="export the data set to one of them first",
-        )
-    return found
+    return annotations_of(data, path)
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------
@@ -237,6 +232,14 @@ def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, fo
     (folder / ("data.yaml" if listed_classes else Path(name).name)).write_text(text, encoding="utf-8")
 
 
+def _datasets(source: Source, added: Added, folder: Path) -> None:
+    objects = {
+        sample_id: [DatasetObject(one.desc, one.box, one.outline, one.image, _provenance(one)) for one in new]
+        for sample_id, new in added.items()
+    }
+    save_with(source, objects, folder)
+
+
 def _yolo_numbers(one: Addition, sides: tuple[int, int], num_keypoint_values: int | None) -> str:
     """Shares of the image's sides. Nobody knows an added object's keypoints: they are zeros."""
     if one.outline:
@@ -343,7 +346,8 @@ def _digest(path: Path) -> str:
         if file.is_symlink():
             digest.update(str(file.readlink()).encode(errors="surrogateescape"))
         elif file.is_file():
-            digest.update(hashlib.sha256(file.read_bytes()).digest())
+            with file.open("rb") as content:
+                digest.update(hashlib.file_digest(content, "sha256").digest())
     return digest.hexdigest()
 
 

@@ -44,9 +44,9 @@ class CompleteConfig(Section):
         False,
     )
     write: str | None = key(
-        "a new file (COCO, JSONL) or folder (Pascal VOC, YOLO) for the completed annotations of `data.train`, in the "
-        "format that came in. It is written again at each completion. Nothing is overwritten but what the run wrote; "
-        "null: none",
+        "a new file (COCO, JSONL) or folder (Pascal VOC, YOLO, Hugging Face) for the completed annotations of "
+        "`data.train`, in the format that came in. It is written again at each completion. Nothing is overwritten but "
+        "what the run wrote; null: none",
         None,
         min_length=1,
         req="R43 R48",

@@ -24,10 +24,13 @@ from shared.reading import is_file
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, Features
 
+CLASS_COLUMNS = ("category", "label", "labels", "class", "category_id", "name")
+BOX_COLUMNS = ("bbox", "box", "bboxes", "boxes")
+
 
 def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
     name, split = name_and_split(source.path)
-    rows = _open_dataset(name, split)
+    rows = _undecoded(open_dataset(name, split)[0])
     columns = set(rows.column_names)
     if {"messages", "objects"} <= columns:
         read = _of_dataset_row
@@ -78,12 +81,19 @@ def _loaded(name: str) -> Dataset | DatasetDict:
         ) from error
 
 
-def _open_dataset(name: str, split: str) -> Dataset:
-    """Return the rows, images not decoded. Raises DataError."""
+def open_dataset(name: str, split: str) -> tuple[Dataset, str]:
+    """Return the rows, and the name of their split; empty: the data set has none. Raises DataError."""
     found = _loaded(name)
+    if not isinstance(found, dict):
+        return found, ""
+    split = need_split(name, split, sorted(found))
+    return found[split], split
+
+
+def _undecoded(rows: Dataset) -> Dataset:
+    """Return the rows with images as bytes or paths."""
     import datasets
 
-    rows = found[need_split(name, split, sorted(found))] if isinstance(found, dict) else found
     for column, feature in rows.features.items():
         if isinstance(feature, datasets.Image):
             rows = rows.cast_column(column, datasets.Image(decode=False))
@@ -119,7 +129,7 @@ def _of_dataset_row(
     try:
         if not isinstance(images, list):
             raise ValueError(f"images: {show(images)} instead of a list")
-        filled = {**row, "images": [_image_string(image) for image in images], "objects": _rows_of(row["objects"])}
+        filled = {**row, "images": [_image_string(image) for image in images], "objects": objects_of(row["objects"])}
     except (TypeError, ValueError) as error:
         found, wanted = f"{error}"[:200], "images, and objects as rows or as columns of equal length"
         source.bad.meet("malformed", place.error("not a row of a data set", found=found, wanted=wanted))
@@ -133,7 +143,13 @@ def _without_nones(value: object) -> object:
     return [_without_nones(part) for part in value] if isinstance(value, list) else value
 
 
-def _rows_of(objects: Any) -> list[dict[str, Any]]:
+def sample_id_of(number: int, row: Mapping[str, object]) -> str:
+    """Return a row's id, else its number. Raises ValueError."""
+    keys = ("id",) if "messages" in row else ("image_id", "id")
+    return identity(next((row[key] for key in keys if row.get(key) is not None), number))
+
+
+def objects_of(objects: Any) -> list[dict[str, Any]]:
     """Return the objects as rows: some data sets keep a list per field."""
     if not isinstance(objects, Mapping):
         return [dict(obj) for obj in objects or ()]
@@ -148,11 +164,10 @@ def _of_dataset_image(
     try:
         names = _class_names(features["objects"])
         objects = [
-            _of_dataset_object(n, obj, names, place, source) for n, obj in enumerate(_rows_of(row["objects"]), 1)
+            _of_dataset_object(n, obj, names, place, source) for n, obj in enumerate(objects_of(row["objects"]), 1)
         ]
         width, height = (whole(row[key]) if row.get(key) else None for key in ("width", "height"))
-        given = next((row[key] for key in ("image_id", "id") if row.get(key) is not None), number)
-        sample_id, image = identity(given), _image_string(row["image"])
+        sample_id, image = sample_id_of(number, row), _image_string(row["image"])
     except (TypeError, ValueError) as error:
         wanted = "objects with bbox (four numbers) and category or label"
         source.bad.meet("malformed", place.error("not an annotated image", found=f"{error}"[:200], wanted=wanted))
@@ -168,8 +183,6 @@ def _of_dataset_image(
     )
 
 
-_CLASS_COLUMNS = ("category", "label", "labels", "class", "category_id", "name")
-_BOX_COLUMNS = ("bbox", "box", "bboxes", "boxes")
 _FLAGS = ("iscrowd", "is_crowd", "difficult", "ignore")
 
 
@@ -179,7 +192,7 @@ def _class_names(feature: object) -> list[str] | None:
         inner = getattr(feature, "feature", None)
         feature = feature[0] if isinstance(feature, list) else inner if inner is not None else feature
     columns = feature if isinstance(feature, Mapping) else {}
-    for name in _CLASS_COLUMNS:
+    for name in CLASS_COLUMNS:
         names = getattr(getattr(columns.get(name), "feature", columns.get(name)), "names", None)
         if names is not None:
             return list(names)
@@ -190,10 +203,10 @@ def _of_dataset_object(
     number: int, obj: Mapping[str, object], names: Sequence[str] | None, place: Place, source: Source
 ) -> RawObject:
     """Raises ValueError."""
-    label = next((obj[column] for column in _CLASS_COLUMNS if column in obj), None)
+    label = next((obj[column] for column in CLASS_COLUMNS if column in obj), None)
     try:
         desc = label if isinstance(label, str) else name_of_label(label, names)
-        x1, y1, x2, y2 = corners = box(next((obj[column] for column in _BOX_COLUMNS if column in obj), None))
+        x1, y1, x2, y2 = corners = box(next((obj[column] for column in BOX_COLUMNS if column in obj), None))
         ignored = any_flag(obj, _FLAGS)
     except ValueError as error:
         raise ValueError(f"object {number}: {obj!r:.150} instead of {error}") from error
