@@ -14,7 +14,7 @@ from pathlib import Path
 from learner.config.sections.data import BadRecordConfig, DataConfig
 from learner.data.formats.coco import category_ids
 from learner.data.formats.detect import format_of
-from learner.data.formats.source import SUFFIXES
+from learner.data.formats.source import OTHER_SUFFIXES, SUFFIXES, files_below
 from learner.data.splits import read_split
 from learner.extensions import Reader
 from learner.records import Sample
@@ -66,7 +66,8 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
     for text in inputs:
         files = _files(text)
         if files is not None:
-            for file in files:
+            bad += _of_other_kinds(files)
+            for file in _photographs(files):
                 sources.setdefault(str(file.absolute()), _name(file, Path(text)))
             continue
         annotated, wrong = _annotated(text, data or DataConfig(train=text), reader)
@@ -106,23 +107,38 @@ def _numbered(sources: Mapping[str, InputImage | str]) -> Iterator[InputImage]:
 
 
 def _files(text: str) -> list[Path] | None:
-    """Return the photographs that an input names; None if it is an annotation file. Raises DataError if it is
-    nothing."""
+    """Return the photographs that an input names, of any kind; None if it is an annotation file. Raises DataError if it
+    is nothing."""
     path = Path(text)
     if path.is_file():
-        return [path] if path.suffix.lower() in SUFFIXES else None
+        return _of_any_kind([path]) or None
     if path.is_dir():
-        return _photographs(path.rglob("*")) or (
+        return _of_any_kind(files_below(path)) or (
             None if _is_annotated(text) else _nothing(text, "no photographs in it")
         )
     if glob.has_magic(text):
         matching = [Path(name) for name in glob.glob(text, recursive=True)]  # noqa: PTH207 - absolute patterns too
-        return _photographs(matching) or _nothing(text, "no photograph of that pattern")
+        return _of_any_kind(matching) or _nothing(text, "no photograph of that pattern")
     return None if _is_annotated(text) else _nothing(text, "no such file or folder")
 
 
+def _of_any_kind(paths: Iterable[Path]) -> list[Path]:
+    return sorted(path for path in paths if path.suffix.lower() in (*SUFFIXES, *OTHER_SUFFIXES) and path.is_file())
+
+
 def _photographs(paths: Iterable[Path]) -> list[Path]:
-    return sorted(path for path in paths if path.suffix.lower() in SUFFIXES and path.is_file())
+    return [path for path in paths if path.suffix.lower() in SUFFIXES]
+
+
+def _of_other_kinds(files: Sequence[Path]) -> list[str]:
+    """Return a line for each photograph that cannot be read, unless it is there a second time: cameras write a JPEG
+    beside their raw file."""
+    readable = {file.with_suffix("") for file in _photographs(files)}
+    return [
+        f"{file}: photographs of this kind cannot be read ({file.suffix}); convert it to JPEG or PNG"
+        for file in files
+        if file.suffix.lower() in OTHER_SUFFIXES and file.with_suffix("") not in readable
+    ]
 
 
 def _is_annotated(text: str) -> bool:

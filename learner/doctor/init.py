@@ -21,7 +21,7 @@ from learner.data.formats.detect import is_saved, locate
 from learner.data.formats.folders import split_called, splits_in
 from learner.data.formats.hf_datasets import split_names
 from learner.data.formats.parts import Part
-from learner.data.formats.yolo import images_below
+from learner.data.formats.source import photographs_below
 from learner.data.splits import Split, annotations_of, read_split
 from learner.data.survey import (
     LEAST_HELD_OUT,
@@ -214,7 +214,7 @@ def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:
     if any(split.bad.num_errors or not _LEFT_OUT.isdisjoint(split.bad.summary()) for split in found.values()):
         return []
     named = {Path(image).resolve() for split in found.values() for one in split.samples for image in one.images}
-    return [file for file in images_below(folder) if file.resolve() not in named]
+    return [file for file in photographs_below(folder) if file.resolve() not in named]
 
 
 def pixels_for(found: Survey) -> int:

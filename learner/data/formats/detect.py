@@ -11,9 +11,9 @@ from learner.data.formats.coco import read_coco
 from learner.data.formats.folders import Annotations, Format, choose
 from learner.data.formats.hf_datasets import read_datasets
 from learner.data.formats.jsonl import read_jsonl
-from learner.data.formats.source import Source, name_and_split
+from learner.data.formats.source import Source, name_and_split, photographs_below
 from learner.data.formats.voc import read_voc
-from learner.data.formats.yolo import CLASS_FILES, images_below, read_yolo
+from learner.data.formats.yolo import CLASS_FILES, read_yolo
 from learner.records import RawRecord
 from shared.errors import DataError
 from shared.reading import is_there
@@ -71,7 +71,7 @@ def _described(path: Path) -> str:
     if labels := [file for file in sorted(path.rglob("*.txt")) if _is_yolo_label(file)]:
         names = f"none of {', '.join(CLASS_FILES)} and no data.yaml names their classes"
         return f"{path}, a folder with YOLO label files ({labels[0].relative_to(path)}), but {names}"
-    number = len(images_below(path))
+    number = len(photographs_below(path))
     photographs = f"{number} photograph{'s' if number != 1 else ''}"
     return f"{path}, a folder with {photographs} and no annotations" if number else f"a folder {path}"
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,7 +17,12 @@ from shared.reading import is_there
 from shared.wire import Turn
 
 DEFAULT_PROMPT = "<image>Detect every object."
-SUFFIXES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
+# Photographs that `shared.images` does not read.
+OTHER_SUFFIXES = (
+    *(".heic", ".heif", ".hif", ".avif", ".jxl", ".jp2", ".j2k", ".psd"),
+    *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".pef", ".srw"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,6 +71,22 @@ class RowModel(BaseModel):
     licences. 640.0 and "640" are numbers, too."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
+
+
+def photographs_below(folder: Path) -> list[Path]:
+    """Return the images in a folder and its sub-folders, sorted."""
+    return sorted(file for file in files_below(folder) if file.suffix.lower() in SUFFIXES)
+
+
+def files_below(folder: Path) -> Iterator[Path]:
+    """Yield the files in a folder and its sub-folders, those behind links too, each folder once. Hidden folders and
+    what macOS writes beside files of other systems (`._a.jpg`) are left out."""
+    seen: set[str] = set()
+    for base, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(base)
+        folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
+        yield from () if real in seen else (Path(base, name) for name in names if not name.startswith("._"))
+        seen.add(real)
 
 
 def text_of(file: Path, place: Place, wanted: str) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from learner.data.formats.source import SUFFIXES, Source, text_of
+from learner.data.formats.source import SUFFIXES, Source, files_below, text_of
 from learner.data.formats.strict import any_flag, number, whole
 from learner.records import Place, RawObject, RawRecord
 from shared.errors import DataError
@@ -61,15 +61,8 @@ def _near(folder: Path) -> list[Path]:
 
 
 def xml_below(folder: Path) -> list[Path]:
-    """Return the XML files in a folder and its sub-folders, sorted; hidden folders are left out."""
-    found: list[Path] = []
-    seen: set[str] = set()
-    for base, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(base)
-        folders[:] = [] if real in seen else [name for name in folders if not name.startswith(".")]
-        found += [] if real in seen else [Path(base, name) for name in names if name.endswith(".xml")]
-        seen.add(real)
-    return sorted(found)
+    """Return the XML files in a folder and its sub-folders, sorted."""
+    return sorted(file for file in files_below(folder) if file.name.endswith(".xml"))
 
 
 def files_of(source: Source) -> tuple[Path, list[Path]]:

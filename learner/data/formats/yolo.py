@@ -14,7 +14,7 @@ from pathlib import Path
 
 import yaml
 
-from learner.data.formats.source import SUFFIXES, Source, name_and_split, need_split, text_of
+from learner.data.formats.source import SUFFIXES, Source, name_and_split, need_split, photographs_below, text_of
 from learner.data.formats.strict import class_name, number, whole
 from learner.records import GeometryKind, Place, RawObject, RawRecord
 from shared.config.model import show
@@ -178,7 +178,7 @@ def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
         if path is None:
             raise place.error("its images are not there", found=f"no {choices[0]}", wanted="a folder or a list")
         if path.is_dir():
-            found += images_below(path)
+            found += photographs_below(path)
         else:
             text = text_of(path, Place(path, "list"), "names of images, one per line")
             found += [_listed(line.strip(), path.parent, root) for line in text.splitlines() if line.strip()]
@@ -189,10 +189,6 @@ def _listed(name: str, beside: Path, root: Path) -> Path:
     """Return the image that a line of a list names: `./` is the folder of the list."""
     folder = beside if name.startswith(("./", ".\\")) else root
     return folder / as_here(name, folder)
-
-
-def images_below(folder: Path) -> list[Path]:
-    return sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
 
 
 # ---- labels --------------------------------------------------------------------------------------------------------

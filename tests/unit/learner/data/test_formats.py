@@ -193,6 +193,18 @@ def test_a_yolo_name_that_has_a_backslash_keeps_it(tmp_path: Path) -> None:
     assert [Path(s.images[0]).name for s in samples_of(f"{file}:train")] == [r"x\y.jpg"]
 
 
+def test_yolo_images_may_be_behind_links(tmp_path: Path) -> None:
+    """Photographs of a day in a folder elsewhere were left out without a word."""
+    file = yolo(tmp_path)
+    draw(tmp_path, "elsewhere/d.jpg", "elsewhere/._d.jpg")
+    (tmp_path / "elsewhere/d.jpg").rename(tmp_path / "elsewhere/d.jfif")
+    (tmp_path / "images/train/day").symlink_to(tmp_path / "elsewhere")
+    (tmp_path / "labels/train/day").mkdir()
+    (tmp_path / "labels/train/day/d.txt").write_text("1 0.5 0.5 1 1")
+    found = samples_of(f"{file}:train")
+    assert [(s.sample_id, len(s.objects)) for s in found if "day" in s.sample_id] == [("images/train/day/d.jfif", 1)]
+
+
 def test_bad_yolo_lines_are_told_as_they_are(tmp_path: Path) -> None:
     file = yolo(tmp_path, "2 0.5 0.5 1 1", "0 0.5 0.5 0 1", "0 0.9 0.5 0.5 1", "0 0.5 0.5 1", "cat 0.5 0.5 1 1")
     text = refusal(f"{file}:train")

@@ -40,6 +40,38 @@ def test_files_folders_and_patterns(photos: Path) -> None:
     assert names(str(photos / "b.jpg"), str(photos)) == ["b.jpg", "a.PNG", "deep/c.webp"]
 
 
+def test_a_folder_has_the_photographs_behind_links_too(photos: Path) -> None:
+    """They were left out without a word. A link that leads back is followed once."""
+    elsewhere = photos.parent / "elsewhere"
+    (elsewhere / "day").mkdir(parents=True)
+    Image.new("RGB", (40, 30)).save(elsewhere / "day/d.jpg")
+    (photos / "linked").symlink_to(elsewhere)
+    (photos / "loop").symlink_to(photos)
+    assert names(str(photos)) == ["a.PNG", "b.jpg", "deep/c.webp", "linked/day/d.jpg"]
+
+
+def test_other_endings_of_jpeg_are_photographs(photos: Path) -> None:
+    """Browsers save .jfif."""
+    for ending in ("jfif", "JPE"):
+        (photos / f"e.{ending}").write_bytes((photos / "b.jpg").read_bytes())
+    assert names(str(photos)) == ["a.PNG", "b.jpg", "deep/c.webp", "e.JPE", "e.jfif"]
+    assert names(str(photos / "e.jfif")) == ["e.jfif"]
+
+
+def test_photographs_of_a_kind_that_cannot_be_read_are_named(photos: Path) -> None:
+    """They were left out without a word. A camera's raw file beside its JPEG is no loss, and what macOS writes beside
+    files of other systems (`._b.jpg`) is no photograph."""
+    for name in ("b.CR2", "phone.HEIC", "deep/d.avif", "._b.jpg"):
+        (photos / name).touch()
+    found = find_inputs([str(photos)])
+    assert [image.name for image in found.images] == ["a.PNG", "b.jpg", "deep/c.webp"]
+    assert [Path(line.partition(":")[0]).name for line in found.bad] == ["d.avif", "phone.HEIC"]
+    assert "JPEG" in found.bad[0]
+    for text in ("phone.HEIC", "*.HEIC"):
+        alone = find_inputs([str(photos / text)])
+        assert (alone.images, len(alone.bad)) == ([], 1)
+
+
 def test_annotations_keep_their_ids_and_photographs_get_other_numbers(photos: Path, tmp_path: Path) -> None:
     coco = {
         "images": [
