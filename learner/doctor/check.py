@@ -108,6 +108,8 @@ def preflight(
     _check_parts(config)
     plan = resolve(config, world_size)
     report = plan.to_json()
+    if (complete := config.labels.complete) is not None:
+        report["labels_complete"] = {"rollouts": complete.rollouts, "refresh": complete.refresh}
     said = (preset_advice(config), _fp8_advice(config), other_than_trained(config))
     if advice := [one for one in said if one is not None]:
         report["advice"] = advice

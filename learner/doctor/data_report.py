@@ -116,6 +116,7 @@ def in_words(report: Mapping[str, Any]) -> list[str]:
     if pictures := report.get("pictures"):
         lines.append(f"drawn: {len(pictures)} photographs with their labels, in {Path(pictures[0]).parent}")
     lines.append(_method(report))
+    lines += [_labels(report)] if "labels_complete" in report else []
     if sizes := report.get("server_world_sizes"):
         workers = f"{sum(sizes)} worker{'s' if sum(sizes) > 1 else ''}"
         lines.append(
@@ -129,3 +130,10 @@ def _method(report: Mapping[str, Any]) -> str:
     rollouts = report["rollouts_per_step"]
     made = f"{rollouts} rollouts a step" if rollouts else "no rollouts"
     return f"method: {report['trainer_variant']}, {made}, {ranks} learner rank{'s' if ranks > 1 else ''}"
+
+
+def _labels(report: Mapping[str, Any]) -> str:
+    asked, number = report["labels_complete"], report.get("samples", {}).get("train")
+    whole = "each training sample" if number is None else f"each of {number} training samples"
+    again = "" if asked["refresh"] == "once" else f", and again every {asked['refresh']} steps"
+    return f"labels.complete: {asked['rollouts']} answers to {whole} before the first step{again}"

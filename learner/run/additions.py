@@ -35,7 +35,7 @@ from learner.data.raw import BadRecords
 from learner.data.splits import annotations_of
 from learner.records import DetectionObject, Sample
 from learner.run.dataset_additions import DatasetObject, save_with
-from learner.run.files import write_atomically, writing
+from learner.run.files import why_unwritable, write_atomically, writing
 from shared.errors import DataError, OutputError
 from shared.reading import as_here, is_file
 
@@ -300,9 +300,16 @@ class RunAnnotations:
         self._data, self._out, self._run_dirs = data, out, run_dirs
 
     def check(self) -> None:
-        """Raises OutputError if there is something that the run did not write, DataError if the format can't be
-        written."""
+        """Raises OutputError if there is something that the run did not write, or if nothing can be written there,
+        DataError if the format can't be written."""
         writable_annotations(self._data, self._data.train)
+        if (found := why_unwritable(self._out.parent)) is not None:
+            raise OutputError(
+                f"{self._out} can't be written",
+                found=found,
+                wanted="a folder that can be written",
+                remedy="name another file, or change the folder's permissions",
+            )
         if _is_taken(self._out) and _digest(self._out) not in self._written():
             raise _would_overwrite(self._out)
 

@@ -34,6 +34,14 @@ def write_atomically(path: Path, text: str) -> None:
             raise
 
 
+def why_unwritable(folder: Path) -> str | None:
+    """Return why nothing can be written into a folder that is there or will be made; None: it can."""
+    there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
+    if not there.is_dir():
+        return f"{there}, which is a file"
+    return None if os.access(there, os.W_OK | os.X_OK) else f"{there}, which cannot be written"
+
+
 class AppendedLines:
     """A file that grows by whole lines, each on disk as soon as it is written.
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from learner.config.load import RESOLVED_NAME
 from learner.config.schema import RunConfig
 from learner.run.best import BEST_FILE, BEST_LINK
-from learner.run.files import write_atomically, writing
+from learner.run.files import why_unwritable, write_atomically, writing
 from learner.run.lock import LOCK, locked
 from shared.errors import ConfigError, ProjectError
 from shared.wire import JOB_VARIABLE
@@ -180,8 +180,8 @@ def check_output_dir(config: RunConfig) -> None:
 
 
 def check_annotations(config: RunConfig) -> None:
-    """Raises OutputError if something is at `labels.complete.write` that the run did not write, DataError if the
-    format can't be written."""
+    """Raises OutputError if something is at `labels.complete.write` that the run did not write, or if nothing can be
+    written there, DataError if the format can't be written."""
     from learner.run.additions import run_annotations  # imported here: a check of keys needs no reader of annotations
 
     annotations = run_annotations(config)
@@ -191,10 +191,7 @@ def check_annotations(config: RunConfig) -> None:
 
 def check_writable(config: RunConfig) -> None:
     """Raises ConfigError if the folder cannot be made or written."""
-    run_dir = Path(config.training.output_dir)
-    there = next(path for path in (run_dir, *run_dir.absolute().parents) if path.exists())
-    if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-        found = f"{there}, which {'cannot be written' if there.is_dir() else 'is a file'}"
+    if (found := why_unwritable(Path(config.training.output_dir))) is not None:
         remedy = "name another folder, or change its permissions"
         raise ConfigError(f"{KEY}: no run can be written there", found=found, wanted="a folder", remedy=remedy)
 

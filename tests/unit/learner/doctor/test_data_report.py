@@ -39,6 +39,16 @@ def test_people_read_classes_boxes_sizes_and_shared_photographs(
     assert not any("to evaluate on" in warning for warning in report["data"]["train"]["warnings"])
 
 
+def test_people_read_what_completed_labels_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = write(tmp_path, labels__complete={"rollouts": 5, "refresh": 7})
+    assert main(["check", "--config", path]) == 0
+    (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("labels.complete"))
+    for number in ("5 answers", "6 training samples", "7 steps"):
+        assert number in told
+    assert main(["check", "--config", path, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["labels_complete"] == {"rollouts": 5, "refresh": 7}
+
+
 def test_people_read_where_images_go_that_their_prompts_do_not_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

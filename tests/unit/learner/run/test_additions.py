@@ -355,6 +355,13 @@ def killed_at(out: Path) -> Any:
     return replace
 
 
+def test_a_place_that_cannot_be_written_is_named_before_anything_is_spent(tmp_path: Path) -> None:
+    path, _ = coco(tmp_path)
+    with pytest.raises(OutputError) as error:
+        RunAnnotations(DataConfig(train=path), Path(path) / "new.json", tmp_path / "run").check()
+    assert path in error.value.found
+
+
 def test_a_reader_of_ones_own_has_no_file(tmp_path: Path) -> None:
     path, out = coco(tmp_path)
     with pytest.raises(DataError) as error:
