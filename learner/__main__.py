@@ -162,7 +162,7 @@ def train(
 @app.command(epilog=OTHERS)
 def recipe(
     config: ConfigOption,
-    minutes: Annotated[float, typer.Option(help="The time for all stages together.", min=0.05)],
+    minutes: Annotated[float, typer.Option(help="The time for all stages together.", min=0.05, max=1e5)],
     overrides: Overrides = None,
 ) -> None:
     """Choose the methods and train: sft on completed labels, then grpo where it pays.
@@ -736,12 +736,11 @@ _EVALUATED = "training.eval_on_start"
 
 def _without_our_key(error: ConfigErrors) -> ConfigErrors:
     """Return the mistakes with the user's key in place of the one that `recipe` sets."""
+    from learner.config.sections.training import NO_DATA
     from learner.recipe.stages import NO_VALIDATION
     from shared.config.model import ConfigErrors
 
-    return ConfigErrors(
-        error.what, mistakes=[NO_VALIDATION if one.path == _EVALUATED else one for one in error.mistakes]
-    )
+    return ConfigErrors(error.what, mistakes=[NO_VALIDATION if one.found == NO_DATA else one for one in error.mistakes])
 
 
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:

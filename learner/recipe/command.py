@@ -59,7 +59,7 @@ from learner.run.stopping import Stopped, StopRequest
 from learner.trainer import Trainer
 from learner.wiring.build import joined_ranks, train_on
 from shared.config.parse import write_yaml
-from shared.errors import ConfigError
+from shared.errors import ConfigError, DataError
 
 # The largest share of the time, as long as grpo may follow. Patience ends sft long before. While its score rises it
 # learns faster than grpo would: on photographs 60% of five minutes were over after one step.
@@ -84,7 +84,7 @@ def recipe(config: RunConfig, minutes: float, *, environment: Mapping[str, str])
     """Follow the recipe to its end. Returns the exit code, that of a signal if one stopped it; `AGAIN`: the same call
     in a new process goes on.
 
-    Raises ConfigError, CheckpointError, OutputError, and whatever a stage's run raises.
+    Raises ConfigError, DataError, CheckpointError, OutputError, and whatever a stage's run raises.
     """
     check_recipe(config)
     with joined_ranks(config, environment) as ranks, ExitStack() as stack:
@@ -104,7 +104,7 @@ def _begin(config: RunConfig, minutes: float, ranks: Ranks, stack: ExitStack) ->
     with writing(root):
         stack.enter_context(locked(root))
     old = read_record(root)
-    if old is None:
+    if old is None or (old.digest != digest and not has_learned(old, root)):
         new.write(root)
         return new
     if old.digest != digest:
@@ -115,6 +115,11 @@ def _begin(config: RunConfig, minutes: float, ranks: Ranks, stack: ExitStack) ->
             remedy="name another folder (training.output_dir), or remove this one",
         )
     return replace(old, minutes=minutes)
+
+
+def has_learned(record: Record, root: Path) -> bool:
+    """Return True if a stage has ended, or saved a checkpoint: what a mistake ended before that is begun anew."""
+    return bool(record.stages) or any(root.glob("*/checkpoint-*/manifest.json"))
 
 
 class Recipe:
@@ -254,6 +259,13 @@ class Recipe:
 
     def _prepare(self, name: str, trainer: Trainer) -> bool:
         self._stop = trainer.stop
+        if not any(sample.objects for sample in trainer.eval_samples):
+            raise DataError(
+                "recipe: validation can't decide",
+                found=f"{len(trainer.eval_samples)} samples in data.val, none with an object",
+                wanted="samples with labelled objects: every score is 0 without",
+                remedy="name other annotations (data.val), or label some",
+            )
         return self._prepare_grpo(trainer) if name == GRPO else True
 
     def _prepare_grpo(self, trainer: Trainer) -> bool:

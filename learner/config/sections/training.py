@@ -164,13 +164,16 @@ def warmup_fits(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path="training.warmup_steps", found=str(warmup), wanted=wanted, remedy=remedy)
 
 
+NO_DATA = "no evaluation data"
+
+
 def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
     """Evaluations need `data.val` or `data.test`."""
     training, data = config.training, config.data
     asked = [name for name in ("eval_steps", "eval_on_start", "eval_on_end") if getattr(training, name)]
     if asked and data.val is None and data.test is None:
         wanted, remedy = "data.val or data.test to evaluate on", "name the annotations, or remove this key"
-        yield Mistake(path=f"training.{asked[0]}", found="no evaluation data", wanted=wanted, remedy=remedy)
+        yield Mistake(path=f"training.{asked[0]}", found=NO_DATA, wanted=wanted, remedy=remedy)
 
 
 def kept_metric(config: RunConfig) -> str | None:

@@ -30,7 +30,7 @@ from learner.recipe.record import read_record
 from learner.run.best import kept
 from learner.trainer import Trainer
 from learner.wiring import build
-from shared.errors import CheckpointError, ConfigError
+from shared.errors import CheckpointError, ConfigError, DataError
 from tests.runs import events
 from tests.tiers import slow
 from tests.unit.learner.trainer_world import FakeBackend, FakeSync, Seen, make_config, write_data
@@ -475,6 +475,34 @@ def test_another_recipe_in_the_folder_is_not_taken_up(
         recipe(other, MINUTES, environment={})
     assert str(tmp_path / "run") in caught.value.found
     assert caught.value.remedy
+
+
+def test_a_recipe_that_a_mistake_ended_is_begun_with_other_data(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
+) -> None:
+    """Nothing was learned, so there is nothing to go on with."""
+    scores(GAINS)
+    values = config_for(tiny_text, tmp_path).model_dump()
+    (tmp_path / "empty.jsonl").write_text("")
+    wrong = config_of({**values, "data": {**values["data"], "val": str(tmp_path / "empty.jsonl")}})
+    with pytest.raises(DataError):
+        recipe(wrong, MINUTES, environment={})
+    assert recipe(config_of(values), MINUTES, environment={}) == 0
+    assert stages(tmp_path) == BOTH
+
+
+def test_validation_without_objects_decides_nothing(
+    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
+) -> None:
+    scores(GAINS)
+    config = config_for(tiny_text, tmp_path)
+    path = Path(str(config.data.val))
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps({**row, "objects": []}) + "\n" for row in rows))
+    with pytest.raises(DataError) as error:
+        recipe(config, MINUTES, environment={})
+    assert "data.val" in error.value.found
+    assert "data.val" in error.value.remedy
 
 
 def test_a_damaged_record_is_named(tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]) -> None:
