@@ -26,8 +26,10 @@ nobody reads what is printed (`... | head`). A user error is one message without
 
 from __future__ import annotations
 
+import io
 import os
 import select
+import shlex
 import signal
 import subprocess
 import sys
@@ -52,6 +54,7 @@ from learner.run.environment import (
 from shared.errors import CollectiveError, ConfigError, ProjectError
 from shared.packages import missing_package
 from shared.processes import FEW_SHAPES, end_with_parent
+from shared.reading import is_utf8
 from shared.version import Version
 
 if TYPE_CHECKING:
@@ -112,6 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0].startswith("-") and arguments[0].split("=")[0] not in GROUP_OPTIONS:
         arguments.insert(0, "train")
+    if strange := [argument for argument in arguments if not is_utf8(argument)]:
+        remedy = "rename the file or folder"
+        return _tell(ConfigError("an argument is not UTF-8", found=strange[0], wanted="names in UTF-8", remedy=remedy))
     try:
         app(arguments, prog_name=PROGRAM)
     except SystemExit as ended:  # typer ends this way, also after a wrong option
@@ -560,7 +566,7 @@ def suggest_missing(
         files = find_model(model, config=config)
         data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
         found = suggest(files, data, out, asked, tell=lambda text: print(text, file=sys.stderr))
-        print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {out}")
+        print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {shlex.quote(str(out))}")
         return 0
 
     _end(work)
@@ -768,6 +774,8 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
 def _end(work: Callable[[], int]) -> None:
     """Do the work of a command and end with its exit code. Nothing else is raised: typer would say "Aborted" for some
     errors, and hide where they come from."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")  # names of classes and files may be in any language
     try:
         code = work()
         sys.stdout.flush()

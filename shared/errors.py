@@ -48,6 +48,12 @@ from typing import Self
 from shared.masking import masked
 
 
+def _shown(text: str) -> str:
+    """Return a text without secrets, and with escapes in place of bytes of a name that are not UTF-8: they can be
+    neither printed nor logged."""
+    return masked(text.encode(errors="backslashreplace").decode())
+
+
 class ProjectError(Exception):
     """Base of all errors that are shown to the user without a traceback."""
 
@@ -55,7 +61,7 @@ class ProjectError(Exception):
     exit_code: int = 1
 
     def __init__(self, what: str, *, found: str = "", wanted: str = "", remedy: str = "") -> None:
-        self.what, self.found, self.wanted, self.remedy = map(masked, (what, found, wanted, remedy))
+        self.what, self.found, self.wanted, self.remedy = map(_shown, (what, found, wanted, remedy))
         super().__init__(self.what)
 
     def __str__(self) -> str:

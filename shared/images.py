@@ -35,6 +35,7 @@ from PIL import Image, UnidentifiedImageError
 from shared.errors import MediaError
 from shared.fetching import Fetcher
 from shared.image_rules import SHOWN_CHARS, ImageRules, check_bytes, media_error, short
+from shared.reading import is_utf8
 
 __all__ = ["FIVE_WAYS", "FORMATS", "ImageRules", "Images", "media_error", "short"]
 
@@ -92,6 +93,8 @@ class Images:
         elif way != "base64" or not self._from_base64(source):
             file, path = self._file(source, folder)
             file.close()
+            if not is_utf8(str(path)):  # no request and no file of results could name it
+                raise media_error(source, "a name that is not UTF-8", "a name in UTF-8", "rename the file or folder")
             return str(path)
         return source
 

@@ -62,6 +62,12 @@ def as_here(name: str, folder: Path) -> str:
     return name.replace("\\", "/") if "\\" in name and not is_there(folder / name) else name
 
 
+def is_utf8(name: str) -> bool:
+    """Return False for a name of a file with other bytes than UTF-8's, as old cameras and archives have. Python opens
+    it, but no JSON, log or request can hold it."""
+    return not any("\ud800" <= character <= "\udfff" for character in name)
+
+
 def is_file(path: Path) -> bool:
     """Return False also for a name that no file can have: too long, or with a zero byte."""
     try:

@@ -40,7 +40,7 @@ from learner.tasks.detection.bins import canonical_order, encloses_something, to
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import Images
-from shared.reading import as_here
+from shared.reading import as_here, is_utf8
 from shared.validation import fault_of
 from shared.wire import Turn
 
@@ -197,6 +197,8 @@ class SampleMaker:
         sizes = self._sizes(record, seen)
         if not self._asks_something(record.messages, number, record.place) or sizes is None:
             return None
+        if seen.error is None and not self._has_name(record):
+            return None
         sound = (obj for obj in map(self._sound, record.objects) if obj and self._names_image(obj, number))
         kept = [(obj, made) for obj in self._distinct(sound) if (made := self._object(obj, sizes, record.relative))]
         if self.bad.num_errors > errors:
@@ -276,6 +278,15 @@ class SampleMaker:
                 self.bad.meet("malformed", bad)
         known = tuple(size for one, own in zip(said, seen.sizes, strict=True) if (size := own or one))
         return known if len(known) == number else None
+
+    def _has_name(self, record: RawRecord) -> bool:
+        """Return True if files and logs of a run can hold its id, which may be the name of a file."""
+        if is_utf8(record.sample_id):
+            return True
+        found, wanted = f"the id {record.sample_id!r}", "a name in UTF-8"
+        bad = record.place.error("its name is not UTF-8", found=found, wanted=wanted, remedy="rename the file")
+        self.bad.meet("malformed", bad)
+        return False
 
     def _names_image(self, obj: RawObject, number: int) -> bool:
         """Return True if it is clear which of a record's images the object is in."""

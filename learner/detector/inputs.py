@@ -20,6 +20,7 @@ from learner.extensions import Reader
 from learner.records import Sample
 from learner.tasks.detection.coco_results import image_id
 from shared.errors import DataError
+from shared.reading import is_utf8
 
 _WANTED = "a photograph, a folder of photographs, a pattern such as 'photos/*.jpg', or an annotation file"
 
@@ -66,9 +67,10 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
     for text in inputs:
         files = _files(text)
         if files is not None:
-            bad += _of_other_kinds(files)
+            bad += [*_of_other_kinds(files), *_without_name(files)]
             for file in _photographs(files):
-                sources.setdefault(str(file.absolute()), _name(file, Path(text)))
+                if is_utf8(str(file.absolute())):
+                    sources.setdefault(str(file.absolute()), _name(file, Path(text)))
             continue
         annotated, wrong = _annotated(text, data or DataConfig(train=text), reader)
         bad += wrong
@@ -128,6 +130,12 @@ def _of_any_kind(paths: Iterable[Path]) -> list[Path]:
 
 def _photographs(paths: Iterable[Path]) -> list[Path]:
     return [path for path in paths if path.suffix.lower() in SUFFIXES]
+
+
+def _without_name(files: Sequence[Path]) -> list[str]:
+    """Return a line for each photograph that no file of results can name."""
+    nameless = [str(file) for file in _photographs(files) if not is_utf8(str(file.absolute()))]
+    return [f"{name!a}: its name is not UTF-8; rename the file or folder" for name in nameless]
 
 
 def _of_other_kinds(files: Sequence[Path]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -92,7 +93,8 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
     run_file.write_text(run_yaml(data, about, machine), encoding="utf-8")
     server_file.write_text(server_yaml(_images_folder(found), about, machine), encoding="utf-8")
     print(f"\nWrote {run_file} and {server_file} for this machine ({machine}). Next:")
-    print(f"  rollout-learner check --config {run_file}\n  rollout-learner train --config {run_file}")
+    named = shlex.quote(str(run_file))
+    print(f"  rollout-learner check --config {named}\n  rollout-learner train --config {named}")
     return 0
 
 
@@ -245,6 +247,11 @@ def _images_folder(found: dict[str, Split]) -> str:
     return os.path.commonpath(local) if local else "."
 
 
+def _quoted(text: str | None) -> str:
+    """Return a text as YAML has it. JSON's escapes of an emoji are two of YAML's, which make no character."""
+    return json.dumps(text, ensure_ascii=False)
+
+
 def run_yaml(data: DataConfig, found: Survey, machine: Machine) -> str:
     """Return a configuration: teacher forcing on the labels, evaluated by rollouts: where most runs start."""
     pixels, new_tokens = pixels_for(found), new_tokens_for(found)
@@ -252,8 +259,8 @@ def run_yaml(data: DataConfig, found: Survey, machine: Machine) -> str:
     row = max(4096, -(-2 * (prompt_tokens + new_tokens) // 1024) * 1024)
     epochs = 10 if found.num_samples < 500 else 3 if found.num_samples < 5000 else 1
     batch = min(16, max(1, found.num_samples))
-    others = "".join(f"  {key}: {json.dumps(path)}\n" for key in ("val", "test") if (path := getattr(data, key)))
-    root = f"  image_root: {json.dumps(data.image_root)}\n" if data.image_root else ""
+    others = "".join(f"  {key}: {_quoted(path)}\n" for key in ("val", "test") if (path := getattr(data, key)))
+    root = f"  image_root: {_quoted(data.image_root)}\n" if data.image_root else ""
     paths = [path for path in (data.train, data.val, data.test) if isinstance(path, str)]
     own = any(annotations_of(data, path).format == "jsonl" for path in paths)  # with another prompt they are refused
     rest = others + root + ("" if own else f'  prompt: "{PROMPT}"\n')
@@ -275,7 +282,7 @@ model:
   max_pixels: {pixels}        # a larger photograph is shrunk to it; a visual token is 32 x 32 pixels
 
 data:
-  train: {json.dumps(data.train)}
+  train: {_quoted(data.train)}
 {rest}  on_bad_record: clip        # cut or left out, counted and logged; `error` lists all of them instead
 
 task: {{container: array, coordinates: digits}}     # how Qwen-VL models answer
@@ -313,5 +320,5 @@ max_model_len: {length}
 max_pixels: {pixels_for(found)}        # as in run.yaml: both must see the same pixels
 enable_lora: true
 max_lora_rank: 64
-allowed_image_roots: [{json.dumps(images)}]
+allowed_image_roots: [{_quoted(images)}]
 """

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import mimetypes
+import shlex
 import threading
 from collections import defaultdict
 from io import BytesIO
@@ -139,7 +140,7 @@ def added_in_words(number: int, folder: Path) -> str:
         return f"{number} new object{'s' if number > 1 else ''}"
     decided = len(read_decisions(folder))
     why = f"none of {decided} reviewed suggestions was accepted" if decided else "nothing was reviewed yet"
-    return f"no new object, because {why} (rollout-learner find-missing review {folder})"
+    return f"no new object, because {why} (rollout-learner find-missing review {shlex.quote(str(folder))})"
 
 
 def to_train_on(folder: Path, out: Path) -> str:

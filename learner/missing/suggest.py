@@ -9,6 +9,7 @@ overwritten.
 from __future__ import annotations
 
 import json
+import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -88,7 +89,8 @@ def suggest(
             "the folder has suggestions already",
             found=str(out / SUGGESTIONS),
             wanted="a new folder, so that no decision is lost",
-            remedy=f"choose another --out, or review these: rollout-learner find-missing review {out}",
+            remedy="choose another --out, or review these: "
+            f"rollout-learner find-missing review {shlex.quote(str(out))}",
         )
     writable_annotations(data, data.train)
     answers = Answers(model, asked)

@@ -19,6 +19,7 @@ from learner.rollout.membership import Member, Membership
 from shared.config.parse import load_yaml, write_yaml
 from shared.packages import INSTALL, missing_package
 from tests.unit.learner.config.examples import stage2
+from tests.unit.learner.data.annotations import jsonl
 
 ROOT = Path(__file__).parents[3]
 HEAVY = {"torch", "transformers", "vllm", "numpy", "jinja2"}
@@ -46,6 +47,25 @@ def test_all_commands_are_listed() -> None:
 def test_a_mistyped_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["trian"]) == 2
     assert "'train'" in capsys.readouterr().err
+
+
+def test_an_argument_that_is_not_utf_8_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No file of a run can hold it."""
+    folder = os.fsdecode(bytes(tmp_path) + b"/l\xe9t")
+    Path(folder).mkdir()
+    assert main(["init", folder]) == 2
+    told = capsys.readouterr().err
+    assert ("UTF-8" in told, r"l\udce9t" in told, "rename" in told) == (True, True, True)
+
+
+def test_a_terminal_without_unicode_takes_all_that_is_printed(tmp_path: Path) -> None:
+    env = {**os.environ, "PYTHONIOENCODING": "ascii", "PYTHONPATH": str(ROOT)}
+    (tmp_path / "räc").mkdir()
+    jsonl(tmp_path / "räc", *[{"desc": "🦝", "bbox_2d": [0, 0, 20, 50]}] * 8, name="train.jsonl")
+    argv = [sys.executable, "-m", "learner", "init", "räc"]
+    done = subprocess.run(argv, capture_output=True, text=True, timeout=60, cwd=tmp_path, env=env)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert r"r\xe4c: jsonl" in done.stdout
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["train", "--help"], ["report", "--help"], ["servers", "--help"]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -203,6 +204,22 @@ def test_yolo_images_may_be_behind_links(tmp_path: Path) -> None:
     (tmp_path / "labels/train/day/d.txt").write_text("1 0.5 0.5 1 1")
     found = samples_of(f"{file}:train")
     assert [(s.sample_id, len(s.objects)) for s in found if "day" in s.sample_id] == [("images/train/day/d.jfif", 1)]
+
+
+def test_a_name_that_is_not_utf_8_is_told_before_a_run(tmp_path: Path) -> None:
+    """A run ended with a traceback after its model was loaded: neither its files nor its servers can name it."""
+    file, name = yolo(tmp_path), os.fsdecode(b"caf\xe9")
+    draw(tmp_path, f"images/train/{name}.jpg")
+    (tmp_path / f"labels/train/{name}.txt").write_text("1 0.5 0.5 1 1")
+    text = refusal(f"{file}:train")
+    assert ("UTF-8" in text, r"caf\udce9.jpg" in text, "rename" in text) == (True, True, True)
+    assert text.encode()
+    assert len(samples_of(f"{file}:train", on_bad_record="drop")) == 2
+    (tmp_path / "voc").mkdir()
+    voc(tmp_path / "voc", "a")
+    (tmp_path / "voc/Annotations/a.xml").rename(tmp_path / f"voc/Annotations/{name}.xml")
+    text = refusal(tmp_path / "voc/Annotations")
+    assert ("UTF-8" in text, r"caf\udce9.xml" in text) == (True, True)
 
 
 def test_bad_yolo_lines_are_told_as_they_are(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,15 @@ def test_photographs_of_a_kind_that_cannot_be_read_are_named(photos: Path) -> No
     for text in ("phone.HEIC", "*.HEIC"):
         alone = find_inputs([str(photos / text)])
         assert (alone.images, len(alone.bad)) == ([], 1)
+
+
+def test_a_name_that_is_not_utf_8_is_skipped(photos: Path) -> None:
+    """Results cannot name it: predict ended with a traceback."""
+    (photos / "b.jpg").rename(photos / os.fsdecode(b"caf\xe9.jpg"))
+    found = find_inputs([str(photos)])
+    assert [image.name for image in found.images] == ["a.PNG", "deep/c.webp"]
+    assert len(found.bad) == 1
+    assert ("UTF-8" in found.bad[0], r"caf\udce9.jpg" in found.bad[0]) == (True, True)
 
 
 def test_annotations_keep_their_ids_and_photographs_get_other_numbers(photos: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -43,6 +44,20 @@ def test_the_files_are_valid_and_read_every_photograph_once(
     assert all(split.num_samples for split in found.values())
     server = load_server_config(tmp_path / "out/server.yaml", has_token=False)
     assert (server.model, server.max_pixels) == (config.model.path, config.model.max_pixels)
+
+
+def test_names_with_spaces_and_emoji_can_be_copied(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """JSON's escapes of an emoji are none of YAML's: `check` refused the file."""
+    monkeypatch.chdir(tmp_path)
+    folder.rename("räc 🦝")
+    assert main(["init", "räc 🦝", "--out", "o u t"]) == 0
+    commands = [line for line in capsys.readouterr().out.splitlines() if line.startswith("  rollout-learner ")]
+    assert len(commands) == 2
+    assert main(shlex.split(commands[0])[1:]) == 0
+    assert "räc 🦝[" in Path("o u t/run.yaml").read_text(encoding="utf-8")
+    load_server_config(Path("o u t/server.yaml"), has_token=False)
 
 
 def few(folder: Path, number: int, split: str = "") -> Path:
