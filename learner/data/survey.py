@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -107,6 +107,10 @@ def photographs(number: int) -> str:
     return f"{number} photograph{'' if number == 1 else 's'}"
 
 
+def _classes(number: int) -> str:
+    return "1 class" if number == 1 else f"{number} classes"
+
+
 def lines_of(found: Survey) -> list[str]:
     """Return the lines for a terminal."""
     few, middle, many = found.boxes_per_image
@@ -120,7 +124,7 @@ def lines_of(found: Survey) -> list[str]:
     lines = [
         f"{counted or photographs(found.num_samples)}, {found.num_boxes} boxes ({few} to {many} a "
         f"{'record' if several else 'photograph'}, median {middle:g})",
-        f"{len(found.classes)} classes: {classes}{more}" if len(found.classes) != 1 else f"1 class: {classes}",
+        f"{_classes(len(found.classes))}: {classes}{more}" if classes else "no classes",
         f"photographs of {small}" if small == large else f"photographs from {small} to {large}, median {mid}",
     ]
     if found.num_unplaced:
@@ -129,8 +133,8 @@ def lines_of(found: Survey) -> list[str]:
     return lines
 
 
-def warnings_of(found: Survey, split: str = "train") -> list[str]:
-    """Return what may be a mistake."""
+def warnings_of(found: Survey, split: str = "train", learned: Collection[str] = ()) -> list[str]:
+    """Return what may be a mistake. `learned`: the classes of `train`, for other splits."""
     warned = [*found.told]
     doubtful = ""
     if found.num_misplaced > _MOST_MISPLACED * max(1, found.num_given):
@@ -154,7 +158,10 @@ def warnings_of(found: Survey, split: str = "train") -> list[str]:
             f"has too, with other objects, for example {found.asked_again[0]}: each teaches that the other's are not "
             "there; put all of them in one"
         )
-    if found.num_empty:
+    if found.num_samples and not found.num_boxes:
+        so = "the model would learn to find nothing" if split == "train" else "whatever a model finds is wrong"
+        warned.append(f"no box at all: {so}")
+    elif found.num_empty:
         warned.append(f"{photographs(found.num_empty)} without objects: taught as the empty answer")
     if found.num_ignored:
         warned.append(f"{found.num_ignored} ignore regions (difficult, crowd): neither learned nor scored")
@@ -162,10 +169,17 @@ def warnings_of(found: Survey, split: str = "train") -> list[str]:
     for name in found.classes:
         by_lower.setdefault(name.casefold().replace("_", " ").replace("-", " "), []).append(name)
     warned += [f"one class or two? {' and '.join(map(repr, names))}" for names in by_lower.values() if len(names) > 1]
+    if learned and (unknown := [name for name in found.classes if name not in learned]):
+        warned.append(f"classes that no photograph to train on has (written otherwise there?): {_listed(unknown)}")
     rare = [name for name, count in found.classes.items() if count < _RARE]
     if rare:
-        warned.append(f"fewer than {_RARE} boxes: {', '.join(rare[:_MAX_NAMED])}")
+        warned.append(f"fewer than {_RARE} boxes: {_listed(rare)}")
     return warned
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else ""
+    return ", ".join(names[:_MAX_NAMED]) + more
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -6,7 +6,7 @@ share, and what the model sees of them. Raises ConfigErrors if no photograph fit
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,10 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
         return {}
     about = {split: survey(found) for split, found in read.items() if found.samples}
     _check_rows(config, about)
-    report: dict[str, Any] = {"data": {split: _of_split(config, split, found) for split, found in about.items()}}
+    learned = about["train"].classes if "train" in about else {}
+    report: dict[str, Any] = {
+        "data": {split: _of_split(config, split, found, learned) for split, found in about.items()}
+    }
     if "train" in about:
         report["data"]["train"]["warnings"] += _kept_upright(config, about["train"].classes)
     shared = shared_images({split: found.samples for split, found in read.items()})
@@ -52,8 +55,8 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
     return report
 
 
-def _of_split(config: RunConfig, split: str, found: Survey) -> dict[str, list[str]]:
-    lines, warned = lines_of(found), warnings_of(found, split)
+def _of_split(config: RunConfig, split: str, found: Survey, learned: Collection[str]) -> dict[str, list[str]]:
+    lines, warned = lines_of(found), warnings_of(found, split, learned)
     limits = pixel_limits(config.model)
     if limits is not None:
         seen = seen_by_model(found.sizes[2], limits)

@@ -175,6 +175,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split], *, div
             "they are not learned (data.val)"
         )
     limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # as run.yaml has them
+    learned = survey(found["train"]).classes
     for split, read in found.items():
         about = survey(read)
         print(f"\n{split} ({getattr(data, split)})")
@@ -182,7 +183,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split], *, div
         seen = seen_by_model(about.sizes[2], limits)
         if about.num_samples:
             lines.append(seen_in_words(seen))
-        warned = [*warnings_of(about, split), *filter(None, [small_boxes(about, seen)])]
+        warned = [*warnings_of(about, split, learned), *filter(None, [small_boxes(about, seen)])]
         warned = warned if about.num_samples and not read.bad.num_errors else []
         print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
     for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():

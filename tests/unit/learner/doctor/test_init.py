@@ -111,6 +111,30 @@ def test_photographs_to_test_on_choose_no_step(tmp_path: Path, capsys: pytest.Ca
     assert "8 photographs to evaluate on: too few to tell two models apart" in told
 
 
+def test_classes_that_nobody_learns_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A typing error, or a rare class that fell into one split: every such object counts as missed, without a word."""
+    folder = few(few(tmp_path / "data", 30, "train"), 30, "valid")
+    voc(folder / "valid", "p0", voc_object("Raccoon", 10, 10, 90, 95), voc_object("fox", 20, 20, 90, 95))
+    assert main(["init", str(folder), "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
+    for text in (told, capsys.readouterr().out):
+        (line,) = (line for line in text.splitlines() if "to train on" in line)
+        assert ("Raccoon" in line, "fox" in line, "raccoon," in line) == (True, True, False)
+
+
+def test_annotations_without_any_box_are_no_detail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The model would learn to find nothing."""
+    (tmp_path / "data").mkdir()
+    for i in range(30):
+        voc(tmp_path / "data", f"p{i}")
+    assert main(["init", str(tmp_path / "data"), "--out", str(tmp_path)]) == 0
+    told = capsys.readouterr().out
+    assert ("no box at all" in told, "no classes" in told, "0 classes" in told) == (True, True, False)
+    assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
+    assert "no box at all" in capsys.readouterr().out
+
+
 def test_a_split_of_its_own_is_taken_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     folder = few(few(tmp_path / "data", 40, "train"), 2, "valid")
     assert main(["init", str(folder), "--out", str(tmp_path)]) == 0
