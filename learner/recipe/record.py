@@ -226,6 +226,7 @@ def _labels(run_dir: Path) -> dict[str, Any]:
     if found["min_votes"] is not None:
         text = f"{found['added']} labels added to {found['labels']}"
         text += f", which at least {found['min_votes']} of {found['rollouts']} answers have"
+        text += CompletionEstimate.of_json(found["estimate"]).in_words(found["min_votes"])
     completed = found["min_votes"] is not None and bool(found["added"])
     right = known.free_right() if known.missing is not None else None
     return {"labels": text, "completed": completed, "missing": known.missing, "unlabelled_right": right}

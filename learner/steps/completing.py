@@ -70,11 +70,9 @@ class Completion:
         """Return a line for the console."""
         if self.min_votes is None:
             return f"labels: nothing completed: {self.why}"
-        missing = self.estimate.missing
-        gaps = "" if missing is None else f"; estimate: at most {missing:.0%} of the objects had no label"
         return (
             f"labels: {self.added} added to {self.labels}, which at least {self.min_votes} of {self.rollouts} answers "
-            f"have{gaps}"
+            f"have{self.estimate.in_words(self.min_votes)}"
         )
 
 

@@ -37,7 +37,9 @@ class CompleteConfig(Section):
         req="R48",
     )
     weight_by_votes: bool = key(
-        "the loss weight of a completed label is the share of the answers that have it; false: 1", False
+        "the loss weight of a completed label is the share of the answers that have it; false: 1. Rewards count "
+        "every label alike",
+        False,
     )
     ignore_below: bool = key(
         "boxes with too few votes become ignore regions: rewards and evaluations count no prediction there as wrong",

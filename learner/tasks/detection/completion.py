@@ -141,6 +141,13 @@ class CompletionEstimate:
         free, precision = self.free[min_votes - 1 :], self.precision[min_votes - 1 :]
         return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 
+    def in_words(self, min_votes: int) -> str:
+        """Return what is told after the number of completed labels; nothing if too little is known."""
+        if self.missing is None:
+            return ""
+        right = f"about {self.free_right(min_votes):.0%} of these are right"
+        return f"; estimate: {right}, and at most {self.missing:.0%} of the objects had no label"
+
     def to_json(self) -> dict[str, object]:
         return asdict(self)
 

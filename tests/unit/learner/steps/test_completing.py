@@ -304,7 +304,9 @@ def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) ->
 
 @pytest.mark.parametrize("missing", [None, 0.25])
 def test_a_completion_says_what_it_added_and_what_it_takes_to_be_missing(missing: float | None) -> None:
-    known = CompletionEstimate(min_votes=3, why="", missing=missing, recall=(), precision=(), free=())
+    """And how much of what it added is right: of 5 boxes with 3 votes 0.6, of 15 with 4 votes 0.8."""
+    precision, free = (0.1, 0.2, 0.6, 0.8), (90, 40, 5, 15)
+    known = CompletionEstimate(min_votes=3, why="", missing=missing, recall=(), precision=precision, free=free)
     result = Completion(
         global_step=7,
         ver=2,
@@ -319,5 +321,6 @@ def test_a_completion_says_what_it_added_and_what_it_takes_to_be_missing(missing
     )
     assert str(result).startswith("labels: 5 added to 40, which at least 3 of 4 answers have")
     assert ("25%" in str(result)) == (missing is not None)
+    assert ("75% of these are right" in str(result)) == (missing is not None)
     assert result.to_json()["estimate"] == known.to_json()
     assert result.to_json()["added"] == 5
