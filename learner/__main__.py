@@ -263,12 +263,11 @@ def export(
     """Make a checkpoint a model to serve, its adapters merged."""
 
     def work() -> int:
-        from learner.detector.model import carry_notes, model_folder
+        from learner.detector.model import model_folder, notes_of
         from learner.wiring.build import export
 
         folder = model_folder(model)
-        export(folder, out, dtype.value)
-        carry_notes(folder, out)
+        export(folder, out, dtype.value, notes_of(folder))
         print(f"wrote {out}, from {folder}")
         return 0
 
@@ -564,6 +563,8 @@ def suggest_missing(
         quiet()
         asked = _answers(backend, server, samples=samples, dtype=dtype)
         files = find_model(model, config=config)
+        if files.unread:
+            print(f"warning: {files.unread}", file=sys.stderr)
         data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
         found = suggest(files, data, out, asked, tell=lambda text: print(text, file=sys.stderr))
         print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {shlex.quote(str(out))}")

@@ -46,6 +46,8 @@ def calibrate(options: CalibrateOptions) -> int:
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     model = find_model(options.model, config=options.config)
+    if model.unread:
+        console.print(f"warning: {model.unread}")
     require_boxes(model)
     numbers = sorted(set(options.samples))
     asked = replace(options.asked, samples=numbers[-1])

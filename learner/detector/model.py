@@ -30,7 +30,6 @@ from learner.data.splits import read_split
 from learner.detector.inputs import Anything
 from learner.records import Sample
 from learner.run.best import kept
-from learner.run.files import write_atomically
 from shared.errors import ConfigError, DataError, RequestError
 from shared.generation import render_messages
 from shared.reading import json_of
@@ -47,6 +46,7 @@ class ModelFiles:
     settings: InferenceSettings
     run: RunConfig | None = None  # the run that wrote it, if it is known
     prompted: bool = False  # True: asked with another prompt than that of training
+    unread: str = ""  # the reason why `run` is None, although there is one: it may be of another version
 
     @property
     def has_adapter(self) -> bool:
@@ -63,9 +63,8 @@ class Origin(NamedTuple):
 def find_model(path: str | Path, *, config: str | None = None, prompt: str | None = None) -> ModelFiles:
     """Raises ConfigError if it is no model, or nothing says how to ask it."""
     folder = model_folder(Path(path))
-    run_config = config or _config_beside(folder)
-    run = load_config(run_config) if run_config else None
     settings = None if config else read_settings(folder)
+    run, unread = _run(config or _config_beside(folder), needed=settings is None)
     if settings is None:
         if run is None:
             raise ConfigError(
@@ -77,7 +76,17 @@ def find_model(path: str | Path, *, config: str | None = None, prompt: str | Non
         settings = settings_of(run, _first_samples(run.data, run))
     if prompt is not None:
         settings = settings.model_copy(update={"messages": prompt_messages(prompt)})
-    return ModelFiles(folder=folder, settings=settings, run=run, prompted=prompt is not None)
+    return ModelFiles(folder=folder, settings=settings, run=run, prompted=prompt is not None, unread=unread)
+
+
+def _run(config: str | None, *, needed: bool) -> tuple[RunConfig | None, str]:
+    """Return the run's configuration, and why it is not used. Raises ConfigError if it is needed and wrong."""
+    try:
+        return load_config(config) if config else None, ""
+    except ConfigError as error:
+        if needed:
+            raise
+        return None, f"the run's configuration is not used, and annotations are read by the defaults: {error}"
 
 
 def name_of(path: Path, folder: Path) -> str:
@@ -128,16 +137,17 @@ def require_classes(model: ModelFiles, classes: Sequence[str]) -> None:
         )
 
 
-def carry_notes(checkpoint: Path, out: Path) -> None:
-    """Give an exported model what the checkpoint, or its run, says about asking it, and where it comes from. Raises
-    OutputError."""
-    known = (checkpoint / INFERENCE_NAME).is_file() or _config_beside(checkpoint)
-    if known:
-        write_atomically(out / INFERENCE_NAME, find_model(checkpoint).settings.to_json())
+def notes_of(checkpoint: Path) -> dict[str, str]:
+    """Return the files, by name, that an exported model needs beside its weights: what the checkpoint, or its run, says
+    about asking it, and where it comes from. Raises ConfigError."""
+    notes = {}
+    if (checkpoint / INFERENCE_NAME).is_file() or _config_beside(checkpoint):
+        notes[INFERENCE_NAME] = find_model(checkpoint).settings.to_json()
     if (checkpoint / CALIBRATION_NAME).is_file():
-        write_atomically(out / CALIBRATION_NAME, (checkpoint / CALIBRATION_NAME).read_text())
+        notes[CALIBRATION_NAME] = (checkpoint / CALIBRATION_NAME).read_text()
     if origin := read_origin(checkpoint):
-        write_atomically(out / ORIGIN_NAME, json.dumps({"run": str(origin.run), "step": origin.step}) + "\n")
+        notes[ORIGIN_NAME] = json.dumps({"run": str(origin.run), "step": origin.step}) + "\n"
+    return notes
 
 
 def read_origin(folder: Path) -> Origin | None:

@@ -195,9 +195,10 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
 _UNFINISHED = ".unfinished-export"
 
 
-def export(checkpoint: Path, out: Path, dtype: str) -> None:
-    """Write the merged weights of a checkpoint folder as a model that can be served. Raises OutputError if `out` has
-    files or cannot be written. However it ends, the whole model is in `out`, or no `config.json`."""
+def export(checkpoint: Path, out: Path, dtype: str, notes: Mapping[str, str]) -> None:
+    """Write the merged weights of a checkpoint folder as a model that can be served, with `notes`, texts by the names
+    of their files. Raises OutputError if `out` has files or cannot be written. However it ends, the whole model is in
+    `out`, or no `config.json`."""
     from learner.config.sections.model import ModelConfig
     from learner.policy.files import export_model
 
@@ -214,6 +215,8 @@ def export(checkpoint: Path, out: Path, dtype: str) -> None:
                 if not isinstance(error, SafetensorError) and type(error) is not Exception:
                     raise
                 raise OSError(str(error)) from error
+            for name, text in notes.items():
+                (work / name).write_text(text, encoding="utf-8")
             for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):  # without it, no model
                 path.rename(out / path.name)
     finally:

@@ -250,6 +250,29 @@ def test_an_export_carries_all_that_predict_needs(tmp_path: Path) -> None:
     Detector(out)
 
 
+def test_a_run_of_another_version_can_be_used(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The weights say how to ask them. A key of the run that is gone since then is told, and no reason to refuse."""
+    folder = tmp_path / "run/checkpoint-12"
+    shutil.copytree(CHECKPOINT, folder)
+    (folder.parent / "config.yaml").write_text("retired_key: 1\n")
+    assert predict(tmp_path / "out", str(data / "images/test"), model=folder.parent) == 0
+    told = capsys.readouterr().err
+    assert ("retired_key" in told, "config.yaml" in told) == (True, True)
+    out = tmp_path / "export"
+    assert main(["export", "--model", str(folder), "--out", str(out), "--dtype", "float32"]) == 0
+    assert (out / INFERENCE_NAME).read_text() == (CHECKPOINT / INFERENCE_NAME).read_text()
+
+
+def test_an_export_that_could_not_be_asked_writes_nothing(
+    bare: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It wrote the weights, and then no word of how to ask them, into a folder that no other export takes."""
+    (bare.parent / "config.yaml").write_text("retired_key: 1\n")
+    assert main(["export", "--model", str(bare), "--out", str(tmp_path / "export")]) == 2
+    assert "retired_key" in capsys.readouterr().err
+    assert not (tmp_path / "export").exists()
+
+
 def test_a_folder_without_a_model_and_settings_that_cannot_be_read(
     tmp_path: Path, bare: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

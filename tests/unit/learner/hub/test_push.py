@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 
 from learner.config.inference import InferenceSettings
 from learner.config.sections.task import TaskConfig
-from learner.detector.model import carry_notes
+from learner.detector.model import notes_of
 from learner.hub.push import PushOptions, push
 from shared.addresses import free_port
 from shared.config.parse import write_yaml
@@ -48,7 +48,8 @@ def export(tmp_path: Path) -> Path:
     folder = tmp_path / "export"
     write_model(folder)
     write_model(run / "checkpoint-40")
-    carry_notes(run / "checkpoint-40", folder)
+    for name, text in notes_of(run / "checkpoint-40").items():
+        (folder / name).write_text(text)
     return folder
 
 

@@ -176,7 +176,7 @@ def test_an_export_goes_into_no_folder_with_files(tmp_path: Path, name: str) -> 
         (folder / "config.json").write_text("{}")
     (tmp_path / "file").write_text("mine")
     with pytest.raises(OutputError) as caught:
-        export(checkpoint, tmp_path / name, "float32")
+        export(checkpoint, tmp_path / name, "float32", {})
     assert str(tmp_path / name) in caught.value.found
     assert (tmp_path / "full/config.json").read_text() == "{}"
 
@@ -454,7 +454,7 @@ def test_an_export_is_whole_or_not_there(tiny_text: Path, tmp_path: Path, monkey
     """A full disk was a traceback, and half a model stayed, as it did after Ctrl-C: no second export could go there."""
     out = tmp_path / "out"
     with no_file_larger_than(10_000), pytest.raises(OutputError, match="can't be written"):
-        export(tiny_text, out, "bfloat16")
+        export(tiny_text, out, "bfloat16", {})
     assert list(out.iterdir()) == []
 
     def interrupted(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
@@ -465,9 +465,9 @@ def test_an_export_is_whole_or_not_there(tiny_text: Path, tmp_path: Path, monkey
     with monkeypatch.context() as once:
         once.setattr(files, "export_model", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            export(tiny_text, out, "bfloat16")
+            export(tiny_text, out, "bfloat16", {})
     assert list(out.iterdir()) == []
     (out / ".unfinished-export").mkdir()  # of one that was killed
-    export(tiny_text, out, "bfloat16")
+    export(tiny_text, out, "bfloat16", {})
     assert {"config.json", "model.safetensors"} <= {path.name for path in out.iterdir()}
     assert not any(path.name.startswith(".") for path in out.iterdir())
