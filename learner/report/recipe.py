@@ -28,13 +28,21 @@ def recipe_section(recipe: Mapping[str, Any]) -> RecipeSection | None:
     try:
         rows = [_row(stage) for stage in recipe["stages"]]
         told = [(str(stage["name"]), _told(stage)) for stage in recipe["stages"]]
-        best = f"{recipe['best_of']}, {recipe['metric']} {float(recipe['best_score']):.3f}"
+        steps = {stage["name"]: f" at step {stage['best_step']}" for stage in recipe["stages"]}
+        best = f"{recipe['best_of']}{steps.get(recipe['best_of'], '')}"
+        best = f"{best}, {recipe['metric']} {float(recipe['best_score']):.3f}"
         ended = recipe["ended"] or "not yet"
         tie = _tie(recipe.get("versus_sft"))
     except (KeyError, TypeError, ValueError):
         return None
     stages = Table(["Stage", f"{recipe['metric']}", "Best step", "Minutes"], rows)
-    return RecipeSection(result=f"Best on validation: {best}. {tie}Ended: {ended}.", stages=stages, told=told)
+    result = f"Best on validation: {best}. {tie}Ended: {ended}. {_OF_BEST}"
+    return RecipeSection(result=result, stages=stages, told=told)
+
+
+_OF_BEST = (
+    "Scores, gains and losses here are those of each stage's best step, the rest of this page shows its last one."
+)
 
 
 def _tie(versus: Mapping[str, Any] | None) -> str:

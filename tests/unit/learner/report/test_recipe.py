@@ -45,6 +45,17 @@ def test_a_tie_that_goes_to_grpo_is_explained() -> None:
 
 
 @pytest.mark.parametrize(
+    ("best_of", "shown"), [("sft", "sft at step 8, fm@0.5 0.625"), ("start", "start, fm@0.5 0.625")]
+)
+def test_the_weights_that_are_kept_are_named_by_their_step(best_of: str, shown: str) -> None:
+    """The rest of the page shows the last step, which is another one."""
+    found = recipe_section(RECIPE | {"best_of": best_of})
+    assert found is not None
+    assert shown in found.result
+    assert "last" in found.result
+
+
+@pytest.mark.parametrize(
     "change",
     [
         {"stages": 3},
