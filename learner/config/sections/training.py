@@ -89,7 +89,7 @@ class TrainingConfig(Section):
         req="D6",
     )
     eval_steps: int | None = key("evaluate every N steps", None, unit="optimizer steps", ge=1)
-    eval_on_start: bool = key("evaluate before the first step", False)
+    eval_on_start: bool = key("evaluate before the first step; a run that is resumed has no other one there", False)
     eval_on_end: bool = key("evaluate after the last step", False)
     eval_samples: int | None = key("evaluate on the first samples only", None, unit="samples", ge=1)
     keep_best: str | None = key(
