@@ -115,6 +115,15 @@ class Record:
         )
 
     @property
+    def fit(self) -> float:
+        """How well the boxes of the best weights so far fit: F1@mIoU as a share of F1@0.5, on validation; 1 if that is
+        not known. Missing labels lower both alike."""
+        stage = self.stage(self.best_of)
+        metrics = stage.after if stage is not None else self.stages[0].before if self.stages else {}
+        f1, strict = metrics.get("f1@0.5", 0.0), metrics.get("f1@miou")
+        return 1.0 if strict is None or f1 <= 0.0 else strict / f1
+
+    @property
     def seconds(self) -> float:
         """Sum over the stages that have ended."""
         return sum(stage.seconds for stage in self.stages)

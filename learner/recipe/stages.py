@@ -27,6 +27,7 @@ EVAL_STEPS = 8
 # in 38, and a better one in the other (bench/README.md). Rollouts are noisier, so what learns them has one more.
 PATIENCE: Mapping[str, int] = {SFT: 2, GRPO: 3, MATCHING: 3}
 SAVE_MINUTES = 5.0
+BY_IOU: Mapping[str, float] = {"soft_iou": 1.0}
 RATE_OF_GRPO = 0.3  # share of the rate that suits sft (docs/concepts/which-method.md)
 MOST_STEPS = 100_000  # time or patience ends a stage
 LEAST_MINUTES = 0.01
@@ -82,11 +83,13 @@ def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dic
 
 
 def grpo_stage(
-    config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool
+    config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool, by_iou: bool
 ) -> dict[str, Any]:
     """Return the configuration of `grpo` from `model` (None: the start), on labels that are completed if that was safe
-    before."""
+    before. `by_iou`: the reward counts how well boxes fit, unless the user has a reward of his own."""
     values = _stage(config, GRPO, minutes)
+    if by_iou and not config.reward.weights and not config.reward.functions:
+        values["reward"]["weights"] = dict(BY_IOU)
     complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["labels"]["complete"] = complete | {"write": None} if completes else None
     values["loss"] |= {"function": None, "coordinate_smoothing": 0.0}  # grpo reinforces the tokens of answers
