@@ -19,11 +19,14 @@ from bench.study import ARMS, FAULTS, NOISE_STD, Regime, StudyExperiment, StudyR
 from deploy.launch import supervised
 from learner.config.load import load_config
 from learner.config.sections.augment import AugmentConfig
+from learner.config.sections.data import DataConfig
 from learner.data.augment import Augmenter
+from learner.data.splits import load_samples
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.bins import to_bins
 from shared.config.parse import write_yaml
 from shared.errors import DeadlineError
+from tests.unit.learner.data.fakes import AnyTask
 
 
 def experiment(folder: Path) -> StudyExperiment:
@@ -67,6 +70,20 @@ def test_runs_have_files_of_their_own(tmp_path: Path) -> None:
     ]
     assert len(runs) == 2 * 2 * 3 * len(ARMS) * 2
     assert len({run.folder for run in runs}) == len({run.result(tmp_path) for run in runs}) == len(runs)
+
+
+def test_what_teaches_a_habit_is_read_as_it_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Data that refuse a record would leave a base out."""
+    monkeypatch.setattr(study, "TAUGHT", 40)
+    made = experiment(tmp_path)
+    study._write_teaching(made, workers=1)
+    whole = study.read_rows(made.work / "teaching" / "train.jsonl")
+    for name in study.HABITS:
+        path = made.work / "teaching" / f"{name}.jsonl"
+        samples = load_samples(DataConfig(train=str(path)), str(path), AnyTask())
+        assert len(samples) == len(whole)
+        assert [len(one.objects) for one in samples] == [len(row["objects"]) for row in study.read_rows(path)]
+        assert any(row["objects"] != other["objects"] for row, other in zip(whole, study.read_rows(path), strict=True))
 
 
 @pytest.mark.parametrize("name", ["demo", "demo-many", "nobody-32", "missing", "bccd-32", "demo-32-lost"])
