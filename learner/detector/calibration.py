@@ -22,7 +22,7 @@ from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.command import quiet, reading
 from learner.detector.model import ModelFiles, find_model, require_boxes
 from learner.records import ParsedRollout, Sample
-from learner.run.files import write_atomically
+from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.calibrate import fit_calibration
 from learner.tasks.detection.scores import Calibration, CalibrationFile, ScoreCandidate, candidates
 from learner.tasks.detection.task import DetectionTask
@@ -49,6 +49,8 @@ def calibrate(options: CalibrateOptions) -> int:
     if model.unread:
         console.print(f"warning: {model.unread}")
     require_boxes(model)
+    out = options.out or model.folder / CALIBRATION_NAME
+    require_writable(out.parent)
     numbers = sorted(set(options.samples))
     asked = replace(options.asked, samples=numbers[-1])
     answers = Answers(model, asked)
@@ -62,9 +64,8 @@ def calibrate(options: CalibrateOptions) -> int:
         for number in numbers:
             found[number].append(candidates(parsed[: 1 + number], pieces))
     fitted = [fit_calibration(found[number], samples, num_drawn=number)[0] for number in numbers]
-    out = options.out or model.folder / CALIBRATION_NAME
-    write_atomically(out, CalibrationFile(calibrations=fitted).to_json())
     console.print(_table(fitted))
+    write_atomically(out, CalibrationFile(calibrations=fitted).to_json())
     print(out)
     return 0
 

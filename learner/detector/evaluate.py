@@ -30,7 +30,7 @@ from learner.detector.results import REQUEST
 from learner.detector.results_in import box_in_sample, classes_of, read_results
 from learner.journal.retained import OWN
 from learner.records import Sample
-from learner.run.files import write_atomically
+from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.ap_interval import AP, AP50
 from shared.errors import ConfigError, OutputError
 from shared.reading import json_of
@@ -63,6 +63,7 @@ def evaluate(options: EvaluateOptions) -> int:
     _require_detectors(options)
     if not options.overwrite:
         _require_free(options.out)
+    require_writable(options.out)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     paths = {_MAIN: options.annotations} | ({_VAL: options.val} if options.val is not None else {})
     paths |= {_retained(name): str(path) for name, path in options.retain.items()}
@@ -79,6 +80,11 @@ def evaluate(options: EvaluateOptions) -> int:
     thresholds = {one.name: _threshold(one, samples[_VAL]) for one in found.get(_VAL, ())}
     results = evaluate_all(found[_MAIN], samples[_MAIN], thresholds)
     compared = _compared(options, found, samples, results, thresholds)
+    # Printed first: the disk may be full, and this took long.
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(_table(results))
+    if compared:
+        console.print(_gains(compared))
     write_atomically(options.out / EVALUATION, json.dumps(_rows(results, compared), indent=1) + "\n")
     page = TEMPLATES.get_template("evaluation.html").render(
         title=Path(options.annotations).name,
@@ -89,10 +95,6 @@ def evaluate(options: EvaluateOptions) -> int:
         chosen=f"on {options.val}" if options.val else "on other images of the same file (five parts)",
     )
     write_atomically(options.out / PAGE, page)
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(_table(results))
-    if compared:
-        console.print(_gains(compared))
     print(options.out / PAGE)
     return 0
 

@@ -38,6 +38,7 @@ from learner.data.survey import (
     warnings_of,
 )
 from learner.records import Sample
+from learner.run.files import write_atomically
 from learner.tasks.detection.write import validate_sample
 from shared.errors import DataError, OutputError
 from shared.reading import is_file
@@ -89,9 +90,8 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
         return 2
     machine = machine_at_hand()
     about = _survey_of_all(found)
-    out.mkdir(parents=True, exist_ok=True)
-    run_file.write_text(run_yaml(data, about, machine), encoding="utf-8")
-    server_file.write_text(server_yaml(_images_folder(found), about, machine), encoding="utf-8")
+    write_atomically(run_file, run_yaml(data, about, machine))
+    write_atomically(server_file, server_yaml(_images_folder(found), about, machine))
     print(f"\nWrote {run_file} and {server_file} for this machine ({machine}). Next:")
     named = shlex.quote(str(run_file))
     print(f"  rollout-learner check --config {named}\n  rollout-learner train --config {named}")

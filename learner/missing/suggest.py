@@ -23,7 +23,7 @@ from learner.detector.command import reading
 from learner.detector.model import ModelFiles, require_boxes
 from learner.records import DetectionObject, Rollout, Sample
 from learner.run.additions import addition_of, writable_annotations
-from learner.run.files import write_atomically
+from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.completion import OVERLAP, LabelCandidate, candidates
 from learner.tasks.detection.geometry import iou_matrix
@@ -92,6 +92,7 @@ def suggest(
             remedy="choose another --out, or review these: "
             f"rollout-learner find-missing review {shlex.quote(str(out))}",
         )
+    require_writable(out)
     writable_annotations(data, data.train)
     answers = Answers(model, asked)
     task = DetectionTask(model.settings.task, answers.encoder.tokenizer)

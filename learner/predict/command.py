@@ -22,7 +22,7 @@ from learner.predict.features import MEANINGS, FeatureEstimate, estimates
 from learner.predict.gain import PACKAGED, Formula, read_calibration
 from learner.predict.measure import MeasureSettings, measure
 from learner.predict.recommend import Recommendation, recommend
-from learner.run.files import write_atomically
+from learner.run.files import require_writable, write_atomically
 
 
 def predict_gain(
@@ -41,14 +41,16 @@ def predict_gain(
     transformers.utils.logging.disable_progress_bar()
     config = load_config(config_path, overrides=overrides)
     check_extensions(config)
+    if json_path is not None:
+        require_writable(json_path.parent)
     formulas = read_calibration(calibration or PACKAGED)
     console = Console(highlight=False, soft_wrap=True, markup=False)
     found = estimates(measure(config, asked, tell=console.print))
     recommendation = recommend(found)
     gains = predicted(formulas, found)
+    report(console, found, recommendation, formulas, gains)
     if json_path is not None:
         write_atomically(json_path, json.dumps(as_json(found, recommendation, gains, asked), indent=2) + "\n")
-    report(console, found, recommendation, formulas, gains)
     return 0
 
 

@@ -42,6 +42,18 @@ def why_unwritable(folder: Path) -> str | None:
     return None if os.access(there, os.W_OK | os.X_OK) else f"{there}, which cannot be written"
 
 
+def require_writable(folder: Path) -> None:
+    """Check before long work that its results can be written into a folder, which need not be there. Raises
+    OutputError."""
+    if (found := why_unwritable(folder)) is not None:
+        raise OutputError(
+            f"{folder}: no results can be written there",
+            found=found,
+            wanted="a folder that can be written",
+            remedy="name another one, or change its permissions",
+        )
+
+
 class AppendedLines:
     """A file that grows by whole lines, each on disk as soon as it is written.
 

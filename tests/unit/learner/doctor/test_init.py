@@ -303,6 +303,15 @@ def test_photographs_alone_cannot_be_learned(tmp_path: Path, capsys: pytest.Capt
     assert ("2 photographs" in told, "label" in told) == (True, True)
 
 
+def test_a_folder_that_cannot_be_written_is_an_error_without_traceback(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    assert main(["init", str(folder), "--out", str(tmp_path / "file/out")]) == 2
+    told = capsys.readouterr().err
+    assert ("OutputError" in told, "Traceback" in told) == (True, False)
+
+
 def test_no_file_is_replaced(folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "run.yaml").write_text("mine")
     assert main(["init", str(folder), "--out", str(tmp_path)]) == 2

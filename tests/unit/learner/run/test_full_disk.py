@@ -14,17 +14,23 @@ from typing import Any
 import pytest
 import typer
 
-from learner.__main__ import _end
+from deploy.demo import build_data
+from learner.__main__ import _end, main
+from learner.detector.answers import Answers
 from learner.journal.log import MetricsLog, log_to_file
 from learner.report.page import write_report
 from learner.run.checkpoint import verify
 from learner.run.files import AppendedLines, write_atomically
 from learner.wiring import build
+from shared.config.parse import write_yaml
 from shared.errors import OutputError
 from tests.full_disk import no_file_larger_than
 from tests.runs import steps
+from tests.unit.learner.config.examples import minimal
 from tests.unit.learner.report.fake_run import write_run
 from tests.unit.learner.trainer_world import make_config, run
+
+CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 
 # ---- files -----------------------------------------------------------------------------------------------------------
 
@@ -189,3 +195,43 @@ def test_a_folder_that_can_t_be_written_is_said_before_the_model_is_loaded(
     assert ("training.output_dir: " if where == "a file" else "OutputError") in said
     assert str(folder.parent if where == "a file" else folder) in said
     assert "Traceback" not in said
+
+
+# ---- commands --------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("scenes")
+    build_data.build(build_data.Build(train=0, val=0, test=2), folder)
+    return folder
+
+
+@pytest.mark.parametrize("command", ["calibrate", "evaluate", "find-missing", "predict-gain"])
+def test_a_folder_that_cannot_be_written_is_said_before_a_model_answers(
+    scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    """Answers to all images were thrown away at the end."""
+    (tmp_path / "file").touch()
+    monkeypatch.setattr(Answers, "__enter__", None)  # a model that answers would be an error
+    some, model, out = str(scenes / "test.jsonl"), ["--model", str(CHECKPOINT)], ["--out", str(tmp_path / "file/out")]
+    write_yaml(tmp_path / "run.yaml", {**minimal(), "data": {"train": some}})
+    arguments = {
+        "calibrate": ["calibrate", some, *model, *out],
+        "evaluate": ["evaluate", some, "--model", f"ours={CHECKPOINT}", *out],
+        "find-missing": ["find-missing", "suggest", some, *model, *out],
+        "predict-gain": ["predict-gain", "--config", str(tmp_path / "run.yaml"), "--json", out[1]],
+    }
+    assert main(arguments[command]) == 2
+    told = capsys.readouterr().err
+    assert ("OutputError" in told, str(tmp_path / "file") in told) == (True, True)
+
+
+def test_a_full_disk_costs_no_table(scenes: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What took hours to measure is at least on the terminal."""
+    (tmp_path / "none.json").write_text("[]")
+    arguments = ["evaluate", str(scenes / "test.coco.json"), "--predictions", f"a={tmp_path / 'none.json'}"]
+    with no_file_larger_than(16):
+        assert main([*arguments, "--out", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert ("F1@0.5" in told, "OutputError" in told) == (True, True)
