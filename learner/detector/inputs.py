@@ -16,6 +16,7 @@ from learner.data.formats.coco import category_ids
 from learner.data.formats.detect import format_of
 from learner.data.formats.source import OTHER_SUFFIXES, SUFFIXES, files_below
 from learner.data.splits import read_split
+from learner.detector.results import LINES, PICTURES, REQUEST
 from learner.extensions import Reader
 from learner.records import Sample
 from learner.tasks.detection.coco_results import image_id
@@ -115,13 +116,19 @@ def _files(text: str) -> list[Path] | None:
     if path.is_file():
         return _of_any_kind([path]) or None
     if path.is_dir():
-        return _of_any_kind(files_below(path)) or (
-            None if _is_annotated(text) else _nothing(text, "no photographs in it")
-        )
+        given = (file for file in files_below(path) if not _is_drawn(file, path))
+        return _of_any_kind(given) or (None if _is_annotated(text) else _nothing(text, "no photographs in it"))
     if glob.has_magic(text):
         matching = [Path(name) for name in glob.glob(text, recursive=True)]  # noqa: PTH207 - absolute patterns too
         return _of_any_kind(matching) or _nothing(text, "no photograph of that pattern")
     return None if _is_annotated(text) else _nothing(text, "no such file or folder")
+
+
+def _is_drawn(file: Path, given: Path) -> bool:
+    """Return True for a picture that `predict` drew, unless the folder of these pictures itself is given."""
+    folder = file.parent
+    marks = (folder.parent / name for name in (REQUEST, LINES))
+    return folder.name == PICTURES and folder != given and all(mark.is_file() for mark in marks)
 
 
 def _of_any_kind(paths: Iterable[Path]) -> list[Path]:

@@ -73,6 +73,17 @@ def test_photographs_of_a_kind_that_cannot_be_read_are_named(photos: Path) -> No
         assert (alone.images, len(alone.bad)) == ([], 1)
 
 
+def test_pictures_that_predict_drew_are_no_photographs(photos: Path) -> None:
+    """With --out inside the folder, the same command refused to go on, and another one asked about drawn boxes."""
+    for folder, names_ in (("found", ("request.json", "predictions.jsonl")), ("mine", ())):
+        (photos / folder / "pictures").mkdir(parents=True)
+        Image.new("RGB", (40, 30)).save(photos / folder / "pictures/00000-b.jpg")
+        for name in names_:
+            (photos / folder / name).touch()
+    assert names(str(photos)) == ["a.PNG", "b.jpg", "deep/c.webp", "mine/pictures/00000-b.jpg"]
+    assert names(str(photos / "found/pictures")) == ["00000-b.jpg"], "named as such"
+
+
 def test_a_name_that_is_not_utf_8_is_skipped(photos: Path) -> None:
     """Results cannot name it: predict ended with a traceback."""
     (photos / "b.jpg").rename(photos / os.fsdecode(b"caf\xe9.jpg"))
