@@ -26,6 +26,7 @@ KIND_NAMES = ("exposure_structure", "exposure_names", "exposure_coordinates", "e
 MEANINGS: Mapping[str, str] = {
     "f1_greedy": "F1@0.5 of greedy answers on the training sample",
     "recall_greedy": "recall of the same",
+    "recall_places": "the same with names ignored: the share of the labelled places that it finds",
     "f1_sampled": "F1 of answers drawn at temperature 1",
     "f1_best": "F1 of the best of K drawn answers of each scene",
     "f1_union": "F1 of all that K answers say, each object once",
@@ -108,6 +109,7 @@ def _train(measured: Measured) -> dict[str, Floats]:
     found = {
         "f1_greedy": METRICS[F1](of_greedy),
         "recall_greedy": METRICS["recall@0.5"](of_greedy),
+        "recall_places": METRICS["recall_any@0.5"](of_greedy),
         "f1_sampled": METRICS[F1](columns_of(sums(drawn.sampled.sum(axis=1)))),
         "f1_best": METRICS[F1](columns_of(sums(best))),
         "f1_union": METRICS[F1](of_union),

@@ -83,7 +83,7 @@ def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dic
 
 
 def grpo_stage(
-    config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool, by_iou: bool
+    config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool, by_iou: bool = False
 ) -> dict[str, Any]:
     """Return the configuration of `grpo` from `model` (None: the start), on labels that are completed if that was safe
     before. `by_iou`: the reward counts how well boxes fit, unless the user has a reward of his own."""

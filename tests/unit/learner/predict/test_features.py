@@ -165,7 +165,7 @@ def test_features_are_those_that_are_explained_and_intervals_hold_them() -> None
 # ---- rules ---------------------------------------------------------------------------------------------------------
 
 PLAIN = {
-    "f1_greedy": 0.7, "parse_rate": 1.0, "missing_labels": 0.0, "headroom": 0.0, "headroom_places": 0.0,
+    "f1_greedy": 0.7, "recall_places": 0.7, "parse_rate": 1.0, "missing_labels": 0.0, "headroom": 0.0, "headroom_places": 0.0,
     "no_signal": 0.2, "unlabelled_right": 0.7, "exposure_gap": 0.0, "nats_train": 0.2, "overfit_nats": 0.0,
 }  # fmt: skip
 
@@ -179,6 +179,11 @@ PLAIN = {
         ({"missing_labels": 0.4, "headroom_places": 0.01}, rules.COMPLETED_SFT),
         ({"missing_labels": 0.4, "headroom_places": 0.3, "no_signal": 0.9}, rules.COMPLETED_SFT),
         ({"missing_labels": 0.4, "headroom_places": 0.3, "unlabelled_right": 0.2}, rules.KEPT),
+        ({"missing_labels": 0.4, "recall_places": 0.936}, rules.NOTHING),  # digits: nothing gained, sft on them lost
+        ({"missing_labels": 0.4, "recall_places": 0.905}, rules.COMPLETED_SFT),  # the whole interval must be above
+        ({"missing_labels": 0.4, "recall_places": 0.936, "headroom_places": 0.3}, rules.COMPLETED_GRPO),
+        ({"missing_labels": 0.4, "recall_places": 0.936, "unlabelled_right": 0.2}, rules.KEPT),
+        ({"recall_places": 0.97}, rules.SFT),  # nothing is missing
         ({"missing_labels": 0.4, "unlabelled_right": 0.395}, rules.COMPLETED_SFT),  # the whole interval must be below
         ({"unlabelled_right": 0.1}, rules.SFT),  # nothing is missing
         ({"headroom_places": 0.2, "headroom": 0.2}, rules.GRPO),
