@@ -40,6 +40,7 @@ from learner.recipe.record import (
     stage_result,
 )
 from learner.recipe.stages import (
+    BY_IOU,
     GRPO,
     MATCHING,
     PATIENCE,
@@ -82,7 +83,8 @@ WHY_MATCHING = (
     "labels have gaps, and most of what the start says without a label is invented: it can't complete them. So it "
     "learns the labels after its own words, and what it finds beside them is kept"
 )
-WHY_BY_IOU = "boxes are found, but loose: F1@mIoU is {fit:.2f} of F1@0.5. So the reward is the IoU of what is found"
+WHY_LOOSE = "boxes are found, but loose: F1@mIoU is {fit:.2f} of F1@0.5"
+BY_THEIR_IOU = ". So the reward is the IoU of what is found"
 WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
 
 
@@ -309,7 +311,8 @@ class Recipe:
             if not self.record.grpo:
                 self._decide(grpo=WHY_GRPO + (FROM_START if self._from_start(sft) else FROM_SFT))
         elif self._is_loose() and not self.record.grpo:
-            self._decide(grpo=WHY_BY_IOU.format(fit=self.record.fit))
+            by_iou = trainer.config.reward.weights == BY_IOU  # not if the user has one, or if labels are completed
+            self._decide(grpo=WHY_LOOSE.format(fit=self.record.fit) + (BY_THEIR_IOU if by_iou else ""))
         if self.record.grpo:
             return True
         trainer.journal.note("recipe: measuring what rollouts could still gain")

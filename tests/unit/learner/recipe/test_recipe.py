@@ -326,7 +326,7 @@ def test_where_boxes_are_loose_grpo_learns_their_iou_last(
         ("rollout_matching_sft", 0.7),
         ("grpo", 0.8),
     ]
-    assert "IoU" in found.stages[2].why
+    assert "the reward is the IoU" in found.stages[2].why
     assert kept(run) == run / "grpo" / "checkpoint-1"
     configured = yaml.safe_load((run / "grpo.yaml").read_text())
     assert configured["reward"]["weights"] == {"soft_iou": 1.0}
@@ -359,6 +359,8 @@ def test_loose_boxes_ask_for_no_headroom(
     assert not found.headroom
     configured = yaml.safe_load((run / "grpo.yaml").read_text())
     assert configured["reward"]["weights"] == {"count": 1.0}
+    assert "loose" in found.stages[1].why
+    assert "reward" not in found.stages[1].why, "it is the user's, not the IoU"
     assert Path(configured["model"]["path"]) == (run / begins_with if best_of_sft > 0.5 else tiny_text)
 
 
