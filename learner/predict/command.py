@@ -21,7 +21,7 @@ from learner.extensions import check_extensions
 from learner.predict.features import MEANINGS, FeatureEstimate, estimates
 from learner.predict.gain import PACKAGED, Formula, read_calibration
 from learner.predict.measure import MeasureSettings, measure
-from learner.predict.recommend import Recommendation, recommend
+from learner.predict.recommend import NOTHING, Recommendation, recommend
 from learner.run.files import require_writable, write_atomically
 
 
@@ -47,16 +47,20 @@ def predict_gain(
     console = Console(highlight=False, soft_wrap=True, markup=False)
     found = estimates(measure(config, asked, tell=console.print))
     recommendation = recommend(found)
-    gains = predicted(formulas, found)
+    gains = predicted(formulas, found, recommendation)
     report(console, found, recommendation, formulas, gains)
     if json_path is not None:
         write_atomically(json_path, json.dumps(as_json(found, recommendation, gains, asked), indent=2) + "\n")
     return 0
 
 
-def predicted(formulas: Mapping[str, Formula], found: Mapping[str, FeatureEstimate]) -> dict[str, float | None]:
-    """F1 points by method; None: the model lies outside the regimes of the formula. Raises DataError if a formula needs
-    what was not measured."""
+def predicted(
+    formulas: Mapping[str, Formula], found: Mapping[str, FeatureEstimate], recommendation: Recommendation
+) -> dict[str, float | None]:
+    """F1 points by method; None: the model lies outside the regimes of the formula, or a rule says that nothing is
+    gained. Raises DataError if a formula needs what was not measured."""
+    if recommendation.method == NOTHING:
+        return dict.fromkeys(formulas)
     values = {name: estimate.value for name, estimate in found.items()}
     return {
         method: None if formula.outside(values) else 100 * formula.gain(values) for method, formula in formulas.items()
@@ -103,7 +107,9 @@ def report(
 
 def _told(formula: Formula, gain: float | None, values: Mapping[str, float]) -> str:
     if gain is None:
-        return f"cannot tell; no model like this one was measured: {', '.join(formula.outside(values))}"
+        if outside := formula.outside(values):
+            return f"cannot tell; no model like this one was measured: {', '.join(outside)}"
+        return "none, by the rule that recommends"
     return (
         f"{gain:+.1f} F1 points, give or take {100 * formula.rmse:.1f} (r2 {formula.r2:.2f} over "
         f"{formula.num_regimes} regimes, each left out in turn)"

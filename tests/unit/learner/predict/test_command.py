@@ -68,9 +68,9 @@ def test_the_shipped_calibration_predicts_more_where_more_labels_are_missing() -
         for v, more in ((0.0, {}), (0.5, {"overfit_f1": 0.0}), (0.5, {"overfit_f1": 0.0, "f1_greedy": 0.0}))
     )
     method = "rollout matching, keep_unmatched"
-    gains = predicted(formulas, missing)
-    assert gains[method] > predicted(formulas, complete)[method] + 10
-    nothing_known = predicted(formulas, blind)
+    gains, without = (predicted(formulas, one, rules.recommend(one)) for one in (missing, complete))
+    assert gains[method] > without[method] + 10
+    nothing_known = predicted(formulas, blind, rules.recommend(blind))
     assert set(nothing_known.values()) == {None}, "no model that finds nothing was measured"
     shown = io.StringIO()
     report(Console(file=shown, width=200), blind, rules.recommend(blind), formulas, nothing_known)
@@ -80,6 +80,22 @@ def test_the_shipped_calibration_predicts_more_where_more_labels_are_missing() -
     report(Console(file=out, width=200), missing, rules.recommend(missing), formulas, gains)
     assert f"{gains[method]:+.1f} F1 points" in out.getvalue()
     assert all(name in out.getvalue() for name in MEANINGS)
+
+
+def test_no_gain_is_predicted_where_a_rule_finds_none() -> None:
+    """Labels with gaps that the model fills already: the formula knows the gaps alone, and said 12 points."""
+    formulas = read_calibration(PACKAGED)
+    values = {**dict.fromkeys(MEANINGS, 0.02), "f1_greedy": 0.65, "parse_rate": 1.0, "missing_labels": 0.4}
+    values |= {"recall_places": 0.96, "unlabelled_right": 0.6, "no_signal": 0.2}
+    found = {name: FeatureEstimate(value, value, value) for name, value in values.items()}
+    recommendation = rules.recommend(found)
+    assert recommendation.method == rules.NOTHING
+    gains = predicted(formulas, found, recommendation)
+    assert set(gains.values()) == {None}
+    shown = io.StringIO()
+    report(Console(file=shown, width=200), found, recommendation, formulas, gains)
+    assert shown.getvalue().count("none, by the rule that recommends") == len(formulas)
+    assert "F1 points, give or take" not in shown.getvalue()
 
 
 @pytest.mark.parametrize(
