@@ -166,7 +166,8 @@ def test_features_are_those_that_are_explained_and_intervals_hold_them() -> None
 
 PLAIN = {
     "f1_greedy": 0.7, "recall_places": 0.7, "parse_rate": 1.0, "missing_labels": 0.0, "headroom": 0.0,
-    "headroom_places": 0.0, "no_signal": 0.2, "unlabelled_right": 0.7, "exposure_gap": 0.0, "nats_train": 0.2, "overfit_nats": 0.0,
+    "headroom_places": 0.0, "no_signal": 0.2, "unlabelled_right": 0.7, "exposure_gap": 0.0, "nats_train": 0.2,
+    "overfit_nats": 0.0,
 }  # fmt: skip
 
 
