@@ -22,6 +22,7 @@ from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
 from learner.config.sections.servers import SERVER, WAY_OUT
+from learner.config.sections.training import chosen_by_test
 from learner.doctor.finding import SeenServer
 from learner.doctor.length import length_report
 from learner.doctor.model_folder import no_room_for_prompts, other_than_trained
@@ -110,7 +111,7 @@ def preflight(
     report = plan.to_json()
     if (complete := config.labels.complete) is not None:
         report["labels_complete"] = {"rollouts": complete.rollouts, "refresh": complete.refresh}
-    said = (preset_advice(config), _fp8_advice(config), other_than_trained(config))
+    said = (chosen_by_test(config), preset_advice(config), _fp8_advice(config), other_than_trained(config))
     if advice := [one for one in said if one is not None]:
         report["advice"] = advice
     mistakes = [*_output_dir(config), *_annotations(config), *_family(config), *_fp8_family(config)]

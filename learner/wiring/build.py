@@ -26,6 +26,7 @@ from learner.config.modes import learns_rollouts, needs_rollouts
 from learner.config.plan import Plan, resolve, shards, steps_per_epoch
 from learner.config.retained import retained_configs
 from learner.config.schema import RunConfig
+from learner.config.sections.training import chosen_by_test
 from learner.config.split import as_read_for
 from learner.data import prompt
 from learner.data.augment import Augmented, augmented
@@ -143,6 +144,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     log.tell = console.note
     _tell_compilation(basis.policy, log, console)
     _tell_bad_records(basis.data, log, console)
+    if (warning := chosen_by_test(config)) is not None:
+        console.note(f"warning: {warning}")
     timeline = Timeline(ranks.rank)
     after_backend = stack.enter_context(ExitStack())  # parts that wait for a call until the backend closes it
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)

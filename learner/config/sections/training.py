@@ -186,6 +186,22 @@ def kept_metric(config: RunConfig) -> str | None:
     return metric if config.data.val is not None and training.eval_steps else None
 
 
+def chosen_by_test(config: RunConfig) -> str | None:
+    """Warn in one line if `data.test` decides which weights are kept or when the run ends, because there is no
+    `data.val` (D17). None: it decides nothing."""
+    training, data = config.training, config.data
+    if data.val is not None or data.test is None or not training.eval_steps or kept_metric(config) is None:
+        return None
+    chooses = "training.keep_best"
+    if training.early_stop_patience is not None:
+        chooses += " and training.early_stop_patience"
+    return (
+        f"{chooses} {'choose' if ' and ' in chooses else 'chooses'} by data.test, because data.val is missing: its "
+        "scores will be too good; set data.val to other photographs, which then choose, and data.test is scored once "
+        "at the end (training.eval_on_end)"
+    )
+
+
 def best_is_measured(config: RunConfig) -> Iterator[Mistake]:
     """`training.keep_best` and `training.early_stop_patience` need evaluations on the way (`training.eval_steps`), and
     `early_stop_patience` a metric to compare (D17)."""

@@ -469,6 +469,21 @@ def test_scores_are_calibrated_on_val_and_saved_with_the_checkpoint(
     assert [event["metrics"]["coco/calibrated"] for event in scored] == [1.0, 1.0, 1.0]
 
 
+@pytest.mark.parametrize("keep_best", ["f1@0.5", None])
+def test_d17_a_run_says_first_that_the_test_annotations_choose(
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    keep_best: str | None,
+) -> None:
+    config = make_config(tiny_text, tmp_path, max_steps=1, eval_steps=1, keep_best=keep_best)
+    run(config, monkeypatch)
+    told = " ".join(capsys.readouterr().out.split())
+    at = told.find("data.test")
+    assert (0 <= at < told.index("step 1/1")) if keep_best else at == -1
+
+
 def _every_third_box_is_wrong(self: FakeBackend, sample: Sample, seed: int) -> Rollout:
     wrong = [obj._replace(bins=(900, 900, 950, 950)) for obj in sample.objects]
     objects = [wrong[i] if (i + int(sample.sample_id[1:])) % 3 == 0 else obj for i, obj in enumerate(sample.objects)]

@@ -62,6 +62,14 @@ def test_a_good_file_prints_one_object(file: Path, capsys: pytest.CaptureFixture
     assert "chunk" not in plan
 
 
+def test_d17_choosing_by_the_test_annotations_is_a_warning(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    by_test = {"data.test": "t.jsonl", "training.eval_steps": 5, "training.keep_best": "f1@0.5"}
+    assert run_check(write(file, minimal(), by_test)) == 0
+    assert any("data.test" in line for line in json.loads(capsys.readouterr().out)["advice"])
+    assert run_check(write(file, minimal(), {**by_test, "data.val": "v.jsonl"})) == 0
+    assert not any("data.test" in line for line in json.loads(capsys.readouterr().out).get("advice", ()))
+
+
 def test_mistakes_are_lines_on_stderr(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = write(
         file, stage2(), {"training.effective_batch_size": 9, "training.sed": 1, "stage2_ab.schedule.b_ratio": 2}

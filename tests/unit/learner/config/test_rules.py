@@ -11,7 +11,7 @@ from learner.config.load import load_config, write_resolved
 from learner.config.modes import sync_mode
 from learner.config.plan import resolve
 from learner.config.sections.loss import preset_advice
-from learner.config.sections.training import kept_metric
+from learner.config.sections.training import chosen_by_test, kept_metric
 from shared.config.model import ConfigErrors
 from tests.unit.learner.config.examples import (
     REMOVE,
@@ -514,6 +514,20 @@ def test_d17_early_stopping_needs_evaluations_and_a_metric() -> None:
     assert only_mistake(minimal(), {patience: 2, "data.test": "t.jsonl", "training.eval_steps": 5}).path == patience
     assert only_mistake(minimal(), {"training.keep_best": "f1@0.5"}).path == "training.keep_best"
     valid(minimal(), {patience: 2, "data.val": "v.jsonl", "training.eval_steps": 5})
+
+
+def test_d17_it_says_what_the_test_annotations_choose() -> None:
+    """Their scores were reported as those of held-out annotations, without a word."""
+    by_test = {"data.test": "t.jsonl", "training.eval_steps": 5, "training.keep_best": "f1@0.5"}
+    kept = chosen_by_test(valid(minimal(), by_test))
+    assert kept is not None
+    assert ("training.keep_best" in kept, "early_stop" in kept, "data.val" in kept) == (True, False, True)
+    both = chosen_by_test(valid(minimal(), {**by_test, "training.early_stop_patience": 2}))
+    assert both is not None
+    assert ("training.keep_best" in both, "training.early_stop_patience" in both) == (True, True)
+    assert chosen_by_test(valid(minimal(), {**by_test, "data.val": "v.jsonl"})) is None
+    assert chosen_by_test(valid(minimal(), {**by_test, "training.keep_best": "auto"})) is None  # nothing is chosen
+    assert chosen_by_test(valid(minimal())) is None
 
 
 # ---- loss.preset (D18) ----------------------------------------------------------------------------------------------
