@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -35,11 +36,19 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Return why nothing can be written into a folder that is there or will be made; None: it can."""
+    """Return why nothing can be written into a folder that is there or will be made; None: it can. Leaves nothing
+    there."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there}, which is a file"
-    return None if os.access(there, os.W_OK | os.X_OK) else f"{there}, which cannot be written"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there}, which cannot be written"
+    try:
+        # root has the right to write anywhere, but file systems such as /proc take no file
+        with tempfile.TemporaryFile(dir=there):
+            return None
+    except OSError as error:
+        return f"{there}, which takes no new file ({error.strerror or error})"
 
 
 def require_writable(folder: Path) -> None:

@@ -18,6 +18,7 @@ from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
 from learner.records import DetectionObject, Sample, Votes
 from learner.run.additions import Addition, RunAnnotations, addition_of, write_with
+from learner.run.files import why_unwritable
 from shared.errors import DataError, OutputError
 
 OLD = ("cat", (10.0, 20.0, 50.0, 60.0))
@@ -360,6 +361,21 @@ def test_a_place_that_cannot_be_written_is_named_before_anything_is_spent(tmp_pa
     with pytest.raises(OutputError) as error:
         RunAnnotations(DataConfig(train=path), Path(path) / "new.json", tmp_path / "run").check()
     assert path in error.value.found
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs /proc")
+def test_a_file_system_that_takes_no_file_is_found_before_anything_is_spent(tmp_path: Path) -> None:
+    """`check` said ready, and the run failed once all answers were there: root may write any folder by its rights."""
+    path, _ = coco(tmp_path)
+    for out in ("/proc/x.json", "/proc/new/x.json"):
+        with pytest.raises(OutputError) as error:
+            RunAnnotations(DataConfig(train=path), Path(out), tmp_path / "run").check()
+        assert "/proc" in error.value.found
+
+
+def test_looking_if_a_folder_can_be_written_leaves_nothing(tmp_path: Path) -> None:
+    assert why_unwritable(tmp_path / "new/folder") is None
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_reader_of_ones_own_has_no_file(tmp_path: Path) -> None:

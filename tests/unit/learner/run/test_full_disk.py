@@ -192,8 +192,8 @@ def test_a_folder_that_can_t_be_written_is_said_before_the_model_is_loaded(
         _end(lambda: build.train(config, environment={}))
     said = capsys.readouterr().err
     assert caught.value.exit_code == 2
-    assert ("training.output_dir: " if where == "a file" else "OutputError") in said
-    assert str(folder.parent if where == "a file" else folder) in said
+    assert "training.output_dir: " in said
+    assert (str(folder.parent) if where == "a file" else "/sys") in said
     assert "Traceback" not in said
 
 
