@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
 
 import yaml
 
@@ -44,6 +44,7 @@ class YoloFile:
     """The content of a `data.yaml`."""
 
     root: Path
+    written_root: str  # as `path` says it; empty: it does not
     classes: Mapping[int, str]
     splits: Mapping[str, list[str]]  # folders or lists of images
     num_keypoint_values: int | None  # each label has so many after its box; None: labels are boxes and outlines
@@ -90,7 +91,8 @@ def _of_class_names(file: Path, place: Place) -> YoloFile:
     root = file.parent.parent if file.parent.name == "labels" else file.parent
     images = Path("images" if (root / "images").is_dir() else "")
     splits = {name: [str(images / name)] for name in SPLITS if (root / images / name).is_dir()}
-    return YoloFile(root=root, classes=classes, splits=splits or {"": [str(images)]}, num_keypoint_values=None)
+    splits = splits or {"": [str(images)]}
+    return YoloFile(root=root, written_root="", classes=classes, splits=splits, num_keypoint_values=None)
 
 
 def class_file_in(folder: Path) -> Path | None:
@@ -123,6 +125,7 @@ def _of_content(content: Mapping[object, object], beside: Path) -> YoloFile:
         raise ValueError(f"nc: {content['nc']}, but {len(classes)} names")
     return YoloFile(
         root=beside / as_here(root or "", beside),
+        written_root=root or "",
         classes=classes,
         splits=splits,
         num_keypoint_values=_keypoint_values(content),
@@ -176,19 +179,37 @@ def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
         choices = [folder / as_here(name, folder) for folder, name in named]
         path = next((choice for choice in choices if is_there(choice)), None)
         if path is None:
+            for key, written in ((split, part), ("path", content.written_root)):
+                if _is_of_windows(written):
+                    remedy = f"write {key} relative to the folder of {file.name}, as in images/train, or as it is here"
+                    raise _of_other_machine(place, f"{key}: {written}", remedy)
             raise place.error("its images are not there", found=f"no {choices[0]}", wanted="a folder or a list")
         if path.is_dir():
             found += photographs_below(path)
         else:
             text = text_of(path, Place(path, "list"), "names of images, one per line")
-            found += [_listed(line.strip(), path.parent, root) for line in text.splitlines() if line.strip()]
+            lines = [(number, line.strip()) for number, line in enumerate(text.splitlines(), start=1)]
+            found += [_listed(line, path, number, root) for number, line in lines if line]
     return found
 
 
-def _listed(name: str, beside: Path, root: Path) -> Path:
-    """Return the image that a line of a list names: `./` is the folder of the list."""
-    folder = beside if name.startswith(("./", ".\\")) else root
+def _listed(name: str, file: Path, number: int, root: Path) -> Path:
+    """Return the image that a line of a list names: `./` is the folder of the list. Raises DataError."""
+    folder = file.parent if name.startswith(("./", ".\\")) else root
+    if _is_of_windows(name) and not is_there(folder / name):
+        remedy = "write names relative to `path` of data.yaml, or with ./ in front relative to the folder of this list"
+        raise _of_other_machine(Place(file, f"line {number}"), name, remedy)
     return folder / as_here(name, folder)
+
+
+def _is_of_windows(name: str) -> bool:
+    """Return True for an absolute path of Windows, such as `C:\\cats` or `\\\\nas\\cats`."""
+    return not name.startswith("/") and PureWindowsPath(name).is_absolute()
+
+
+def _of_other_machine(place: Place, found: str, remedy: str) -> DataError:
+    what, wanted = "an absolute path of Windows, which this machine does not have", "a path of this machine"
+    return place.error(what, found=found, wanted=wanted, remedy=remedy)
 
 
 # ---- labels --------------------------------------------------------------------------------------------------------

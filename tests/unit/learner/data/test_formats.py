@@ -20,6 +20,7 @@ from learner.data.splits import Split, load_split
 from learner.data.survey import lines_of, survey, warnings_of
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.geometry import iou_matrix
+from shared.config.parse import dump_yaml
 from shared.errors import DataError
 from tests.unit.learner.data.annotations import (
     FINE,
@@ -184,6 +185,25 @@ def test_yolo_paths_may_have_the_backslashes_of_windows(tmp_path: Path, folder: 
     assert [s.sample_id for s in samples_of(f"{file}:train")] == ["images/train/a.jpg", "images/train/sub/b.png"]
     assert [len(s.objects) for s in samples_of(f"{file}:train")] == [1, 0]
     assert len(samples_of(f"{file}:val")) == 2
+
+
+@pytest.mark.parametrize("name", [r"C:\sets\cats", "c:/sets/cats", r"\\nas\cats"])
+@pytest.mark.parametrize("where", ["path", "train", "list"])
+def test_yolo_paths_of_another_windows_machine_say_what_to_do(tmp_path: Path, where: str, name: str) -> None:
+    """Lists said of every image that it was missing, below a folder of this machine."""
+    file = yolo(tmp_path)
+    keys: dict[str, Any] = {"path": ".", "train": "train", "names": ["cat", "dog"]}
+    if where == "list":
+        (tmp_path / "train.txt").write_text(f"images/train/a.jpg\n{name}\\b.jpg\n")
+        keys["train"] = "train.txt"
+    else:
+        keys[where] = name
+    Path(file).write_text(dump_yaml(keys))
+    text = refusal(f"{file}:train")
+    assert name in text
+    assert "Windows" in text
+    assert "relative" in text
+    assert ("train.txt" in text, "line 2" in text) == (where == "list", where == "list")
 
 
 def test_a_yolo_name_that_has_a_backslash_keeps_it(tmp_path: Path) -> None:
