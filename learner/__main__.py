@@ -264,9 +264,12 @@ def export(
 
     def work() -> int:
         from learner.detector.model import model_folder, notes_of
+        from learner.run.best import only_worse
         from learner.wiring.build import export
 
         folder = model_folder(model)
+        if (worse := only_worse(model)) is not None:
+            print(f"warning: {model}: {worse}; its newest weights are written, {folder.name}", file=sys.stderr)
         export(folder, out, dtype.value, notes_of(folder))
         print(f"wrote {out}, from {folder}")
         return 0
@@ -563,8 +566,8 @@ def suggest_missing(
         quiet()
         asked = _answers(backend, server, samples=samples, dtype=dtype)
         files = find_model(model, config=config)
-        if files.unread:
-            print(f"warning: {files.unread}", file=sys.stderr)
+        for warning in files.warnings:
+            print(f"warning: {warning}", file=sys.stderr)
         data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
         found = suggest(files, data, out, asked, tell=lambda text: print(text, file=sys.stderr))
         print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {shlex.quote(str(out))}")

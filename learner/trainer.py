@@ -35,7 +35,7 @@ from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
 from learner.records import LearnedRow, PackedRow, Sample, StepResult, SyncReceipt
 from learner.rollout.backend import RolloutBackend
-from learner.run.best import BestEvaluation
+from learner.run.best import BestEvaluation, only_worse
 from learner.run.callbacks import Callbacks
 from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
 from learner.run.files import write_atomically
@@ -219,6 +219,8 @@ class Trainer:
             self.test()
         if training.save_on_end:
             self.save()
+        if self.ranks.is_main and (worse := only_worse(self.best.root)) is not None:
+            self.journal.note(f"{worse}, whose weights are those of model.path")
         self.note_leftovers()
 
     def evaluates_first(self) -> bool:

@@ -46,8 +46,8 @@ def calibrate(options: CalibrateOptions) -> int:
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     model = find_model(options.model, config=options.config)
-    if model.unread:
-        console.print(f"warning: {model.unread}")
+    for warning in model.warnings:
+        console.print(f"warning: {warning}")
     require_boxes(model)
     out = options.out or model.folder / CALIBRATION_NAME
     require_writable(out.parent)

@@ -55,8 +55,8 @@ def predict(options: Options) -> int:
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     model = find_model(options.model, config=options.config, prompt=options.prompt)
-    if model.unread:
-        console.print(f"warning: {model.unread}")
+    for warning in model.warnings:
+        console.print(f"warning: {warning}")
     inputs = find_inputs(options.inputs, *reading(model, options.inputs, named=options.config is not None))
     for wrong in inputs.bad:
         console.print(f"skipped: {wrong}")

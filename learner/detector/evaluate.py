@@ -25,6 +25,7 @@ from learner.detector.command import quiet
 from learner.detector.detector import Detector
 from learner.detector.evaluation import DetectorResult, Found, Scored, evaluate_all, threshold_of
 from learner.detector.inputs import Anything, images_of
+from learner.detector.model import ModelFiles, find_model
 from learner.detector.pictures import TEMPLATES
 from learner.detector.results import REQUEST
 from learner.detector.results_in import box_in_sample, classes_of, read_results
@@ -75,7 +76,10 @@ def evaluate(options: EvaluateOptions) -> int:
             if not one.boxes:
                 console.print(f"warning: {files[one.name]} has no boxes: every object counts as missed")
     for name, folder in options.models.items():
-        for key, one in _by_model(folder, name, samples, options.asked).items():
+        model = find_model(folder)
+        for warning in model.warnings:
+            console.print(f"warning: {warning}")
+        for key, one in _by_model(model, name, samples, options.asked).items():
             found[key].append(one)
     thresholds = {one.name: _threshold(one, samples[_VAL]) for one in found.get(_VAL, ())}
     results = evaluate_all(found[_MAIN], samples[_MAIN], thresholds)
@@ -181,10 +185,10 @@ def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str,
 
 
 def _by_model(
-    path: Path, name: str, samples: Mapping[str, Sequence[Sample]], asked: AnswerSettings
+    model: ModelFiles, name: str, samples: Mapping[str, Sequence[Sample]], asked: AnswerSettings
 ) -> dict[str, Found]:
     """Return what one model, which is started once, finds in each of the annotated sets."""
-    with Detector(path, asked=asked) as detector:
+    with Detector(model, asked=asked) as detector:
         return {key: Found(name=name, boxes=_boxes(detector, own)) for key, own in samples.items()}
 
 

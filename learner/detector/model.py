@@ -29,7 +29,7 @@ from learner.config.sections.data import DataConfig
 from learner.data.splits import read_split
 from learner.detector.inputs import Anything
 from learner.records import Sample
-from learner.run.best import kept
+from learner.run.best import kept, only_worse
 from shared.errors import ConfigError, DataError, RequestError
 from shared.generation import render_messages
 from shared.reading import json_of
@@ -46,7 +46,7 @@ class ModelFiles:
     settings: InferenceSettings
     run: RunConfig | None = None  # the run that wrote it, if it is known
     prompted: bool = False  # True: asked with another prompt than that of training
-    unread: str = ""  # the reason why `run` is None, although there is one: it may be of another version
+    warnings: tuple[str, ...] = ()  # why `run` is None although there is one, and why the weights may be poor
 
     @property
     def has_adapter(self) -> bool:
@@ -63,8 +63,11 @@ class Origin(NamedTuple):
 def find_model(path: str | Path, *, config: str | None = None, prompt: str | None = None) -> ModelFiles:
     """Raises ConfigError if it is no model, or nothing says how to ask it."""
     folder = model_folder(Path(path))
+    worse = only_worse(Path(path))
+    warnings = [f"{path}: {worse}; its newest weights are asked, {folder.name}"] if worse is not None else []
     settings = None if config else read_settings(folder)
     run, unread = _run(config or _config_beside(folder), needed=settings is None)
+    warnings += [unread] if unread else []
     if settings is None:
         if run is None:
             raise ConfigError(
@@ -76,7 +79,7 @@ def find_model(path: str | Path, *, config: str | None = None, prompt: str | Non
         settings = settings_of(run, _first_samples(run.data, run))
     if prompt is not None:
         settings = settings.model_copy(update={"messages": prompt_messages(prompt)})
-    return ModelFiles(folder=folder, settings=settings, run=run, prompted=prompt is not None, unread=unread)
+    return ModelFiles(folder=folder, settings=settings, run=run, prompted=prompt is not None, warnings=tuple(warnings))
 
 
 def _run(config: str | None, *, needed: bool) -> tuple[RunConfig | None, str]:

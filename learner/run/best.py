@@ -123,6 +123,19 @@ def point_best(root: Path, target: Path) -> None:
         work.replace(link)
 
 
+def only_worse(root: Path) -> str | None:
+    """Say that no step of a run was better than its start, whose weights have no checkpoint. None if one was, or if
+    nothing is known of it."""
+    if kept(root) is not None:
+        return None
+    try:
+        stored = json.loads((root / BEST_FILE).read_text())
+        best, metric, value = stored["best_step"], stored["metric"], float(stored["values"]["0"])
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return None
+    return f"no step was better than the start ({metric} {value:.3f})" if best == 0 else None
+
+
 def kept(root: Path) -> Path | None:
     """Return the checkpoint that `best` points to, if there is one."""
     link = root / BEST_LINK

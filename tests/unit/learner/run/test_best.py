@@ -85,6 +85,21 @@ def test_checkpoints_that_were_the_best_for_a_while_do_not_stay(
     assert (tmp_path / "run" / BEST_LINK).resolve().name == "checkpoint-3"
 
 
+@pytest.mark.parametrize("later", [0.4, 0.8])
+def test_a_run_that_only_became_worse_says_so_at_its_end(
+    tiny_text: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    later: float,
+) -> None:
+    """Its start has no checkpoint, so the last one was taken for the result."""
+    scored(monkeypatch, [0.7, 0.5, later])
+    run(config_with(tiny_text, tmp_path, max_steps=2, eval_on_start=True), monkeypatch)
+    told = " ".join(capsys.readouterr().out.split())
+    assert ("than the start (f1@0.5 0.700)" in told) == (later < 0.7)
+
+
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_early_stopping_goes_on_counting_after_a_resume(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
