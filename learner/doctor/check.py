@@ -157,12 +157,13 @@ def _output_dir(config: RunConfig) -> list[Mistake]:
 def _annotations(config: RunConfig) -> list[Mistake]:
     if config.labels.complete is None or config.labels.complete.write is None:
         return []
+    from learner.run.additions import KEY
     from learner.run.output_dir import check_annotations
 
     try:
         check_annotations(config)
     except ProjectError as error:
-        return [Mistake.of(error, "labels.complete.write")]
+        return [Mistake.of(error, KEY)]
     return []
 
 

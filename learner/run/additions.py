@@ -39,6 +39,7 @@ from learner.run.files import why_unwritable, write_atomically, writing
 from shared.errors import DataError, OutputError
 from shared.reading import as_here, is_file
 
+KEY = "labels.complete.write"
 RECORD = Path("labels", "written.json")  # path in a run directory
 _LAST_BIN = 999
 _DIGITS = 2  # pixels have so many
@@ -305,13 +306,13 @@ class RunAnnotations:
         writable_annotations(self._data, self._data.train)
         if (found := why_unwritable(self._out.parent)) is not None:
             raise OutputError(
-                f"{self._out} can't be written",
+                f"{KEY}: {self._out} can't be written",
                 found=found,
                 wanted="a folder that can be written",
                 remedy="name another file, or change the folder's permissions",
             )
         if _is_taken(self._out) and _digest(self._out) not in self._written():
-            raise _would_overwrite(self._out)
+            raise _would_overwrite(self._out, f"{KEY}: ")
 
     def write(self, samples: Sequence[Sample]) -> None:
         """Write the annotations with the samples' completed labels. Raises OutputError and DataError."""
@@ -369,9 +370,9 @@ def _remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def _would_overwrite(out: Path) -> OutputError:
+def _would_overwrite(out: Path, where: str = "") -> OutputError:
     return OutputError(
-        "the new annotations would overwrite something",
+        f"{where}the new annotations would overwrite something",
         found=f"{out} exists",
         wanted="a name that is free",
         remedy="choose another name, or remove it",

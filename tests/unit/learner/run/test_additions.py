@@ -358,8 +358,11 @@ def killed_at(out: Path) -> Any:
 
 def test_a_place_that_cannot_be_written_is_named_before_anything_is_spent(tmp_path: Path) -> None:
     path, _ = coco(tmp_path)
-    with pytest.raises(OutputError) as error:
+    with pytest.raises(OutputError, match=r"labels\.complete\.write") as error:
         RunAnnotations(DataConfig(train=path), Path(path) / "new.json", tmp_path / "run").check()
+    assert path in error.value.found
+    with pytest.raises(OutputError, match=r"labels\.complete\.write") as error:
+        RunAnnotations(DataConfig(train=path), Path(path), tmp_path / "run").check()
     assert path in error.value.found
 
 
