@@ -50,6 +50,9 @@ _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # memory of a GPU for a 4B model with LoRA beside vLLM
+_EVALUATIONS = 10  # of a run, about; fewer if steps are few
+_LEAST_STEPS = 8  # from one evaluation to the next: a recipe ends `sft` after two that are no better
+_MOST_EVALUATED = 500  # photographs each time
 _MAX_ERRORS = 5
 _LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records that cost a photograph
 
@@ -90,7 +93,7 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
         return 2
     machine = machine_at_hand()
     about = _survey_of_all(found)
-    write_atomically(run_file, run_yaml(data, about, machine))
+    write_atomically(run_file, run_yaml(data, about, machine, num_val=len(found["val"].samples)))
     write_atomically(server_file, server_yaml(_images_folder(found), about, machine))
     print(f"\nWrote {run_file} and {server_file} for this machine ({machine}). Next:")
     named = shlex.quote(str(run_file))
@@ -253,13 +256,19 @@ def _quoted(text: str | None) -> str:
     return json.dumps(text, ensure_ascii=False)
 
 
-def run_yaml(data: DataConfig, found: Survey, machine: Machine) -> str:
-    """Return a configuration: teacher forcing on the labels, evaluated by rollouts: where most runs start."""
+def run_yaml(data: DataConfig, found: Survey, machine: Machine, *, num_val: int) -> str:
+    """Return a configuration: teacher forcing on the labels, evaluated by rollouts: where most runs start. If there are
+    enough photographs to validate by, `num_val`, they choose the checkpoint."""
     pixels, new_tokens = pixels_for(found), new_tokens_for(found)
     prompt_tokens = pixels // 1024 + 256
     row = max(4096, -(-2 * (prompt_tokens + new_tokens) // 1024) * 1024)
     epochs = 10 if found.num_samples < 500 else 3 if found.num_samples < 5000 else 1
     batch = min(16, max(1, found.num_samples))
+    steps = epochs * -(-found.num_samples // batch)
+    each = max(_LEAST_STEPS, steps // _EVALUATIONS)
+    chosen = f"  eval_steps: {each}        # the checkpoint that is best on val is kept, as the link `best`\n"
+    evaluated = chosen if num_val >= LEAST_HELD_OUT else ""
+    evaluated += f"  eval_samples: {_MOST_EVALUATED}\n" if num_val > _MOST_EVALUATED else ""
     others = "".join(f"  {key}: {_quoted(path)}\n" for key in ("val", "test") if (path := getattr(data, key)))
     root = f"  image_root: {_quoted(data.image_root)}\n" if data.image_root else ""
     paths = [path for path in (data.train, data.val, data.test) if isinstance(path, str)]
@@ -296,7 +305,7 @@ training:
   bf16: {amp}
   eval_on_start: true
   eval_on_end: true
-
+{evaluated}
 custom:
   trainer_variant: sft       # first teacher forcing; docs/concepts/which-method.md says when rollouts pay
   extra:

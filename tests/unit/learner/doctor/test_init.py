@@ -10,8 +10,11 @@ import pytest
 
 from learner.__main__ import main
 from learner.config.load import load_config
+from learner.config.plan import resolve
+from learner.config.sections.training import kept_metric
 from learner.data.check import check_split, splits
 from learner.data.survey import PixelLimits, seen_by_model
+from learner.doctor.length import length_report
 from rollout_server.config import load_server_config
 from tests.unit.learner.data.annotations import jsonl, voc, voc_object
 from tests.unit.learner.data.fakes import draw
@@ -69,6 +72,12 @@ def few(folder: Path, number: int, split: str = "") -> Path:
     return folder
 
 
+def test_many_photographs_to_validate_by_are_not_all_asked_each_time(tmp_path: Path) -> None:
+    folder = few(few(tmp_path / "data", 40, "train"), 501, "val")
+    assert main(["init", str(folder), "--out", str(tmp_path)]) == 0
+    assert load_config(str(tmp_path / "run.yaml"), world_size=1, env={}).training.eval_samples == 500
+
+
 @pytest.mark.parametrize(
     ("number", "least", "most", "warned"),
     [(2, 1, 1, True), (5, 1, 2, True), (9, 2, 4, True), (24, 6, 8, True), (80, 20, 26, False), (300, 20, 45, False)],
@@ -89,6 +98,10 @@ def test_few_photographs_leave_more_than_a_tenth_for_validation(
     assert ("choose a step of training" in told) == warned
     assert main(["check", "--config", str(tmp_path / "run.yaml")]) == 0
     assert ("choose a step of training" in capsys.readouterr().out) == warned
+    assert (kept_metric(config) is None) == warned, "a step is chosen where that is not by chance"
+    if (every := config.training.eval_steps) is not None:
+        steps = length_report(config, resolve(config, 1), found["train"])["length"]["steps"]
+        assert every == max(8, steps // 10), "as often as a recipe at most"
 
 
 def test_one_photograph_cannot_be_divided(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
