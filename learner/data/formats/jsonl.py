@@ -2,9 +2,9 @@
 
 Coordinates are pixels; image paths are relative to the file's folder or `image_root`. An assistant's last turn is
 dropped. Without `id` the line number stands in. An object with `"ignore": true` (or `iscrowd`, `difficult`) is an
-ignore region. `width` and `height` are the image's. If a row has several images, each object says which one it is in
-(`"image": 2`, from 1). Then `width` and `height` are those of every image, or `sizes` lists each one's, or nothing says
-them and the images themselves do.
+ignore region. `width` and `height` are the image's; if neither is there, the image itself says them. If a row has
+several images, each object says which one it is in (`"image": 2`, from 1). Then `width` and `height` are those of every
+image, or `sizes` lists each one's.
 
     {"id": "a-17", "messages": [{"role": "user", "content": "<image>Detect every digit."}], "images": ["images/17.png"],
      "objects": [{"desc": "seven", "bbox_2d": [12, 40, 31, 77]}], "width": 128, "height": 128}
@@ -74,7 +74,7 @@ class Row(RowModel):
             found = f"{len(self.sizes)} sizes, {number} images"
             yield "sizes is wrong", found, "width and height of each image, in the order of the images"
         missing = [name for name in ("width", "height") if getattr(self, name) is None]
-        for name in missing if number < 2 or len(missing) == 1 else ():
+        for name in missing if number == 0 or len(missing) == 1 else ():
             given = ", ".join(sorted(key for key in self.model_fields_set if getattr(self, key) is not None))
             yield f"{name} is missing", f"only {given}", f"a value for {name}"
 

@@ -352,6 +352,18 @@ def test_a_coco_size_that_nobody_tells_is_an_error(tmp_path: Path, size: dict[st
     assert said in refusal(file, allowed_image_hosts=["photographs.test"])
 
 
+def test_an_unknown_jsonl_size_is_the_images_own(tmp_path: Path) -> None:
+    """One image needed both, several needed none, and of the other formats none did."""
+    box = {"desc": "cat", "bbox_2d": [0, 0, 100, 100]}
+    known, unknown = jsonl(tmp_path, box), jsonl(tmp_path, box, name="unsized.jsonl", width=None, height=None)
+    assert samples_of(unknown) == samples_of(known)
+    assert (samples_of(unknown)[0].width, samples_of(unknown)[0].height) == (200, 100)
+    elsewhere = jsonl(tmp_path, box, width=None, height=None, images=["http://photographs.test/1.png"])
+    assert "size of its image is not known" in refusal(elsewhere, allowed_image_hosts=["photographs.test"])
+    assert "height is missing" in refusal(jsonl(tmp_path, box, height=None))
+    assert "width is missing" in refusal(jsonl(tmp_path, box, width=None, height=None, images=[]))
+
+
 def sized(file: Path, **size: Any) -> Path:
     """Give the image of a COCO file this size, or none."""
     content = json.loads(file.read_text())
