@@ -117,7 +117,7 @@ def in_words(report: Mapping[str, Any]) -> list[str]:
     """Return the report of `check` and `doctor` for people."""
     lines = [*data_in_words(report), *(f"! {advice}" for advice in report.get("advice", ()))]
     if pictures := report.get("pictures"):
-        lines.append(f"drawn: {len(pictures)} photographs with their labels, in {Path(pictures[0]).parent}")
+        lines.append(f"drawn: {photographs(len(pictures))} with their labels, in {Path(pictures[0]).parent}")
     lines.append(_method(report))
     lines += [_labels(report)] if "labels_complete" in report else []
     if sizes := report.get("server_world_sizes"):
