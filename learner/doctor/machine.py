@@ -164,7 +164,7 @@ def _size(num_bytes: float) -> str:
 
 
 def devices(situation: Situation) -> Finding:
-    """Servers and learner of a launch file do not share devices."""
+    """Servers and learner of a launch file do not share devices, and this machine has them."""
     if situation.launch_path is None:
         return skipped("launch.yaml says which devices servers and learner get: give it with --launch")
     try:
@@ -177,6 +177,11 @@ def devices(situation: Situation) -> Finding:
             if device in owners:
                 return fail(f"device {device}: {owners[device]} and {owner}", f"give {owner} other devices")
             owners[device] = owner
+    num_gpus = torch.cuda.device_count()
+    missing = [str(device) for device in owners if isinstance(device, int) and device >= num_gpus]
+    if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:  # it gives the numbers another meaning
+        text = f"launch.yaml names device {', '.join(missing)}, from 0, and this machine has {num_gpus} GPUs"
+        return warn(text, "correct devices, use the machine that has them, or one GPU for both (vllm.mode: colocate)")
     return ok(f"{len(owners)} devices, each in one process" if owners else "no devices named: everything on CPU")
 
 

@@ -119,13 +119,33 @@ def test_proxies(environment: dict[str, str], verdict: str) -> None:
 
 
 @pytest.mark.parametrize(("learner", "verdict"), [([3], "ok"), ([1, 3], "fail"), ([], "ok")])
-def test_devices_overlap(tmp_path: Path, learner: list[int], verdict: str) -> None:
+def test_devices_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: list[int], verdict: str) -> None:
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 4)
     launch = {"servers": [{"config": "s.yaml", "devices": [0, 1]}], "learner": {"config": "l", "devices": learner}}
     path = tmp_path / "launch.yaml"
     path.write_text(dump_yaml(launch))
     assert machine.devices(situation(launch_path=str(path))).verdict == verdict
     assert machine.devices(situation(launch_path=str(tmp_path / "none.yaml"))).verdict == "fail"
     assert machine.devices(situation()).verdict == "skipped"
+
+
+@pytest.mark.parametrize(
+    ("num_gpus", "visible", "verdict"), [(2, None, "ok"), (1, None, "warn"), (0, None, "warn"), (1, "0,1", "ok")]
+)
+def test_devices_that_this_machine_lacks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None, verdict: str
+) -> None:
+    """With one GPU, or none, the quickstart's launch file was said to be ready. Under CUDA_VISIBLE_DEVICES the numbers
+    are others."""
+    path = tmp_path / "launch.yaml"
+    path.write_text(
+        dump_yaml({"servers": [{"config": "s", "devices": [0]}], "learner": {"config": "l", "devices": [1]}})
+    )
+    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: num_gpus)
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    finding = machine.devices(situation(launch_path=str(path), environment=environment))
+    assert finding.verdict == verdict
+    assert (str(num_gpus) in finding.text and "colocate" in finding.remedy) == (verdict == "warn")
 
 
 def test_a_group_port_in_use() -> None:
