@@ -29,7 +29,7 @@ from learner.tasks.detection.metrics import METRICS as RATIOS
 from shared.errors import CheckpointError
 from shared.reading import json_in, json_of
 
-SHOWN = ("f1@0.5", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
+SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
 LEAST_CHANGE = 0.005  # smaller ones are not listed
 START = "start"
 TIME_UP = "its time was up"
