@@ -180,7 +180,7 @@ def devices(situation: Situation) -> Finding:
     num_gpus = torch.cuda.device_count()
     missing = [str(device) for device in owners if isinstance(device, int) and device >= num_gpus]
     if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:  # it gives the numbers another meaning
-        text = f"launch.yaml names device {', '.join(missing)}, from 0, and this machine has {num_gpus} GPUs"
+        text = f"launch.yaml names device {', '.join(missing)}, and this machine has {num_gpus} GPUs"
         return warn(text, "correct devices, use the machine that has them, or one GPU for both (vllm.mode: colocate)")
     return ok(f"{len(owners)} devices, each in one process" if owners else "no devices named: everything on CPU")
 
