@@ -174,6 +174,7 @@ def _all_objects(backend: FakeBackend, sample: Any, seed: int) -> Any:
     return _answer(backend, sample, len(sample.objects) + 1)
 
 
+@pytest.mark.slow
 def test_completed_labels_ask_for_no_headroom(
     tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -335,7 +336,7 @@ def test_where_boxes_are_loose_grpo_learns_their_iou_last(
 
 
 @pytest.mark.parametrize(
-    ("best_of_sft", "begins_with"), [(0.6, "sft/checkpoint-1"), slow(0.4, "the model of the configuration")]
+    ("best_of_sft", "begins_with"), [slow(0.6, "sft/checkpoint-1"), slow(0.4, "the model of the configuration")]
 )
 def test_loose_boxes_ask_for_no_headroom(
     tiny_text: Path,
@@ -475,6 +476,7 @@ def test_it_goes_on_wherever_it_was_killed(
     assert (tmp_path / "run" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_stop_in_the_last_evaluation_of_a_stage_begins_no_other(
     tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -525,6 +527,7 @@ def test_time_that_is_up_ends_it_with_what_there_is(
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_another_recipe_in_the_folder_is_not_taken_up(
     tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
 ) -> None:
