@@ -19,7 +19,7 @@ from learner.config.inference import CALIBRATION_NAME
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
 from learner.detector.answers import Answers, AnswerSettings
-from learner.detector.command import quiet, reading
+from learner.detector.command import quiet, reading, tell_warnings
 from learner.detector.model import ModelFiles, find_model, require_boxes
 from learner.records import ParsedRollout, Sample
 from learner.run.files import require_writable, write_atomically
@@ -46,8 +46,7 @@ def calibrate(options: CalibrateOptions) -> int:
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     model = find_model(options.model, config=options.config)
-    for warning in model.warnings:
-        console.print(f"warning: {warning}")
+    tell_warnings(model, console)
     require_boxes(model)
     out = options.out or model.folder / CALIBRATION_NAME
     require_writable(out.parent)

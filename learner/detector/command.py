@@ -55,8 +55,7 @@ def predict(options: Options) -> int:
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     model = find_model(options.model, config=options.config, prompt=options.prompt)
-    for warning in model.warnings:
-        console.print(f"warning: {warning}")
+    tell_warnings(model, console)
     inputs = find_inputs(options.inputs, *reading(model, options.inputs, named=options.config is not None))
     for wrong in inputs.bad:
         console.print(f"skipped: {wrong}")
@@ -82,6 +81,12 @@ def quiet() -> None:
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
     transformers.utils.logging.disable_progress_bar()
+
+
+def tell_warnings(model: ModelFiles, console: Console) -> None:
+    """Print why the model may answer otherwise than its user expects."""
+    for warning in model.warnings:
+        console.print(f"warning: {warning}")
 
 
 @dataclass(kw_only=True)

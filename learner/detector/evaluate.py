@@ -21,7 +21,7 @@ from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
 from learner.detector.answers import AnswerSettings
 from learner.detector.boxes import Prediction
-from learner.detector.command import quiet
+from learner.detector.command import quiet, tell_warnings
 from learner.detector.detector import Detector
 from learner.detector.evaluation import DetectorResult, Found, Scored, evaluate_all, threshold_of
 from learner.detector.inputs import Anything, images_of
@@ -77,8 +77,7 @@ def evaluate(options: EvaluateOptions) -> int:
                 console.print(f"warning: {files[one.name]} has no boxes: every object counts as missed")
     for name, folder in options.models.items():
         model = find_model(folder)
-        for warning in model.warnings:
-            console.print(f"warning: {warning}")
+        tell_warnings(model, console)
         for key, one in _by_model(model, name, samples, options.asked).items():
             found[key].append(one)
     thresholds = {one.name: _threshold(one, samples[_VAL]) for one in found.get(_VAL, ())}

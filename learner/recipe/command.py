@@ -144,7 +144,7 @@ class Recipe:
         """Run the stages, and write the report."""
         while not self.record.ended:
             sft = self.record.stage(SFT)
-            if code := (self._sft() if sft is None else self._later(sft)):
+            if code := (self._sft() if sft is None else self._after_sft(sft)):
                 return code
             if code := self._stopped():
                 return code
@@ -172,7 +172,7 @@ class Recipe:
         values = sft_stage(self.config, world_size=self.ranks.world_size, minutes=left_s / 60)
         return self._run(SFT, values, WHY_SFT, earlier_s)
 
-    def _later(self, sft: StageResult) -> int:
+    def _after_sft(self, sft: StageResult) -> int:
         """Run rollout matching if the start mostly invents what has no label; after it, or else, `grpo`, if that
         pays."""
         matched = self.record.stage(MATCHING)
@@ -196,18 +196,17 @@ class Recipe:
             return 0
         if name == MATCHING and self._is_loose():
             left_s = MATCHING_SHARE * whole_s - earlier_s
-        code = self._run(name, self._stage_after_sft(name, sft, left_s / 60), WHY_MATCHING, earlier_s)
+        code = self._run(name, self._values_after_sft(name, sft, left_s / 60), WHY_MATCHING, earlier_s)
         if not code and name == GRPO and self.record.grpo:
             self._decide(ended="all stages have ended")
         return code
 
-    def _stage_after_sft(self, name: str, sft: StageResult, minutes: float) -> Mapping[str, object]:
+    def _values_after_sft(self, name: str, sft: StageResult, minutes: float) -> Mapping[str, object]:
         world_size = self.ranks.world_size
         if name == MATCHING:
             return matching_stage(self.config, world_size=world_size, minutes=minutes)
-        completes = sft.completed or _is_weak(sft)
-        if self.record.stage(MATCHING) is not None:
-            completes = False  # that stage was run because the start can't complete them
+        # rollout matching was run because the start can't complete them
+        completes = self.record.stage(MATCHING) is None and (sft.completed or _is_weak(sft))
         return grpo_stage(
             self.config,
             world_size=world_size,

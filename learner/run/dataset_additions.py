@@ -54,9 +54,9 @@ class _Fields:
 
     def __init__(self, features: Mapping[str, Any], source: Source) -> None:
         """Raises DataError."""
-        self._feature, self._xywh = features["objects"], source.data.box_format == "xywh"
+        self._xywh = source.data.box_format == "xywh"
         self._has_turns = "messages" in features
-        self._columns, self._fields = _fields_of(self._feature)
+        self._columns, self._fields = _fields_of(features["objects"])
         self._class = next((name for name in CLASS_COLUMNS if name in self._fields), "category")
         self._box = next((name for name in BOX_COLUMNS if name in self._fields), "bbox")
         self._names: list[str] | None = None

@@ -192,11 +192,10 @@ def chosen_by_test(config: RunConfig) -> str | None:
     training, data = config.training, config.data
     if data.val is not None or data.test is None or not training.eval_steps or kept_metric(config) is None:
         return None
-    chooses = "training.keep_best"
-    if training.early_stop_patience is not None:
-        chooses += " and training.early_stop_patience"
+    stops = training.early_stop_patience is not None
+    choose = f"training.keep_best {'and training.early_stop_patience choose' if stops else 'chooses'}"
     return (
-        f"{chooses} {'choose' if ' and ' in chooses else 'chooses'} by data.test, because data.val is missing: its "
+        f"{choose} by data.test, because data.val is missing: its "
         "scores will be too good; set data.val to other photographs, which then choose, and data.test is scored once "
         "at the end (training.eval_on_end)"
     )
