@@ -44,15 +44,11 @@ Part = Literal[
     "ahead",
     "sync",
     "infer",
-    "in_flight",
     "memory",
     "several",
     "learning",
     "learning_photographs",
     "offload",
-    "changed",
-    "jitter",
-    "deltas",
 ]
 _TIMEOUT_S = 1800.0
 _WORK = "from bench.run import work; work()"  # the code of a measurement's process
@@ -93,10 +89,6 @@ PARTS: Mapping[Part, Sequence[Job]] = {
         _cuda(1, "bench.infer:measure", size="0.6B"),
         _cuda(1, "bench.infer:measure", size="4B"),
     ],
-    "in_flight": [
-        _cuda(1, "bench.in_flight:measure", size="4B"),
-        _try("bench.in_flight:measure", size="small", rounds=2),
-    ],
     "memory": [_try("bench.memory:measure"), _try("bench.memory:learner")],
     "several": [_cuda(4, "bench.sync:full", size="4B", servers=3)],
     "learning": [
@@ -108,15 +100,6 @@ PARTS: Mapping[Part, Sequence[Job]] = {
         _try("bench.learning:photographs", size="small", row_tokens=1024),
     ],
     "offload": [_cuda(1, "bench.training:offload", size="4B"), _try("bench.training:offload", size="tiny")],
-    "changed": [
-        _cuda(1, "bench.changed:measure", size="0.6B"),
-        _try("bench.changed:measure", size="tiny", row_tokens=512),
-    ],
-    "deltas": [_try("bench.deltas:measure")],
-    "jitter": [
-        _cuda(1, "bench.jitter:measure", size="0.5B", row_tokens=10_000),
-        _try("bench.jitter:measure", size="demo"),
-    ],
 }
 
 

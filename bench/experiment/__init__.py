@@ -3,5 +3,5 @@
 `arms`: what a method adds to a run's configuration. `runner`: runs as separate processes, side by side, resumed.
 `results`: one file per run, and the table with intervals over scenes and seeds.
 
-The drivers say what is compared: `bench.learns`, `bench.study` and `bench.bccd`.
+The drivers say what is compared: `bench.study` and `bench.bccd`.
 """

@@ -4,8 +4,8 @@ In: a bucket's bytes and those of the update before, as many. Out: the places an
 that differ, as bytes; or nothing, if these bytes would be no fewer than the bucket's. `patch` turns the old bytes into
 the new ones, bit for bit: words are compared and copied as integers, so NaN and -0.0 are values like all others.
 
-A small step of training changes few of the bfloat16 values that travel: 0.4% at a learning rate of 1e-6
-(`bench.changed`). A bucket is cut into segments of SEGMENT_WORDS. Each is written in the shortest of these forms:
+A small step of training changes few of the bfloat16 values that travel: 0.4% at a learning rate of 1e-6. A bucket
+is cut into segments of SEGMENT_WORDS. Each is written in the shortest of these forms:
 
 - gaps: for each changed word a byte, the number of unchanged words before it. 255 stands for 255 unchanged words and no
   changed one. About 1.6 bytes a word where 0.4% change.

@@ -66,13 +66,10 @@ def test_parts_know_on_which_devices_they_run() -> None:
         ("bench.sync:full", "4B"),
         ("bench.infer:measure", "0.6B"),
         ("bench.infer:measure", "4B"),
-        ("bench.in_flight:measure", "4B"),
         ("bench.sync:full", "4B"),
         ("bench.learning:measure", "4B"),
         ("bench.learning:photographs", "4B"),
         ("bench.training:offload", "4B"),
-        ("bench.changed:measure", "0.6B"),
-        ("bench.jitter:measure", "0.5B"),
     ]
     assert functions("learning", "cpu") == ["bench.learning:measure"], "a try without a GPU, if it is asked for"
     with pytest.raises(ConfigError, match="does not run on this device") as refused:

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 
 from bench.experiment.results import Draws, Result, markdown, read_results, summarize, write_result
-from bench.learns_arms import REFERENCE
 from learner.tasks.detection.metrics import COLUMNS
 from tests.unit.bench.experiment.runs import write_run
+
+REFERENCE = "rollout matching"
 
 
 def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
