@@ -91,6 +91,9 @@ WorldSize = Annotated[int | None, typer.Option("--world-size", help="Number of l
 
 
 ModelOption = Annotated[Path, typer.Option("--model", help="A checkpoint, an export, or a run's folder.")]
+ModelConfigOption = Annotated[
+    str | None, typer.Option("--config", help="The run's YAML, for a model without inference.json.")
+]
 
 
 def _retired(name: str, instead: str) -> typer.models.OptionInfo:
@@ -258,6 +261,7 @@ def export(
     model: ModelOption,
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="The type of the weights.")] = Dtype.bfloat16,
+    config: ModelConfigOption = None,
     checkpoint: Annotated[str, _retired("--checkpoint", "--model")] = "",
 ) -> None:
     """Make a checkpoint a model to serve, its adapters merged."""
@@ -270,7 +274,8 @@ def export(
         folder = model_folder(model)
         if (worse := only_worse(model)) is not None:
             print(f"warning: {model}: {worse}; its newest weights are written, {folder.name}", file=sys.stderr)
-        export(folder, out, dtype.value, notes_of(folder))
+        notes = notes_of(folder, config=config, tell=lambda text: print(f"warning: {text}", file=sys.stderr))
+        export(folder, out, dtype.value, notes)
         print(f"wrote {out}, from {folder}")
         return 0
 
@@ -316,9 +321,6 @@ class ComputesIn(StrEnum):
 
 BackendOption = Annotated[AnswersBy, typer.Option(help="vLLM in this process, or transformers' generate.")]
 ServerOption = Annotated[str | None, typer.Option(help="URL of a rollout server that serves this model.")]
-ModelConfigOption = Annotated[
-    str | None, typer.Option("--config", help="The run's YAML, for a model without inference.json.")
-]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer; default: as in training.")]
 DtypeOption = Annotated[ComputesIn, typer.Option(help="auto: bfloat16 on a GPU, float32 without.")]
 

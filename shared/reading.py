@@ -1,12 +1,14 @@
 """Paths, JSON and YAML from files that somebody else may have written or damaged.
 
 `json_of`, `json_in`, `yaml_of` and `lines_in` raise OSError or ValueError and nothing else. So a caller names the file
-and the way out in an error of its own.
+and the way out in an error of its own. `bytes_beside` reads a file that nobody named (D24).
 """
 
 from __future__ import annotations
 
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,34 @@ def json_bytes_in(path: Path) -> bytes:
     """Return the content of a JSON file without a byte order mark, which pydantic refuses. Raises OSError."""
     _refuse_other_than_file(path)
     return path.read_bytes().removeprefix(_MARK)
+
+
+MOST_BESIDE = 16 << 20  # bytes of a file that was found, not named
+
+
+def bytes_beside(path: Path) -> bytes:
+    """Return the content of a file that nobody named: it was found beside a model or data (D24).
+
+    Raises OSError if it cannot be read, is larger than `MOST_BESIDE`, or is a link that leaves its folder. What is
+    checked is what was opened: a link that changes meanwhile gains nothing."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+    with os.fdopen(handle, "rb") as file:
+        if not stat.S_ISREG(os.fstat(handle).st_mode):
+            raise OSError(f"{path} is not a file")
+        if not is_inside(Path(f"/proc/self/fd/{handle}").readlink(), path.parent):
+            raise OSError(f"{path} is a link that leaves its folder")
+        content = file.read(MOST_BESIDE + 1)
+    if len(content) > MOST_BESIDE:
+        raise OSError(f"{path} has more than {MOST_BESIDE} bytes")
+    return content
+
+
+def is_inside(target: Path, folder: Path) -> bool:
+    """Return True if a path without links is below the folder. In the cache of the Hugging Face hub, files are links
+    from a model's `snapshots/REVISION` to its own `blobs`."""
+    real = folder.resolve()
+    blobs = real.parent.parent / "blobs"
+    return target.is_relative_to(real) or (real.parent.name == "snapshots" and target.is_relative_to(blobs))
 
 
 def json_of(text: str | bytes) -> Any:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from shared.errors import ConfigError
+from shared.reading import bytes_beside
 
 Model = TypeVar("Model", bound=BaseModel)
 
@@ -76,13 +77,16 @@ def first_wrong(error: ValidationError, whole: str) -> WrongField:
 
 
 def read_if_there(model: type[Model], file: Path, *, what: str, remedy: str) -> Model | None:
-    """Read a JSON file as a `model`; None if there is no such file.
+    """Read a JSON file that was found, not named, as a `model`; None if there is no such file.
 
     Raises ConfigError if it cannot be read: `what` that means, and the `remedy`.
     """
     if not file.is_file():
         return None
     try:
-        return model.model_validate_json(file.read_bytes())
+        return model.model_validate_json(bytes_beside(file))
+    except OSError as error:
+        wanted = "a file of that folder, not a link to another place"
+        raise ConfigError(f"{file}: {what}", found=str(error), wanted=wanted, remedy=remedy) from error
     except ValidationError as error:
         raise ConfigError(f"{file}: {what}", **first_wrong(error, "the file")._asdict(), remedy=remedy) from error

@@ -8,6 +8,7 @@ are relative to the working directory, those of `base:` to the file that names t
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,10 +16,14 @@ from pathlib import Path
 from learner.config.modes import colocates, uses_servers
 from learner.config.plan import tensor_parallel_size, topology_rules
 from learner.config.schema import RULES, RunConfig
+from learner.config.sections.data import DataConfig, SplitConfig
+from learner.config.sections.labels import LabelsConfig
+from learner.config.sections.loss import LossConfig
+from learner.config.sections.reward import RewardConfig
 from learner.config.sections.servers import paired_servers
 from shared.config.kinds import for_program
 from shared.config.model import shown
-from shared.config.parse import load_yaml, parse, write_yaml
+from shared.config.parse import load_alone, load_yaml, parse, write_yaml
 
 _ROLLOUT = "custom.extra.rollout_matching"
 _CHANNEL_B = "stage2_ab.channel_b"
@@ -102,6 +107,41 @@ def load_config(
     Raises ConfigErrors.
     """
     return config_of(for_program(load_yaml(path, env, overrides), "learner"), world_size=world_size)
+
+
+def load_found(path: Path) -> tuple[RunConfig, list[str]]:
+    """Return the configuration of a run that nobody named (D24), as far as it is data: prompt, task, limits and the
+    names of annotations. Returns too what was left out, in words.
+
+    Nothing of it is imported, none of its bases is read and no `${VARIABLE}` filled in. Raises ConfigErrors.
+    """
+    config = config_of(for_program(load_alone(path), "learner"))
+    data = DataConfig(
+        train=config.data.train,
+        val=config.data.path_of("val"),
+        test=config.data.path_of("test"),
+        prompt=config.data.prompt,
+    )
+    kept = {
+        "data": data,
+        "labels": LabelsConfig(),
+        "reward": RewardConfig(),
+        "loss": LossConfig(),
+        "training": config.training.model_copy(update={"callbacks": []}),
+    }
+    taken = {"data.prompt": data.prompt, "task": config.task.model_dump(mode="json")}
+    filled = [f"${{...}} in {name}" for name, value in taken.items() if "${" in json.dumps(value)]
+    return config.model_copy(update=kept), [*_ways_to_read(config.data), *filled]
+
+
+def _ways_to_read(data: DataConfig) -> list[str]:
+    """Return the keys that say how annotations are read."""
+    names = [name for name in SplitConfig.model_fields if name not in ("path", "prompt")]
+    given = [f"data.{name}" for name in names if getattr(data, name) != DataConfig.model_fields[name].default]
+    for split, own in (("val", data.val), ("test", data.test)):
+        if isinstance(own, SplitConfig):
+            given += [f"data.{split}.{name}" for name in names if getattr(own, name) is not None]
+    return given
 
 
 def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> RunConfig:

@@ -165,14 +165,12 @@ def _categories(detector: Detector, inputs: Inputs) -> dict[str, int]:
 
 
 def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Reader | None]:
-    """Decide how annotation files are read: as the run reads them if its configuration is named, or if they are its
-    own."""
+    """Decide how annotation files are read: as the run reads them if its configuration is `named`, else by the
+    defaults. A configuration that was only found says nothing here: a reader of it would be imported (D24)."""
     run = model.run
-    if run is None:
+    if run is None or not named:
         return None, None
     own = {path: split for split in ("test", "val", "train") if (path := run.data.path_of(split)) is not None}
-    if not named and not own.keys() >= set(paths):
-        return None, None
     splits = {own.get(path, "train") for path in paths}
     split = splits.pop() if len(splits) == 1 else "train"
     return as_read_for(run.data, split), reader_of(run, split)

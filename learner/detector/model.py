@@ -2,13 +2,16 @@
 
 `MODEL` is a checkpoint, an export, a committed model, or a run's folder, whose newest checkpoint is taken. A checkpoint
 with an adapter is merged into a folder of its own first: engines serve whole models.
+
+Whoever can write beside the weights may have put a `config.yaml` there. So it gives data only (D24): prompt, task and
+limits. How annotations are read, what is imported and what a variable holds needs a configuration that was named.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +26,22 @@ from learner.config.inference import (
     read_settings,
     settings_of,
 )
-from learner.config.load import RESOLVED_NAME, load_config
+from learner.config.load import RESOLVED_NAME, load_config, load_found
 from learner.config.schema import RunConfig
 from learner.config.sections.data import DataConfig
 from learner.data.splits import read_split
 from learner.detector.inputs import Anything
 from learner.records import Sample
 from learner.run.best import kept, only_worse
+from learner.tasks.detection.scores import read_calibrations
 from shared.errors import ConfigError, DataError, RequestError
 from shared.generation import render_messages
-from shared.reading import json_of
+from shared.reading import bytes_beside, json_of
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 ADAPTER = "adapter_config.json"
 ORIGIN_NAME = "origin.json"  # an export's file: the run and the step that it is of
+BESIDE = "config.yaml beside the model"
 _FIRST_RECORDS = 200  # that are read to find the prompt, if only a configuration says it
 
 
@@ -66,30 +71,36 @@ def find_model(path: str | Path, *, config: str | None = None, prompt: str | Non
     worse = only_worse(Path(path))
     warnings = [f"{path}: {worse}; its newest weights are asked, {folder.name}"] if worse is not None else []
     settings = None if config else read_settings(folder)
-    run, unread = _run(config or _config_beside(folder), needed=settings is None)
-    warnings += [unread] if unread else []
+    run, warning = (load_config(config), "") if config else _found_run(folder, needed=settings is None)
+    warnings += [warning] if warning else []
     if settings is None:
-        if run is None:
+        if run is None or (config is None and run.data.prompt is None):
+            found = "inference.json in it nor a run's config.yaml beside it"
             raise ConfigError(
                 f"{folder}: nothing says how to ask this model",
-                found="neither inference.json in it nor a run's config.yaml beside it",
+                found=f"neither {found}" if run is None else f"no inference.json in it, and no data.prompt in {BESIDE}",
                 wanted="the prompt, the task and the limits of images that it was trained with",
                 remedy="name the run's configuration: --config run.yaml",
             )
-        settings = settings_of(run, _first_samples(run.data, run))
+        settings = settings_of(run, _first_samples(run.data, run) if config else ())
     if prompt is not None:
         settings = settings.model_copy(update={"messages": prompt_messages(prompt)})
     return ModelFiles(folder=folder, settings=settings, run=run, prompted=prompt is not None, warnings=tuple(warnings))
 
 
-def _run(config: str | None, *, needed: bool) -> tuple[RunConfig | None, str]:
-    """Return the run's configuration, and why it is not used. Raises ConfigError if it is needed and wrong."""
+def _found_run(folder: Path, *, needed: bool) -> tuple[RunConfig | None, str]:
+    """Return the data of the configuration beside the model, and a warning that says what was left out. Raises
+    ConfigError if it is needed and wrong."""
+    if (file := _config_beside(folder)) is None:
+        return None, ""
     try:
-        return load_config(config) if config else None, ""
+        run, left_out = load_found(file)
     except ConfigError as error:
         if needed:
             raise
-        return None, f"the run's configuration is not used, and annotations are read by the defaults: {error}"
+        return None, f"{BESIDE} is not used, and annotations are read by the defaults: {error}"
+    said = f"{BESIDE} was found, not named, so only data were taken from it, without {', '.join(left_out)}"
+    return run, f"{said}. To use these: --config {file}" if left_out else ""
 
 
 def name_of(path: Path, folder: Path) -> str:
@@ -140,14 +151,19 @@ def require_classes(model: ModelFiles, classes: Sequence[str]) -> None:
         )
 
 
-def notes_of(checkpoint: Path) -> dict[str, str]:
+def notes_of(
+    checkpoint: Path, *, config: str | None = None, tell: Callable[[str], None] = lambda _: None
+) -> dict[str, str]:
     """Return the files, by name, that an exported model needs beside its weights: what the checkpoint, or its run, says
-    about asking it, and where it comes from. Raises ConfigError."""
+    about asking it, and where it comes from. `tell` gets warnings. Raises ConfigError."""
     notes = {}
-    if (checkpoint / INFERENCE_NAME).is_file() or _config_beside(checkpoint):
-        notes[INFERENCE_NAME] = find_model(checkpoint).settings.to_json()
-    if (checkpoint / CALIBRATION_NAME).is_file():
-        notes[CALIBRATION_NAME] = (checkpoint / CALIBRATION_NAME).read_text()
+    if config or (checkpoint / INFERENCE_NAME).is_file() or _config_beside(checkpoint):
+        model = find_model(checkpoint, config=config)
+        notes[INFERENCE_NAME] = model.settings.to_json()
+        for warning in model.warnings:
+            tell(warning)
+    if (calibrations := read_calibrations(checkpoint)) is not None:
+        notes[CALIBRATION_NAME] = calibrations.to_json()
     if origin := read_origin(checkpoint):
         notes[ORIGIN_NAME] = json.dumps({"run": str(origin.run), "step": origin.step}) + "\n"
     return notes
@@ -159,7 +175,7 @@ def read_origin(folder: Path) -> Origin | None:
     if (named := _CHECKPOINT.fullmatch(checkpoint.name)) and _config_beside(checkpoint):
         return Origin(checkpoint.parent, int(named[1]))
     try:
-        found = json_of((folder / ORIGIN_NAME).read_text(encoding="utf-8"))
+        found = json_of(bytes_beside(folder / ORIGIN_NAME))
         return Origin(Path(str(found["run"])), int(found["step"]))
     except (OSError, ValueError, TypeError, KeyError):
         return None
@@ -209,9 +225,9 @@ def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", ADAPTER))
 
 
-def _config_beside(folder: Path) -> str | None:
-    file = folder.parent / RESOLVED_NAME
-    return str(file) if file.is_file() else None
+def _config_beside(folder: Path) -> Path | None:
+    file = folder.absolute().parent / RESOLVED_NAME
+    return file if file.is_file() else None
 
 
 def _first_samples(data: DataConfig, run: RunConfig) -> list[Sample]:

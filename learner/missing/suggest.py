@@ -63,8 +63,8 @@ class Suggestion:
 def annotations_of(
     model: ModelFiles, annotations: str, *, image_root: str | None = None, named: bool = False
 ) -> DataConfig:
-    """Return how annotations are read: as the model's run reads them if they are its own, or if its configuration is
-    `named`. Boxes of others may extend beyond their images."""
+    """Return how annotations are read: as the model's run reads them if its configuration is `named`. Otherwise their
+    boxes may extend beyond their images."""
     data, _ = reading(model, [annotations], named=named)
     data = data or DataConfig(train=annotations, on_bad_record="clip")
     own_paths = {"train": annotations, "val": None, "test": None, "max_samples": None}

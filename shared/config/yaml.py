@@ -26,6 +26,7 @@ from yaml.resolver import BaseResolver
 
 from shared.config.model import ConfigErrors, KeyPath, Mistake, dotted, show
 from shared.masking import is_secret, remember
+from shared.reading import bytes_beside
 
 V = TypeVar("V")
 MAX_BYTES = 1 << 20
@@ -217,6 +218,28 @@ def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] =
         _override(merged, override)
     merged.value = reader.fill(merged.value, (), merged)  # last, because a replaced value needs no variable
     return merged
+
+
+def read_alone(path: Path) -> Parsed:
+    """Return a file that nobody named (D24): its own values, without bases, and `${VAR}` as it is written. Raises
+    ConfigErrors if it cannot be read."""
+    try:
+        raw = bytes_beside(path)
+    except OSError as error:
+        raise _fatal(path, str(error), "a YAML file of that folder", "name the file that is meant: --config") from error
+    parsed = parse_text(raw, str(path))
+    if not isinstance(parsed.value, dict):
+        raise _fatal(path, show(parsed.value), "a mapping of sections", "name another file: --config")
+    parsed.value = _unescaped(parsed.value)
+    return parsed
+
+
+def _unescaped(value: object) -> object:
+    if isinstance(value, dict):
+        return {key: _unescaped(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_unescaped(item) for item in value]
+    return value.replace("$${", "${") if isinstance(value, str) else value
 
 
 class _Reader:

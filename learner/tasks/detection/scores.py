@@ -208,13 +208,18 @@ class CalibrationFile(BaseModel):
 
 def read_calibration(folder: Path, *, samples: int) -> Calibration | None:
     """Return the calibration; None if the folder has none for this. Raises ConfigError if the file cannot be read."""
-    found = read_if_there(
+    found = read_calibrations(folder)
+    return None if found is None else found.of(samples)
+
+
+def read_calibrations(folder: Path) -> CalibrationFile | None:
+    """Return all calibrations of a model; None if the folder has none. Raises ConfigError as `read_calibration`."""
+    return read_if_there(
         CalibrationFile,
         folder / CALIBRATION_NAME,
         what="the calibration cannot be read",
         remedy="make it again: rollout-learner calibrate",
     )
-    return None if found is None else found.of(samples)
 
 
 def design(

@@ -83,11 +83,11 @@ def test_a_format_of_its_own_is_not_read_by_the_run_s_reader(config: RunConfig) 
 
 def test_what_evaluates_a_split_by_its_path_reads_it_alike(config: RunConfig) -> None:
     model: Any = type("Model", (), {"run": config})
-    data, reader = reading(model, [str(config.data.path_of("test"))], named=False)
+    data, reader = reading(model, [str(config.data.path_of("test"))], named=True)
     assert data is not None
     assert (data.prompt, reader.__name__) == ("<image>Cats?", "read")
-    assert reading(model, [str(config.data.path_of("val"))], named=False)[1] is None
-    assert reading(model, ["elsewhere.json"], named=False) == (None, None)
+    assert reading(model, [str(config.data.path_of("val"))], named=True)[1] is None
+    assert reading(model, [str(config.data.path_of("test"))], named=False) == (None, None), "nobody named it (D24)"
 
 
 def test_category_ids_are_those_of_the_split(config: RunConfig, tmp_path: Path) -> None:

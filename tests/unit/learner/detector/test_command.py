@@ -236,8 +236,12 @@ def test_without_settings_the_run_s_configuration_is_asked(bare: Path, data: Pat
         "custom": {"trainer_variant": "sft", "extra": {"rollout_matching": {"decoding": {"max_new_tokens": 77}}}},
     }
     (bare.parent / "config.yaml").write_text(yaml.safe_dump(run))
-    detector = Detector(bare.parent)  # the run: its newest checkpoint
-    assert detector.model.folder == bare
+    with pytest.raises(ConfigError) as error:
+        Detector(bare.parent)
+    assert ("data.prompt" in error.value.found, "--config" in error.value.remedy) == (True, True)
+    # It was named, so the training records are read: they have the prompt.
+    detector = Detector(find_model(bare.parent, config=str(bare.parent / "config.yaml")))
+    assert detector.model.folder == bare, "the run's newest checkpoint"
     assert detector.model.settings.max_new_tokens == 77
     assert [turn["content"] for turn in detector.model.settings.messages] == [build_data.PROMPT]
     assert detector.model.settings.classes

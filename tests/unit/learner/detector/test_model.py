@@ -1,16 +1,22 @@
-"""The model that `predict` asks: what it is called."""
+"""The model that `predict` asks: what it is called, and what files beside it may do (D24)."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from learner.config.inference import INFERENCE_NAME
-from learner.detector.model import find_model, name_of
+from learner.__main__ import main
+from learner.config.inference import CALIBRATION_NAME, INFERENCE_NAME
+from learner.config.load import RESOLVED_NAME
+from learner.detector.model import ORIGIN_NAME, find_model, name_of, notes_of
 from learner.run.best import BEST_FILE, BEST_LINK
+from shared.config.parse import write_yaml
+from shared.errors import ConfigError
+from tests.unit.learner.config.examples import changed, minimal
 
 CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 
@@ -53,3 +59,123 @@ def test_a_run_that_only_became_worse_says_so(tmp_path: Path) -> None:
     assert find_model(newest).warnings == (), "it was asked for by name"
     (tmp_path / "run" / BEST_LINK).symlink_to("checkpoint-4")
     assert find_model(tmp_path / "run").warnings == (), "a run that went on became better"
+
+
+# ---- what a file that nobody named may do (D24) ----------------------------------------------------------------------
+
+SECRET = "hf_this-is-the-token"
+ASKED = {"data.prompt": "Find cells.", "model.max_pixels": 4096, "task.iou_threshold": 0.25}
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return a model in a run's folder, without what says how to ask it."""
+    monkeypatch.setenv("HF_TOKEN", SECRET)
+    folder = tmp_path / "run" / "checkpoint-4"
+    shutil.copytree(CHECKPOINT, folder)
+    for name in (INFERENCE_NAME, CALIBRATION_NAME):
+        (folder / name).unlink(missing_ok=True)
+    return folder
+
+
+def beside(checkpoint: Path, keys: dict[str, Any], **top: object) -> Path:
+    """Write a configuration beside the model."""
+    file = checkpoint.parent / RESOLVED_NAME
+    write_yaml(file, {**changed(minimal(), {**ASKED, **keys}), **top})
+    file.write_text(file.read_text().replace("$${", "${"))
+    return file
+
+
+def test_prompt_task_and_limits_are_taken_from_a_file_that_was_found(checkpoint: Path) -> None:
+    beside(checkpoint, {"custom.extra.rollout_matching.decoding.max_new_tokens": 77})
+    settings = find_model(checkpoint).settings
+    assert [turn["content"] for turn in settings.messages] == ["<image>Find cells."]
+    assert (settings.max_pixels, settings.max_new_tokens, settings.task.iou_threshold) == (4096, 77, 0.25)
+
+
+READERS = (
+    {"data.reader": "runpy:run_path"},
+    {"data.val": {"path": "VAL", "reader": "runpy:run_path"}},
+    {"data.test": {"path": "VAL", "reader": "runpy:run_path"}},
+    {"task.type": "runpy:run_path"},
+    {"reward.functions": ["runpy:run_path"]},
+)
+
+
+@pytest.mark.parametrize("command", ["predict", "calibrate", "find-missing"])
+@pytest.mark.parametrize("keys", READERS, ids=["data", "val", "test", "task", "reward"])
+@pytest.mark.parametrize("has_settings", [True, False], ids=["settings", "bare"])
+def test_nothing_is_imported_for_a_file_that_was_found(
+    keys: dict[str, Any], command: str, has_settings: bool, checkpoint: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    program, out, ran = (checkpoint.parents[1] / name for name in ("a.py", "out", "ran"))
+    program.write_text(f"open({str(ran)!r}, 'w').close()\n")
+    if has_settings:
+        shutil.copy(CHECKPOINT / INFERENCE_NAME, checkpoint)
+    named = json.loads(json.dumps(keys).replace("VAL", str(program)))
+    beside(checkpoint, {"data.train": str(program), "data.prompt": "Find cells."} | named)
+    argv = {
+        "predict": ["predict", str(program), "--out", str(out)],
+        "calibrate": ["calibrate", str(program)],
+        "find-missing": ["find-missing", "suggest", str(program), "--out", str(out)],
+    }[command]
+    assert main([*argv, "--model", str(checkpoint), "--backend", "hf"]) == 2
+    said = capsys.readouterr().err
+    assert not ran.exists()
+    if "runpy" in json.dumps(keys.get("data.reader", "")):
+        assert ("data.reader" in said, "--config" in said) == (True, True)
+
+
+@pytest.mark.parametrize("key", ["data.prompt", "task.options"])
+def test_no_variable_is_filled_in_a_file_that_was_found(key: str, checkpoint: Path) -> None:
+    """`export` writes what was found into `inference.json`, which is published."""
+    text = "Find ${HF_TOKEN}."
+    beside(checkpoint, {key: {"a": [text]} if key == "task.options" else text, "task.type": "my_tasks:Mine"})
+    told: list[str] = []
+    notes = notes_of(checkpoint, tell=told.append)
+    assert SECRET not in json.dumps(notes)
+    assert text in notes[INFERENCE_NAME]
+    assert key.partition(".")[0] in told[0]
+
+
+def test_a_file_that_was_found_has_no_base(checkpoint: Path, tmp_path: Path) -> None:
+    write_yaml(tmp_path / "other.yaml", {"data": {"prompt": "from elsewhere"}})
+    beside(checkpoint, {}, base="../other.yaml")
+    with pytest.raises(ConfigError, match="base"):
+        find_model(checkpoint)
+
+
+@pytest.mark.parametrize("name", [RESOLVED_NAME, INFERENCE_NAME, CALIBRATION_NAME, ORIGIN_NAME])
+def test_no_link_out_of_the_folder_is_followed(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    """A copy of `calibration.json` went into every export."""
+    file = beside(checkpoint, {})
+    inside = file if name == RESOLVED_NAME else checkpoint / name
+    contents = {
+        RESOLVED_NAME: file.read_text(),
+        INFERENCE_NAME: (CHECKPOINT / INFERENCE_NAME).read_text(),
+        CALIBRATION_NAME: '{"format": 1, "calibrations": []}',
+        ORIGIN_NAME: json.dumps({"run": SECRET, "step": 3}),
+    }
+    (tmp_path / "elsewhere").write_text(contents[name])
+    inside.unlink(missing_ok=True)
+    inside.symlink_to(tmp_path / "elsewhere")
+    if name == ORIGIN_NAME:
+        (checkpoint.parent / RESOLVED_NAME).unlink()
+        assert notes_of(checkpoint) == {}
+        return
+    with pytest.raises(ConfigError, match="link"):
+        notes_of(checkpoint)
+    inside.unlink()
+    inside.with_name("own").write_text(contents[name])
+    inside.symlink_to("own")
+    notes_of(checkpoint)
+
+
+def test_a_model_in_the_cache_of_the_hub_is_read(checkpoint: Path, tmp_path: Path) -> None:
+    """Its files are links from `snapshots` to `blobs`."""
+    snapshot, blobs = tmp_path / "models--a--b/snapshots/0123", tmp_path / "models--a--b/blobs"
+    shutil.copytree(checkpoint, snapshot)
+    blobs.mkdir()
+    shutil.copy(CHECKPOINT / INFERENCE_NAME, blobs / "abc")
+    (snapshot / INFERENCE_NAME).symlink_to("../../blobs/abc")
+    assert find_model(snapshot).settings.to_json() == (CHECKPOINT / INFERENCE_NAME).read_text()
