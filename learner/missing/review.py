@@ -2,38 +2,38 @@
 
 In: a folder with `suggestions.json`. Out: `decisions.json` in it, saved after each decision, and by `write` a new
 annotation file. A decision is `accept` with a name, or `reject`, by the suggestion's place in the list. The browser
-keeps a copy, so that nothing is lost while the server is away. The server listens at the loopback only.
+keeps a copy, so that nothing is lost while the server is away. Who reaches the page is decided by `learner.report.web`.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import mimetypes
 import shlex
 import threading
 from collections import defaultdict
-from io import BytesIO
 from pathlib import Path
 from typing import Literal
 
 import jinja2
-import uvicorn
-from fastapi import FastAPI, HTTPException, Response
-from pydantic import BaseModel, ConfigDict, Field
-from starlette.middleware.trustedhost import TrustedHostMiddleware
+from fastapi import FastAPI, HTTPException, Request, Response
+from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
+from starlette.concurrency import run_in_threadpool
 
 from learner.data.formats.parts import part_of
 from learner.data.splits import load_samples
 from learner.missing.suggest import DECISIONS, read_folder
 from learner.records import Sample
+from learner.report.web import html, page_app, photograph, serve_page
 from learner.run.additions import Addition, write_with
 from learner.run.files import write_atomically
-from shared.addresses import listen
-from shared.errors import DataError, MediaError
+from shared.errors import DataError
 from shared.images import ImageRules, Images
+from shared.validation import first_wrong
 
-HOSTS = ["127.0.0.1", "localhost", "[::1]"]
+LONGEST_NAME = 200  # characters
+_DECISION_BYTES = 100 + 12 * LONGEST_NAME  # of one decision as JSON; a character may be written as two `\\u0000`
+_MOST_BYTES = 4 << 20  # 70,000 decisions with names as people write them
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("learner.missing"), autoescape=True, undefined=jinja2.StrictUndefined
 )
@@ -45,10 +45,11 @@ class Decision(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     decision: Literal["accept", "reject"]
-    name: str = Field(min_length=1, max_length=200)
+    name: str = Field(min_length=1, max_length=LONGEST_NAME)
 
 
 Decisions = dict[int, Decision]
+_DECISIONS: TypeAdapter[Decisions] = TypeAdapter(Decisions)
 
 
 def read_decisions(folder: Path) -> Decisions:
@@ -57,11 +58,12 @@ def read_decisions(folder: Path) -> Decisions:
     if not path.is_file():
         return {}
     try:
-        return {int(place): Decision.model_validate(one) for place, one in json.loads(path.read_text()).items()}
-    except (OSError, ValueError, AttributeError) as error:
+        return _DECISIONS.validate_json(path.read_bytes())
+    except (OSError, ValidationError) as error:
+        found = first_wrong(error, "the file").found if isinstance(error, ValidationError) else str(error)
         raise DataError(
             "the decisions can't be read",
-            found=f"{path}: {error}",
+            found=f"{path}: {found}",
             wanted="the file that the review wrote",
             remedy="restore it, or remove it to begin again",
         ) from error
@@ -74,14 +76,12 @@ def make_app(folder: Path) -> FastAPI:
     read_decisions(folder)
     names = sorted({s["name"] for s in suggestions} | {name for s in suggestions for name, _ in s["labels"]})
     digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[:16]  # names what the browser keeps
-    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*HOSTS, "testserver"])
+    app = page_app(body_bytes=min(_MOST_BYTES, (1 + len(suggestions)) * _DECISION_BYTES))
     images, lock = Images(ImageRules()), threading.Lock()
 
     @app.get("/")
     def page() -> Response:
-        text = TEMPLATES.get_template("review.html").render(title=folder.resolve().name)
-        return Response(text, media_type="text/html", headers={"Cache-Control": "no-store"})
+        return html(TEMPLATES.get_template("review.html"), title=folder.resolve().name)
 
     @app.get("/state")
     def state() -> dict[str, object]:
@@ -93,40 +93,30 @@ def make_app(folder: Path) -> FastAPI:
     def image(place: int) -> Response:
         if not 0 <= place < len(suggestions):
             raise HTTPException(404)
-        try:
-            return _photograph(suggestions[place]["image"], images)
-        except (MediaError, OSError) as error:
-            raise HTTPException(404, str(error)) from error
+        return photograph(suggestions[place]["image"], images)
 
     @app.put("/decisions")
-    def decide(decisions: dict[int, Decision]) -> dict[str, int]:
+    async def decide(request: Request) -> dict[str, int]:
+        try:
+            decisions = _DECISIONS.validate_json(await request.body())
+        except ValidationError as error:
+            found, wanted = first_wrong(error, "the decisions")
+            raise HTTPException(422, f"{found}; wanted: {wanted}") from error
+        return {"saved": await run_in_threadpool(save, decisions)}
+
+    def save(decisions: Decisions) -> int:
         known = {place: one for place, one in decisions.items() if 0 <= place < len(suggestions)}
         with lock:
             text = json.dumps({str(place): one.model_dump() for place, one in sorted(known.items())}, indent=1)
             write_atomically(folder / DECISIONS, text + "\n")
-        return {"saved": len(known)}
+        return len(known)
 
     return app
 
 
-def _photograph(source: str, images: Images) -> Response:
-    """Return a file as it is, and as JPEG a TIFF, which browsers do not show, or an image from elsewhere. Raises
-    MediaError or OSError."""
-    path = Path(source.removeprefix("file://"))
-    if path.is_file() and path.suffix.lower() not in (".tif", ".tiff"):
-        return Response(path.read_bytes(), media_type=mimetypes.guess_type(path.name)[0] or "image/jpeg")
-    file = BytesIO()
-    images.load(source).save(file, "JPEG")
-    return Response(file.getvalue(), media_type="image/jpeg")
-
-
 def serve(folder: Path, *, port: int) -> int:
     """Serve until Ctrl-C. Returns the exit code. Raises DataError, and ServerError if the port is taken."""
-    app = make_app(folder)
-    listener = listen("127.0.0.1", port, what="the review")
-    print(f"review at http://127.0.0.1:{port}/ (Ctrl-C ends it; decisions are in {folder / DECISIONS})", flush=True)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning")).run(sockets=[listener])
-    return 0
+    return serve_page(make_app(folder), name="review", port=port, note=f"; decisions are in {folder / DECISIONS}")
 
 
 class _Anything:

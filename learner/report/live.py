@@ -2,10 +2,10 @@
 
 In: the run directory, as a learner writes it, and the rollout servers' `/status/`. Out: HTML over HTTP on the loopback:
 loss, F1, match rate, queue, the servers' gates, busy shares, and the newest answers: drawn over their images, and token
-by token. `/` is the whole page; every POLL_S its script fetches `/now` and replaces what has changed.
+by token. `/` is the whole page; every POLL_S its script fetches `/now` and replaces what has changed. Who reaches it is
+decided by `learner.report.web`.
 
-Reads only: nothing here writes, trains, or asks a server for more than its status. Requests must name a loopback
-address or this host as `Host`, so no web page can reach it under a name of its own.
+Reads only: nothing here writes, trains, or asks a server for more than its status.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -23,9 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-import uvicorn
 from fastapi import FastAPI, Response
-from starlette.middleware.trustedhost import TrustedHostMiddleware
 
 from learner.journal.answers import NAME as ANSWERS
 from learner.records import DetectionObject
@@ -37,8 +34,9 @@ from learner.report.results import Card, duration
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
 from learner.report.scores import F1
 from learner.report.training import AHEAD, named_charts
+from learner.report.web import html, page_app, serve_page
 from learner.rollout.control import read_state
-from shared.addresses import is_loopback, listen
+from shared.addresses import is_loopback
 from shared.answers import ask
 from shared.errors import ConfigError, DataError
 from shared.masking import bare_url
@@ -300,9 +298,7 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
     """Make the application of the two pages."""
-    app = FastAPI(title="live view", docs_url=None, redoc_url=None, openapi_url=None)
-    names = ["localhost", "127.0.0.1", "[::1]", "testserver", host]
-    app.add_middleware(TrustedHostMiddleware, allowed_hosts=names)
+    app = page_app(host=host)
     view = LiveView(run_dir, token)
     made: list[tuple[float, str]] = []
 
@@ -314,24 +310,17 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
 
     @app.get("/")
     async def page() -> Response:
-        nonce = secrets.token_urlsafe(12)
-        text = TEMPLATES.get_template("live.html").render(
-            title=run_dir.resolve().name, now=await now(), nonce=nonce, poll_ms=int(POLL_S * 1000)
-        )
-        policy = (
-            f"default-src 'none';img-src data:;style-src 'unsafe-inline';connect-src 'self';script-src 'nonce-{nonce}'"
-        )
-        return Response(text, media_type="text/html", headers={"Content-Security-Policy": policy} | _HEADERS)
+        template = TEMPLATES.get_template("live.html")
+        return html(template, title=run_dir.resolve().name, now=await now(), poll_ms=int(POLL_S * 1000))
 
     @app.get("/now")
     async def now_only() -> Response:
-        return Response(await now(), media_type="text/html", headers=_HEADERS)
+        return Response(await now(), media_type="text/html")
 
     return app
 
 
 _HIDDEN = re.compile(r"\$\{\w+\}")  # a run writes this for the value of a secret variable
-_HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 def serve(run_dir: Path, *, host: str, port: int, send_token: bool = False) -> int:
@@ -345,9 +334,5 @@ def serve(run_dir: Path, *, host: str, port: int, send_token: bool = False) -> i
             wanted="metrics.jsonl or config.yaml in it",
             remedy="give training.output_dir of a run",
         )
-    listener = listen(host, port, what="the live view")
-    shown = f"[{host}]" if ":" in host else host
-    print(f"live view of {run_dir}: http://{shown}:{listener.getsockname()[1]}/ (Ctrl-C ends it)", flush=True)
     app = create_app(run_dir, host=host, token=read_token(os.environ) if send_token else None)
-    uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off")).run(sockets=[listener])
-    return 0
+    return serve_page(app, name=f"live view of {run_dir}", host=host, port=port)

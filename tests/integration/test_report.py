@@ -124,7 +124,7 @@ def test_scenes_are_filtered_and_enlarged_without_a_script(run_dir: Path, tmp_pa
 @pytest.mark.skipif(CHROMIUM is None, reason="needs Chromium")
 @pytest.mark.parametrize("width", [1280, 390], ids=["desktop", "phone"])
 def test_the_live_view_fits_and_says_that_the_run_finished(run_dir: Path, tmp_path: Path, width: int) -> None:
-    page = TestClient(create_app(run_dir, host="127.0.0.1", token=None)).get("/").text
+    page = TestClient(create_app(run_dir, host="127.0.0.1", token=None), base_url="http://127.0.0.1").get("/").text
     script = """
       found.width = page.documentElement.scrollWidth;
       found.state = page.querySelector(".badge").textContent;

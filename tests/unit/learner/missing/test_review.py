@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import socket
 import subprocess
+import sys
 import threading
 from dataclasses import asdict
 from io import BytesIO
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 from fastapi import Response
@@ -25,7 +28,7 @@ from learner.missing.suggest import DECISIONS, SUGGESTIONS, of_sample
 from learner.records import DetectionObject
 from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.scores import ScoredObject
-from shared.addresses import free_ports
+from shared.addresses import free_port
 from shared.errors import DataError, OutputError
 from tests.unit.learner.run.test_additions import FORMATS, read
 
@@ -45,6 +48,10 @@ def folder_of(tmp_path: Path, name: str = "coco") -> tuple[Path, Path]:
     content = {"data": data, "suggestions": [asdict(one) for one in suggestions]}
     (folder / SUGGESTIONS).write_text(json.dumps(content))
     return folder, out
+
+
+def client_of(folder: Path) -> TestClient:
+    return TestClient(make_app(folder), base_url="http://127.0.0.1")
 
 
 def test_suggestions_have_no_label_and_the_best_come_first(tmp_path: Path) -> None:
@@ -77,7 +84,7 @@ def test_what_is_probable_comes_before_what_answers_agree_on(tmp_path: Path) -> 
 @pytest.mark.parametrize("name", FORMATS)
 def test_what_is_accepted_is_written_in_the_format_that_came_in(name: str, tmp_path: Path) -> None:
     folder, out = folder_of(tmp_path, name)
-    client = TestClient(make_app(folder))
+    client = client_of(folder)
     decisions = {"0": {"decision": "accept", "name": "cat"}, "1": {"decision": "reject", "name": "cat"}}
     assert client.put("/decisions", json=decisions).json() == {"saved": 2}
     assert client.get("/state").json()["decisions"] == decisions
@@ -129,7 +136,7 @@ def test_a_port_that_is_taken_is_told_before_the_address(tmp_path: Path, capsys:
 
 def test_photographs_are_those_of_the_suggestions_only(tmp_path: Path) -> None:
     folder, _ = folder_of(tmp_path)
-    client = TestClient(make_app(folder))
+    client = client_of(folder)
     assert client.get("/image/0").headers["content-type"] == "image/png"
     assert client.get("/image/2").status_code == 404
     assert client.get("/image/-1").status_code == 404
@@ -142,15 +149,80 @@ def test_a_tiff_is_shown_as_what_browsers_show(tmp_path: Path) -> None:
     Image.new("RGB", (40, 30), "red").save(tmp_path / "scan.TIF")
     content["suggestions"][0]["image"] = str(tmp_path / "scan.TIF")
     (folder / SUGGESTIONS).write_text(json.dumps(content))
-    with TestClient(make_app(folder)) as client:
+    with client_of(folder) as client:
         shown = client.get("/image/0")
     assert shown.headers["content-type"] == "image/jpeg"
     assert Image.open(BytesIO(shown.content)).size == (40, 30)
 
 
+@pytest.mark.parametrize(
+    "made", ["/proc/self/environ", "page.html", "picture.svg", "cut.png", "/dev/zero", "pipe", "."]
+)
+def test_what_is_no_image_does_not_leave(made: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`suggestions.json` may be anybody's."""
+    folder, _ = folder_of(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    content = json.loads((folder / SUGGESTIONS).read_text())
+    png = Path(content["suggestions"][0]["image"]).read_bytes()
+    Path("page.html").write_text("<script>alert(1)</script>")
+    Path("picture.svg").write_text('<svg xmlns="http://www.w3.org/2000/svg"><script>alert(1)</script></svg>')
+    Path("cut.png").write_bytes(png[:40] + b"password")
+    os.mkfifo("pipe")
+    content["suggestions"][0]["image"] = made
+    (folder / SUGGESTIONS).write_text(json.dumps(content))
+    answer = client_of(folder).get("/image/0")
+    assert (answer.status_code, answer.headers["x-content-type-options"]) == (404, "nosniff")
+    assert not any(part in answer.text for part in ("PATH", "alert", "password", "svg"))
+
+
+def test_a_photograph_has_the_type_of_its_decoder(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    content = json.loads((folder / SUGGESTIONS).read_text())
+    Image.new("RGB", (8, 6)).save(tmp_path / "page.html", "WEBP")
+    content["suggestions"][0]["image"] = str(tmp_path / "page.html")
+    (folder / SUGGESTIONS).write_text(json.dumps(content))
+    assert client_of(folder).get("/image/0").headers["content-type"] == "image/webp"
+
+
+def test_decisions_are_bounded_by_the_number_of_suggestions(tmp_path: Path) -> None:
+    """12 MB took 17 s and 870 MB."""
+    folder, _ = folder_of(tmp_path)
+    client = client_of(folder)
+    longest = {str(place): {"decision": "accept", "name": "\U0001f600" * 200} for place in range(2)}
+    assert client.put("/decisions", json=longest).json() == {"saved": 2}
+    many = json.dumps({str(place): {"decision": "reject", "name": "cat"} for place in range(10_000)}).encode()
+    assert client.put("/decisions", content=many).status_code == 413
+    assert client.put("/decisions", content=iter([many[:2000]] * 200)).status_code == 413, "without its length"
+    assert client.put("/decisions", content=b"[" * 5000).status_code == 422
+    assert {one.name for one in read_decisions(folder).values()} == {"\U0001f600" * 200}
+
+
+def test_the_review_is_where_its_url_says_and_nowhere_else(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    urls = []
+    for _ in range(2):
+        port = free_port()
+        argv = [sys.executable, "-m", "learner", "find-missing", "review", str(folder), "--port", str(port)]
+        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
+            try:
+                assert process.stdout is not None
+                (url,) = re.findall(r"http://\S+", process.stdout.readline())
+                urls.append(url)
+                with httpx.Client(base_url=url, trust_env=False, timeout=60.0) as web:
+                    assert "Is this object unlabelled?" in web.get("").text
+                    assert len(web.get("state").json()["suggestions"]) == 2
+                    assert web.get("image/0").headers["content-type"] == "image/png"
+                    assert web.get("", headers={"Host": "testserver"}).status_code == 400
+                    for path in ("/", "/state", "/image/0", f"{httpx.URL(url).path[:-2]}/state", "//state"):
+                        assert web.get(f"http://127.0.0.1:{port}{path}").status_code == 404
+            finally:
+                process.terminate()
+    assert len({httpx.URL(url).path for url in urls}) == 2, "a new one each time"
+
+
 def test_other_sites_reach_nothing(tmp_path: Path) -> None:
     folder, _ = folder_of(tmp_path)
-    client = TestClient(make_app(folder))
+    client = client_of(folder)
     assert client.get("/state", headers={"Host": "evil.example"}).status_code == 400
     wrong = client.put("/decisions", json={"0": {"decision": "maybe", "name": "cat"}})
     assert wrong.status_code == 422
@@ -196,9 +268,13 @@ def test_a_person_decides_by_keyboard_in_a_browser(tmp_path: Path, size: tuple[i
 
     @app.get("/driven")
     def driven() -> Response:
-        return Response(TestClient(app).get("/").text + DRIVE, media_type="text/html")
+        page = client_of(folder).get("/")
+        (nonce,) = re.findall(r'nonce="([^"]+)"', page.text)
+        drive = DRIVE.replace("<script>", f'<script nonce="{nonce}">')
+        policy = {"Content-Security-Policy": page.headers["content-security-policy"]}
+        return Response(page.text + drive, media_type="text/html", headers=policy)
 
-    (port,) = free_ports(1)
+    port = free_port()
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=port, log_level="warning"))
     thread = threading.Thread(target=server.run)
     thread.start()

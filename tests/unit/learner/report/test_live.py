@@ -43,7 +43,7 @@ def run_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def client(run_dir: Path) -> TestClient:
-    return TestClient(create_app(run_dir, host="127.0.0.1", token=None))
+    return TestClient(create_app(run_dir, host="127.0.0.1", token=None), base_url="http://127.0.0.1")
 
 
 def write_answers(run_dir: Path, **changes: Any) -> None:
@@ -263,7 +263,8 @@ def test_servers_get_the_token_only_if_asked_for(
 
     def look(server: uvicorn.Server, sockets: list[socket.socket]) -> None:
         sockets[0].close()
-        pages.append(TestClient(server.config.app, base_url="http://127.0.0.1").get("/now").text)  # type: ignore[arg-type]
+        (path,) = re.findall(r"http://[^/]+(/\S+)", capsys.readouterr().out)
+        pages.append(TestClient(server.config.app, base_url="http://127.0.0.1").get(f"{path}now").text)  # type: ignore[arg-type]
 
     monkeypatch.setattr(uvicorn.Server, "run", look)
     monkeypatch.setenv(TOKEN_VARIABLE, "token-of-mine")
