@@ -30,6 +30,7 @@ import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from io import FileIO
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -49,6 +50,7 @@ from shared.config.json_schema import schema_option
 from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.masking import masked
+from shared.private import unlinked
 from shared.processes import end_with_parent, leave_lost_output, stop_signals
 from shared.version import Version
 from shared.waits import Deadline, awake_s
@@ -118,7 +120,7 @@ class Processes:
         output = None
         if log is not None:
             log.parent.mkdir(parents=True, exist_ok=True)
-            output = log.open("ab" if again else "wb")
+            output = FileIO(log, "a" if again else "w", opener=unlinked)
         self._starting = True
         try:
             popen = subprocess.Popen(

@@ -737,7 +737,8 @@ def _recipe(config_path: str, overrides: Sequence[str], minutes: float) -> int:
     if code == AGAIN:
         if int(os.environ.get("WORLD_SIZE", "1")) == 1:
             sys.stdout.flush()
-            os.execv(sys.executable, [sys.executable, "-m", "learner", *sys.argv[1:]])
+            # As it was started: with `-m` a folder `learner` or a file `torch.py` of the working directory came first.
+            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
         if os.environ.get("RANK", "0") == "0":
             print("the next stage needs new processes: give the same command again (torchrun --max-restarts 3 does it)")
     return code

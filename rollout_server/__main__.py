@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import atexit
 import fcntl
-import getpass
 import json
 import os
 import shutil
@@ -32,6 +31,7 @@ from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
 from shared.masking import masked, masked_in
 from shared.packages import missing_package
+from shared.private import cache_folder, unlinked
 from shared.processes import FEW_SHAPES, held_back, leave_lost_output, stop_signals
 from shared.tokens import read_token
 from shared.version import Version
@@ -120,8 +120,9 @@ def _temporary_folder() -> str:
     torch's files for its groups. Those leave their files behind. The folder is removed at any end; after SIGKILL by the
     next server that starts."""
     around = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else tempfile.gettempdir()
-    # torch's compiled programs outlive the server, so they stay where torch would put them.
-    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", f"{tempfile.gettempdir()}/torchinductor_{_user()}")
+    # Torch's compiled programs outlive the server. Torch's own folder for them is one that another user can make first.
+    if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(os.environ, "rollout-server"))
     _remove_left(Path(around))
     folder = tempfile.mkdtemp(prefix=_FOLDER, dir=around)
     while _lock(Path(folder, _LOCK), new=True) is None:  # taken by a server that started at the same moment
@@ -130,13 +131,6 @@ def _temporary_folder() -> str:
     os.register_at_fork(after_in_child=lambda: atexit.unregister(shutil.rmtree))
     os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     return folder
-
-
-def _user() -> str:
-    try:
-        return getpass.getuser()
-    except (KeyError, OSError):  # a container's user without a name
-        return f"uid_{os.getuid()}"
 
 
 def _remove_left(around: Path) -> None:
@@ -185,7 +179,7 @@ def _console(config: ServerConfig) -> TextIO:
         return sys.stderr
     config.log_dir.mkdir(parents=True, exist_ok=True)
     console = os.fdopen(os.dup(2), "w")
-    with (config.log_dir / "rollout_server.log").open("ab") as log:
+    with open(config.log_dir / "rollout_server.log", "ab", opener=unlinked) as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
     return console

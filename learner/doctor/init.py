@@ -252,8 +252,9 @@ def _images_folder(found: dict[str, Split]) -> str:
 
 
 def _quoted(text: str | None) -> str:
-    """Return a text as YAML has it. JSON's escapes of an emoji are two of YAML's, which make no character."""
-    return json.dumps(text, ensure_ascii=False)
+    """Return a text as our YAML has it: `${` as it is, and no variable. JSON's escapes of an emoji are two of YAML's,
+    which make no character."""
+    return json.dumps(text, ensure_ascii=False).replace("${", "$${")
 
 
 def run_yaml(data: DataConfig, found: Survey, machine: Machine, *, num_val: int) -> str:

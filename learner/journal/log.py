@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from io import BufferedWriter, FileIO, TextIOWrapper
 from logging.handlers import WatchedFileHandler
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -40,9 +41,10 @@ from learner.config.sections.logging import LoggingConfig
 from learner.journal.trackers import Pictures, Trackers, numbers
 from learner.policy.parallel import Ranks
 from learner.records import RolloutCallLog
-from learner.run.files import AppendedLines
+from learner.run.files import AppendedLines, writing
 from shared.errors import OutputError
 from shared.masking import masked, masked_in
+from shared.private import unlinked
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
@@ -239,6 +241,10 @@ class _LogFile(WatchedFileHandler):
     """Loses what a full disk does not take: the run's own files say what is wrong, once. A file that is removed is made
     again, as soon as its folder is there."""
 
+    def _open(self) -> TextIOWrapper:
+        file = BufferedWriter(FileIO(self.baseFilename, self.mode, opener=unlinked))
+        return TextIOWrapper(file, encoding="utf-8", errors="backslashreplace")
+
     def emit(self, record: logging.LogRecord) -> None:
         with contextlib.suppress(OSError):
             super().emit(record)
@@ -249,10 +255,12 @@ class _LogFile(WatchedFileHandler):
 
 
 def log_to_file(run_dir: Path, rank: int) -> Path:
-    """Send this process's logs and warnings to a file from now on. The console is for the run itself."""
-    run_dir.mkdir(parents=True, exist_ok=True)
+    """Send this process's logs and warnings to a file from now on. The console is for the run itself. Raises
+    OutputError."""
     path = run_dir / f"learner_rank{rank}.log"
-    handler = _LogFile(path)
+    with writing(path):
+        run_dir.mkdir(parents=True, exist_ok=True)
+        handler = _LogFile(path)
     handler.setFormatter(_WithoutSecrets("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     for name in _LOGGERS:
         logger = logging.getLogger(name)

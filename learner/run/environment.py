@@ -10,7 +10,8 @@ default torch takes the address of the machine's name, which many systems map to
 wait for it until their deadline. NCCL chooses by itself and avoids the loopback.
 
 `keep_compiled` names the folder in which torch keeps what it compiles. Its default is under /tmp, which many machines
-clear, and containers always. A first step compiles for minutes, and for a fifth of that with the folder of a last run.
+clear, and containers always, and where another user can make it first. A first step compiles for minutes, and for a
+fifth of that with the folder of a last run.
 Triton's folder is named too: torch names one of its own when it compiles, and leaves Triton's default when it finds
 everything compiled, so that the kernels of a first run were not found by the second.
 
@@ -31,12 +32,13 @@ import contextlib
 import fcntl
 import gc
 import ipaddress
-import os
 import socket
 import struct
 import sys
 from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
+
+from shared.private import cache_folder
 
 
 def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
@@ -49,16 +51,10 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
 
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
-    """Set the variables in `environment`, unless the user has, or cannot write to a folder for caches."""
+    """Set the variables in `environment`, unless the user has."""
     if not environment.get(COMPILED_VARIABLE):
-        with contextlib.suppress(OSError, RuntimeError):  # no home
-            root = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
-            folder = root / "rollout-learner" / "torch"
-            folder.mkdir(parents=True, exist_ok=True)
-            if os.access(folder, os.W_OK):
-                environment[COMPILED_VARIABLE] = str(folder)
-    if compiled := environment.get(COMPILED_VARIABLE):
-        environment.setdefault(TRITON_VARIABLE, str(Path(compiled) / "triton"))
+        environment[COMPILED_VARIABLE] = str(cache_folder(environment, "rollout-learner"))
+    environment.setdefault(TRITON_VARIABLE, str(Path(environment[COMPILED_VARIABLE]) / "triton"))
 
 
 def shorten_turns() -> None:

@@ -1,7 +1,7 @@
 """Files of a run, on a disk that may be full or read-only: whatever fails, what was written before is whole.
 
-`write_atomically` writes a file, `AppendedLines` lets one grow; what cannot be written is an OutputError. Imports
-neither torch nor transformers.
+`write_atomically` writes a file, `AppendedLines` lets one grow; what cannot be written is an OutputError. A link that
+somebody put where a file is written is replaced or refused, never followed. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -11,9 +11,11 @@ import logging
 import os
 import tempfile
 from collections.abc import Callable, Iterator
+from io import FileIO
 from pathlib import Path
 
 from shared.errors import OutputError
+from shared.private import unlinked
 
 log = logging.getLogger(__name__)
 
@@ -24,7 +26,8 @@ def write_atomically(path: Path, text: str) -> None:
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            with work.open("w", encoding="utf-8") as file:
+            work.unlink(missing_ok=True)  # left by a process of that number, or a link of somebody else's
+            with work.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
                 os.fsync(file.fileno())
@@ -73,7 +76,7 @@ class AppendedLines:
         """Raises OutputError."""
         self._path, self._tell = path, tell
         with writing(path):
-            self._file = path.open("a+b", buffering=0)
+            self._file = FileIO(path, "a+", opener=unlinked)
             if self._ends_within_a_line():  # the process that wrote it was killed
                 self._file.write(b"\n")
 
@@ -97,7 +100,7 @@ class AppendedLines:
 
     def _begin_again(self) -> None:
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        removed, self._file = self._file, self._path.open("a+b", buffering=0)
+        removed, self._file = self._file, FileIO(self._path, "a+", opener=unlinked)
         removed.close()
         self._tell(f"{self._path} was removed while it was written: a new file goes on, without the lines so far")
 

@@ -1,7 +1,9 @@
 """One run at a time in `training.output_dir`.
 
-Rank 0 holds a lock on a file there as long as its process lives, however it ends. A process that was forked from it
-does not hold it. On a file system without locks there is none, and nothing is refused.
+Rank 0 holds a lock (`flock`) on a file there as long as its process lives, however it ends. A process that was forked
+from it does not hold it. On a file system without locks there is none, and nothing is refused.
+
+The folder may lie where others write: a link is not followed, and a file with a second name is not written.
 """
 
 from __future__ import annotations
@@ -9,52 +11,95 @@ from __future__ import annotations
 import fcntl
 import logging
 import os
+import stat
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shared.errors import ConfigError
 
 LOCK = ".lock"
 _TRIES, _PAUSE_S = 10, 0.05  # `is_running` holds it for a moment
+_MOST_READ = 200  # bytes about the holder
 log = logging.getLogger("learner.run")
+_held: set[int] = set()
+
+
+def _close_in_child() -> None:
+    """Close what was inherited: a fork shares the lock, and would keep it when its parent has ended."""
+    while _held:
+        os.close(_held.pop())
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the lock inside this block. Raises ConfigError if another process has it, OSError if the file cannot be
-    written."""
+    """Hold the lock inside this block. Raises ConfigError if another process has it, or if the file is somebody else's,
+    OSError if it cannot be written."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    with (run_dir / LOCK).open("a+") as file:
-        if not _taken(file.fileno(), run_dir):
-            file.seek(0)
+    handle = _open(run_dir / LOCK, os.O_CREAT)
+    _held.add(handle)
+    try:
+        if not _taken(handle, run_dir):
+            holder = os.pread(handle, _MOST_READ, 0).decode(errors="replace").strip()
             raise ConfigError(
                 "training.output_dir: another run writes there now",
-                found=f"{run_dir}, held by {file.read(200).strip() or 'another process'}",
+                found=f"{run_dir}, held by {holder or 'another process'}",
                 wanted="a folder that no other run uses",
                 remedy="wait for its end, or name another folder",
             )
-        file.truncate(0)
-        file.write(f"process {os.getpid()} on {os.uname().nodename}\n")
-        file.flush()
+        os.ftruncate(handle, 0)
+        os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
+    finally:
+        if handle in _held:  # not in a fork, which has closed it
+            _held.remove(handle)
+            with suppress(OSError):
+                fcntl.flock(handle, fcntl.LOCK_UN)  # also for a child that has not yet closed it
+            os.close(handle)
 
 
 def is_running(run_dir: Path) -> bool:
     """Return True if a run holds the lock. True too if there is no lock to ask."""
     try:
-        with (run_dir / LOCK).open("r+") as file:
-            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            return False
+        handle = _open(run_dir / LOCK, 0)
+    except (OSError, ConfigError):
+        return True
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
     except OSError:
         return True
+    finally:
+        os.close(handle)
+
+
+def _open(path: Path, flags: int) -> int:
+    """Raises ConfigError for a link, for what is no file, and for a file with other names; OSError otherwise."""
+    found = "a link" if path.is_symlink() else ""
+    if not found:
+        # A link that is made between the two lines is an OSError.
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
+        about = os.fstat(handle)
+        if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:
+            return handle
+        os.close(handle)
+        found = "a file with other names" if stat.S_ISREG(about.st_mode) else "no file"
+    raise ConfigError(
+        "training.output_dir: its lock is not a run's",
+        found=f"{path}, {found}",
+        wanted="a file that a run made: writing there would change another one",
+        remedy="remove it, or name another folder",
+    )
 
 
 def _taken(handle: int, run_dir: Path) -> bool:
     for _ in range(_TRIES):
         try:
-            fcntl.lockf(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except (BlockingIOError, PermissionError):
             time.sleep(_PAUSE_S)

@@ -15,11 +15,10 @@ import pytest
 START = """
 import os, subprocess, tempfile, time
 from rollout_server.__main__ import _temporary_folder
-own = os.environ["TMPDIR"]
 folder = _temporary_folder()
 inductor = os.environ["TORCHINDUCTOR_CACHE_DIR"]
 child = subprocess.run(["mktemp"], capture_output=True, text=True).stdout.strip()
-print(folder, tempfile.mkstemp()[1], child, inductor.startswith(own + "/torchinductor_"), flush=True)
+print(folder, tempfile.mkstemp()[1], child, inductor, flush=True)
 time.sleep(60)
 """
 
@@ -28,13 +27,13 @@ time.sleep(60)
 def started(temporary: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
     """Start a process that has such a folder, as a server has."""
     environment = {name: text for name, text in os.environ.items() if name != "TORCHINDUCTOR_CACHE_DIR"}
-    environment["TMPDIR"] = str(temporary)
+    environment |= {"TMPDIR": str(temporary), "XDG_CACHE_HOME": str(temporary / "caches")}
     with subprocess.Popen([sys.executable, "-c", START], env=environment, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
         try:
-            folder, *files, keeps_compiled = process.stdout.readline().split()
+            folder, *files, compiled = process.stdout.readline().split()
             assert {Path(file).parent for file in files} == {Path(folder)}, "of its processes too"
-            assert keeps_compiled == "True"
+            assert compiled == str(temporary / "caches/rollout-server/torch"), "it outlives the server"
             yield process, Path(folder)
         finally:
             process.kill()

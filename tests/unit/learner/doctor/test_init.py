@@ -63,6 +63,20 @@ def test_names_with_spaces_and_emoji_can_be_copied(
     load_server_config(Path("o u t/server.yaml"), has_token=False)
 
 
+def test_a_name_that_looks_like_a_variable_is_a_name(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was filled in: with a token, if it is that one's name."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    folder.rename("a ${HF_TOKEN} $${b}")
+    assert main(["init", "a ${HF_TOKEN} $${b}", "--out", "out"]) == 0
+    config = load_config("out/run.yaml", world_size=1)
+    assert config.data.train.startswith("a ${HF_TOKEN} $${b}[")
+    server = load_server_config(Path("out/server.yaml"), has_token=False)
+    assert [Path(root).parent.name for root in server.allowed_image_roots] == ["a ${HF_TOKEN} $${b}"]
+
+
 def few(folder: Path, number: int, split: str = "") -> Path:
     """So many photographs of raccoons, as VOC."""
     place = folder / split

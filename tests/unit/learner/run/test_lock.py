@@ -56,6 +56,47 @@ def test_a_killed_run_holds_nothing(tmp_path: Path, other: Event) -> None:
         stack.enter_context(locked(tmp_path))
 
 
+def test_the_process_that_holds_it_may_open_the_file(tmp_path: Path) -> None:
+    """A POSIX lock is lost when its own process closes the file, however it opened it."""
+    with locked(tmp_path):
+        (tmp_path / LOCK).read_text()
+        assert is_running(tmp_path), "this process asks"
+        with FORK.Pool(1) as asked:
+            assert asked.apply(is_running, (tmp_path,))
+
+
+def _open_files() -> list[str]:
+    return [os.path.realpath(link) for link in Path("/proc/self/fd").iterdir()]
+
+
+def test_a_fork_does_not_keep_it(tmp_path: Path) -> None:
+    """A data worker or an engine may end later than its learner."""
+    with locked(tmp_path):
+        assert str(tmp_path / LOCK) in _open_files()
+        with FORK.Pool(1) as forked:
+            assert str(tmp_path / LOCK) not in forked.apply(_open_files)
+
+
+@pytest.mark.parametrize("kind", ["link", "hanging link", "second name", "pipe", "folder"])
+def test_what_others_put_in_its_place_is_not_written(kind: str, tmp_path: Path) -> None:
+    run_dir, file = tmp_path / "run", tmp_path / "precious"
+    run_dir.mkdir()
+    file.write_text("precious")
+    lock = run_dir / LOCK
+    {
+        "link": lambda: lock.symlink_to(file),
+        "hanging link": lambda: lock.symlink_to(tmp_path / "new"),
+        "second name": lambda: lock.hardlink_to(file),
+        "pipe": lambda: os.mkfifo(lock),
+        "folder": lambda: lock.mkdir(),
+    }[kind]()
+    with pytest.raises((ConfigError, IsADirectoryError), match="lock"), locked(run_dir):
+        pass
+    assert file.read_text() == "precious"
+    assert not (tmp_path / "new").exists()
+    assert is_running(run_dir), "nobody knows"
+
+
 def _state(run_dir: Path) -> None:
     (run_dir / FOLDER).mkdir(exist_ok=True)
     (run_dir / FOLDER / STATE).write_text(json.dumps({"servers": []}))
