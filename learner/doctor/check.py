@@ -25,7 +25,7 @@ from learner.config.sections.servers import SERVER, WAY_OUT
 from learner.config.sections.training import chosen_by_test
 from learner.doctor.finding import SeenServer
 from learner.doctor.length import length_report
-from learner.doctor.model_folder import no_room_for_prompts, other_than_trained
+from learner.doctor.model_folder import adapter_on_tied, no_room_for_prompts, other_than_trained
 from learner.extensions import check_extensions
 from learner.journal.trackers import check_trackers
 from shared.config.model import ConfigErrors, Mistake
@@ -115,7 +115,7 @@ def preflight(
     if advice := [one for one in said if one is not None]:
         report["advice"] = advice
     mistakes = [*_output_dir(config), *_annotations(config), *_family(config), *_fp8_family(config)]
-    mistakes += no_room_for_prompts(config)
+    mistakes += [*no_room_for_prompts(config), *adapter_on_tied(config)]
     report |= memory_report(config, world_size)
     if build_model:
         mistakes += _names_of_model(config)

@@ -6,6 +6,7 @@ is not on this machine.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from shared.errors import ConfigError
 from shared.reading import json_in
 
 _CONFIG, _SETTINGS = "config.json", "inference.json"
+_TIED, _PATHS = ("lm_head", "embed_tokens"), ("", "model.", "model.language_model.")
 
 
 def no_room_for_prompts(config: RunConfig) -> list[Mistake]:
@@ -43,6 +45,29 @@ def _positions(folder: Path) -> int | None:
         return int((found.get("text_config") or found)["max_position_embeddings"])
     except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads the model says what is wrong
         return None
+
+
+def adapter_on_tied(config: RunConfig) -> list[Mistake]:
+    """Return a mistake if LoRA is asked for on the embedding or the head of a model whose two are one tensor."""
+    named = config.model.lora.target_modules if config.model.lora is not None else []
+    if isinstance(named, str):
+        layers = [name for name in _TIED for path in _PATHS if re.fullmatch(named, f"{path}{name}")]
+    else:
+        layers = [name for name in _TIED if any(one.rpartition(".")[2] == name for one in named)]
+    if not layers or not _is_tied(Path(config.model.path)):
+        return []
+    remedy = 'leave lm_head and embed_tokens out, or use "all-linear"'
+    found = f"{layers[0]}, and the model's tie_word_embeddings"
+    return [Mistake(path="model.lora.target_modules", found=found, wanted="layers that are not tied", remedy=remedy)]
+
+
+def _is_tied(folder: Path) -> bool:
+    try:
+        found = json_in(folder / _CONFIG)
+        text = found.get("text_config") or {}
+        return bool(found.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
+    except (OSError, ValueError, AttributeError):  # whoever loads the model says what is wrong
+        return False
 
 
 def other_than_trained(config: RunConfig) -> str | None:

@@ -50,11 +50,30 @@ def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftMode
     """Attach the adapter of `config.path`, or a new one from `config.lora`. With an adapter the rest of the model is
     frozen.
 
-    Raises ConfigError if a name in `target_modules` is no layer's.
+    Raises ConfigError if a name in `target_modules` is no layer's, or if the adapter is on weights that are tied.
     """
     if base_model_path(config) is not None:
-        return peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
-    return _new_adapter(model, config.lora) if config.lora else None
+        adapter = peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
+    else:
+        adapter = _new_adapter(model, config.lora) if config.lora else None
+    if adapter is not None:
+        require_untied(model)
+    return adapter
+
+
+def require_untied(model: PreTrainedModel) -> None:
+    """Raises ConfigError if the input embedding and the head are one tensor, and an adapter is on either. Merged, it
+    would change the other one too, so neither an export nor a sync could write what was trained."""
+    both = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
+    adapted = [name for name, layer in both.items() if isinstance(layer, LoraLayer)]
+    one, other = (layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in both.values())
+    if adapted and one is not None and other is not None and one.weight is other.weight:
+        raise ConfigError(
+            "model.lora.target_modules names a layer whose weights are tied",
+            found=f"{' and '.join(adapted)}, one tensor of the model (tie_word_embeddings)",
+            wanted="layers with weights of their own",
+            remedy='leave lm_head and embed_tokens out, or use "all-linear"',
+        )
 
 
 def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:

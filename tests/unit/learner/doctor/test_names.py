@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +12,10 @@ import pytest
 from learner.config.sections.model import ModelConfig
 from learner.doctor.check import run_check
 from learner.doctor.command import doctor
+from learner.doctor.model_folder import adapter_on_tied
 from learner.doctor.names import names_that_are_wrong
 from shared.config.parse import dump_yaml
-from tests.unit.learner.config.examples import changed, minimal
+from tests.unit.learner.config.examples import changed, minimal, valid
 from tests.unit.learner.data.annotations import FINE, jsonl
 
 
@@ -43,6 +46,24 @@ def test_a_layer_that_does_not_exist_is_named_though_another_does(tiny_vlm: Path
     assert list(found) == ["model.lora.target_modules"]
     assert "'o_prj' (near: o_proj" in found["model.lora.target_modules"]
     assert wrong(tiny_vlm, lora={"target_modules": "no.*such"}).keys() == {"model.lora.target_modules"}
+
+
+@pytest.mark.parametrize(
+    "name", ["lm_head", "embed_tokens", r".*(lm_head|q_proj)", "model.language_model.embed_tokens"]
+)
+def test_an_adapter_on_tied_weights_is_refused(tiny_vlm: Path, name: str) -> None:
+    """An export or a sync of what it learned is not possible, so a run does not begin."""
+    modules: Any = name if name.startswith(".") else [name, "q_proj"]
+    for tied in (True, False):
+        content = json.loads((tiny_vlm / "config.json").read_text())
+        content["tie_word_embeddings"] = content["text_config"]["tie_word_embeddings"] = tied
+        folder = tiny_vlm.parent / f"tied-{tied}-{abs(hash(name))}"
+        shutil.copytree(tiny_vlm, folder)
+        (folder / "config.json").write_text(json.dumps(content))
+        found = wrong(folder, lora={"target_modules": modules})
+        assert found.keys() == ({"model.lora.target_modules"} if tied else set())
+        config = valid(minimal(), {"model.path": str(folder), "model.lora": {"target_modules": modules}})
+        assert [one.path for one in adapter_on_tied(config)] == list(found)
 
 
 def test_all_that_is_wrong_is_listed(tiny_text: Path) -> None:
