@@ -44,7 +44,7 @@ REQUIREMENTS = {
     "R38": "Tasks, rewards, losses and readers of your own, by import path.",
     "R39": "Log-probabilities of sampled tokens, and several answers to a prompt, on request.",
     "R40": "Servers leave and join a running learner.",
-    "R41": "COCO, JSONL, Pascal VOC, YOLO and Hugging Face `datasets` are read; bad records have a policy per kind.",
+    "R41": "COCO, JSONL, VOC, YOLO, Labelme and Hugging Face `datasets` are read; bad records have a policy per kind.",
     "R42": "Every port is authenticated, and no byte from a socket is unpickled.",
     "R47": "A group's prompt and images are computed once in learning, exactly.",
     "R43": "Photographs in, scored boxes out; any detector compared; missing labels suggested to a person.",
@@ -52,6 +52,7 @@ REQUIREMENTS = {
     "R45": "Learner and server are shown to see the same pixels of every request.",
     "R46": "One launch file for this machine, Slurm, Kubernetes and SkyPilot.",
     "R48": "Labels with gaps are completed by what the model's own answers agree on.",
+    "R52": "Results of other detectors are checked (names, numbering, unit, coverage) before they are scored.",
     "R49": "One command chooses the methods of a run within a given time, and never ends below its start.",
     "D1": "Several learner ranks work with servers: all wait, rank 0 syncs, all go on.",
     "D2": "`rollout_buffer` goes with `rollout_matching_sft` and `grpo` only.",
@@ -74,4 +75,5 @@ REQUIREMENTS = {
     "D19": "Two ranks on one GPU are refused, unless `vllm.server.allow_shared_gpu` is set.",
     "D20": "Several rollouts of a sample serve groups, scores, and the completion of labels by agreement.",
     "D21": "A group is K places in a row; its advantages are over the whole step, on all ranks.",
+    "D23": "Numbers of boxes are pixels of the upright image, unless `data.coordinates` says another unit.",
 }

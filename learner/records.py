@@ -26,6 +26,7 @@ if TYPE_CHECKING:  # numpy too: `--check` imports this module, and must be quick
     from shared.wire import ProcessedImages, Turn
 
 GeometryKind = Literal["bbox_2d", "poly"]
+Unit = Literal["pixels", "thousandths", "shares", "percent", "resized"]
 DropReason = Literal[
     "missing_desc",
     "missing_geom",
@@ -378,7 +379,7 @@ class RawRecord:
     objects: Sequence[RawObject]
     width: int | None  # the annotated image's, in pixels; None: the image's own
     height: int | None
-    relative: bool = False  # coordinates are shares of width and height
+    unit: Unit = "pixels"  # of coordinates, unless `data.coordinates` says another one
     sizes: tuple[Size, ...] = ()  # width and height of each image, of a record of several
 
 

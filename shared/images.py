@@ -132,6 +132,13 @@ class Images:
                 file.seek(0)
                 raise _no_image(source, file.read(self.rules.max_bytes), error) from error
 
+    def is_turned(self, source: str) -> bool:
+        """Return True if the EXIF orientation swaps width and height. Raises MediaError."""
+        try:
+            return 5 <= _orientation(self._open(io.BytesIO(self.read(source)), source)) <= 8
+        except _DECODING_ERRORS:
+            return False
+
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
     def read(self, source: str) -> bytes:
@@ -322,7 +329,7 @@ def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
     """Return `_upright(image).size`, without decoding if the header is enough."""
     if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
         return image.size  # otherwise Pillow would decode it all to find a later chunk
-    turned = _orientation(image) >= 5
+    turned = 5 <= _orientation(image) <= 8
     if turned and image.format == "TIFF":  # versions of Pillow differ in the size they give
         image.load()
         return image.size

@@ -24,6 +24,7 @@ def _config_of(config: RunConfig, one: RetainConfig) -> RunConfig:
         "reader": None,
         "image_root": one.image_root,
         "annotation_root": None,
+        "coordinates": one.coordinates,
         "prompt": one.prompt,
         "max_samples": one.samples,
         "augment": None,

@@ -19,6 +19,7 @@ def _own_keys(own: SplitConfig) -> dict[str, object]:
         "reader": own.reader,
         "image_root": own.image_root,
         "annotation_root": own.annotation_root,
+        "coordinates": own.coordinates,
         "prompt": own.prompt,
     }
     without_reader: dict[str, object] = {"reader": None} if own.format is not None else {}

@@ -77,6 +77,9 @@ def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> C
     except DataError as error:
         return CheckedSplit(mistakes=[Mistake.of(error, key)])
     mistakes = [Mistake.of(error, key) for error in found.bad.errors]
+    if mistakes and (hint := found.bad.reach.hint()):
+        wanted, remedy = "numbers in the unit that is read", "look at the photographs with their boxes"
+        mistakes.insert(0, Mistake(path=key, found=hint, wanted=wanted, remedy=remedy))
     more = found.bad.num_errors - len(mistakes)
     if more:
         remedy = "correct them, or set data.on_bad_record for each kind"

@@ -12,6 +12,7 @@ it. `BadRecords` keeps the first errors and counts all of them, so that a user s
     image_missing    an image that is missing or can't be read
     image_size       an image of another size than the annotation says
     duplicate        an object that stands twice, its class and its coordinates
+    image_shape      an image more than 200 times as long as it is wide, or the reverse
     too_long         prompt, labels and the longest rollout do not fit a packed row
     malformed        everything else (not JSON, a field missing, an id twice): always an error
 
@@ -20,7 +21,10 @@ Some things are right in one data set and a mistake in another. They are kept, a
     unlabelled       an image without a label file (YOLO), which becomes a scene without objects
     orphan_label     a label file without an image (YOLO)
     keypoints        a label with keypoints (YOLO), which are left out
-    padded_name      a class name with spaces around it, which are removed
+    padded_name      a class name with spaces around it or control characters, which are removed
+    rotated          a turned rectangle (CVAT), of which the enclosing box is taken
+    found_by_name    an image that is not where its record says, and that one file near it has the name of
+    other_shape      a point or a line (Labelme), which is left out
 """
 
 from __future__ import annotations
@@ -34,12 +38,14 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from learner.config.sections.data import BadRecordConfig
+from learner.config.sections.data import BadRecordConfig, Coordinates
+from learner.data.formats.strict import plain_name
+from learner.data.units import Reach, sides_in, to_pixels
 from learner.records import DetectionObject, GeometryKind, Place, RawObject, RawRecord, Rect, Sample, Size
 from learner.tasks.detection.bins import canonical_order, encloses_something, to_bins
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
-from shared.images import Images
+from shared.images import ImageRules, Images
 from shared.reading import as_here, is_utf8
 from shared.validation import fault_of
 from shared.wire import Turn
@@ -47,22 +53,34 @@ from shared.wire import Turn
 if TYPE_CHECKING:
     from shapely.geometry.base import BaseGeometry
 
+    from learner.data.formats.source import Nearby
+
 Kind = Literal[
-    "no_area", "outside_image", "unknown_class", "image_missing", "image_size", "duplicate", "too_long", "malformed"
+    "no_area",
+    "outside_image",
+    "unknown_class",
+    "image_missing",
+    "image_size",
+    "image_shape",
+    "duplicate",
+    "too_long",
+    "malformed",
 ]
-Kept = Literal["unlabelled", "orphan_label", "keypoints", "padded_name"]
+Kept = Literal["unlabelled", "orphan_label", "keypoints", "padded_name", "rotated", "found_by_name", "other_shape"]
 Action = Literal["error", "drop", "clip"]
 EDGE_TOLERANCE = 1.0  # pixels by which rounding may push a coordinate out of the image
 LARGEST = 1e9  # coordinate: above every pixel
+LONGEST_SHAPE = 200  # longer side / shorter side: the processors of Qwen-VL models refuse more
 MAX_SHOWN = 50  # errors that are kept word for word
 _DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
 
 
 @dataclass
 class BadRecords:
-    """Collects what was wrong with one annotation file, and what `policy` made of it."""
+    """Collects what was wrong with one annotation file, and what `policy` made of it. `reach`: where its boxes are."""
 
     policy: BadRecordConfig
+    reach: Reach = field(default_factory=Reach)
     errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN
     num_errors: int = 0
     counts: Counter[tuple[Kind | Kept, Action | Literal["keep"]]] = field(default_factory=Counter)
@@ -99,6 +117,7 @@ class BadRecords:
             "unknown_class": policy.unknown_class,
             "image_missing": policy.image_missing,
             "image_size": policy.image_size,
+            "image_shape": policy.image_shape,
             "duplicate": policy.duplicate,
             "too_long": policy.too_long,
             "malformed": "error",
@@ -121,7 +140,7 @@ class BadRecords:
                 f"{self.num_errors} records of {file} can't be used",
                 found=f"{shown}\n" + (f"  and {more} more\n" if more else ""),
                 wanted="records without mistakes",
-                remedy="correct them, or choose what happens to each kind with data.on_bad_record",
+                remedy=self.reach.hint() or "correct them, or choose what happens to each kind with data.on_bad_record",
             )
 
     def in_words(self) -> list[str]:
@@ -164,29 +183,45 @@ class Validates(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenImages:
     """A record's images: as any process understands them, and their upright sizes (None: URLs, which are not fetched
-    for it). `error`: the first that can't be had."""
+    for it). `error`: the first that can't be had. `found`: where those are that had to be looked for."""
 
     sources: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int] | None, ...] = ()
     error: MediaError | None = None
+    found: tuple[tuple[str, Path], ...] = ()
 
 
-def look_at_images(names: Sequence[str], images: Images, folder: Path) -> SeenImages:
-    """Find a record's images, relative paths below `folder`, and read their headers. Called from several threads."""
+def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: Nearby) -> SeenImages:
+    """Find a record's images, relative paths below `folder`, else by their names, and read their headers. Called from
+    several threads."""
+    found: list[tuple[str, Path]] = []
+
+    def source_of(name: str) -> str:
+        try:
+            return images.resolve(as_here(name, folder), folder)
+        except MediaError:
+            place = nearby.find(name)
+            if place is None:
+                raise
+            found.append((name, place))
+            return images.resolve(str(place))
+
     try:
-        sources = tuple(images.resolve(as_here(image, folder), folder) for image in names)
+        sources = tuple(map(source_of, names))
         sizes = tuple(None if source[:4].lower() == "http" else images.size(source) for source in sources)
     except MediaError as error:
         return SeenImages(error=error)
-    return SeenImages(sources=sources, sizes=sizes)
+    return SeenImages(sources=sources, sizes=sizes, found=tuple(found))
 
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMaker:
-    """Makes samples and takes note of what is bad. `too_long` says how long a sample is, if it does not fit a row."""
+    """Makes samples and takes note of what is bad. `too_long` says how long a sample is, if it does not fit a row.
+    `coordinates`: the unit of all records; None: each record's own."""
 
     task: Validates
     bad: BadRecords
+    coordinates: Coordinates | None = None
     too_long: Callable[[Sample], str | None] | None = None
 
     def make(self, record: RawRecord, seen: SeenImages) -> Sample | None:
@@ -194,13 +229,14 @@ class SampleMaker:
         the same."""
         errors = self.bad.num_errors
         number = len(record.images)
+        self._tell_found(seen, record.place)
         sizes = self._sizes(record, seen)
         if not self._asks_something(record.messages, number, record.place) or sizes is None:
             return None
         if seen.error is None and not self._has_name(record):
             return None
         sound = (obj for obj in map(self._sound, record.objects) if obj and self._names_image(obj, number))
-        kept = [(obj, made) for obj in self._distinct(sound) if (made := self._object(obj, sizes, record.relative))]
+        kept = [(obj, made) for obj in self._distinct(sound) if (made := self._object(obj, sizes, record))]
         if self.bad.num_errors > errors:
             return None
         sample = Sample(
@@ -220,7 +256,8 @@ class SampleMaker:
         if seen.error is not None:
             self._miss_image(seen.error, place)
             return None
-        if not self._asks_something(sample.messages, len(sample.images), place):
+        self._tell_found(seen, place)
+        if not self._asks_something(sample.messages, len(sample.images), place) or not self._has_shape(seen, place):
             return None
         width, height = next((size for size in seen.sizes if size is not None), (1, 1))
         if sample.width and sample.height:
@@ -237,19 +274,51 @@ class SampleMaker:
         bad = place.error(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
         return self.bad.meet("image_missing", bad)
 
+    def _tell_found(self, seen: SeenImages, place: Place) -> None:
+        for written, file in seen.found:
+            error = place.error("its image is elsewhere", found=f"{written!r:.100}, read {file}", wanted="its path")
+            self.bad.keep("found_by_name", error)
+
+    def _has_shape(self, seen: SeenImages, place: Place) -> bool:
+        """Return True if a model's processor takes the images."""
+        long = [size for size in seen.sizes if size and max(size) > LONGEST_SHAPE * min(size)]
+        if not long:
+            return True
+        found, wanted = f"{long[0][0]} x {long[0][1]}", f"sides of at most {LONGEST_SHAPE} to 1"
+        error = place.error("its image is too long for a model", found=found, wanted=wanted, remedy="cut it into parts")
+        return self.bad.meet("image_shape", error) == "error"
+
+    def _said(self, record: RawRecord, number: int) -> Sequence[Size | None]:
+        """Return the sizes that the record says of its images."""
+        same = (record.width, record.height) if record.width and record.height else None
+        return record.sizes or (same,) * max(1, number)
+
+    def _is_copy(self, record: RawRecord) -> bool:
+        """Return True if the record's width and height are those of another copy of the image."""
+        return (self.coordinates or record.unit) == "resized"
+
     def _size(self, record: RawRecord, seen: SeenImages) -> Size | None:
         """Return width and height of the annotated image; None where the record is dropped, or they are not known."""
         place, error = record.place, seen.error
-        size = (record.width, record.height) if record.width and record.height else None
+        size = self._said(record, 1)[0]
         if error is not None:
             return size if self._miss_image(error, place) == "error" else None
+        if not self._has_shape(seen, place):
+            return None
         known = [size for size in seen.sizes if size is not None]
-        if size is None and not known:
-            bad = place.error("the size of its image is not known", found="no width and height", wanted="both")
+        if known and size is not None and self._is_copy(record):
+            return known[0]
+        if size is None and (not known or self._is_copy(record)):
+            what = "the size of its image is not known" if not known else "the size of the resized copy is not known"
+            bad = place.error(what, found="no width and height", wanted="both")
             self.bad.meet("malformed", bad)
             return None
         if size is not None and size not in known and len(known) == len(seen.sizes) > 0:
-            return size if self.bad.meet("image_size", _wrong_size(place, size, known)) == "error" else None
+            return (
+                size
+                if self.bad.meet("image_size", _wrong_size(place, size, known, seen.sources[0])) == "error"
+                else None
+            )
         return size or known[0]
 
     def _sizes(self, record: RawRecord, seen: SeenImages) -> tuple[Size, ...] | None:
@@ -261,15 +330,17 @@ class SampleMaker:
         if seen.error is not None:
             self._miss_image(seen.error, place)
             return None
-        same = (record.width, record.height) if record.width and record.height else None
-        said: Sequence[Size | None] = record.sizes or (same,) * number
+        if not self._has_shape(seen, place):
+            return None
+        said = self._said(record, number)
         for k, (one, own) in enumerate(zip(said, seen.sizes, strict=True), start=1):
             name = f"its image {k}"
             if (
                 one
                 and own
                 and one != own
-                and self.bad.meet("image_size", _wrong_size(place, one, [own], name)) == "drop"
+                and not self._is_copy(record)
+                and self.bad.meet("image_size", _wrong_size(place, one, [own], seen.sources[k - 1], name)) == "drop"
             ):
                 return None
             if not one and not own:
@@ -312,10 +383,10 @@ class SampleMaker:
             error = obj.place.error(f"{obj.name} has no coordinates", found=obj.written, wanted="numbers of pixels")
             self.bad.meet("malformed", error)
             return None
-        name = obj.desc.strip() if obj.desc else ""
+        name = plain_name(obj.desc) if obj.desc else ""
         if not name or name == obj.desc:
             return obj
-        found, wanted = f"{obj.desc!r:.100}", "no spaces around it"
+        found, wanted = f"{obj.desc!r:.100}", "neither spaces around it nor control characters"
         self.bad.keep("padded_name", obj.place.error("a class name with spaces around it", found=found, wanted=wanted))
         return replace(obj, desc=name)
 
@@ -331,16 +402,20 @@ class SampleMaker:
                 seen.add(content)
                 yield obj
 
-    def _object(self, obj: RawObject, sizes: Sequence[Size], relative: bool) -> DetectionObject | None:
+    def _object(self, obj: RawObject, sizes: Sequence[Size], record: RawRecord) -> DetectionObject | None:
         """Return the object in bins of its image; None where it is not used. Of ignore regions only the part inside the
         image counts. `sizes` are those of the record's images."""
         image = obj.image if len(sizes) > 1 else None
-        size = sizes[0 if image is None else image - 1]
+        place = 0 if image is None else image - 1
+        size, unit = sizes[place], self.coordinates or record.unit
+        sides = sides_in(unit, size, self._said(record, len(sizes))[place])
+        if not obj.ignored:
+            self.bad.reach.add(obj.coords, size, unit, sides)
         if obj.desc is None and not obj.ignored:
             error = obj.place.error(f"{obj.name} has an unknown class", found=obj.written, wanted="a class with a name")
             self.bad.meet("unknown_class", error)
             return None
-        coords = [v * size[i % 2] for i, v in enumerate(obj.coords)] if relative else list(obj.coords)
+        coords = to_pixels(obj.coords, sides, size)
         if not obj.ignored and not has_area(obj.kind, coords):
             self._no_area(obj, "an area above 0")
             return None
@@ -383,15 +458,21 @@ class SampleMaker:
         return False
 
 
-def _wrong_size(place: Place, said: Size, known: Sequence[Size], name: str = "its image") -> DataError:
+def _wrong_size(place: Place, said: Size, known: Sequence[Size], source: str, name: str = "its image") -> DataError:
     own = ", ".join(f"{width} x {height}" for width, height in known)
-    turned = said[::-1] in known
+    why, remedy = "", "correct the annotation, or set data.coordinates: resized if its boxes are in pixels of that size"
+    if said[::-1] in known:
+        why, remedy = ": width and height are swapped", "swap width and height in the annotation"
+        if Images(ImageRules()).is_turned(source):
+            why, remedy = (
+                " as its EXIF orientation turns it",
+                "annotate the upright image, or remove its EXIF orientation",
+            )
     return place.error(
         f"{name} has another size than the annotation says",
-        found=f"{said[0]} x {said[1]} in the annotation, {own} of the image"
-        + (" as its EXIF orientation turns it" if turned else ""),
+        found=f"{said[0]} x {said[1]} in the annotation, {own} of the image{why}",
         wanted="boxes in pixels of the upright image, and its size",
-        remedy="annotate the upright image, or remove its EXIF orientation" if turned else "correct the annotation",
+        remedy=remedy,
     )
 
 

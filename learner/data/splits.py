@@ -21,7 +21,7 @@ from learner.data.formats.coco import category_ids
 from learner.data.formats.detect import READERS, FormatReader, locate
 from learner.data.formats.folders import Annotations
 from learner.data.formats.parts import Part, part_of
-from learner.data.formats.source import Source
+from learner.data.formats.source import Nearby, Source
 from learner.data.raw import BadRecords, SampleMaker, SeenImages, Validates, look_at_images
 from learner.extensions import Reader, where_raised
 from learner.records import GeometryKind, Place, RawRecord, Sample
@@ -73,6 +73,8 @@ def load_split(
     for kind, actions in split.bad.summary().items():
         for action, number in actions.items():
             log.warning("%s: %s %d (%s), for example: %s", path, action, number, kind, split.bad.examples[kind, action])
+    if hint := split.bad.reach.hint():
+        log.warning("%s: %s", path, hint)
     return split
 
 
@@ -90,16 +92,17 @@ def read_split(
     bad = BadRecords(data.bad_records)
     whole, part = part_of(path)
     source = Source(data=data, path=whole, geometry=geometry, bad=bad)
-    maker = SampleMaker(task=task, bad=bad, too_long=too_long)
+    maker = SampleMaker(task=task, bad=bad, coordinates=data.coordinates, too_long=too_long)
     limit = data.max_samples if path == data.train else None
     if reader is None:
         annotations = annotations_of(data, path)
+        bad.reach.xywh = annotations.format in ("coco", "datasets") and data.box_format == "xywh"
         found = _samples(replace(source, path=annotations.path), READERS[annotations.format], maker, part)
     else:
         found = _samples_of_reader(reader, source, maker, part)
     samples = list(islice(_new_ids_only(found, bad), limit))
     if not samples and not bad.num_errors:
-        remedy = f"correct {whole}, or take a larger part of it"
+        remedy = bad.reach.hint() or f"correct {whole}, or take a larger part of it"
         if "image_missing" in bad.summary():
             remedy = "set data.image_root to the folder where their names begin (init: --image-root)"
         elif path == whole:
@@ -176,10 +179,10 @@ Record = TypeVar("Record", RawRecord, RawRecord | Sample)
 
 def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterator[tuple[Record, SeenImages]]:
     """Yield each record with what its images are, some of them looked at ahead, side by side."""
-    left = iter(records)
+    left, nearby = iter(records), Nearby(root)
     with ThreadPoolExecutor(_THREADS) as pool:
         while window := list(islice(left, _AHEAD)):
-            seen = pool.map(lambda record: look_at_images(record.images, images, root), window)
+            seen = pool.map(lambda record: look_at_images(record.images, images, root, nearby), window)
             yield from zip(window, seen, strict=True)
 
 

@@ -7,7 +7,6 @@ In: the samples of `read_split`. Out: a `Survey`, and lines of text. Of images t
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from statistics import median
 
 from learner.config.sections.model import ModelConfig
 from learner.data.splits import Split
+from learner.data.units import PixelLimits, resized
 from learner.records import Sample
 from learner.tasks.detection.bins import bounding_box
 from shared.generation import places_images
@@ -49,6 +49,7 @@ class Survey:
     told: Sequence[str]  # a line for each kind of bad record and what happened to these
     num_misplaced: int  # boxes that were cut or left out because they have no area, or lie outside
     num_left_out: int  # of these
+    hint: str  # the unit that their numbers fit better; empty: no doubt
     num_errors: int
 
     @property
@@ -73,7 +74,7 @@ def survey(split: Split) -> Survey:
     return Survey(
         num_samples=len(samples),
         num_images=len(of_images),
-        num_empty=counts.count(0),
+        num_empty=sum(not sample.objects for sample in samples),
         num_ignored=sum(len(sample.ignored) for sample in samples),
         num_unplaced=sum(bool(sample.images) and not places_images(sample.messages) for sample in samples),
         asked_again=[*_asked_again(samples)],
@@ -84,6 +85,7 @@ def survey(split: Split) -> Survey:
         told=split.bad.in_words(),
         num_misplaced=sum(sum(actions.values()) for actions in misplaced),
         num_left_out=sum(actions.get("drop", 0) for actions in misplaced),
+        hint=split.bad.reach.hint(),
         num_errors=split.bad.num_errors,
     )
 
@@ -137,7 +139,9 @@ def warnings_of(found: Survey, split: str = "train", learned: Collection[str] = 
     """Return what may be a mistake. `learned`: the classes of `train`, for other splits."""
     warned = [*found.told]
     doubtful = ""
-    if found.num_misplaced > _MOST_MISPLACED * max(1, found.num_given):
+    if found.hint:
+        warned.append(f"{found.hint}; look at them with `check --draw 8`")
+    elif found.num_misplaced > _MOST_MISPLACED * max(1, found.num_given):
         doubtful = f"{found.num_misplaced} of {found.num_given} boxes are no boxes in their photographs"
     elif found.num_boxes and found.smallest_side_px < 1:
         doubtful = "half of the boxes are less than a pixel across"
@@ -183,16 +187,6 @@ def _listed(names: Sequence[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PixelLimits:
-    """The resizing of a processor of Qwen-VL's kind: each side to a multiple of `factor` pixels, which is the side of a
-    visual token's square, and width x height to `least` to `most` pixels."""
-
-    least: int = 1
-    most: int
-    factor: int = 32
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
     """A photograph's size as the model sees it."""
 
@@ -233,16 +227,9 @@ def _own_limits(folder: Path) -> PixelLimits | None:
 
 def seen_by_model(size: tuple[int, int], limits: PixelLimits) -> Seen:
     """Return a photograph of `size` (width, height) as the processors of Qwen-VL models resize it."""
-    factor, area = limits.factor, max(1, size[0] * size[1])
-    across, down = (max(1, round(side / factor)) for side in size)
-    if across * down * factor**2 > limits.most:
-        shrink = math.sqrt(area / limits.most)
-        across, down = (max(1, math.floor(side / shrink / factor)) for side in size)
-    elif across * down * factor**2 < limits.least:
-        grow = math.sqrt(limits.least / area)
-        across, down = (math.ceil(side * grow / factor) for side in size)
-    share = min(1.0, across * down * factor**2 / area)
-    return Seen(size=(across * factor, down * factor), share=share, num_tokens=across * down)
+    across, down = resized(size, limits)
+    share = min(1.0, across * down / max(1, size[0] * size[1]))
+    return Seen(size=(across, down), share=share, num_tokens=across * down // limits.factor**2)
 
 
 def seen_in_words(seen: Seen) -> str:

@@ -16,7 +16,6 @@ from learner.config.sections.augment import stays_upright
 from learner.config.sections.model import ModelConfig
 from learner.data.splits import Split
 from learner.data.survey import (
-    PixelLimits,
     Seen,
     Survey,
     lines_of,
@@ -29,6 +28,7 @@ from learner.data.survey import (
     survey,
     warnings_of,
 )
+from learner.data.units import PixelLimits
 from learner.doctor.length import length_in_words
 from shared.config.model import ConfigErrors, Mistake
 

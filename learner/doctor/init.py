@@ -26,7 +26,6 @@ from learner.data.formats.source import photographs_below
 from learner.data.splits import Split, annotations_of, read_split
 from learner.data.survey import (
     LEAST_HELD_OUT,
-    PixelLimits,
     Survey,
     lines_of,
     photographs,
@@ -37,6 +36,7 @@ from learner.data.survey import (
     survey,
     warnings_of,
 )
+from learner.data.units import PixelLimits
 from learner.records import Sample
 from learner.run.files import write_atomically
 from learner.tasks.detection.write import validate_sample

@@ -27,17 +27,19 @@ import yaml
 
 from learner.config.schema import RunConfig
 from learner.config.sections.data import DataConfig
-from learner.data.formats import coco, voc, yolo
+from learner.data.formats import coco, jsonl, voc, yolo
 from learner.data.formats.folders import Annotations
-from learner.data.formats.source import Source, name_and_split, need_split
+from learner.data.formats.hf_datasets import METADATA
+from learner.data.formats.source import Nearby, Source, name_and_split, need_split
 from learner.data.formats.strict import identity
 from learner.data.raw import BadRecords
 from learner.data.splits import annotations_of
+from learner.data.units import sides_in, to_pixels
 from learner.records import DetectionObject, Sample
 from learner.run.dataset_additions import DatasetObject, save_with
 from learner.run.files import why_unwritable, write_atomically, writing
 from shared.errors import DataError, OutputError
-from shared.reading import as_here, is_file
+from shared.reading import as_here, is_file, json_bytes_in
 
 KEY = "labels.complete.write"
 RECORD = Path("labels", "written.json")  # path in a run directory
@@ -77,6 +79,8 @@ def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Ad
     found = writable_annotations(data, path)
     if _is_taken(out):
         raise _would_overwrite(out)
+    if found.format != "yolo":
+        added = _in_unit(data, samples, added)
     source = Source(data=data, path=found.path, geometry="bbox_2d", bad=BadRecords(data.bad_records))
     if found.format in ("coco", "jsonl"):
         write_atomically(out, (_coco if found.format == "coco" else _jsonl)(source, added, out))
@@ -98,19 +102,48 @@ def writable_annotations(data: DataConfig, path: str) -> Annotations:
             wanted="COCO, JSONL, Pascal VOC, YOLO or a Hugging Face data set",
             remedy="convert the annotations to one of them first",
         )
-    return annotations_of(data, path)
+    found = annotations_of(data, path)
+    kind = found.format
+    other = kind == "labelme" or Path(found.path).name == METADATA
+    other = other or (kind == "jsonl" and not jsonl.is_own(Path(found.path)))
+    unit = "shares" if kind == "yolo" and data.coordinates is None else data.coordinates
+    if other or unit == "resized" or (kind == "yolo" and unit != "shares"):
+        raise DataError(
+            "these annotations can't be written again",
+            found=f"{found.path}: rows of another program" if other else f"data.coordinates: {unit}, and {kind}",
+            wanted="COCO, the project's JSONL, Pascal VOC, YOLO or a Hugging Face data set, in a unit of the image",
+            remedy="convert the annotations to one of them first",
+        )
+    return found
+
+
+def _in_unit(data: DataConfig, samples: Sequence[Sample], added: Added) -> Added:
+    """Return the objects with numbers as the annotations have them (`data.coordinates`)."""
+    unit = data.coordinates
+    if unit is None or unit == "pixels":
+        return added
+    by_id = {sample.sample_id: sample for sample in samples}
+
+    def written(one: Addition, sample: Sample) -> Addition:
+        size = sample.size_of(one.image)
+        box, outline = (to_pixels(values, size, sides_in(unit, size)) for values in (one.box, one.outline))
+        x1, y1, x2, y2 = (round(value, 5) for value in box)
+        return one._replace(box=(x1, y1, x2, y2), outline=tuple(round(value, 5) for value in outline))
+
+    return {name: [written(one, by_id[name]) for one in new] for name, new in added.items()}
 
 
 # ---- formats --------------------------------------------------------------------------------------------------------
 
 
 def _coco(source: Source, added: Added, out: Path) -> str:
-    content: dict[str, Any] = json.loads(source.file.read_bytes())
-    images, annotations = content["images"], content.setdefault("annotations", [])
+    content: dict[str, Any] = json.loads(coco.filled(json_bytes_in(source.file)))
+    images, annotations = content["images"], content["annotations"]
     if source.data.image_root is None and images:
         folder = coco.image_folder([image["file_name"] for image in images[:1]], source)
+        nearby = Nearby(source.file.parent)
         for image in images:
-            image["file_name"] = _seen_from(out.parent, image["file_name"], folder)
+            image["file_name"] = _seen_from(out.parent, image["file_name"], folder, nearby)
     number_of = _CocoNumbers(content)
     image_id_of = {identity(image["id"]): image["id"] for image in images}
     for sample_id, objects in added.items():
@@ -122,7 +155,7 @@ def _coco(source: Source, added: Added, out: Path) -> str:
                     "id": number_of.annotation(),
                     "image_id": image_id_of[sample_id],
                     "category_id": number_of.category(one.desc),
-                    "bbox": [x1, y1, width, height],
+                    "bbox": [x1, y1, width, height] if source.data.box_format == "xywh" else [x1, y1, x2, y2],
                     "area": round(width * height, _DIGITS),
                     "iscrowd": 0,
                     **({"segmentation": [list(one.outline)]} if one.outline else {}),
@@ -153,7 +186,7 @@ class _CocoNumbers:
 
 
 def _jsonl(source: Source, added: Added, out: Path) -> str:
-    root, lines = source.file.parent, []
+    root, nearby, lines = source.file.parent, Nearby(source.file.parent), []
     for number, line in enumerate(source.file.read_bytes().decode("utf-8-sig").split("\n"), start=1):
         row = json.loads(line) if line.strip() else None
         if row is None:
@@ -170,7 +203,7 @@ def _jsonl(source: Source, added: Added, out: Path) -> str:
             for one in added.get(sample_id, ())
         ]
         if source.data.image_root is None and "images" in row:
-            row["images"] = [_seen_from(out.parent, image, root) for image in row["images"]]
+            row["images"] = [_seen_from(out.parent, image, root, nearby) for image in row["images"]]
         lines.append(json.dumps(row, ensure_ascii=False))
     return "\n".join(lines).rstrip("\n") + "\n"
 
@@ -180,8 +213,8 @@ def _voc(source: Source, added: Added, folder: Path, out: Path) -> None:
     annotations, files = voc.files_of(source)
     images, new = voc.VocImages(annotations, source), voc.VocImages(out, source).root
     for file in files:
-        content = ElementTree.parse(file)
-        root = content.getroot()
+        root = voc.parsed(file.read_bytes())
+        content = ElementTree.ElementTree(root)
         if new.absolute() != images.root.absolute() or file.parent != annotations:
             name = root.find("filename")
             image = images.name_of(file, (root.findtext("filename") or "").strip())
@@ -256,11 +289,13 @@ def _provenance(one: Addition) -> dict[str, object]:
     return {"origin": _ORIGIN, "votes": one.votes, "answers": one.answers}
 
 
-def _seen_from(new: Path, name: str, old: Path) -> str:
+def _seen_from(new: Path, name: str, old: Path, nearby: Nearby | None = None) -> str:
     """Return the name, from the folder `new`, of an image whose name from the folder `old` is known. URLs, encoded
-    images and absolute paths are the same from everywhere."""
+    images and absolute paths are the same from everywhere. `nearby` finds what is not where its name says."""
     here, there = Path(os.path.realpath(old)), Path(os.path.realpath(new))
     name = as_here(name, here)
+    if nearby is not None and not is_file(here / name) and (found := nearby.find(name)) is not None:
+        return os.path.relpath(found, there)
     if here == there or Path(name).is_absolute() or not is_file(here / name):
         return name
     return os.path.relpath(here / name, there)

@@ -10,6 +10,7 @@ from pydantic import Field
 from learner.config.modes import Rule
 from learner.config.sections.augment import AugmentConfig
 from learner.config.sections.task import TaskConfig
+from learner.records import Unit
 from shared.config.model import Mistake, Section, key
 
 if TYPE_CHECKING:
@@ -35,6 +36,11 @@ class BadRecordConfig(Section):
     duplicate: Literal["error", "drop"] = key(
         "an object that stands twice: its class and its coordinates", "error", req="R41"
     )
+    image_shape: Literal["error", "drop"] = key(
+        "an image more than 200 times as long as it is wide, or the reverse, which no processor takes",
+        "error",
+        req="R41",
+    )
     too_long: Literal["error", "drop"] = key(
         "a training sample that may become longer than `global_max_length`: prompt, labels and, where rollouts are "
         "learned, `max_new_tokens`",
@@ -43,7 +49,27 @@ class BadRecordConfig(Section):
     )
 
 
-Format = Literal["auto", "jsonl", "coco", "voc", "yolo", "datasets"]
+Format = Literal["auto", "jsonl", "coco", "voc", "yolo", "labelme", "datasets"]
+
+
+class ResizedCopy(Section):
+    """The copy of each photograph whose pixels the coordinates are: of one size for all, or as the processors of
+    Qwen-VL models shrink a photograph."""
+
+    width: int | None = key("width of the copies, if they all have one size", None, unit="pixels", ge=1, req="D23")
+    height: int | None = key("height of the copies", None, unit="pixels", ge=1, req="D23")
+    max_pixels: int | None = key(
+        "the processor's limit, width x height, if copies keep the photograph's shape",
+        None,
+        unit="pixels",
+        ge=1,
+        req="D23",
+    )
+    min_pixels: int = key("the processor's least width x height", 56 * 56, unit="pixels", ge=1, req="D23")
+    factor: int = key("each side is a multiple of it: 28 for Qwen2.5-VL, 32 for Qwen3-VL", 28, unit="pixels", ge=1)
+
+
+Coordinates = Unit | ResizedCopy
 
 
 class SplitConfig(Section):
@@ -56,6 +82,7 @@ class SplitConfig(Section):
     reader: str | None = key("as `data.reader`, of this split", None, min_length=1, req="R38")
     image_root: str | None = key("as `data.image_root`, of this split", None, req="R41")
     annotation_root: str | None = key("as `data.annotation_root`, of this split", None, req="R41")
+    coordinates: Coordinates | None = key("as `data.coordinates`, of this split", None, req="D23")
     prompt: str | None = key("as `data.prompt`, of this split", None, req="R41")
 
 
@@ -66,6 +93,7 @@ class RetainConfig(Section):
     val: str = key("annotations of any format, as for `data.train`", min_length=1, req="R44")
     format: Format = key("as `data.format`", "auto", req="R44")
     image_root: str | None = key("as `data.image_root`", None, req="R44")
+    coordinates: Coordinates | None = key("as `data.coordinates`, of these annotations", None, req="D23")
     prompt: str | None = key("as `data.prompt`, of these annotations", None, req="R44")
     task: TaskConfig | None = key("as the section `task`, for other answers; null: the run's", None, req="R44")
     samples: int | None = key("score the first samples only", None, unit="samples", req="R44", ge=1)
@@ -117,8 +145,18 @@ class DataConfig(Section):
         "null: `<image>Detect every object.`",
         None,
     )
+    coordinates: Coordinates | None = key(
+        "what the numbers of boxes and polygons are: `pixels` of the upright photograph; `thousandths`, `shares` (0 to "
+        "1) or `percent` of its sides; `resized`, pixels of a copy whose width and height the record says; or the "
+        "copy itself. null: what the format says, which is shares for YOLO and pixels for the others",
+        None,
+        req="D23",
+    )
     box_format: Literal["xywh", "xyxy"] = key(
-        "`datasets`: boxes as left, top, width, height, or as two corners; in pixels", "xywh"
+        "`coco`, `datasets` and `metadata.jsonl`: boxes as left, top, width, height, or as two corners", "xywh"
+    )
+    names: list[str] = key(
+        "names of classes 0, 1, 2, ... for `datasets` and `metadata.jsonl` that only have their numbers", [], req="R41"
     )
     on_bad_record: Literal["error", "drop", "clip"] | BadRecordConfig = key(
         "what happens to bad records: one rule for all, or one per kind. `clip`: boxes that extend beyond the image "
@@ -211,4 +249,25 @@ def retained_is_evaluated(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(path=f"data.retain[{i}].name", found=f"{name} twice", wanted=wanted, remedy=remedy)
 
 
-RULES: tuple[Rule, ...] = (prompt_has_a_use, retained_is_evaluated)
+def copies_have_a_size(config: RunConfig) -> Iterator[Mistake]:
+    """A resized copy has a width and a height, or a processor's limit (D23)."""
+    data = config.data
+    named: dict[str, object] = {"data": data, "data.val": data.val, "data.test": data.test}
+    named |= {f"data.retain[{i}]": one for i, one in enumerate(data.retain)}
+    for path, part in named.items():
+        copy = getattr(part, "coordinates", None)
+        if isinstance(copy, ResizedCopy) and [copy.width is None, copy.height is None, copy.max_pixels is None] not in (
+            [False, False, True],
+            [True, True, False],
+        ):
+            found = (
+                ", ".join(name for name in ("width", "height", "max_pixels") if getattr(copy, name)) or "none of them"
+            )
+            wanted, remedy = (
+                "width and height, or max_pixels",
+                "give the size that the photographs had when boxes were made",
+            )
+            yield Mistake(path=f"{path}.coordinates", found=found, wanted=wanted, remedy=remedy)
+
+
+RULES: tuple[Rule, ...] = (prompt_has_a_use, retained_is_evaluated, copies_have_a_size)

@@ -1,21 +1,33 @@
 """`coco`: a sample per image, an object per annotation, its category's name as the description.
 
-Polygons and run lengths are read with `task.geometry: poly`. `iscrowd` and `ignore` make ignore regions. An image
-without `width` and `height` has its own size.
+Polygons and run lengths are read with `task.geometry: poly`; otherwise they say the box of an annotation without one.
+`iscrowd` and `ignore` make ignore regions. An image without `width` and `height` has its own size. Of a rectangle that
+CVAT's `attributes.rotation` turns, the enclosing box is taken.
 """
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, ValidationError
+from pydantic import BeforeValidator, Field, ValidationError
 
 from learner.data.formats.masks import outline_of, size_of_mask
-from learner.data.formats.source import RowModel, Source
-from learner.data.formats.strict import ClassName, Flag, Identity, KnownSize, Number
+from learner.data.formats.source import RowModel, Source, enclosing, turned
+from learner.data.formats.strict import (
+    ClassName,
+    Flag,
+    Identity,
+    KnownSize,
+    Number,
+    number,
+    numbers,
+    plain_name,
+)
 from learner.records import GeometryKind, Place, RawObject, RawRecord, Size
 from shared.reading import as_here, is_file, json_bytes_in, json_in, json_of
 
@@ -32,6 +44,14 @@ class CocoImage(RowModel):
         return (self.width, self.height) if self.width and self.height else None
 
 
+def _rotation(value: object) -> float:
+    """Return the degrees by which CVAT's attributes turn a box clockwise; 0 if they say nothing."""
+    try:
+        return number(value.get("rotation")) if isinstance(value, Mapping) else 0.0
+    except ValueError:
+        return 0.0
+
+
 class CocoAnnotation(RowModel):
     id: Identity
     image_id: Identity
@@ -39,6 +59,7 @@ class CocoAnnotation(RowModel):
     bbox: list[Number] = Field(min_length=4, max_length=4)
     iscrowd: Flag = False
     ignore: Flag = False
+    rotation: Annotated[float, BeforeValidator(_rotation)] = Field(default=0.0, alias="attributes")
 
 
 class OutlinedAnnotation(CocoAnnotation):
@@ -105,7 +126,7 @@ def _near_folder(names: Sequence[str], source: Source) -> Path | None:
     if source.data.image_root is not None or not names or is_file(own / as_here(names[0], own)):
         return None
     split = source.file.stem.rpartition("_")[2]
-    near = [place / name for place in (own, own.parent) for name in ("images", split, f"images/{split}", "")]
+    near = [place / name for place in (own, own.parent) for name in ("images", "data", split, f"images/{split}", "")]
     return next((folder for folder in near if is_file(folder / as_here(names[0], folder))), None)
 
 
@@ -116,13 +137,37 @@ def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
     place = Place(source.file, "COCO JSON")
     try:
         content = json_bytes_in(source.file)
-        return model.model_validate_json(content), set()
+        try:
+            return model.model_validate_json(content), set()
+        except ValidationError:
+            content = filled(content)
+            return model.model_validate_json(content), set()
     except OSError as error:
         source.bad.meet("malformed", place.error("the file cannot be read", found=str(error), wanted="COCO JSON"))
     except ValidationError as error:
         source.bad.malformed(place, error)
         return _items_without_mistake(content, model)
     return CocoFile(images=[], annotations=[], categories=[]), set()
+
+
+def filled(content: bytes) -> bytes:
+    """Return the file with what some tools leave out: a list of annotations if there are none, their ids, and boxes
+    that follow from polygons. It is read so only if it could not be read as it is."""
+    try:
+        sections = json_of(content)
+        annotations = sections["annotations"] = sections["annotations"] or []
+        taken = {str(one["id"]) for one in annotations if one.get("id") is not None}
+        free = (number for number in count(1) if str(number) not in taken)
+        for one in annotations:
+            if one.get("id") is None:
+                one["id"] = next(free)
+            if not one.get("bbox") and isinstance(one.get("segmentation"), list):
+                points = [value for ring in one["segmentation"] for value in numbers(ring)]
+                (left, right), (top, bottom) = ((min(side), max(side)) for side in (points[0::2], points[1::2]))
+                one["bbox"] = [left, top, right - left, bottom - top]
+        return json.dumps(sections).encode()
+    except (ValueError, TypeError, KeyError, AttributeError):  # what is wrong is told where it is read again
+        return content
 
 
 def _items_without_mistake(content: bytes, model: type[CocoFile]) -> tuple[CocoFile, set[str]]:
@@ -150,14 +195,19 @@ def _made(model: type[RowModel], value: object) -> RowModel | None:
 
 
 def category_ids(file: Path) -> dict[str, int]:
-    """Ids of class names in a COCO file that was read before. What is none by now has none."""
+    """Return the ids of class names, as they are taught, in a COCO file that was read before. What is none by now has
+    none."""
     try:
         content = json_in(file)
     except (OSError, ValueError):  # replaced or removed meanwhile
         return {}
     listed = content.get("categories") if isinstance(content, dict) else None
-    found = [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-    return {one["name"]: one["id"] for one in found if type(one.get("id")) is int and isinstance(one.get("name"), str)}
+    ids: dict[str, int] = {}
+    for one in listed if isinstance(listed, list) else []:
+        made = _made(CocoCategory, one)
+        if isinstance(made, CocoCategory) and made.id.isdecimal():
+            ids.setdefault(plain_name(made.name), int(made.id))
+    return ids
 
 
 def _names_by_id(categories: Sequence[CocoCategory], source: Source) -> Mapping[str, str]:
@@ -208,8 +258,15 @@ def _of_annotation(
 ) -> RawObject | None:
     place, desc = Place(source.file, f"annotation {annotation.id}"), names.get(annotation.category_id)
     x, y, width, height = annotation.bbox
+    if source.data.box_format == "xyxy":
+        width, height = width - x, height - y
     kind: GeometryKind = "bbox_2d"
     coords: Sequence[float] = (x, y, x + width, y + height)
+    if annotation.rotation % 180:
+        outline = turned((x, y, x + width, y + height), annotation.rotation, size)
+        kind, coords = ("poly", outline) if source.geometry == "poly" else ("bbox_2d", enclosing(outline))
+        found = f"{annotation.rotation:g} degrees"
+        source.bad.keep("rotated", place.error("a turned rectangle", found=found, wanted="an upright one"))
     written = f"bbox {[round(v, 3) for v in annotation.bbox]}"
     if isinstance(annotation, OutlinedAnnotation) and annotation.segmentation:
         try:

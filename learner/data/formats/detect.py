@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from learner.config.sections.data import DataConfig
 from learner.data.formats.coco import read_coco
-from learner.data.formats.folders import Annotations, Format, choose
-from learner.data.formats.hf_datasets import read_datasets
+from learner.data.formats.folders import Annotations, Format, choose, json_format
+from learner.data.formats.foreign import refuse_foreign
+from learner.data.formats.hf_datasets import METADATA, read_datasets
 from learner.data.formats.jsonl import read_jsonl
+from learner.data.formats.labelme import read_labelme
 from learner.data.formats.source import Source, name_and_split, photographs_below
 from learner.data.formats.voc import read_voc
 from learner.data.formats.yolo import CLASS_FILES, read_yolo
@@ -26,6 +27,8 @@ def locate(data: DataConfig, path: str, wanted: str | None) -> Annotations:
     if is_there(Path(name)) and Path(name).is_dir() and data.format != "datasets" and not is_saved(Path(name)):
         found = choose(Path(name), split, wanted)
         if found is not None and data.format in ("auto", found.format):
+            if data.format == "auto" and Path(found.path).is_file():
+                refuse_foreign(Path(found.path))
             return found
     return Annotations(format_of(data, path), path)
 
@@ -46,13 +49,17 @@ def format_of(data: DataConfig, path: str) -> Format:
             remedy="correct the path under data (relative ones start at the working directory); a data set by its name "
             "on the Hugging Face hub needs data.format: datasets",
         )
+    if data.format == "auto" and file.is_file():
+        refuse_foreign(file)
     found = _detected(file) if data.format == "auto" else data.format
     if found is None:
+        refuse_foreign(file)
         raise DataError(
             "the format of the annotations is not known",
             found=_described(file),
             wanted="JSONL (.jsonl), COCO (.json), Pascal VOC (a folder of .xml, or a list .txt), YOLO (data.yaml, or "
-            "classes.txt), a folder with one of them per split, or a saved Hugging Face data set",
+            "classes.txt), Labelme (a folder of .json), a folder with one of them per split, or a saved Hugging Face "
+            "data set",
             remedy="set data.format, or correct the path, down to the file if there are several; photographs alone "
             "have to be labelled first, with any tool that exports one of these formats",
         )
@@ -88,7 +95,7 @@ def _is_yolo_label(file: Path) -> bool:
 
 def is_saved(folder: Path) -> bool:
     """Return True if it is a Hugging Face data set."""
-    marks = ("state.json", "dataset_dict.json", "dataset_info.json", "**/*.parquet", "**/*.arrow", "metadata.*")
+    marks = ("state.json", "dataset_dict.json", "dataset_info.json", "**/*.parquet", "**/*.arrow", "metadata.csv")
     return any(next(folder.glob(mark), None) for mark in marks)
 
 
@@ -106,16 +113,11 @@ def _detected(path: Path) -> Format | None:
     }
     if path.name in CLASS_FILES:
         return "yolo"
+    if path.name == METADATA:
+        return "datasets"
     if path.suffix.lower() != ".json":
         return by_suffix.get(path.suffix.lower())
-    if not path.is_file():  # a pipe or a device has no end
-        return None
-    try:
-        with path.open("rb") as file:
-            first = json.loads(file.readline())
-    except (OSError, ValueError, RecursionError):  # a document of several lines, or one that its reader refuses
-        return "coco"
-    return "jsonl" if isinstance(first, dict) and "messages" in first else "coco"
+    return json_format(path) if path.is_file() else None  # a pipe or a device has no end
 
 
 FormatReader = Callable[[Source], tuple[Path, Iterator[RawRecord]]]
@@ -124,5 +126,6 @@ READERS: Mapping[Format, FormatReader] = {
     "coco": read_coco,
     "voc": read_voc,
     "yolo": read_yolo,
+    "labelme": read_labelme,
     "datasets": read_datasets,
 }

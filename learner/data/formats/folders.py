@@ -1,12 +1,13 @@
 """A folder of photographs and annotations, as tools export it: its splits, and the format and path of each.
 
 In: a folder. Out: for `train`, `val` and `test`, or for "" if nothing is split, what `data.train` could name. Nothing
-is opened but `data.yaml` and `classes.txt`; names decide. Five layouts are known:
+is opened but `data.yaml` and `classes.txt`; names decide. Six layouts are known:
 
     YOLO        data.yaml, which names its splits; or classes.txt beside images and labels
     a folder per split (Roboflow), with _annotations.coco.json, XML files or JSONL: train/, valid/, test/
     COCO        *.json, in the folder or its `annotations`: instances_train2017.json, val.json
     JSONL       *.jsonl
+    Labelme     *.json with shapes, in the folder or where VOC has its XML files
     VOC         XML files in the folder, Annotations, annotations, voc, xml or labels, or in sub-folders of these, which
                 may be called as splits; lists of names in ImageSets/Main, ImageSets or splits
 
@@ -16,16 +17,18 @@ A folder that only holds another such folder stands for it, and one whose sub-fo
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
+from learner.data.formats.chat import row_kind
 from learner.data.formats.voc import xml_below
 from learner.data.formats.yolo import class_file_in, yolo_file
 from shared.errors import DataError
+from shared.reading import json_of
 
-Format = Literal["jsonl", "coco", "voc", "yolo", "datasets"]
+Format = Literal["jsonl", "coco", "voc", "yolo", "labelme", "datasets"]
 _WORDS = {
     "train": "train",
     "training": "train",
@@ -37,6 +40,7 @@ _WORDS = {
     "testing": "test",
 }
 _XML_FOLDERS = ("", "Annotations", "annotations", "voc", "xml", "xmls", "labels")
+_LONGEST_ROW = 1 << 20  # bytes of a line that are looked at: a whole COCO file may be one
 _LIST_FOLDERS = ("ImageSets/Main", "ImageSets", "splits")
 
 
@@ -54,7 +58,7 @@ Found = dict[str, Annotations]  # keys are splits; "": all
 def splits_in(folder: Path) -> Found:
     """Return the annotations by split, `train` first; {} where nothing is known. Raises DataError if a data.yaml or
     classes.txt is wrong."""
-    for look in (_yolo, _folder_each, _coco, _jsonl, _voc):
+    for look in _LOOKS:
         found = look(folder)
         if found:
             return {split: found[split] for split in ("train", "val", "test", "") if split in found}
@@ -77,7 +81,7 @@ def split_called(name: str) -> str | None:
 
 
 def _without_going_deeper(folder: Path) -> Found:
-    return next((found for look in (_yolo, _folder_each, _coco, _jsonl, _voc) if (found := look(folder))), {})
+    return next((found for look in _LOOKS if (found := look(folder))), {})
 
 
 def _yolo(folder: Path) -> dict[str, Annotations]:
@@ -93,7 +97,9 @@ def _folder_each(folder: Path) -> dict[str, Annotations]:
     found: dict[str, Annotations] = {}
     for child in _folders(folder):
         split = _WORDS.get(child.name.lower())
-        inside = _only(_coco(child)) or _only(_jsonl(child)) or (_only(_voc(child)) if split else None)
+        inside = (
+            _only(_coco(child)) or _only(_jsonl(child)) or (_only(_labelme(child) or _voc(child)) if split else None)
+        )
         if split and inside:
             found[split] = inside
     return found
@@ -109,13 +115,18 @@ def _coco(folder: Path) -> dict[str, Annotations]:
         return {"": Annotations("coco", str(own))}
     for place in (folder / "annotations", folder / "Annotations", folder):
         files = sorted(place.glob("*.json")) if place.is_dir() else []
+        if files and is_labelme(files[0]):
+            return {}
         instances = [file for file in files if file.name.startswith("instances")]  # captions and keypoints are left out
         if found := _by_name(instances or files, "coco"):
-            return found
+            return {split: Annotations(json_format(Path(one.path)), one.path) for split, one in found.items()}
     return {}
 
 
 def _jsonl(folder: Path) -> dict[str, Annotations]:
+    metadata = folder / "metadata.jsonl"  # of Hugging Face's imagefolder
+    if metadata.is_file():
+        return {"": Annotations("datasets", str(metadata))}
     return _by_name(sorted(folder.glob("*.jsonl")), "jsonl")
 
 
@@ -141,6 +152,48 @@ def _voc(folder: Path) -> dict[str, Annotations]:
     parts = [child for child in _folders(xml) if xml_below(child)]
     are_splits = not _has_xml(xml) and all(child.name.lower() in _WORDS for child in parts)
     return (_folder_each(xml) if are_splits else {}) or {"": Annotations("voc", str(xml))}
+
+
+def _labelme(folder: Path) -> dict[str, Annotations]:
+    for place in (folder, *(folder / name for name in (*_XML_FOLDERS[1:], "json", "jsons", "labelme"))):
+        first = next(iter(sorted(place.glob("*.json"))), None) if place.is_dir() else None
+        if first is not None and is_labelme(first):
+            return {"": Annotations("labelme", str(place))}
+    return {}
+
+
+def is_labelme(file: Path) -> bool:
+    """Return True if a JSON file begins as those of Labelme do."""
+    try:
+        with file.open("rb") as content:
+            head = content.read(1 << 16)
+    except OSError:
+        return False
+    return b'"shapes"' in head and (b'"shape_type"' in head or b'"imagePath"' in head) and b'"images"' not in head
+
+
+def json_format(file: Path) -> Format:
+    """Return the format of a .json file: rows, as a list or one a line, are read as JSONL."""
+    try:
+        with file.open("rb") as content:
+            first = content.readline(_LONGEST_ROW).removeprefix(b"\xef\xbb\xbf").lstrip()
+    except OSError:  # its reader says what is wrong
+        return "coco"
+    if is_labelme(file):
+        return "labelme"
+    return "jsonl" if first[:1] == b"[" or _is_row(first) else "coco"
+
+
+def _is_row(line: bytes) -> bool:
+    """Return True if a line is a record of its own, and not a document or a part of one."""
+    try:
+        row = json_of(line)
+    except ValueError:
+        return False
+    return isinstance(row, dict) and row_kind(row) is not None
+
+
+_LOOKS: tuple[Callable[[Path], dict[str, Annotations]], ...] = (_yolo, _folder_each, _coco, _jsonl, _labelme, _voc)
 
 
 def _has_xml(folder: Path) -> bool:

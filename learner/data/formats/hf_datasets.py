@@ -1,4 +1,4 @@
-"""`datasets`: a Hugging Face data set, given as `FOLDER_OR_NAME:train`.
+"""`datasets`: a Hugging Face data set, given as `FOLDER_OR_NAME:train`, or the `metadata.jsonl` of an imagefolder.
 
 Its rows are either as in `jsonl`, or have `image` and `objects` with `bbox` and `category` (or `label`). Images that
 are inside the data set are held as base64.
@@ -19,23 +19,26 @@ from learner.data.formats.strict import any_flag, box, identity, whole
 from learner.records import Place, RawObject, RawRecord
 from shared.config.model import show
 from shared.errors import DataError
-from shared.reading import is_file
+from shared.reading import is_file, json_of, lines_in
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, Features
 
-CLASS_COLUMNS = ("category", "label", "labels", "class", "category_id", "name")
+METADATA = "metadata.jsonl"
+CLASS_COLUMNS = ("category", "categories", "label", "labels", "class", "category_id", "name")
 BOX_COLUMNS = ("bbox", "box", "bboxes", "boxes")
 
 
 def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
+    if source.file.name == METADATA:
+        return source.image_root(source.file.parent), _of_metadata(source)
     name, split = name_and_split(source.path)
     rows = _undecoded(open_dataset(name, split)[0])
     columns = set(rows.column_names)
     if {"messages", "objects"} <= columns:
         read = _of_dataset_row
     elif {"image", "objects"} <= columns:
-        read = _of_dataset_image
+        read = of_image_row
     else:
         raise DataError(
             f"{name}: not a data set for detection",
@@ -49,6 +52,30 @@ def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
             yield from read(number, row, Place(Path(name), f"row {number}"), rows.features, source)
 
     return source.image_root(Path()), records()
+
+
+def _of_metadata(source: Source) -> Iterator[RawRecord]:
+    """Read an imagefolder's rows, which need not be loaded as a data set."""
+    for number, text in _lines(source.file):
+        place = Place(source.file, f"line {number}")
+        try:
+            row = json_of(text)
+            row = {**row, "image": row["file_name"], "objects": row["objects"]}
+        except (ValueError, TypeError, KeyError) as error:
+            found, wanted = f"{type(error).__name__}: {error}"[:200], "file_name, and objects with bbox and categories"
+            source.bad.meet("malformed", place.error("not a row of an imagefolder", found=found, wanted=wanted))
+        else:
+            yield from of_image_row(number, row, place, None, source)
+
+
+def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Raises DataError."""
+    try:
+        yield from lines_in(file)
+    except OSError as error:
+        raise Place(file, "lines").error(
+            "the file cannot be read", found=str(error), wanted="one row a line"
+        ) from error
 
 
 def split_names(name: str) -> list[str]:
@@ -157,12 +184,12 @@ def objects_of(objects: Any) -> list[dict[str, Any]]:
     return [dict(zip(columns, values, strict=True)) for values in zip(*columns.values(), strict=True)]
 
 
-def _of_dataset_image(
-    number: int, row: Mapping[str, object], place: Place, features: Features, source: Source
+def of_image_row(
+    number: int, row: Mapping[str, object], place: Place, features: Features | None, source: Source
 ) -> Iterator[RawRecord]:
     """Read a row with `image` and `objects`."""
     try:
-        names = _class_names(features["objects"])
+        names = (_class_names(features["objects"]) if features is not None else None) or source.data.names or None
         objects = [
             _of_dataset_object(n, obj, names, place, source) for n, obj in enumerate(objects_of(row["objects"]), 1)
         ]
@@ -216,7 +243,8 @@ def _of_dataset_object(
         desc=desc or None,
         kind="bbox_2d",
         coords=(x1, y1, x2, y2),
-        written=f"bbox {[round(v, 3) for v in corners]}, class {label!r:.100}",
+        written=f"bbox {[round(v, 3) for v in corners]}, class {label!r:.100}"
+        + (" without a name (data.names)" if desc is None and label is not None else ""),
         name=f"object {number} ({desc!r})",
         place=place,
         ignored=ignored,

@@ -11,22 +11,28 @@ image, or `sizes` lists each one's.
     {"id": "b-2", "messages": [{"role": "user", "content": "<image><image>Detect every digit."}],
      "images": ["1.png", "2.png"], "sizes": [[128, 128], [96, 64]],
      "objects": [{"desc": "two", "image": 2, "bbox_2d": [12, 40, 31, 60]}]}
+
+Rows of other programs are read too, of ms-swift and conversations (`learner.data.formats.chat`), also as one JSON list.
+The first row says which of them a file has.
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from pydantic import Field, ValidationError, model_validator
 
+from learner.data.formats.chat import RowKind, own_row, row_kind
 from learner.data.formats.source import RowModel, Source
 from learner.data.formats.strict import Flag, Identity, Number, Size
 from learner.data.raw import BadRecords
 from learner.records import GeometryKind, Place, RawObject, RawRecord
 from shared.errors import DataError
-from shared.reading import lines_in
+from shared.reading import json_in, json_of, lines_in
 from shared.wire import Message, Turn
 
 
@@ -86,15 +92,66 @@ def read_jsonl(source: Source) -> tuple[Path, Iterator[RawRecord]]:
         raise DataError("JSONL rows carry their own messages", found=found, wanted="no data.prompt", remedy=remedy)
 
     def records() -> Iterator[RawRecord]:
+        kind: RowKind | None = None
         try:
-            for number, text in lines_in(source.file):
+            for number, text in _rows(source.file):
                 place = Place(source.file, f"line {number}")
-                yield from of_row(partial(Row.model_validate_json, text), str(number), place, source.bad)
-        except OSError as error:
+                kind = kind or _kind(text)
+                yield from _records(kind or "own", text, number, place, source)
+        except (OSError, ValueError) as error:
             place = Place(source.file, "lines")
             raise place.error("the file cannot be read", found=str(error), wanted="one record a line") from error
 
     return source.image_root(source.file.parent), records()
+
+
+def _rows(file: Path) -> Iterator[tuple[int, bytes]]:
+    """Yield (number, row) of each line, or of each item of a list. Raises OSError, ValueError."""
+    lines = lines_in(file)
+    first = next(lines, None)
+    if first is not None and first[1][:1] == b"[":
+        content = json_in(file)
+        for number, row in enumerate(content if isinstance(content, list) else [], start=1):
+            yield number, json.dumps(row).encode()
+    elif first is not None:
+        yield first
+        yield from lines
+
+
+def _kind(text: bytes) -> RowKind | None:
+    try:
+        row = json_of(text)
+    except ValueError:  # told where the row is read
+        return None
+    return row_kind(row) if isinstance(row, dict) else None
+
+
+def is_own(file: Path) -> bool:
+    """Return True if the rows are the project's own, one a line. Raises DataError if the file cannot be read."""
+    try:
+        first = next(lines_in(file), (1, b"{}"))[1]
+        return first[:1] != b"[" and _kind(first) != "chat"
+    except OSError as error:
+        raise Place(file, "lines").error(
+            "the file cannot be read", found=str(error), wanted="one record a line"
+        ) from error
+
+
+def _records(kind: RowKind, text: bytes, number: int, place: Place, source: Source) -> Iterator[RawRecord]:
+    if kind == "own":
+        yield from of_row(partial(Row.model_validate_json, text), str(number), place, source.bad)
+        return
+    try:
+        row = json_of(text)
+        if not isinstance(row, dict):
+            raise ValueError(f"{text[:80].decode(errors='replace')} instead of an object with keys")
+        made, unit = own_row(row)
+    except ValueError as error:
+        wanted = "a conversation with boxes in its last answer, or objects with ref and bbox"
+        source.bad.meet("malformed", place.error("a row without boxes", found=str(error)[:200], wanted=wanted))
+        return
+    for record in of_row(partial(Row.model_validate, made), str(number), place, source.bad):
+        yield replace(record, unit=unit)
 
 
 def of_row(parse: Callable[[], Row], default_id: str, place: Place, bad: BadRecords) -> Iterator[RawRecord]:

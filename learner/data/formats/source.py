@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import math
 import os
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 
 from pydantic import BaseModel, ConfigDict
 
 from learner.config.sections.data import DataConfig
 from learner.data.raw import BadRecords
-from learner.records import GeometryKind, Place
+from learner.records import GeometryKind, Place, Size
 from shared.errors import DataError
 from shared.reading import is_there
 from shared.wire import Turn
 
+_LONGEST_NAME = 1024  # characters: longer ones are encoded images
 DEFAULT_PROMPT = "<image>Detect every object."
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 # Photographs that `shared.images` does not read.
@@ -87,6 +91,73 @@ def files_below(folder: Path) -> Iterator[Path]:
         folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
         yield from () if real in seen else (Path(base, name) for name in names if not name.startswith("._"))
         seen.add(real)
+
+
+def turned(box: Sequence[float], degrees: float, size: Size | None) -> tuple[float, ...]:
+    """Return the corners of a box x1, y1, x2, y2 that is turned clockwise around its centre, within an image of
+    `size`."""
+    cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
+    x1, y1, x2, y2 = box
+    x, y, across, down = (x1 + x2) / 2, (y1 + y2) / 2, (x2 - x1) / 2, (y2 - y1) / 2
+    corners = ((-across, -down), (across, -down), (across, down), (-across, down))
+    points = [value for a, b in corners for value in (x + a * cos - b * sin, y + a * sin + b * cos)]
+    limits = size or (math.inf, math.inf)
+    return tuple(min(max(value, 0.0), float(limits[i % 2])) for i, value in enumerate(points))
+
+
+def enclosing(points: Sequence[float]) -> tuple[float, float, float, float]:
+    """Return the box x1, y1, x2, y2 around x1, y1, x2, y2, ..."""
+    return min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
+
+
+_UPLOADED = re.compile(r"[0-9a-f]{8}-(.+)")  # Label Studio's prefix
+_BESIDE = {"annotations", "annotation", "labels", "label", "json", "ann"}  # folders of annotations, images are beside
+
+
+class Nearby:
+    """Finds an image by its name, if it is not where its record says: below the folder where names begin, or below the
+    one that this is in if it only holds annotations. Of several of one name the one whose folders are called as
+    written is meant, if there is one such."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._lock = Lock()  # records are looked at in several threads
+        self._by_name: dict[str, list[Path]] | None = None
+
+    def find(self, written: str) -> Path | None:
+        """Return the only file that is meant; None if there is none, or if two could be."""
+        if len(written) > _LONGEST_NAME or written[:5].lower() in ("http:", "https", "data:"):
+            return None
+        parts = [part for part in re.split(r"[\\/]+", written.lower()) if part]
+        if not parts:
+            return None
+        files, name = self._files(), parts[-1]
+        short = _UPLOADED.fullmatch(name)
+        for key in (name, Path(name).stem, *((short[1], Path(short[1]).stem) if short else ())):
+            if found := files.get(key):
+                common = [self._common(file, parts[:-1]) for file in found]
+                best = [file for file, number in zip(found, common, strict=True) if number == max(common)]
+                return best[0] if len(best) == 1 else None
+        return None
+
+    def _files(self) -> dict[str, list[Path]]:
+        """Return the photographs by name and by stem, in lower case."""
+        with self._lock:
+            if self._by_name is None:
+                beside = self._root.absolute().name.lower() in _BESIDE
+                files = photographs_below(self._root) or (photographs_below(self._root.parent) if beside else [])
+                self._by_name = {}
+                for file in files:
+                    for key in {file.name.lower(), file.stem.lower()}:
+                        self._by_name.setdefault(key, []).append(file)
+        return self._by_name
+
+    @staticmethod
+    def _common(file: Path, folders: Sequence[str]) -> int:
+        """Return how many of the last folders of a path are called as written."""
+        own = [part.lower() for part in file.parts[:-1]]
+        pairs = zip(reversed(own), reversed(folders), strict=False)
+        return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(own), len(folders)))
 
 
 def text_of(file: Path, place: Place, wanted: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+import unicodedata
 from collections.abc import Mapping, Sequence
 from typing import Annotated
 
@@ -89,6 +90,14 @@ def class_name(value: object) -> str:
     return value
 
 
+def plain_name(name: str) -> str:
+    """Return a class's name as it is taught, shown and compared: without spaces around it, and without the control
+    characters that would move a terminal's cursor."""
+    if not name.isprintable():
+        name = "".join(" " if unicodedata.category(character) == "Cc" else character for character in name)
+    return name.strip()
+
+
 def identity(value: object) -> str:
     """Return an id, which is a text, or a whole number that may be written as 7, 7.0 or "7"."""
     if isinstance(value, str) and value.strip():
@@ -108,8 +117,8 @@ def _size(value: object) -> int:
 
 
 def _known_size(value: object) -> int | None:
-    """Return a number of pixels. Tools write 0 where they have not looked."""
-    return None if value is None else whole(value) or None
+    """Return a number of pixels. Tools write 0 or -1 where they have not looked."""
+    return None if value is None or value in (-1, "-1") else whole(value) or None
 
 
 Number = Annotated[float, BeforeValidator(number)]

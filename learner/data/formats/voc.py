@@ -1,19 +1,22 @@
 """`voc`: Pascal VOC, one XML file per image.
 
 The path is a folder of them, its sub-folders included, or a text file with the names of some, one per line (as VOC's
-`ImageSets`). Pixel coordinates are taken as they stand. `difficult` makes ignore regions.
+`ImageSets`). Pixel coordinates are taken as they stand. `difficult` makes ignore regions. Of a rectangle that CVAT's
+attribute `rotation` turns, the enclosing box is taken.
 """
 
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from xml.etree import ElementTree
 
-from learner.data.formats.source import SUFFIXES, Source, files_below, text_of
+from learner.data.formats.foreign import refuse_foreign
+from learner.data.formats.source import SUFFIXES, Source, enclosing, files_below, text_of, turned
 from learner.data.formats.strict import any_flag, number, whole
-from learner.records import Place, RawObject, RawRecord
+from learner.records import Place, RawObject, RawRecord, Size
 from shared.errors import DataError
 from shared.reading import as_here, is_file
 
@@ -138,7 +141,8 @@ def _of_xml(file: Path, images: VocImages, source: Source) -> RawRecord | None:
         source.bad.meet("malformed", place.error("not Pascal VOC", found=found, wanted=wanted))
         return None
     nodes = enumerate(tree.findall("object"), start=1)
-    objects = [obj for n, node in nodes if (obj := _of_voc_object(node, Place(file, f"object {n}"), source))]
+    size = (width, height) if width and height else None
+    objects = [obj for n, node in nodes if (obj := _of_voc_object(node, Place(file, f"object {n}"), size, source))]
     return RawRecord(
         place=place,
         sample_id=file.stem,
@@ -157,7 +161,7 @@ _PARENTS = {  # places of the tags that are read: any other place, and any other
     "filename": ("annotation",),
     "object": ("annotation",),
     "part": ("object",),  # a head, a hand: VOC 2012 has boxes of them, which are not objects
-    "name": ("object", "part", "owner"),
+    "name": ("object", "part", "owner", "attribute"),  # CVAT's attributes are read for `rotation`
     "bndbox": ("object", "part"),
     **dict.fromkeys(("width", "height"), ("size",)),
     **dict.fromkeys(_CORNERS, ("bndbox",)),
@@ -167,11 +171,12 @@ _MARKS = ("filename", "size", "object")  # a VOC file has one of them at least
 
 
 def _root_of(file: Path) -> ElementTree.Element:
-    """Raises OSError, ElementTree.ParseError, LookupError or ValueError."""
+    """Raises OSError, ElementTree.ParseError, LookupError or ValueError, DataError for another program's XML."""
     if not is_file(file):  # a pipe or a device has no end
         raise FileNotFoundError(f"no file {file}")
-    root = ElementTree.parse(file).getroot()
+    root = parsed(file.read_bytes())
     if root.tag != "annotation":
+        refuse_foreign(file)  # it is that of all files then
         raise ValueError(f"the root <{root.tag}> instead of <annotation>")
     for parent in root.iter():
         for node in parent:
@@ -179,6 +184,32 @@ def _root_of(file: Path) -> ElementTree.Element:
     if not any(root.find(mark) is not None for mark in _MARKS):
         raise ValueError("an <annotation> without filename, size and object")
     return root
+
+
+def parsed(content: bytes) -> ElementTree.Element:
+    """Return the root of an XML document, also of one in GBK, Shift JIS or the like, which expat does not know. Raises
+    ElementTree.ParseError, LookupError, ValueError."""
+    try:
+        return ElementTree.fromstring(content)
+    except ElementTree.ParseError as error:
+        if "token" in str(error) and not _is_utf8(content) and b"encoding" not in content[:100]:
+            raise ValueError(
+                "bytes that are not UTF-8, and no encoding that says what they are: save it as UTF-8"
+            ) from error
+        raise
+    except ValueError:  # an encoding of several bytes a character
+        declared = re.match(rb"""\s*<\?xml[^>]*?encoding=["']([\w.-]+)["'][^>]*\?>""", content)
+        if declared is None:
+            raise
+        return ElementTree.fromstring(content[declared.end() :].decode(declared[1].decode()))
+
+
+def _is_utf8(content: bytes) -> bool:
+    try:
+        content.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _check_place(tag: object, parent: object) -> None:
@@ -212,7 +243,13 @@ def _side(size: ElementTree.Element | None, name: str) -> int | None:
         raise ValueError(f"{name} {text}") from error
 
 
-def _of_voc_object(node: ElementTree.Element, place: Place, source: Source) -> RawObject | None:
+def _rotation(node: ElementTree.Element) -> float:
+    """Return the degrees of CVAT's attribute; 0 without one. Raises ValueError."""
+    attributes = node.iterfind("attributes/attribute")
+    return next((number(_text(one, "value")) for one in attributes if _text(one, "name") == "rotation"), 0.0)
+
+
+def _of_voc_object(node: ElementTree.Element, place: Place, size: Size | None, source: Source) -> RawObject | None:
     desc = written = ""
     try:
         desc = _text(node, "name")
@@ -221,11 +258,16 @@ def _of_voc_object(node: ElementTree.Element, place: Place, source: Source) -> R
         texts = [_text(bounds, corner) for corner in _CORNERS]
         written = ", ".join(f"{corner} {text}" for corner, text in zip(_CORNERS, texts, strict=True))
         coords = tuple(number(text) for text in texts)
+        degrees = _rotation(node)
         ignored = any_flag({name: _text(node, name) for name in _FLAGS}, _FLAGS)
     except ValueError as error:
         found = f"{desc!r}: {written} ({error})"[:300]
         source.bad.meet("malformed", place.error("not Pascal VOC", found=found, wanted="name and bndbox"))
         return None
+    if degrees % 180:
+        coords = enclosing(turned(coords, degrees, size))
+        told = place.error("a turned rectangle", found=f"{degrees:g} degrees", wanted="an upright one")
+        source.bad.keep("rotated", told)
     return RawObject(
         desc=desc or None,
         kind="bbox_2d",

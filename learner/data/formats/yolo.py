@@ -14,7 +14,15 @@ from pathlib import Path, PureWindowsPath
 
 import yaml
 
-from learner.data.formats.source import SUFFIXES, Source, name_and_split, need_split, photographs_below, text_of
+from learner.data.formats.source import (
+    SUFFIXES,
+    Source,
+    enclosing,
+    name_and_split,
+    need_split,
+    photographs_below,
+    text_of,
+)
 from learner.data.formats.strict import class_name, number, whole
 from learner.records import GeometryKind, Place, RawObject, RawRecord
 from shared.config.model import show
@@ -367,7 +375,7 @@ def _record(labels: _Labels, content: YoloFile, source: Source) -> RawRecord:
         objects=objects,
         width=None,
         height=None,
-        relative=True,
+        unit="shares",
     )
 
 
@@ -400,7 +408,7 @@ def _of_line(line: str, place: Place, content: YoloFile, source: Source) -> RawO
     elif source.geometry == "poly":
         coords, kind = values, "poly"
     else:
-        coords = [min(values[0::2]), min(values[1::2]), max(values[0::2]), max(values[1::2])]
+        coords = [*enclosing(values)]
     return RawObject(
         desc=desc,
         kind=kind,

@@ -14,7 +14,8 @@ from PIL import Image
 from learner.__main__ import main
 from learner.config.sections.model import ModelConfig
 from learner.data.prompt import PromptEncoder
-from learner.data.survey import PixelLimits, pixel_limits, seen_by_model
+from learner.data.survey import pixel_limits, seen_by_model
+from learner.data.units import PixelLimits
 from learner.doctor.command import doctor
 from shared.config.parse import dump_yaml
 from tests.unit.learner.config.examples import ROLLOUT, changed, minimal

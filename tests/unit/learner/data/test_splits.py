@@ -230,9 +230,10 @@ def test_coco_images_become_samples(tmp_path: Path) -> None:
     [
         ({"images": []}, "COCO JSON: annotations is missing"),
         (changed("images", 0, width=0), "image 4: width is missing; found height 100"),
-        (changed("images", 0, width=-1), r"COCO JSON: images\.0\.width is wrong"),
+        (changed("images", 0, width=-1), "image 4: width is missing; found height 100"),
+        (changed("images", 0, width=-2), r"COCO JSON: images\.0\.width is wrong"),
         ({**COCO, "images": [*COCO["images"], COCO["images"][0]]}, "image 4: its id is taken"),
-        (changed("images", 1, file_name="2.png"), r"image 9: image '2\.png' can't be used"),
+        (changed("images", 1, file_name="3.png"), r"image 9: image '3\.png' can't be used"),
         (changed("annotations", 0, image_id=5), "annotation 1: its image is not there; found image_id 5"),
         (changed("annotations", 0, category_id=5), "annotation 1: .* unknown class; found category_id 5"),
         (

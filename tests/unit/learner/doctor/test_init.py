@@ -13,7 +13,8 @@ from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.config.sections.training import kept_metric
 from learner.data.check import check_split, splits
-from learner.data.survey import PixelLimits, seen_by_model
+from learner.data.survey import seen_by_model
+from learner.data.units import PixelLimits
 from learner.doctor.length import length_report
 from rollout_server.config import load_server_config
 from tests.unit.learner.data.annotations import jsonl, voc, voc_object

@@ -1,0 +1,196 @@
+"""What the numbers of a split's boxes mean (D23): the way from a unit to pixels, and the unit that fits a whole split.
+
+A `Reach` is filled object by object, with numbers as the file has them. Its `hint` names another unit if that one fits
+much better: one box says little, a split does.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from learner.config.sections.data import Coordinates, ResizedCopy
+from learner.records import Size, Unit
+
+_PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
+_ALL = 0.98  # share of the boxes that lie in their photographs, if the unit is right
+_FEW = 0.9  # below it the unit is wrong, or many boxes are
+_FAR, _NEAR = 0.75, 0.55  # shares of the sides that boxes reach
+_LEAST, _MANY = 3, 20  # boxes
+_LARGE = 1_000_000  # pixels
+_TOLERANCE = 1.005  # numbers are rounded
+# Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.
+_SQUARES = (320, 416, 512, 640, 800)
+_LIMITS = tuple(number * 28 * 28 for number in (256, 512, 768, 1024, 1280, 2048, 3072, 4096, 8192, 12288, 16384))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PixelLimits:
+    """The resizing of a processor of Qwen-VL's kind: each side to a multiple of `factor` pixels, which is the side of a
+    visual token's square, and width x height to `least` to `most` pixels."""
+
+    least: int = 1
+    most: int
+    factor: int = 32
+
+
+def resized(size: Size, limits: PixelLimits) -> Size:
+    """Return a photograph's size (width, height) as the processors of Qwen-VL models resize it."""
+    factor, area = limits.factor, max(1, size[0] * size[1])
+    across, down = (max(1, round(side / factor)) for side in size)
+    if across * down * factor**2 > limits.most:
+        shrink = math.sqrt(area / limits.most)
+        across, down = (max(1, math.floor(side / shrink / factor)) for side in size)
+    elif across * down * factor**2 < limits.least:
+        grow = math.sqrt(limits.least / area)
+        across, down = (math.ceil(side * grow / factor) for side in size)
+    return across * factor, down * factor
+
+
+def sides_in(unit: Coordinates, size: Size, said: Size | None = None) -> tuple[float, float]:
+    """Return what the width and the height of an image of `size` pixels are in a unit. `said`: the record's own width
+    and height."""
+    if unit == "resized":
+        return said or size
+    if isinstance(unit, ResizedCopy):
+        if unit.width is not None and unit.height is not None:
+            return unit.width, unit.height
+        most = unit.max_pixels or 1  # a rule of the configuration wants it
+        return resized(size, PixelLimits(least=min(unit.min_pixels, most), most=most, factor=unit.factor))
+    return size if unit == "pixels" else (_PER_SIDE[unit],) * 2
+
+
+def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[float, float]) -> list[float]:
+    """Return coordinates in pixels of an image of `size`, whose sides are `sides` in the unit of `coords`. (Or the
+    reverse: in the unit, of an image whose sides are given in pixels.)"""
+    if sides == size:
+        return list(coords)
+    return [value * size[i % 2] / sides[i % 2] for i, value in enumerate(coords)]
+
+
+@dataclass(slots=True)
+class _Fit:
+    """How well a unit fits: boxes inside their photographs, and the furthest shares of width and height."""
+
+    inside: int = 0
+    right: float = 0.0
+    down: float = 0.0
+
+    def add(self, x: float, y: float, sides: tuple[float, float], slack: float = 0.0) -> None:
+        across, along = x / sides[0], y / sides[1]
+        if x <= sides[0] * _TOLERANCE + slack and y <= sides[1] * _TOLERANCE + slack:
+            self.inside += 1
+            self.right, self.down = max(self.right, min(across, 1.0)), max(self.down, min(along, 1.0))
+
+    @property
+    def least(self) -> float:
+        return min(self.right, self.down)
+
+    @property
+    def most(self) -> float:
+        return max(self.right, self.down)
+
+    def __str__(self) -> str:
+        return f"{self.right:.0%} of the widths and {self.down:.0%} of the heights"
+
+
+@dataclass(slots=True)
+class Reach:
+    """Counts of a split's boxes by unit. `corners`: boxes that lie inside if what was read as width and height are x2
+    and y2."""
+
+    xywh: bool = False  # the format has left, top, width, height
+    num: int = 0
+    fits: dict[Unit, _Fit] = field(default_factory=lambda: {unit: _Fit() for unit in ("pixels", *_PER_SIDE)})
+    taken: _Fit = field(default_factory=_Fit)
+    corners: int = 0
+    far: tuple[float, float] = (0.0, 0.0)  # the largest x and y
+    largest: Size = (0, 0)  # by area
+    has_wide: bool = False  # an image that is not square
+    ends: set[tuple[float, float]] = field(default_factory=set)  # right and lower ends, the first few that differ
+    units: set[str] = field(default_factory=set)  # that the numbers were read in
+
+    def add(self, coords: Sequence[float], size: Size, unit: Coordinates, sides: tuple[float, float]) -> None:
+        """Count one object. `sides`: those of its image in the unit that it was read in."""
+        self.num += 1
+        self.units.add(unit if isinstance(unit, str) else "resized")
+        x, y = max(coords[0::2]), max(coords[1::2])
+        self.taken.add(x, y, sides, sides[0] / size[0])
+        self.fits["pixels"].add(x, y, size, 1.0)
+        for name, side in _PER_SIDE.items():
+            self.fits[name].add(x, y, (side, side))
+        if self.xywh and len(coords) == 4:
+            width, height = x - coords[0], y - coords[1]
+            inside = width <= sides[0] * _TOLERANCE and height <= sides[1] * _TOLERANCE
+            self.corners += inside and width > coords[0] and height > coords[1]
+        if len(self.ends) < _MANY:
+            self.ends.add((x, y))
+        self.far = max(self.far[0], x), max(self.far[1], y)
+        self.has_wide |= abs(size[0] - size[1]) > 0.1 * size[0]
+        if size[0] * size[1] > self.largest[0] * self.largest[1]:
+            self.largest = size
+
+    def better(self) -> tuple[Unit, _Fit] | None:
+        """Return the unit of the smallest numbers that fits much better than the one that was taken."""
+        units: tuple[Unit, ...] = (*_PER_SIDE, "pixels")
+        others = ((unit, self.fits[unit]) for unit in units if {unit} != self.units)
+        return next(((unit, fit) for unit, fit in others if self._is_better(fit)), None)
+
+    def _is_better(self, fit: _Fit) -> bool:
+        taken, num = self.taken, self.num
+        if self.units == {"pixels"} and fit is self.fits["shares"] and num >= _LEAST and fit.inside >= _ALL * num:
+            return True  # nothing is so small
+        if num < _LEAST or fit.inside < _ALL * num or fit.least < min(0.5, 2 * taken.least):
+            return False
+        if taken.inside < _FEW * num:
+            return fit.least >= 0.5 or fit.most >= _FAR
+        wide = taken.most <= _NEAR and fit.least >= (0.6 if len(self.ends) > 2 * _LEAST else _FAR)
+        return wide or (num >= _MANY and taken.least <= _FAR and fit.least >= _FEW)
+
+    def hint(self) -> str:
+        """Return a warning that names the unit that would fit; empty if there is no doubt."""
+        taken = self.taken
+        if self.num < _LEAST:
+            return ""
+        if self.xywh and self.corners >= _ALL * self.num and taken.inside < _FEW * self.num:
+            return (
+                f"{self.num - taken.inside} of {self.num} boxes reach out of their photographs, and {self.corners} do "
+                "not if their numbers are x1, y1, x2, y2: set data.box_format: xyxy"
+            )
+        copy = f"may be pixels of a smaller copy of the photographs; then set data.coordinates: {self._copy()}"
+        found = self.better()
+        if self._square() and (found is None or found[1].least < _FEW):
+            return f"no box reaches beyond {self._square()} pixels: the numbers {copy}"
+        if found is not None:
+            unit, fit = found
+            return (
+                f"the boxes fit {unit} better: so they reach {fit}, {fit.inside} of {self.num} inside their "
+                f"photographs; as {' and '.join(sorted(self.units))} {taken}, {taken.inside} inside: set "
+                f"data.coordinates: {unit}"
+            )
+        if self._may_be_copy():
+            return f"no box reaches further than {taken}: the numbers {copy}"
+        return ""
+
+    def _may_be_copy(self) -> bool:
+        """Return True if boxes stay in a corner of photographs. Small photographs are rarely shrunk, so these need
+        boxes in many places."""
+        taken, is_large = self.taken, self.largest[0] * self.largest[1] > _LARGE
+        enough = self.num >= 2 * _LEAST and (is_large or len(self.ends) >= _MANY)
+        return enough and self.units == {"pixels"} and taken.inside >= _ALL * self.num and taken.most <= _NEAR
+
+    def _copy(self) -> str:
+        """Return the copy that is likely, as YAML has it."""
+        if square := self._square():
+            return f"{{width: {square}, height: {square}}}"
+        area = self.taken.most**2 * self.largest[0] * self.largest[1]
+        limit = next((limit for limit in _LIMITS if area <= limit * _TOLERANCE), _LIMITS[-1])
+        return f"{{max_pixels: {limit}, factor: 28}} (the processor's limit), or the copies' width and height"
+
+    def _square(self) -> int:
+        """Return the side of square copies of photographs that are not, if boxes end there in both directions; else
+        0."""
+        near = (side for side in _SQUARES if all(0.95 * side <= far <= side * _TOLERANCE for far in self.far))
+        large = self.taken.most <= _FAR and self.has_wide and len(self.ends) >= _MANY
+        return next(near, 0) if large and self.units == {"pixels"} else 0
