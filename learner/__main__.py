@@ -433,6 +433,15 @@ def evaluate(
     backend: BackendOption = AnswersBy.vllm,
     server: ServerOption = None,
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
+    names: Annotated[
+        str, typer.Option(help="Classes of results: of numbers 'helmet,vest', or each 'Helmet=helmet,2=vest,3='.")
+    ] = "",
+    coordinates: Annotated[
+        Literal["pixels", "thousandths", "shares", "percent"], typer.Option(help="The unit of the results' boxes.")
+    ] = "pixels",
+    box_format: Annotated[
+        Literal["xywh", "xyxy"], typer.Option(help="The results' boxes: with width and height, or as two corners.")
+    ] = "xywh",
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that evaluate did not write.")] = False,
 ) -> None:
     """Compare detectors on an annotation file.
@@ -444,6 +453,7 @@ def evaluate(
 
     def work() -> int:
         from learner.detector.evaluate import EvaluateOptions, evaluate
+        from learner.detector.results_in import ReadAs
 
         asked = _answers(backend, server, samples=samples)
         options = EvaluateOptions(
@@ -455,6 +465,7 @@ def evaluate(
             retain=retained,
             asked=asked,
             image_root=image_root,
+            read_as=ReadAs.of(names, coordinates, box_format),
             out=out,
             overwrite=overwrite,
         )

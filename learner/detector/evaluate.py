@@ -10,6 +10,7 @@ model, beside what it gained on the main file.
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,7 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from learner.config.sections.data import DataConfig
-from learner.data.splits import load_samples
+from learner.data.splits import load_split
 from learner.detector.answers import AnswerSettings
 from learner.detector.boxes import Prediction
 from learner.detector.command import quiet, tell_warnings
@@ -28,7 +29,7 @@ from learner.detector.inputs import Anything, images_of
 from learner.detector.model import ModelFiles, find_model
 from learner.detector.pictures import TEMPLATES
 from learner.detector.results import REQUEST
-from learner.detector.results_in import box_in_sample, classes_of, read_results
+from learner.detector.results_in import ReadAs, box_in_sample, classes_of, read_results
 from learner.journal.retained import OWN
 from learner.records import Sample
 from learner.run.files import require_writable, write_atomically
@@ -54,6 +55,7 @@ class EvaluateOptions:
     retain: Mapping[str, Path] = field(default_factory=dict)
     asked: AnswerSettings = field(default_factory=AnswerSettings)
     image_root: str | None = None
+    read_as: ReadAs = field(default_factory=ReadAs)  # how `predictions` and `val_predictions` are read
     out: Path
     overwrite: bool = False
 
@@ -70,7 +72,7 @@ def evaluate(options: EvaluateOptions) -> int:
     paths |= {_retained(name): str(path) for name, path in options.retain.items()}
     samples = {key: _samples(options, path) for key, path in paths.items()}
     given = {_MAIN: options.predictions, _VAL: options.val_predictions}
-    found = {key: _read(paths[key], own, given.get(key, {})) for key, own in samples.items()}
+    found = {key: _read(paths[key], own, given.get(key, {}), options.read_as, console) for key, own in samples.items()}
     for key, files in given.items():
         for one in found.get(key, ()):
             if not one.boxes:
@@ -175,12 +177,25 @@ def _retained(name: str) -> str:
 
 def _samples(options: EvaluateOptions, path: str) -> list[Sample]:
     data = DataConfig(train=path, on_bad_record="drop", image_root=options.image_root)
-    return load_samples(data, path, Anything())
+    split = load_split(data, path, Anything())
+    if hint := split.bad.reach.hint():
+        print(f"warning: {path}: {hint}", file=sys.stderr)
+    return split.samples
 
 
-def _read(annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path]) -> list[Found]:
-    classes = classes_of(annotations)
-    return [read_results(path, name, samples, classes) for name, path in predictions.items()]
+def _read(
+    annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path], read_as: ReadAs, console: Console
+) -> list[Found]:
+    """Read results, and say how they were read and what may be wrong with them."""
+    classes, found = classes_of(annotations), []
+    for name, path in predictions.items():
+        read = read_results(path, name, samples, classes, read_as)
+        for note in read.notes:
+            console.print(f"{path}: {note}")
+        for warning in read.warnings:
+            console.print(f"warning: {path}: {warning}")
+        found.append(read.found)
+    return found
 
 
 def _by_model(

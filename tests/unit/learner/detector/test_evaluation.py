@@ -172,6 +172,133 @@ def test_a_file_that_has_no_results_is_told_in_words(
     assert "Errno" not in told
 
 
+# ---- what is checked before it is scored (R52) ----------------------------------------------------------------------
+
+
+def told(truth: Path, rows: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+    """Return exit code and stderr of results that may be wrong."""
+    file = truth.parent / "given.json"
+    file.write_text(json.dumps(rows))
+    out = str(truth.parent / "out")
+    code = main(["evaluate", str(truth), "--out", out, "--predictions", str(file), *options])
+    return code, capsys.readouterr().err
+
+
+def f1(truth: Path) -> float:
+    found: float = json.loads((truth.parent / "out/evaluation.json").read_text())[0]["intervals"]["f1@0.5"]["estimate"]
+    return found
+
+
+def scaled(box: list[float], sides: tuple[float, float]) -> list[float]:
+    return [value * sides[i % 2] / (400, 300)[i % 2] for i, value in enumerate(box)]
+
+
+@pytest.mark.parametrize("unit", ["shares", "percent", "thousandths", "pixels"])
+@pytest.mark.parametrize("form", ["xywh", "xyxy"])
+def test_boxes_in_another_form_are_refused_with_the_form_that_fits(
+    truth: Path, unit: str, form: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sides = {"shares": (1, 1), "percent": (100, 100), "thousandths": (1000, 1000), "pixels": (400, 300)}[unit]
+    rows = results_of(truth)
+    for row in rows:
+        x, y, width, height = row["bbox"]
+        row["bbox"] = scaled([x, y, width, height] if form == "xywh" else [x, y, x + width, y + height], sides)
+    code, err = told(truth, rows, capsys)
+    options = ("--coordinates", unit, "--box-format", form)
+    if (unit, form) == ("pixels", "xywh"):
+        assert code == 0
+    else:
+        assert code == 2
+        assert " ".join(options) in err
+    assert told(truth, rows, capsys, *options)[0] == 0
+    assert f1(truth) == 1.0
+
+
+def test_classes_numbered_in_another_order(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{**row, "category_id": {7: 3, 3: 7}[row["category_id"]]} for row in results_of(truth)]
+    code, err = told(truth, rows, capsys)
+    assert (code, f1(truth)) == (0, 0.0)
+    assert "20 of 20 boxes on an object lie on one of another name" in err
+    assert "--names 3=red,7=white" in err
+    assert told(truth, rows, capsys, "--names", "3=red,7=white")[0] == 0
+    assert f1(truth) == 1.0
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_numbers_that_are_places_and_not_ids(truth: Path, first: int, capsys: pytest.CaptureFixture[str]) -> None:
+    """The annotations' ids are 7 and 3."""
+    rows = [{**row, "category_id": {7: 0, 3: 1}[row["category_id"]] + first} for row in results_of(truth)]
+    code, err = told(truth, rows, capsys)
+    names = f"{first}=red,{first + 1}=white"
+    assert code == 2
+    assert f"--names {names}" in err
+    for option in (names, "red,white"):
+        assert told(truth, rows, capsys, "--names", option)[0] == 0
+        assert f1(truth) == 1.0
+
+
+def test_numbers_from_0_where_0_was_never_found(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """YOLO's names have no ids: the objects decide, and it is said."""
+    content = json.loads(truth.read_text())
+    stems = {image["id"]: Path(image["file_name"]).stem for image in content["images"]}
+    for row in content["annotations"]:
+        x, y, w, h = row["bbox"]
+        line = f"{ {7: 1, 3: 2}[row['category_id']] } {(x + w / 2) / 400} {(y + h / 2) / 300} {w / 400} {h / 300}\n"
+        with (truth.parent / f"{stems[row['image_id']]}.txt").open("a") as labels:
+            labels.write(line)
+    (truth.parent / "data.yaml").write_text("names: [person, red, white]\ntest: .\n")
+    rows = results_of(truth)
+    for shift in (0, 1):
+        numbered = [
+            {**row, "image_id": stems[row["image_id"]], "category_id": {7: 1, 3: 2}[row["category_id"]] + shift}
+            for row in rows
+        ]
+        (truth.parent / "yolo.json").write_text(json.dumps(numbered))
+        (found,) = evaluated(truth.parent / "data.yaml:test", "--predictions", str(truth.parent / "yolo.json"))
+        assert found["ap"]["coco/ap"] == pytest.approx(1.0)
+        assert f"from {shift}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("spelling", ["Red", "RED ", "re-d", "crimson"])
+def test_a_name_in_another_spelling_is_a_stranger(
+    truth: Path, spelling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = [{**row, "category": {7: spelling, 3: "white"}[row["category_id"]]} for row in results_of(truth)]
+    code, err = told(truth, rows, capsys)
+    assert code == 2
+    assert spelling.strip() in err
+    assert "10 of 20" in err
+    assert "red" in err
+    assert told(truth, rows, capsys, "--names", f"{spelling}=red")[0] == 0
+    assert f1(truth) == 1.0
+    assert told(truth, rows, capsys, "--names", f"{spelling}=")[0] == 0
+    assert f1(truth) == pytest.approx(2 / 3)
+
+
+def test_names_with_spaces_around_them(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = json.loads(truth.read_text())
+    content["categories"] = [{"id": 7, "name": "red "}, {"id": 3, "name": " white"}]
+    rows = results_of(truth)
+    truth.write_text(json.dumps(content))
+    assert told(truth, rows, capsys)[0] == 0
+    assert f1(truth) == 1.0
+    assert (
+        told(truth, [{**row, "category": {7: " red", 3: "white"}[row["category_id"]]} for row in rows], capsys)[0] == 0
+    )
+    assert f1(truth) == 1.0
+
+
+def test_pictures_without_a_result_and_boxes_that_are_none_are_told(
+    truth: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = results_of(truth)
+    _, err = told(truth, [*rows[:8], {**rows[0], "bbox": [10, 10, 0, 5]}], capsys)
+    assert "no result for 6 of 10 pictures" in err
+    assert "1 of 9 boxes have no area" in err
+    outside = [{**row, "bbox": [350, 250, 100, 100]} for row in rows]
+    assert "20 of 40 boxes reach out" in told(truth, rows + outside, capsys)[1]
+
+
 def test_nothing_to_evaluate(truth: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["evaluate", str(truth), "--out", str(truth.parent / "out")]) == 2
     assert "--predictions" in capsys.readouterr().err
