@@ -13,8 +13,10 @@ pack older. Before a sync each rank stops calling, and waits for its call in fli
 travel before that, while the producers go on. If the step has something to learn meanwhile, it is learned: the weights
 change at its end only, so the sync comes between two of its rows, as soon as no call is in flight.
 
-Where Channel-B is scheduled and no share is ready on all ranks, the step runs Channel-A. `max_starved_steps` such steps
-in a row end the run.
+Where Channel-B is scheduled and no share is ready on all ranks, the step runs Channel-A, if both sides lose nothing by
+it: the share that is being made will still be fresh and wanted, and meanwhile the producers go on with others. If not,
+the step waits for the share, because the same would happen at the next step, again and again. `max_starved_steps`
+Channel-B steps in a row that ran Channel-A end the run. With `b_ratio: 1` every step waits.
 
 Invariants: those of `shares`; every rank enters a fence or none does; all ranks learn the same share. The producer's
 thread shares nothing with the thread that learns: its encoder is its own.
@@ -25,7 +27,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -35,7 +37,7 @@ from learner.journal.log import PhaseClock
 from learner.records import PackedRow, Segment
 from learner.rollout.backend import MicroStep
 from learner.steps.producer import CallStages, Producer
-from learner.steps.shares import Bounds, Call, PackCounts, ServedVersion, ShareQueue, Shares
+from learner.steps.shares import Bounds, Call, Outlook, PackCounts, ServedVersion, ShareQueue, Shares
 from learner.steps.source import Fence
 from learner.steps.stage2 import (
     CALLS_PER_STEP,
@@ -96,12 +98,14 @@ class StepChoice:
 
     decision: ChannelDecision
     share: int
-    waiting: int = 0  # other shares that are ready on all ranks
 
 
-def common(ready: Sequence[Mapping[int, int]]) -> set[int]:
+NOTHING = Outlook(complete={}, is_making=False, goes_on=False, begun={})
+
+
+def common(ready: Sequence[Outlook]) -> set[int]:
     """Return the shares that are ready on all ranks."""
-    return set(ready[0]).intersection(*ready[1:])
+    return set(ready[0].complete).intersection(*(one.complete for one in ready[1:]))
 
 
 class Stage2Ahead(Stage2Steps):
@@ -125,7 +129,6 @@ class Stage2Ahead(Stage2Steps):
         self._max_starved_steps, self._starved = max_starved_steps, 0  # Channel-B steps without packs, in a row
         packs = parts.packs_per_step
         self._sizes = Sizes.of(samples_per_pack=samples_per_pack, packs_per_step=packs, capacity=capacity)
-        self._is_call_whole = self._sizes.call_size == packs * samples_per_pack
         self._shares = Shares(parts.batches.left, b_ratio=parts.b_ratio, total_steps=total_steps)
         self._producer: Producer | None = None  # None: before the first sync
         self._synced_at = 0  # optimizer updates in the weights that the servers have
@@ -134,28 +137,16 @@ class Stage2Ahead(Stage2Steps):
         self._learned_since_sync = bounds.sync_every  # Channel-B steps; before the first sync the servers have nothing
         self._learned_meanwhile = 0  # of them, in a step whose sync was postponed
         self._is_postponed = False  # the sync that the present step wants
-        self._waiting = 0  # shares that are ready on all ranks, beside the one of the last step
         self._depth = 0  # packs queued when the step's channel was chosen
         self._reported = (PackCounts(), CallTotals())  # earlier steps' metrics hold these
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:
         """Return True if the producers can use the present weights, and those that they have are used up."""
-        for behind in {0, self._made_before(global_step)}:
-            next_b = self._shares.next_b(global_step, behind=behind)
-            if next_b is None or self._too_far(next_b, global_step):
-                continue
-            if self._learned_since_sync >= self._bounds.sync_every or self._too_far(next_b, self._synced_at):
-                return True
-        return False
-
-    def _made_before(self, global_step: int) -> int:
-        """Return how many shares the served weights have made, or are making, so that newer ones are for those after
-        them. It counts after a Channel-B step that found no packs: the producers would stand still until such a share
-        is learned, and come late again. A call in flight that makes a whole share counts too: a sync waits for it."""
-        if not self._starved:
-            return 0
-        return max(self._waiting, self._is_call_whole and self._shares.next_b(global_step) == global_step)
+        next_b = self._shares.next_b(global_step)
+        if next_b is None or self._too_far(next_b, global_step):
+            return False
+        return self._learned_since_sync >= self._bounds.sync_every or self._too_far(next_b, self._synced_at)
 
     def postpones_sync(self, global_step: int) -> bool:
         """Return True if a call is in flight, and the step has a share to learn without it. While the call goes on the
@@ -228,34 +219,63 @@ class Stage2Ahead(Stage2Steps):
         return lag is not None and step - updates > lag
 
     def _decide(self, global_step: int) -> ChannelDecision:
-        ready = self._ranks.all_succeed(lambda: self._ready(global_step))
-        choice = self._ranks.broadcast_object(self._choose(global_step, ready) if self._ranks.is_main else None)
-        self._share_of_step, self._next_step, self._waiting = choice.share, global_step + 1, choice.waiting
+        choice: StepChoice | None = None
+        while choice is None:
+            ready = self._ranks.all_succeed(lambda: self._ready(global_step))
+            chosen = self._choose(global_step, ready) if self._ranks.is_main else None
+            (choice,) = self._ranks.broadcast_object((chosen,))
+            if choice is None:
+                with self._clock.phase("wait"):
+                    self._ranks.all_succeed(self._await_call)
+        self._share_of_step, self._next_step = choice.share, global_step + 1
         if choice.decision.wanted == "B":
             self._starved = self._starved + 1 if choice.decision.skipped_due_to_queue else 0
         if self._starved >= self._max_starved_steps:
             self._raise_starved()
         return choice.decision
 
-    def _ready(self, global_step: int) -> dict[int, int]:
-        """Shares of this epoch that this rank could learn as rollouts; see `ShareQueue.complete`."""
+    def _ready(self, global_step: int) -> Outlook:
+        """Return what this rank has for this epoch, and what to expect."""
         if self._producer is None:
-            return {}
+            return NOTHING
         self._want(global_step)
-        complete = self._producer.complete(global_step)
+        outlook = self._producer.outlook(global_step)
         self._depth = self._producer.stats().queued
         left = set(self._parts.batches.left(self._epoch))
-        return {share: syncs for share, syncs in complete.items() if share in left}
+        return replace(outlook, complete={share: syncs for share, syncs in outlook.complete.items() if share in left})
 
-    def _choose(self, global_step: int, ready: Sequence[Mapping[int, int]]) -> StepChoice:
-        """Choose, of the shares that are ready on all ranks, the one with the oldest packs, else ground truth."""
+    def _await_call(self) -> None:
+        assert self._producer is not None, "a wait before the first sync"
+        self._producer.await_call(self._deadline_s)
+
+    def _choose(self, global_step: int, ready: Sequence[Outlook]) -> StepChoice | None:
+        """Choose, of the shares that are ready on all ranks, the one with the oldest packs, else ground truth. None:
+        wait for a share."""
         shares = common(ready)
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(shares))
-        if decision.channel == "A":
-            share = self._shares.of_a(global_step, self._epoch)
-            return StepChoice(decision=decision, share=share, waiting=len(shares - {share}))
-        share = min(shares, key=lambda share: (min(part[share] for part in ready), share))
-        return StepChoice(decision=decision, share=share, waiting=len(shares) - 1)
+        if decision.channel == "B":
+            share = min(shares, key=lambda share: (min(one.complete[share] for one in ready), share))
+            return StepChoice(decision=decision, share=share)
+        if decision.skipped_due_to_queue and self._waits(global_step, ready):
+            return None
+        return StepChoice(decision=decision, share=self._shares.of_a(global_step, self._epoch))
+
+    def _waits(self, global_step: int, ready: Sequence[Outlook]) -> bool:
+        """Return True if a Channel-B step that finds no share waits for the most urgent one: nobody asks for Channel-A,
+        or it would make rollouts in vain, or it would leave the producers without work."""
+        if not any(one.is_making for one in ready):
+            return False
+        bounds = self._bounds
+        # With a window of 0 nothing may be made that is learned after the next sync: the producers soon stand still.
+        if self._parts.b_ratio == 1 or bounds.version_window == 0 or not all(one.goes_on for one in ready):
+            return True
+        if any(self._shares.given_up(global_step, self._epoch) in one.begun for one in ready):
+            return True
+        # The served weights, or older ones, make this share, the next one, and all that come before the next sync.
+        behind = max(1, bounds.sync_every - self._learned_since_sync - 1)
+        last = self._shares.next_b(global_step + 1, behind=behind)
+        made_at = min((updates for one in ready for updates in one.begun.values()), default=self._synced_at)
+        return last is None or self._too_far(last, made_at)
 
     def _want(self, step: int) -> None:
         """Tell the producer what to make for Channel-B steps from `step` on, which comes next."""
@@ -270,9 +290,9 @@ class Stage2Ahead(Stage2Steps):
             f"{self._starved} Channel-B steps in a row found no packs",
             found="; ".join(f"rank {rank}: {text}" for rank, text in enumerate(found)),
             wanted=f"packs within {ASYNC}.max_starved_steps ({self._max_starved_steps}) of them",
-            remedy=f"look at the rollout servers' /status/ and logs; if rollouts are only slow, lower "
-            f"stage2_ab.schedule.b_ratio, raise {ASYNC}.max_update_lag ({self._bounds.max_update_lag}) so that packs "
-            f"stay fresh for longer, add servers, or raise {ASYNC}.max_starved_steps",
+            remedy="look at the rollout servers' /status/ and logs; if rollouts are only slow, make them faster "
+            "(servers, decode_batch_size, shorter answers), or lower stage2_ab.schedule.b_ratio; to wait for them, "
+            f"lower {ASYNC}.prefetch_target_packs to {self._parts.packs_per_step}, or raise {ASYNC}.max_starved_steps",
         )
 
     # ---- both channels ---------------------------------------------------------------------------------------------

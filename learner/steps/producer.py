@@ -1,7 +1,7 @@
 """The thread that rolls out ahead of learning: `shares.ShareQueue` with calls, segments and waits (R24, R25).
 
     producer.want([7, 9])                                    # which shares may be made
-    if 7 in producer.complete(step):
+    if 7 in producer.outlook(step).complete:
         packs = producer.take(7, step)                       # each pack: its segments, in the order of their places
     with producer.fence(deadline_s) as fence:                # on every rank; this rank has no call in flight now
         ranks.barrier()                                      # and now none has
@@ -26,7 +26,7 @@ from dataclasses import dataclass
 
 from learner.data.batches import MicroBatch
 from learner.records import Segment
-from learner.steps.shares import Call, Drop, PackCounts, ServedVersion, ShareQueue
+from learner.steps.shares import Call, Drop, Outlook, PackCounts, ServedVersion, ShareQueue
 from learner.steps.source import Fence
 from learner.steps.stage2 import CallTotals
 from shared.errors import DeadlineError, RolloutError
@@ -119,13 +119,13 @@ class Producer:
             self._forget(self._queue.want(shares))
             self._wake()
 
-    def complete(self, step: int) -> dict[int, int]:
-        """See `ShareQueue.complete`, for `step`, which comes next. Raises what ended the producer."""
+    def outlook(self, step: int) -> Outlook:
+        """See `ShareQueue.outlook`, for `step`, which comes next. Raises what ended the producer."""
         with self._changed:
             self._queue.check()
             self._forget(self._queue.expire(step))
             self._wake()
-            return self._queue.complete()
+            return self._queue.outlook()
 
     def take(self, share: int, step: int) -> list[list[Segment]]:
         """The packs of a complete share, to be learned in `step`."""
@@ -133,6 +133,20 @@ class Producer:
             packs = self._queue.take(share, step)
             self._wake()
             return [self._segments.pop(pack.index) for pack in packs]
+
+    def await_call(self, deadline_s: float) -> None:
+        """Wait up to `deadline_s` seconds until a call ends, if the most urgent share lacks some. Raises DeadlineError,
+        or what ended the producer."""
+        with self._changed:
+            queue, ended = self._queue, self._calls.number
+            if not wait_for(
+                self._changed,
+                lambda: queue.ended or self._calls.number > ended or not queue.outlook().is_making,
+                deadline_s,
+            ):
+                what, remedy = "waiting for the rollouts of a Channel-B step", f"raise {self._deadline_key}"
+                raise self._deadline_error(what, deadline_s, remedy)
+            queue.check()
 
     def request_fence(self) -> bool:
         """Let no call start until the next `fence` has ended; True if none is in flight. Raises what ended the

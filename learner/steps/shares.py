@@ -6,7 +6,8 @@ is learned in one step, as ground truth (Channel-A) or as rollouts (Channel-B), 
 whatever is dropped and wherever a run is interrupted. `Shares` says which share that is. It is a function of what was
 learned before and of the schedule, so all ranks agree without talking. Of the shares that an epoch has left, the first
 ones are for its scheduled Channel-B steps, and the others for Channel-A. A Channel-B step without packs learns one of
-the others as ground truth, so packs that are being made stay useful.
+the others as ground truth, so packs that are being made stay useful. If there are no others, the last of the first
+ones is `given_up`.
 
 `ShareQueue` is one rank's producer, queue and fence. A call rolls out a run of places of one share. Its segments wait
 in packs, until a step takes a whole share.
@@ -32,7 +33,7 @@ Invariants, after every event:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -71,6 +72,12 @@ class Shares:
         left = self._left(epoch)
         num_b = self._num_b(step, min(step + len(left), self._total_steps))
         return left[min(num_b, len(left) - 1)]
+
+    def given_up(self, step: int, epoch: int) -> int:
+        """Return the share that is not learned as rollouts if `step`, a scheduled Channel-B step, learns ground truth:
+        the last one that the epoch has for Channel-B."""
+        left = self._left(epoch)
+        return left[self._num_b(step, min(step + len(left), self._total_steps)) - 1]
 
     def next_b(self, step: int, *, behind: int = 0) -> int | None:
         """Return the first scheduled Channel-B step from `step` on that has `behind` others before it; None: there is
@@ -182,6 +189,16 @@ class PackCounts:
     age_updates: int = 0  # summed over learned packs: optimizer updates between making and learning
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Outlook:
+    """What one rank has, and what to expect of its calls."""
+
+    complete: Mapping[int, int]  # shares that could be learned as rollouts now; syncs of the oldest of their packs
+    is_making: bool  # the most urgent share is not complete, and a call is in flight or may start
+    goes_on: bool  # once it is complete, calls for other shares may start although no step has learned it
+    begun: Mapping[int, int]  # shares with rollouts, also in flight; optimizer updates in the oldest weights of each
+
+
 class ShareQueue:
     """`size(share)`: this rank's samples of a share. `served`: what the servers have now."""
 
@@ -251,9 +268,7 @@ class ShareQueue:
     def _next_run(self) -> tuple[int, int, int] | None:
         """Share, first place and last + 1 of what is to be made next. Beside the most urgent share, only while fewer
         than `start_below` packs wait, and no more than fit the queue, nor what would be too many syncs old by then."""
-        every = self.bounds.sync_every
-        most_shares = max(0, every - self.taken) + self.bounds.version_window * every
-        for urgency, share in enumerate(self.wanted[:most_shares]):
+        for urgency, share in enumerate(self._makeable()):
             missing = self._missing(share)
             if not missing:
                 continue
@@ -266,6 +281,11 @@ class ShareQueue:
             run = next((i for i, p in enumerate(missing) if p != start + i), len(missing))
             return share, start, start + min(run, most)
         return None
+
+    def _makeable(self) -> tuple[int, ...]:
+        """The wanted shares that will not be too many syncs old when they are learned."""
+        every = self.bounds.sync_every
+        return self.wanted[: max(0, every - self.taken) + self.bounds.version_window * every]
 
     def _missing(self, share: int) -> list[int]:
         there = {place for pack in self.queue if pack.share == share for place in pack.places}
@@ -297,6 +317,19 @@ class ShareQueue:
             if sum(len(pack.places) for pack in self.queue if pack.share == share) == self._size(share):
                 found[share] = min(syncs, default=self.served.syncs)
         return found
+
+    def outlook(self) -> Outlook:
+        """Return what there is, and what to expect. Ask for all of it at once: a call may end at any time."""
+        urgent, rest = self.wanted[:1], self._makeable()[1:]
+        made = [(one.share, one.by.updates) for one in (*self.queue, self.in_flight) if one is not None]
+        waiting = sum(pack.share not in urgent for pack in self.queue)
+        waiting += sum(-(-self._size(share) // self.samples_per_pack) for share in urgent)
+        return Outlook(
+            complete=self.complete(),
+            is_making=(self.in_flight is not None or self.may_start) and any(map(self._missing, urgent)),
+            goes_on=waiting < min(self.bounds.start_below, self.keep_at_most) and any(map(self._missing, rest)),
+            begun={share: min(updates for other, updates in made if other == share) for share, _ in made},
+        )
 
     def take(self, share: int, step: int) -> list[Pack]:
         """A complete share's packs in the order of their places, learned in `step`. Raises what ended the queue."""

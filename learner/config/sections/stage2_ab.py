@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 class ScheduleConfig(Section):
     """The choice of steps that run Channel-B, on rollouts. The others run Channel-A, on ground truth."""
 
-    b_ratio: float = key("share of Channel-B steps", unit="share", req="R26", ge=0.0, le=1.0)
+    b_ratio: float = key(
+        "share of Channel-B steps. With `async_actor_learner` and 1 each of them waits for its rollouts; with less, "
+        "one whose rollouts are late runs Channel-A, if the next ones can still learn them and servers stay busy",
+        unit="share",
+        req="R26 R27",
+        ge=0.0,
+        le=1.0,
+    )
 
 
 class AsyncActorLearnerConfig(Section):
@@ -49,7 +56,7 @@ class AsyncActorLearnerConfig(Section):
         ge=1,
     )
     max_starved_steps: int = key(
-        "Channel-B steps in a row that find no packs, and run Channel-A instead; the last of them ends the run",
+        "Channel-B steps in a row that run Channel-A because their rollouts are late; the last of them ends the run",
         20,
         unit="optimizer steps",
         req="D16",
@@ -64,7 +71,8 @@ class AsyncActorLearnerConfig(Section):
     )
     prefetch_target_packs: int = key(
         "packs of `per_device_train_batch_size` samples that each rank keeps ready; at least as many as a step takes "
-        "(`gradient_accumulation_steps`). A step lays its packs in as few rows as they need",
+        "(`gradient_accumulation_steps`). With no more than that, steps wait for late rollouts. A step lays its packs "
+        "in as few rows as they need",
         4,
         unit="packs",
         req="D3 R25 R27",

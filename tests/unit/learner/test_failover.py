@@ -511,7 +511,7 @@ def learn_ahead(learner: Learner, during: dict[int, Callable[[], None]]) -> dict
                     weights, ver = fingerprint(learner.weights.tensors), learner.sync.sync().ver
                     rollouts.weights[ver] = weights
                     fence.synced(ver, updates=step)
-            wait_until(lambda at=step: bool(source._ready(at)))  # type: ignore[misc]
+            wait_until(lambda at=step: bool(source._ready(at).complete))  # type: ignore[misc]
             assert source.begin(step) == "B"
             rows = [row for micro_step in source.micro_steps() for row in micro_step]
             learned += [part.sample_id for row in rows for part in row.segments]

@@ -25,8 +25,8 @@ from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
-from learner.steps.ahead import NO_MICRO_STEP, Sizes, Stage2Ahead
-from learner.steps.shares import Bounds, ServedVersion, ShareQueue
+from learner.steps.ahead import NO_MICRO_STEP, NOTHING, Sizes, Stage2Ahead, StarvedError
+from learner.steps.shares import Bounds, Outlook, ServedVersion, ShareQueue
 from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import RolloutError
 from tests.tiers import slow
@@ -109,11 +109,11 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """The choice of a channel waits for the producer, so that what is scheduled is what runs."""
     hasty = Stage2Ahead._ready
 
-    def ready(self: Stage2Ahead, step: int) -> dict[int, int]:
+    def ready(self: Stage2Ahead, step: int) -> Outlook:
         if scheduled_channel(step, self._parts.b_ratio) == "A":
             return hasty(self, step)
         deadline = time.monotonic() + DEADLINE_S
-        while not (found := hasty(self, step)):
+        while not (found := hasty(self, step)).complete:
             assert time.monotonic() < deadline, "the producer makes nothing"
             time.sleep(0.005)
         return found
@@ -299,18 +299,26 @@ def test_an_epoch_s_short_step_makes_a_part_of_an_update(
 
 @pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_without_packs_channel_a_runs(world_size: int, servers: Servers, run_ahead: RunAhead, tmp_path: Path) -> None:
-    """R27: no rollout comes back, so every step that wanted Channel-B runs A, says so, and waits for nothing; the run
-    ends although a call is in flight."""
+    """R27, D16: no rollout comes back, so every step that wanted Channel-B runs A, says so, and waits for nothing; too
+    many of them end the run although a call is in flight."""
     servers.open.clear()
-    seen = run_ahead(world_size, b_ratio=1.0, max_steps=3)
+    queue = {"prefetch_target_packs": 8, "max_update_lag": 16, "max_starved_steps": 3}
+    with pytest.raises(StarvedError):
+        run_ahead(world_size, b_ratio=0.5, max_steps=20, num_samples=4 * NUM_SAMPLES, queue=queue)
     steps = steps_of(tmp_path)
-    assert [step["channel"] for step in steps] == ["A"] * 3
-    assert [step["metrics"][B_STEP_SKIPPED] for step in steps] == [1.0] * 3
+    assert [step["channel"] for step in steps] == ["A"] * 5
+    assert [step["metrics"][B_STEP_SKIPPED] for step in steps] == [0.0, 1.0, 0.0, 1.0, 0.0]
     assert steps[-1]["metrics"]["stage2_ab/executed_b_share"] == 0.0
-    for rank in seen:
-        assert learned_ahead(rank) == []
-        assert rank.events.count("sync") == 1, "nothing was learned that the producer should see"
+    assert len(events_of(tmp_path, "sync")) == 1, "nothing was learned that the producer should see"
     assert not producers()
+
+
+def test_a_run_of_rollouts_alone_learns_no_ground_truth(run_ahead: RunAhead, tmp_path: Path) -> None:
+    """R27: with `b_ratio: 1` the first step waits for its rollouts, at the start and after a resume."""
+    settings: dict[str, Any] = {"b_ratio": 1.0, "save_on_end": True, "lr_scheduler_type": "constant"}
+    run_ahead(max_steps=2, **settings)
+    run_ahead(max_steps=4, resume_from_checkpoint="latest", **settings)
+    assert [step["channel"] for step in steps_of(tmp_path)] == ["B"] * 4
 
 
 def test_one_rank_without_packs_holds_all_back(
@@ -319,7 +327,9 @@ def test_one_rank_without_packs_holds_all_back(
     """R27: rank 1 alone has none ready; both ranks run A."""
     servers.everyone = threading.Barrier(2, timeout=DEADLINE_S)
     hasty = Stage2Ahead._ready
-    monkeypatch.setattr(Stage2Ahead, "_ready", lambda self, step: {} if self._ranks.rank == 1 else hasty(self, step))
+    monkeypatch.setattr(
+        Stage2Ahead, "_ready", lambda self, step: NOTHING if self._ranks.rank == 1 else hasty(self, step)
+    )
     seen = run_ahead(2, b_ratio=1.0, max_steps=2)
     assert [step["channel"] for step in steps_of(tmp_path)] == ["A", "A"]
     assert [learned_ahead(rank) for rank in seen] == [[], []]
@@ -365,7 +375,7 @@ def test_a_producer_that_hangs_does_not_hide_what_ended_the_run(
     servers.open.clear()
     monkeypatch.setattr(trainer_world.FakeBackend, "close", lambda self: None)
     monkeypatch.setattr("learner.steps.ahead.CLOSE_S", 0.01)
-    config = ahead_config(tiny_text, tmp_path, b_ratio=1.0, max_steps=3)
+    config = ahead_config(tiny_text, tmp_path, b_ratio=0.5, max_steps=3)
 
     def fail(row: PackedRow) -> None:
         raise ZeroDivisionError

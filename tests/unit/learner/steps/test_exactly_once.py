@@ -378,16 +378,16 @@ def test_an_evaluation_s_sync_makes_no_pack_stale() -> None:
 
 def until_ready(source: Stage2Ahead, step: int) -> None:
     deadline = time.monotonic() + 60.0
-    while not source._ready(step):
+    while not source._ready(step).complete:
         assert time.monotonic() < deadline, "the producer makes nothing"
         time.sleep(0.001)
 
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_too_many_channel_b_steps_without_packs_end_the_run(world_size: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """D16: the error names the key, its value and what the producers do."""
-    world = World(case_of(b_ratio=0.5, num_samples=160, lag=100, evaluated=0.0))
-    with pytest.raises(StarvedError, match=r"3 Channel-B steps.*in flight.*max_starved_steps.*max_update_lag"):
+    """D16: the error names the key, its value and what the producers do, and advises what makes steps wait instead."""
+    world = World(case_of(b_ratio=0.5, num_samples=320, lag=100, evaluated=0.0, ready=2, queue=8))
+    with pytest.raises(StarvedError, match=r"3 Channel-B steps.*in flight.*max_starved_steps.*prefetch_target_packs"):
         starve(world, world_size, monkeypatch)
     assert [m["stage2_ab/async/starved_steps"] for m in world.metrics] == [0.0, 1.0, 1.0, 2.0, 2.0]
 

@@ -19,7 +19,7 @@ from tests.waits import wait_until
 
 
 def until_complete(made: Producer, shares: int) -> None:
-    wait_until(lambda: len(made.complete(step=0)) == shares)
+    wait_until(lambda: len(made.outlook(step=0).complete) == shares)
 
 
 def test_what_is_wanted_is_made_once_and_taken_in_order() -> None:
@@ -57,7 +57,7 @@ def test_a_fence_without_a_sync_ages_nothing() -> None:
     for _ in range(3):
         with made.fence(DEADLINE_S):
             pass
-    assert made.complete(step=0) == {0: 0, 1: 0}
+    assert made.outlook(step=0).complete == {0: 0, 1: 0}
     made.close()
 
 
@@ -71,8 +71,8 @@ def test_only_syncs_that_count_make_packs_older(counts: bool, age: int) -> None:
     for share in (0, 1):
         made.take(share, step=1)
     made.want([2, 3])
-    wait_until(lambda: 2 in made.complete(step=1))
-    assert made.complete(step=1)[2] == age
+    wait_until(lambda: 2 in made.outlook(step=1).complete)
+    assert made.outlook(step=1).complete[2] == age
     made.close()
 
 
@@ -114,7 +114,7 @@ def test_a_fence_passes_its_deadline_by_name() -> None:
     ):
         pytest.fail("entered under a call in flight")
     with pytest.raises(DeadlineError, match="before a weight sync"):
-        made.complete(step=0)
+        made.outlook(step=0)
     held.release.set()
     made.close()
 
@@ -142,7 +142,7 @@ def test_the_producer_s_error_surfaces_with_its_type() -> None:
 
     made = producer(FakeServer(before=before))
     wait_until(lambda: made.stats().calls.number == 2)
-    for ask in (lambda: made.complete(step=0), lambda: made.take(0, step=0)):
+    for ask in (lambda: made.outlook(step=0).complete, lambda: made.take(0, step=0)):
         with pytest.raises(ServerUnreachableError, match="no answer"):
             ask()
     assert made.describe().startswith("no call in flight"), "a sync need not wait for the one that failed"
@@ -170,7 +170,7 @@ def test_close_lets_no_further_call_start() -> None:
     made.close()
     assert len(server.calls) == 1, "another share was wanted"
     with pytest.raises(PipelineStoppedError):
-        made.complete(step=0)
+        made.outlook(step=0)
 
 
 def test_after_stop_late_errors_are_only_logged(caplog: pytest.LogCaptureFixture) -> None:
@@ -182,7 +182,7 @@ def test_after_stop_late_errors_are_only_logged(caplog: pytest.LogCaptureFixture
     held.release.set()
     made.close()
     with pytest.raises(PipelineStoppedError):
-        made.complete(step=0)
+        made.outlook(step=0)
     assert "the client was closed" in caplog.text
 
 
@@ -216,3 +216,18 @@ def test_bounds_of_the_configuration() -> None:
     assert Bounds.run_ahead(AsyncActorLearnerConfig(), packs_per_step=6).start_below == 6
     with pytest.raises(ConfigError, match=r"prefetch_target_packs exceeds queue_limit.*queue_limit 3"):
         Bounds.run_ahead(AsyncActorLearnerConfig(queue_limit=3), packs_per_step=1)
+
+
+def test_a_wait_for_a_share_ends_with_a_call_or_by_its_deadline() -> None:
+    """D16: a Channel-B step that waits looks again when a call has ended; the error says what is in flight."""
+    held = Held()
+    made = producer(FakeServer(held), call_size=2)
+    held.until_entered()
+    with pytest.raises(DeadlineError, match=r"Channel-B step.*share 0 in flight"):
+        made.await_call(0.05)
+    held.release.set()
+    while not made.outlook(step=0).complete:
+        made.await_call(DEADLINE_S)
+    until_complete(made, 2)
+    made.await_call(0.0)  # nothing lacks
+    made.close()
