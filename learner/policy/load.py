@@ -286,7 +286,7 @@ class Policy:
 
     @cached_property
     def _checkpoint(self) -> CheckpointWeights:
-        return CheckpointWeights(self.model)
+        return CheckpointWeights(self.model, device=self.device)
 
     def adapter_weights(self) -> AdapterWeights | None:
         """Return the adapter by itself, and the base weights below it; None without an adapter. See `lora.py`."""

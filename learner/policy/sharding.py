@@ -110,15 +110,15 @@ def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
 
 
 @torch.no_grad()
-def whole_copy(module: M) -> M:
-    """Return a copy of `module` and its submodules with whole parameters. Those that are whole already are shared.
-    Collective."""
+def whole_copy(module: M, device: torch.device) -> M:
+    """Return a copy of `module` and its submodules with whole parameters on `device`. Those that are so already are
+    shared. Collective."""
     duplicate = copy.copy(module)
     duplicate._parameters = {
-        name: p if p is None else torch.nn.Parameter(whole(p.detach()), requires_grad=False)
+        name: p if p is None else torch.nn.Parameter(whole(p.detach()).to(device), requires_grad=False)
         for name, p in module._parameters.items()
     }
-    duplicate._modules = {name: m if m is None else whole_copy(m) for name, m in module._modules.items()}
+    duplicate._modules = {name: m if m is None else whole_copy(m, device) for name, m in module._modules.items()}
     return duplicate
 
 

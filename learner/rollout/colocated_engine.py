@@ -268,7 +268,9 @@ class ColocatedEngine:
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         if self._asleep:  # vLLM's allocator reports an error when it frees memory that is not mapped
-            self._wake_up()
+            with self._offload.away():  # a card that holds both in turn does not hold both
+                torch.cuda.empty_cache()
+                self._wake_up()
         self._threads.shutdown()
         self._llm.llm_engine.engine_core.shutdown()
         del self._llm, self._images, self._copies  # the recorded copies hold the model's parameters

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
+from peft.tuners.lora import LoraLayer
 
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.rollout_matching import OffloadConfig
@@ -53,6 +55,19 @@ def test_everything_comes_back_bit_for_bit(model: Path, lora: LoraConfig | None)
                 assert torch.equal(tensor, before[name]), name
         optimizer.update(step)
         assert any(not torch.equal(p, before[name]) for name, p in policy.trainable)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_adapters_are_merged_on_the_device_while_the_model_is_away(model: Path, kind: Literal["lora", "dora"]) -> None:
+    """On the host a 4B model took 35 s a sync. The values are those of a merge without offloading, bit for bit."""
+    policy, optimizer = learner(model, LoraConfig(r=4, alpha=8, dropout=0.0, type=kind))
+    before = {name: tensor.clone() for name, tensor in policy.named_weights(torch.bfloat16)}
+    with make_offload(BOTH, policy, optimizer).away():
+        found = dict(policy.named_weights(torch.bfloat16))
+        merged = [name for name, tensor in found.items() if tensor.device == CUDA]
+    assert len(merged) == sum(isinstance(module, LoraLayer) for module in policy.model.modules())
+    for name, tensor in found.items():
+        assert torch.equal(tensor.to(CUDA), before[name]), name
 
 
 def test_a_step_s_most_memory_is_that_since_the_last_one(model: Path) -> None:
