@@ -4,8 +4,8 @@
 - Text models of real size with random weights (`build`): Qwen3's own shapes in bfloat16. They have the demo's tokenizer
   extended to Qwen3's vocabulary, so everything that a random model writes has a text. transformers and vLLM load them.
 - A vision model of real size with random weights.
-- Models for photographs (`build_photograph_model`): Qwen3-VL-4B's shape, or a small one with the same patches, so that
-  a photograph has as many tokens.
+- Models for photographs (`build_photograph_model`): Qwen3-VL's shapes of 2B, 4B and 8B, or a small one with the same
+  patches, so that a photograph has as many tokens.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from deploy.demo.model import build as build_vision_model
 from learner.tiny import CHAT_TEMPLATE, EOS, PAD, build_tokenizer, vision_token_ids
 
 Size = Literal["0.6B", "4B", "tiny"]
-PhotographSize = Literal["4B", "small"]
+PhotographSize = Literal["2B", "4B", "8B", "small"]
 CHECKPOINT = Path("deploy/demo/checkpoint")
 MAX_POSITIONS = 4096
 
@@ -50,12 +50,16 @@ PATCH_SIZE, MERGE_SIZE = 16, 2  # a photograph of 1024x1024 pixels has 4,096 pat
 MOST_PIXELS = 1024 * 1024
 # the language model: vocabulary, hidden, layers, heads, key-value heads, head size, intermediate, sections of positions
 TEXT_SHAPES: dict[PhotographSize, tuple[int, int, int, int, int, int, int, list[int]]] = {
+    "2B": (151_936, 2048, 28, 16, 8, 128, 6144, [24, 20, 20]),
     "4B": (151_936, 2560, 36, 32, 8, 128, 9728, [24, 20, 20]),
+    "8B": (151_936, 4096, 36, 32, 8, 128, 12_288, [24, 20, 20]),
     "small": (4096, 128, 2, 4, 2, 32, 256, [6, 5, 5]),
 }
 # the vision tower: layers, hidden, heads, intermediate, layers whose output goes to the language model too
 VISION_SHAPES: dict[PhotographSize, tuple[int, int, int, int, list[int]]] = {
+    "2B": (24, 1024, 16, 4096, [5, 11, 17]),
     "4B": (24, 1024, 16, 4096, [5, 11, 17]),
+    "8B": (27, 1152, 16, 4304, [8, 16, 24]),
     "small": (1, 32, 1, 64, [0]),  # on a CPU its attention over 4,096 patches is most of the work
 }
 
@@ -185,7 +189,7 @@ def photograph_config(tokenizer: Any, size: PhotographSize) -> Qwen3VLConfig:
         "head_dim": head_dim,
         "max_position_embeddings": 32_768,
         "rope_parameters": rope,
-        "tie_word_embeddings": True,
+        "tie_word_embeddings": size != "8B",
         "eos_token_id": tokenizer.eos_token_id,
         "pad_token_id": tokenizer.pad_token_id,
     }
@@ -205,6 +209,6 @@ def photograph_config(tokenizer: Any, size: PhotographSize) -> Qwen3VLConfig:
         text_config=text,
         vision_config=vision,
         **vision_token_ids(tokenizer),
-        tie_word_embeddings=True,
+        tie_word_embeddings=size != "8B",
         dtype="bfloat16",
     )
