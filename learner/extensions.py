@@ -141,6 +141,10 @@ class Task(Protocol):
         assignments if answers of this task have no scores, or if there is too little to learn from."""
         return assignments
 
+    def reason(self, assignments: Sequence[Any], metrics: Mapping[str, float]) -> tuple[str, str] | None:
+        """Return why a score is near 0, and what to do about it; None if it is not, or if nothing is known."""
+        return None
+
     def rewards(self, assignment: Any, names: Collection[str]) -> Mapping[str, float]:
         """Those of `names` that are rewards of this task (`reward.weights`), each a finite number, larger for better
         answers."""

@@ -363,7 +363,7 @@ class Trainer:
         self._evaluated_at, self._evaluation = step, evaluation
         metrics = {**evaluation.metrics, **self.score_retained()}
         self.time_limit.evaluated(time.monotonic() - began_s)
-        self.journal.evaluation(metrics, step=step)
+        self.journal.evaluation(metrics, step=step, reason=self.task.reason(evaluation.assignments, metrics))
         self.journal.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
         verdict = self.best.add(step, evaluation.metrics)
         if verdict.is_best and step > 0:
@@ -397,7 +397,8 @@ class Trainer:
             fitted = self.calibration()
             calibrated = partial(self.task.calibrated, calibration=fitted) if fitted is not None else None
             evaluation = self.score(self.test_samples, "test.jsonl", "test", calibrated=calibrated)
-            self.journal.test(evaluation.metrics, step=self.state.global_step)
+            reason = self.task.reason(evaluation.assignments, evaluation.metrics)
+            self.journal.test(evaluation.metrics, step=self.state.global_step, reason=reason)
 
     def score(
         self,

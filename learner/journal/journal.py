@@ -100,19 +100,29 @@ class Journal:
         self.log.write("labels", completion, step=step)
         self.note(text)
 
-    def evaluation(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Write an evaluation and the seconds since the last step."""
+    def evaluation(self, metrics: Mapping[str, float], *, step: int, reason: tuple[str, str] | None = None) -> None:
+        """Write an evaluation and the seconds since the last step. `reason`: why it is near 0, and what to do."""
         self.log.write("eval", {"metrics": metrics, **self.clock.read()}, step=step)
         self.console.evaluation(step, metrics, name="eval")
+        self._explain("the score is near 0", reason, step)
         if not self.first:
             self.first.update(metrics)
         elif found := changes(self.first, metrics):
             self.note(f"since the first evaluation, {found[0].metric}: {', '.join(map(str, found))}")
 
-    def test(self, metrics: Mapping[str, float], *, step: int) -> None:
-        """Write the score of the test samples and its seconds."""
+    def test(self, metrics: Mapping[str, float], *, step: int, reason: tuple[str, str] | None = None) -> None:
+        """Write the score of the test samples and its seconds. `reason`: as for `evaluation`."""
         self.log.write("test", {"metrics": metrics, **self.clock.read()}, step=step)
         self.console.evaluation(step, metrics, name="test")
+        self._explain("the score of the test samples is near 0", reason, step)
+
+    def _explain(self, what: str, reason: tuple[str, str] | None, step: int) -> None:
+        """Say it on the terminal, and by the log on the live page and in the report."""
+        if reason is None:
+            return
+        why, remedy = reason
+        self.log.write("warning", {"global_step": step, "what": f"{what}: {why}", "steps": 0, "remedy": remedy})
+        self.console.note(f"warning: {what}: {why}; {remedy}")
 
     def pictures(self, pictures: Pictures, *, step: int) -> None:
         """Give the scenes of an evaluation to the trackers."""

@@ -28,10 +28,10 @@ from learner.journal.answers import NAME as ANSWERS
 from learner.records import DetectionObject
 from learner.report.charts import Bar, Chart, Series, Table, bar_chart, line_chart, number, parted
 from learner.report.page import TEMPLATES
-from learner.report.read import Follower, is_run, read_object, read_sheet
+from learner.report.read import Follower, is_run, newest_scenes, read_object, read_sheet
 from learner.report.records import RunRecord
 from learner.report.results import Card, duration
-from learner.report.scenes import LEGEND, Picture, image_roots, load_picture
+from learner.report.scenes import LEGEND, Picture, SceneRow, image_roots, load_picture, newest
 from learner.report.scores import F1
 from learner.report.training import AHEAD, named_charts
 from learner.report.web import html, page_app, serve_page
@@ -45,6 +45,7 @@ from shared.tokens import read_token
 from shared.wire import TOKEN_VARIABLE, ServerStatus
 
 POLL_S = 2.0
+MOST_SCENES = 6  # of the newest evaluation
 SILENT_S = 120.0  # the run may have ended after so long without an event
 ASK_S = 1.0  # a server's answer
 BUSY_STEPS = 20  # busy shares are taken over so many
@@ -85,6 +86,7 @@ class LiveView:
         self._follower, self._run_dir, self._token = Follower(run_dir), run_dir, token
         self._picture = lru_cache(maxsize=64)(load_picture)
         self._threads = ThreadPoolExecutor(8)
+        self._drawn: tuple[tuple[int, int], list[SceneRow]] | None = None  # step and number of scenes
 
     def now(self) -> str:
         """Return the page's main part."""
@@ -92,18 +94,30 @@ class LiveView:
         global_step, answers = self._answers(run)
         keeps = any(color == "kept" for answer in answers for color, *_ in answer.shapes)
         shown, flat = charts(run)
+        step, scenes = self._scenes(run)
         return TEMPLATES.get_template("now.html").render(
             title=run.name,
             standing=standing(run, time.time()),
             cards=cards(run),
+            notes=run.notes,
             charts_of=shown,
             flat=flat,
+            scenes_step=step,
+            scenes_of=scenes,
+            scene_legend={name: LEGEND[name] for name in ("truth", "missed", "hit", "class", "spurious")},
             servers=self._servers(run),
             answers_step=global_step,
             answers=answers,
             legend=SHAPES | ({"kept": f"prediction {SAID['kept']}"} if keeps else {}),
             kinds=KINDS | ({"unlearned": "written again, not learned: without a label"} if keeps else {}),
         )
+
+    def _scenes(self, run: RunRecord) -> tuple[int, list[SceneRow]]:
+        """Return the first scenes of the newest evaluation; they are drawn once."""
+        step, scenes = newest_scenes(run, MOST_SCENES)
+        if self._drawn is None or self._drawn[0] != (step, len(scenes)):
+            self._drawn = (step, len(scenes)), newest(run, step, scenes)
+        return step, self._drawn[1]
 
     def _answers(self, run: RunRecord) -> tuple[int, list[ShownAnswer]]:
         try:

@@ -12,6 +12,7 @@ import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -228,7 +229,24 @@ def _step(event: Mapping[str, object]) -> StepResult:
 
 def _warning(event: Mapping[str, object]) -> str:
     what, steps = str(event.get("what", "")), _count(event, "steps")
-    return f"At step {_count(event, 'global_step')}: {what}, in {steps} steps in a row; {event.get('remedy', '')}"
+    held = f", in {steps} steps in a row" if steps else ""
+    return f"At step {_count(event, 'global_step')}: {what}{held}; {event.get('remedy', '')}"
+
+
+def newest_scenes(run: RunRecord, most: int) -> tuple[int, list[Scene]]:
+    """Return the step of the newest evaluation and its first scenes that can be drawn; (0, []) if there is none."""
+    step, file = max(_eval_files(run.path), default=(0, None))
+    if file is None:
+        return 0, []
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        read = map(read_scene, _objects(islice(lines, most)))
+        return step, [scene for scene in read if scene is not None and _is_detection(run.config)]
+
+
+def _is_detection(config: Mapping[str, object]) -> bool:
+    """Return True if scenes are drawn: those of other tasks are not."""
+    task = config.get("task")
+    return not isinstance(task, Mapping) or task.get("type", "detection") == "detection"
 
 
 def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]) -> Status:
@@ -343,8 +361,7 @@ def _test(
 
 def _scenes(file: Path, config: Mapping[str, object]) -> tuple[tuple[Scene, ...], str]:
     """Return the scenes of an evaluation file, none if they are not of detection, and what is damaged in it."""
-    task = config.get("task")
-    is_detection = not isinstance(task, Mapping) or task.get("type", "detection") == "detection"  # others are not drawn
+    is_detection = _is_detection(config)
     lines, damaged = _read_jsonl(file)
     read = [read_scene(line) for line in lines if is_detection]
     scenes = tuple(scene for scene in read if scene is not None)

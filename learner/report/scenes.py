@@ -133,6 +133,12 @@ def gallery(runs: Sequence[Progress]) -> Gallery | None:
     return Gallery(lead=_lead(runs, before, after), filters=filters, rows=list(rows.values()), legend=legend)
 
 
+def newest(run: RunRecord, step: int, scenes: Sequence[Scene]) -> list[SceneRow]:
+    """Return some scenes of one evaluation, for the live page."""
+    known = {scene.scene_id: scene for scene in scenes}
+    return [_row(key, [(f"Step {step}", known)], image_roots(run)) for key in known]
+
+
 def _evaluations(runs: Sequence[Progress]) -> list[tuple[str, Mapping[str, Scene]]]:
     """Return the evaluations by name: that of the main run before training, and the last one of every run."""
     main = runs[0]

@@ -18,6 +18,7 @@ from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
 from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
+from learner.tasks.detection.reasons import Reason, reason_of
 from learner.tasks.detection.rewards import answer_rewards, prefix_rewards
 from learner.tasks.detection.scores import CalibrationFile, ScoreCandidate, candidates, scores_of, token_scores
 from learner.tasks.detection.target import build_target, ground_truth_target
@@ -87,6 +88,9 @@ class DetectionTask(Task):
             "unusable": float(not parsed.usable),
             **{f"drop/{reason}": float(count) for reason, count in parsed.drops.items()},
         }
+
+    def reason(self, assignments: Sequence[Assignment], metrics: Mapping[str, float]) -> Reason | None:
+        return reason_of(assignments, metrics, lambda ids: str(self.tokenizer.decode(list(ids))))
 
     def rewards(self, assignment: Assignment, names: Collection[str]) -> dict[str, float]:
         return answer_rewards(assignment.parsed, names)

@@ -55,6 +55,18 @@ def write_answers(run_dir: Path, **changes: Any) -> None:
     (run_dir / "answers.json").write_text(json.dumps({"global_step": 6, "answers": [one | changes]}))
 
 
+def test_the_newest_evaluation_is_drawn_also_of_a_run_without_rollouts(run_dir: Path) -> None:
+    """`sft` writes no answers, but evaluations do. What is wrong with a run stands on the page too."""
+    with (run_dir / "metrics.jsonl").open("a") as lines:
+        why = {"event": "warning", "global_step": 6, "what": "the score is near 0: nothing found", "steps": 0}
+        lines.write(json.dumps({**why, "remedy": "name the classes"}) + "\n")
+    page = client(run_dir).get("/").text
+    assert "Newest evaluation" in page
+    assert "step 6, as the model answered" in page
+    assert page.count("eval-") >= 2
+    assert "At step 6: the score is near 0: nothing found; name the classes" in page
+
+
 def test_the_page_follows_the_run(run_dir: Path) -> None:
     web = client(run_dir)
     page = web.get("/").text
