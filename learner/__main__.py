@@ -15,7 +15,6 @@
     rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
     rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
     rollout-learner schema                                       print the JSON Schema of run.yaml, for editors
-    rollout-learner bench [--part NAME]                          measure speed and memory, in a clone
 
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
 
@@ -31,7 +30,6 @@ import os
 import select
 import shlex
 import signal
-import subprocess
 import sys
 import textwrap
 import time
@@ -67,7 +65,7 @@ CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
     *("init", "train", "recipe", "check", "doctor", "predict-gain", "export", "push", "predict", "calibrate"),
-    *("evaluate", "find-missing", "report", "servers", "schema", "bench"),
+    *("evaluate", "find-missing", "report", "servers", "schema"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
 # "\b": click keeps these lines, and breaks no name at its hyphen.
@@ -94,18 +92,6 @@ ModelOption = Annotated[Path, typer.Option("--model", help="A checkpoint, an exp
 ModelConfigOption = Annotated[
     str | None, typer.Option("--config", help="The run's YAML, for a model without inference.json.")
 ]
-
-
-def _retired(name: str, instead: str) -> typer.models.OptionInfo:
-    """Return an option that had this name. It is refused before anything else is missed."""
-
-    def refuse(given: str) -> str:
-        if given:
-            raise typer.BadParameter(f"it is called {instead} now")
-        return given
-
-    found: typer.models.OptionInfo = typer.Option(name, hidden=True, is_eager=True, callback=refuse)
-    return found
 
 
 class Dtype(StrEnum):
@@ -262,7 +248,6 @@ def export(
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     dtype: Annotated[Dtype, typer.Option(help="The type of the weights.")] = Dtype.bfloat16,
     config: ModelConfigOption = None,
-    checkpoint: Annotated[str, _retired("--checkpoint", "--model")] = "",
 ) -> None:
     """Make a checkpoint a model to serve, its adapters merged."""
 
@@ -292,7 +277,6 @@ def push(
     ] = None,
     license: Annotated[str | None, typer.Option(help="For the card, such as mit; default: the base model's.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the card, list the files, upload nothing.")] = False,
-    export: Annotated[str, _retired("--export", "--model")] = "",
 ) -> None:
     """Upload an export to the Hugging Face hub, with a model card made from the run's report.
 
@@ -678,31 +662,6 @@ def schema() -> None:
         return 0
 
     _end(work)
-
-
-@app.command(epilog=OTHERS, context_settings={"ignore_unknown_options": True})
-def bench(
-    arguments: Annotated[list[str] | None, typer.Argument(help="Those of bench.run, such as --part.")] = None,
-) -> None:
-    """Measure speed and memory on this machine, in a clone.
-
-    `rollout-learner bench -- --help` lists the parts, and so does `bench` alone.
-    """
-    _end(lambda: _bench(arguments or ["--help"]))
-
-
-def _bench(arguments: Sequence[str]) -> int:
-    root = Path(__file__).resolve().parents[1]
-    if not (root / "bench").is_dir():
-        raise ConfigError(
-            "the benchmarks are not here",
-            found=f"no folder bench in {root}",
-            wanted="a clone of the repository: the wheel and the container images go without",
-            remedy="run make bench in a clone",
-        )
-    path = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH", "")]))
-    argv = [sys.executable, "-m", "bench.run", *arguments]
-    return subprocess.run(argv, env=os.environ | {"PYTHONPATH": path, "PYTHONSAFEPATH": "1"}).returncode
 
 
 def _check(

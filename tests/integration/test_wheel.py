@@ -164,13 +164,6 @@ def test_the_report_finds_its_templates(installed: Installed) -> None:
     assert "Traceback" not in done.stderr
 
 
-def test_the_benchmarks_stay_in_the_clone(installed: Installed) -> None:
-    done = installed.run("rollout-learner", "bench", "--", "--help")
-    assert done.returncode == 2
-    assert "Traceback" not in done.stderr
-    assert "make bench in a clone" in done.stderr
-
-
 def test_images_are_decoded_by_the_installed_server(installed: Installed) -> None:
     """They are decoded in processes of their own, which `-m` alone would start from the working directory."""
     code = (

@@ -107,18 +107,6 @@ def test_training_gets_the_values_of_the_command_line(config: str, monkeypatch: 
     assert got == [3e-6]
 
 
-def test_bench_passes_its_arguments_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-
-    def run(argv: list[str], **settings: object) -> subprocess.CompletedProcess[str]:
-        started.append(argv)
-        return subprocess.CompletedProcess(argv, 7)
-
-    monkeypatch.setattr(command.subprocess, "run", run)
-    assert main(["bench", "--part", "stages"]) == 7
-    assert started == [[sys.executable, "-m", "bench.run", "--part", "stages"]]
-
-
 @pytest.mark.parametrize("package", INSTALL)
 def test_a_missing_package_is_named_with_its_install_line(
     package: str, config: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -158,16 +158,6 @@ def test_an_export_takes_a_run_as_other_commands_do(
     assert (tmp_path / "best/config.json").is_file()
 
 
-@pytest.mark.parametrize(("name", "old"), [("export", "--checkpoint"), ("push", "--export")])
-def test_an_option_that_has_another_name_now_says_so(
-    tmp_path: Path, name: str, old: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main([name, old, str(tmp_path)]) == 2
-    assert "--model" in capsys.readouterr().err
-    assert main([name, "--help"]) == 0
-    assert f" {old} " not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("name", ["full", "file"])
 def test_an_export_goes_into_no_folder_with_files(tmp_path: Path, name: str) -> None:
     checkpoint = tmp_path / "checkpoint-7"
