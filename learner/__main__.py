@@ -6,8 +6,7 @@
     rollout-learner check --config run.yaml [--draw N]           validate configuration and data; draw labels
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
     rollout-learner predict-gain --config run.yaml [--samples N] measure what training could gain, and by which method
-    rollout-learner export --model DIR --out DIR                 write a checkpoint's merged weights, ready to serve
-    rollout-learner push --model DIR --repo OWNER/NAME           upload an export to the hub, with a model card
+    rollout-learner export --model DIR --out DIR                 write a checkpoint's merged weights, with a card
     rollout-learner predict --model DIR INPUT... --out DIR       find objects in photographs, with a score for each
     rollout-learner calibrate --model DIR ANNOTATIONS            fit these scores on validation images
     rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE compare detectors: models, or any COCO results
@@ -64,7 +63,7 @@ if TYPE_CHECKING:
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
-    *("init", "train", "recipe", "check", "doctor", "predict-gain", "export", "push", "predict", "calibrate"),
+    *("init", "train", "recipe", "check", "doctor", "predict-gain", "export", "predict", "calibrate"),
     *("evaluate", "find-missing", "report", "servers", "schema"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
@@ -249,17 +248,21 @@ def export(
     dtype: Annotated[Dtype, typer.Option(help="The type of the weights.")] = Dtype.bfloat16,
     config: ModelConfigOption = None,
 ) -> None:
-    """Make a checkpoint a model to serve, its adapters merged."""
+    """Make a checkpoint a model to serve, its adapters merged, with a model card.
+
+    The card, README.md, has the run's figures. `hf upload OWNER/NAME DIR` publishes the folder.
+    """
 
     def work() -> int:
-        from learner.detector.model import model_folder, notes_of
+        from learner.detector.card import notes_of
+        from learner.detector.model import model_folder
         from learner.run.best import only_worse
         from learner.wiring.build import export
 
         folder = model_folder(model)
         if (worse := only_worse(model)) is not None:
             print(f"warning: {model}: {worse}; its newest weights are written, {folder.name}", file=sys.stderr)
-        notes = notes_of(folder, config=config, tell=lambda text: print(f"warning: {text}", file=sys.stderr))
+        notes = notes_of(folder, out.resolve().name, config=config, tell=_warn)
         export(folder, out, dtype.value, notes)
         print(f"wrote {out}, from {folder}")
         return 0
@@ -267,29 +270,8 @@ def export(
     _end(work)
 
 
-@app.command(epilog=OTHERS)
-def push(
-    model: Annotated[Path, typer.Option(help="An export, a checkpoint without an adapter, or the folder of its run.")],
-    repo: Annotated[str, typer.Option(metavar="OWNER/NAME", help="The repository; it is made if it is not there.")],
-    private: Annotated[bool, typer.Option("--private", help="Make the repository a private one.")] = False,
-    run: Annotated[
-        Path | None, typer.Option(help="The run whose figures the card has; default: the one it was exported from.")
-    ] = None,
-    license: Annotated[str | None, typer.Option(help="For the card, such as mit; default: the base model's.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Write the card, list the files, upload nothing.")] = False,
-) -> None:
-    """Upload an export to the Hugging Face hub, with a model card made from the run's report.
-
-    The card is README.md in the folder. If there is one, it is uploaded as it is, so it can be edited after --dry-run.
-    """
-
-    def work() -> int:
-        from learner.hub.push import PushOptions, push
-
-        options = PushOptions(model=model, repo=repo, private=private, run=run, license=license, dry_run=dry_run)
-        return push(options)
-
-    _end(work)
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr)
 
 
 class AnswersBy(StrEnum):

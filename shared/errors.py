@@ -36,7 +36,6 @@ user.
     ├── DeadlineError           a wait passed its deadline
     │   ├── CollectiveError         another rank is gone or silent
     │   └── StarvedError            Channel-B steps found no rollouts for too long (learner.steps.ahead)
-    ├── HubError                a model cannot be uploaded (learner.hub)
     ├── CheckpointError         a checkpoint cannot be written or read
     └── OutputError             another file of a run cannot be written
 """
@@ -213,10 +212,6 @@ class DeadlineError(ProjectError):
 
 class CollectiveError(DeadlineError):
     """Another rank is gone or silent. Most often an error on that rank is the cause."""
-
-
-class HubError(ProjectError):
-    pass
 
 
 class CheckpointError(ProjectError):

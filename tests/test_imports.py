@@ -40,7 +40,6 @@ FLOORS = (
     "learner.api",
     "learner.detector",
     "learner.missing",
-    "learner.hub",
     "learner.wiring",
     "learner.predict",
     "learner.recipe",

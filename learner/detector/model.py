@@ -11,15 +11,13 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import NamedTuple
 
 from learner.config.inference import (
-    CALIBRATION_NAME,
     INFERENCE_NAME,
     InferenceSettings,
     prompt_messages,
@@ -33,14 +31,11 @@ from learner.data.splits import read_split
 from learner.detector.inputs import Anything
 from learner.records import Sample
 from learner.run.best import kept, only_worse
-from learner.tasks.detection.scores import read_calibrations
 from shared.errors import ConfigError, DataError, RequestError
 from shared.generation import render_messages
-from shared.reading import bytes_beside, json_of
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 ADAPTER = "adapter_config.json"
-ORIGIN_NAME = "origin.json"  # an export's file: the run and the step that it is of
 BESIDE = "config.yaml beside the model"
 _FIRST_RECORDS = 200  # that are read to find the prompt, if only a configuration says it
 
@@ -56,13 +51,6 @@ class ModelFiles:
     @property
     def has_adapter(self) -> bool:
         return (self.folder / ADAPTER).is_file()
-
-
-class Origin(NamedTuple):
-    """The run that wrote weights, and after which optimizer step."""
-
-    run: Path
-    step: int
 
 
 def find_model(path: str | Path, *, config: str | None = None, prompt: str | None = None) -> ModelFiles:
@@ -151,34 +139,11 @@ def require_classes(model: ModelFiles, classes: Sequence[str]) -> None:
         )
 
 
-def notes_of(
-    checkpoint: Path, *, config: str | None = None, tell: Callable[[str], None] = lambda _: None
-) -> dict[str, str]:
-    """Return the files, by name, that an exported model needs beside its weights: what the checkpoint, or its run, says
-    about asking it, and where it comes from. `tell` gets warnings. Raises ConfigError."""
-    notes = {}
-    if config or (checkpoint / INFERENCE_NAME).is_file() or _config_beside(checkpoint):
-        model = find_model(checkpoint, config=config)
-        notes[INFERENCE_NAME] = model.settings.to_json()
-        for warning in model.warnings:
-            tell(warning)
-    if (calibrations := read_calibrations(checkpoint)) is not None:
-        notes[CALIBRATION_NAME] = calibrations.to_json()
-    if origin := read_origin(checkpoint):
-        notes[ORIGIN_NAME] = json.dumps({"run": str(origin.run), "step": origin.step}) + "\n"
-    return notes
-
-
-def read_origin(folder: Path) -> Origin | None:
-    """Read where the weights of a run's checkpoint, or of an export of one, come from; None if nothing says it."""
-    checkpoint = folder.resolve()
-    if (named := _CHECKPOINT.fullmatch(checkpoint.name)) and _config_beside(checkpoint):
-        return Origin(checkpoint.parent, int(named[1]))
-    try:
-        found = json_of(bytes_beside(folder / ORIGIN_NAME))
-        return Origin(Path(str(found["run"])), int(found["step"]))
-    except (OSError, ValueError, TypeError, KeyError):
-        return None
+def trained_by(checkpoint: Path) -> tuple[Path, int] | None:
+    """Return the run that wrote a checkpoint, and after which optimizer step; None if it is no checkpoint of a run."""
+    folder = checkpoint.resolve()
+    named = _CHECKPOINT.fullmatch(folder.name)
+    return (folder.parent, int(named[1])) if named and _config_beside(folder) else None
 
 
 @contextmanager
@@ -223,6 +188,11 @@ def model_folder(path: Path) -> Path:
 
 def _is_model(folder: Path) -> bool:
     return any((folder / name).is_file() for name in ("config.json", ADAPTER))
+
+
+def can_be_asked(folder: Path) -> bool:
+    """Return True if the checkpoint, or its run, says how it is asked."""
+    return (folder / INFERENCE_NAME).is_file() or _config_beside(folder) is not None
 
 
 def _config_beside(folder: Path) -> Path | None:

@@ -27,7 +27,6 @@ from learner.config.load import load_config
 from learner.config.schema import DataConfig
 from learner.data.prompt import check_prompt_prefix
 from learner.data.splits import load_split
-from learner.hub.push import PushOptions, push
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PackedRow, Rollout
 from learner.rollout.client import ServerClient, Timeouts
@@ -58,8 +57,6 @@ from tests import ranks
 from tests.full_disk import no_file_larger_than
 from tests.unit.docs.blocks import ROOT
 from tests.unit.learner.data.fakes import AnyTask
-from tests.unit.learner.hub import fake_hub
-from tests.unit.learner.hub import test_push as uploads
 from tests.unit.learner.policy import rows
 from tests.unit.learner.policy import test_optim as optimizers
 from tests.unit.learner.rollout import fakes as servers
@@ -132,21 +129,6 @@ def checkpoint_on_a_full_disk(place: Place) -> None:
     policy, optimizer = checkpoints.start(place.model)
     with no_file_larger_than(1000):
         CheckpointStore(root=place.folder, ranks=Ranks()).save(policy, optimizer, TrainerState(global_step=1))
-
-
-def hub_refuses(place: Place) -> None:
-    with fake_hub.serving() as hub:
-        pushed(place, hub.endpoint)
-
-
-def hub_is_silent(place: Place) -> None:
-    pushed(place, f"http://127.0.0.1:{free_port()}")
-
-
-def pushed(place: Place, endpoint: str) -> None:
-    place.patch.setenv("HF_TOKEN", "hf_of_another")
-    uploads.write_model(place.folder / "export")
-    push(PushOptions(model=place.folder / "export", repo="me/cells", license="mit"), endpoint=endpoint)
 
 
 # ---- requests to a server ------------------------------------------------------------------------------------------
@@ -339,7 +321,6 @@ CASES: dict[str, tuple[Case, ...]] = {
         Case(box_outside, ("data.on_bad_record",)),
         Case(lambda place: check_length(windows.segment("s"), 4), ("global_max_length",)),
     ),
-    "HubError": (Case(hub_refuses, ("HF_TOKEN",)), Case(hub_is_silent, ("HF_ENDPOINT", "push"))),
     "CheckpointError": (Case(damaged_checkpoint, ()), Case(checkpoint_on_a_full_disk, ("space",))),
     "RequestError": (
         Case(lambda place: answered("POST", "/infer/", {"infer_requests": [{"messages": 3}]}), ("same version",)),

@@ -12,7 +12,8 @@ import pytest
 from learner.__main__ import main
 from learner.config.inference import CALIBRATION_NAME, INFERENCE_NAME
 from learner.config.load import RESOLVED_NAME
-from learner.detector.model import ORIGIN_NAME, find_model, name_of, notes_of
+from learner.detector.card import notes_of
+from learner.detector.model import find_model, name_of
 from learner.run.best import BEST_FILE, BEST_LINK
 from shared.config.parse import write_yaml
 from shared.errors import ConfigError
@@ -132,7 +133,7 @@ def test_no_variable_is_filled_in_a_file_that_was_found(key: str, checkpoint: Pa
     text = "Find ${HF_TOKEN}."
     beside(checkpoint, {key: {"a": [text]} if key == "task.options" else text, "task.type": "my_tasks:Mine"})
     told: list[str] = []
-    notes = notes_of(checkpoint, tell=told.append)
+    notes = notes_of(checkpoint, "name", tell=told.append)
     assert SECRET not in json.dumps(notes)
     assert text in notes[INFERENCE_NAME]
     assert key.partition(".")[0] in told[0]
@@ -145,7 +146,7 @@ def test_a_file_that_was_found_has_no_base(checkpoint: Path, tmp_path: Path) -> 
         find_model(checkpoint)
 
 
-@pytest.mark.parametrize("name", [RESOLVED_NAME, INFERENCE_NAME, CALIBRATION_NAME, ORIGIN_NAME])
+@pytest.mark.parametrize("name", [RESOLVED_NAME, INFERENCE_NAME, CALIBRATION_NAME])
 def test_no_link_out_of_the_folder_is_followed(name: str, checkpoint: Path, tmp_path: Path) -> None:
     """A copy of `calibration.json` went into every export."""
     file = beside(checkpoint, {})
@@ -154,21 +155,16 @@ def test_no_link_out_of_the_folder_is_followed(name: str, checkpoint: Path, tmp_
         RESOLVED_NAME: file.read_text(),
         INFERENCE_NAME: (CHECKPOINT / INFERENCE_NAME).read_text(),
         CALIBRATION_NAME: '{"format": 1, "calibrations": []}',
-        ORIGIN_NAME: json.dumps({"run": SECRET, "step": 3}),
     }
     (tmp_path / "elsewhere").write_text(contents[name])
     inside.unlink(missing_ok=True)
     inside.symlink_to(tmp_path / "elsewhere")
-    if name == ORIGIN_NAME:
-        (checkpoint.parent / RESOLVED_NAME).unlink()
-        assert notes_of(checkpoint) == {}
-        return
     with pytest.raises(ConfigError, match="link"):
-        notes_of(checkpoint)
+        notes_of(checkpoint, "name")
     inside.unlink()
     inside.with_name("own").write_text(contents[name])
     inside.symlink_to("own")
-    notes_of(checkpoint)
+    notes_of(checkpoint, "name")
 
 
 def test_a_model_in_the_cache_of_the_hub_is_read(checkpoint: Path, tmp_path: Path) -> None:

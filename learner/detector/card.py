@@ -1,25 +1,29 @@
-"""The model card of an upload: what the model is, what it was measured to do, and how to ask it.
+"""The model card of an export: what the model is, what it was measured to do, and how to ask it.
 
-In: the repository's name, the settings of `inference.json`, and the run that trained it, if it is known. Out: the text
-of `README.md`, whose first lines the hub reads. Nothing in it is a path of this machine but the last two parts of the
-training data's.
+In: a checkpoint's folder, the settings by which it is asked, and the run that trained it, if it is a checkpoint of one.
+Out: the text of `README.md`, whose first lines the Hugging Face hub reads. Nothing in it is a path of this machine but
+the last two parts of the training data's.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path, PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from learner.config.inference import IMAGE, InferenceSettings
+from learner.config.inference import CALIBRATION_NAME, IMAGE, INFERENCE_NAME, InferenceSettings
+from learner.detector.model import ModelFiles, can_be_asked, find_model, trained_by
+from learner.report.read import read_run
 from learner.report.records import EvalPoint, RunRecord
 from learner.report.results import SHOWN, interval
 from learner.report.scores import f1_of, gain_between
+from learner.tasks.detection.scores import read_calibrations
 
-HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+CARD = "README.md"
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _MAX_METRICS = 8  # a task without F1 shows no more
 _MAX_CLASSES = 100
 METHODS = {
@@ -31,14 +35,31 @@ METHODS = {
 }
 
 
-def model_card(
-    repo: str, settings: InferenceSettings, run: RunRecord | None, step: int | None, license: str | None
-) -> str:
-    """Return the whole text. `step`: the step after which the run's weights are these."""
+def notes_of(
+    checkpoint: Path, name: str, *, config: str | None = None, tell: Callable[[str], None] = lambda _: None
+) -> dict[str, str]:
+    """Return the files, by name, that an exported model has beside its weights: what the checkpoint, or its run, says
+    about asking it, and a card. `tell` gets warnings. Raises ConfigError."""
+    notes = {}
+    if config or can_be_asked(checkpoint):
+        model = find_model(checkpoint, config=config)
+        notes = {INFERENCE_NAME: model.settings.to_json(), CARD: card_of(model, name)}
+        for warning in model.warnings:
+            tell(warning)
+    if (calibrations := read_calibrations(checkpoint)) is not None:
+        notes[CALIBRATION_NAME] = calibrations.to_json()
+    return notes
+
+
+def card_of(model: ModelFiles, name: str) -> str:
+    """Return the text of README.md. `name`: the model's name for people; the owner writes that of the repository."""
+    origin = trained_by(model.folder) if model.run is not None else None  # a configuration that may be read (D24)
+    run, step = (read_run(origin[0]), origin[1]) if origin else (None, None)
     measured = _measured(run, step) if run else ()
+    settings, repo = model.settings, f"OWNER/{name}"
     parts = [
-        f"---\n{_metadata(repo, settings, run, measured, license)}\n---\n",
-        f"# {repo.partition('/')[2]}\n\n{_summary(settings, run, license)}",
+        f"---\n{_metadata(name, settings, run, measured)}\n---\n",
+        f"# {name}\n\n{_summary(settings, run)}",
         *([_figures(run, measured)] if run and measured else []),
         *([_training(run)] if run else []),
         _asking(repo, settings),
@@ -46,10 +67,10 @@ def model_card(
     return "\n".join(parts)
 
 
-def base_of(run: RunRecord | None) -> str | None:
+def _base_of(run: RunRecord | None) -> str | None:
     """Return the base model's name on the hub; None if it is a folder, or unknown."""
     path = run.setting("model", "path") if run else None
-    return path if isinstance(path, str) and HUB_ID.fullmatch(path) and not Path(path).exists() else None
+    return path if isinstance(path, str) and _HUB_ID.fullmatch(path) and not Path(path).exists() else None
 
 
 def _measured(run: RunRecord, step: int | None) -> tuple[EvalPoint, ...]:
@@ -58,38 +79,35 @@ def _measured(run: RunRecord, step: int | None) -> tuple[EvalPoint, ...]:
     return tuple(point for point in points if point.global_step in (0, step))
 
 
-def _metadata(
-    repo: str, settings: InferenceSettings, run: RunRecord | None, measured: Sequence[EvalPoint], license: str | None
-) -> str:
+def _metadata(name: str, settings: InferenceSettings, run: RunRecord | None, measured: Sequence[EvalPoint]) -> str:
     detects = settings.task.type == "detection"
     results = [
         EvalResult(
             task_type="object-detection" if detects else "image-text-to-text",
             dataset_type="custom",
             dataset_name=_short(_split(run)),
-            metric_type=name,
-            metric_name=name,
-            metric_value=round(measured[-1].metrics[name], 4),
+            metric_type=metric,
+            metric_name=metric,
+            metric_value=round(measured[-1].metrics[metric], 4),
         )
-        for name in (_names(measured)[:1] if run and measured and measured[-1].global_step > 0 else ())
+        for metric in (_names(measured)[:1] if run and measured and measured[-1].global_step > 0 else ())
     ]
     data = ModelCardData(
-        base_model=base_of(run),
-        license=license,
+        base_model=_base_of(run),
         library_name="transformers",
         pipeline_tag="image-text-to-text",
         tags=["rollout-matching", *(["object-detection"] if detects else [])],
-        model_name=repo.partition("/")[2],
+        model_name=name,
         eval_results=results or None,
     )
     return data.to_yaml()
 
 
-def _summary(settings: InferenceSettings, run: RunRecord | None, license: str | None) -> str:
-    base = base_of(run)
+def _summary(settings: InferenceSettings, run: RunRecord | None) -> str:
+    base = _base_of(run)
     begins = f"[{base}](https://huggingface.co/{base})" if base else "A vision-language model"
     text = f"{begins}, trained to {_what(settings)}.\n"
-    if license is None and base:
+    if base:
         text += "\nThe base model's licence holds for this model too: see its page.\n"
     return text
 
