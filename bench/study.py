@@ -127,8 +127,6 @@ ARMS: Mapping[str, StudyArm] = {
     "completed, sft, then grpo on soft IoU": StudyArm(after="sft on completed labels", complete={}, **_SOFT_IOU),
     "keep_unmatched, then grpo on soft IoU": StudyArm(after="rollout matching, keep_unmatched", **_SOFT_IOU),
     "sft, then rollout matching": StudyArm(loss=TUNED, after="sft", rate=5e-5),
-    "sft, coordinates smoothed": StudyArm(variant="sft", steps=120, evaluations=15, loss={"coordinate_smoothing": 0.5}),
-    "rollout matching, prefix repaired": StudyArm(loss={"prefix_repair": True, "matched_desc_weight": 1.0}),
     "recipe": StudyArm(variant="sft", steps=120, evaluations=15, recipe=True),
 }
 GONE_ON_FROM = frozenset(arm.after for arm in ARMS.values() if arm.after)

@@ -43,7 +43,6 @@ from learner.policy.compiled import compile_layers, compiling, uncompiled
 from learner.policy.lora import AdapterWeights
 from learner.policy.loss import (
     RowLoss,
-    SmoothCoordinates,
     check_finite,
     logprobs_and_entropy,
     token_logprobs,
@@ -55,7 +54,6 @@ from learner.policy.policy_gradient import PREFIX, SUMS, policy_loss, write_firs
 from learner.policy.sharding import ShardedForward, collective_errors, shard
 from learner.policy.weights import CheckpointWeights
 from learner.records import EncodedPrompt, PackedRow, Segment
-from learner.tasks.detection.task import coordinate_token_ids
 from shared.errors import ConfigError
 from shared.families import check_family, check_path
 from shared.images import ImageRules
@@ -102,11 +100,10 @@ class Policy:
         sharded: ShardedForward | None = None,
         loss: LossFunction | None = None,
         grpo: GrpoConfig | None = None,
-        smoothing: SmoothCoordinates | None = None,
     ) -> None:
         self.model, self.adapter, self.encoder = model, adapter, encoder
         self.device, self.bf16, self.why_not_compiled = device, bf16, why_not_compiled
-        self._sharded, self._loss, self._grpo, self._smoothing = sharded, loss, grpo, smoothing
+        self._sharded, self._loss, self._grpo = sharded, loss, grpo
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @property
@@ -182,7 +179,6 @@ class Policy:
                 inputs.weights,
                 compiled=not self.why_not_compiled,
                 function=self._loss,
-                smoothing=self._smoothing,
             )
 
         return self._forward(row_loss), inputs, sums[0] if sums else None
@@ -312,11 +308,10 @@ def load_policy(
     image_rules: ImageRules | None = None,
     loss: LossFunction | None = None,
     grpo: GrpoConfig | None = None,
-    coordinate_smoothing: float = 0.0,
 ) -> Policy:
     """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`. With
     `shard_over` each of these ranks gets its part (collective). `loss` is a function of the user's own,
-    `grpo` the settings of a policy gradient, `coordinate_smoothing` the key of `loss`.
+    `grpo` the settings of a policy gradient.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
     Raises ConfigError if the path holds no model, if its family does not work or is not tested, if packed rows or
@@ -339,9 +334,6 @@ def load_policy(
     encoder = PromptEncoder.load(
         base_path, rules=image_rules, min_pixels=config.min_pixels, max_pixels=config.max_pixels
     )
-    smoothing = None
-    if coordinate_smoothing:
-        smoothing = SmoothCoordinates(coordinate_token_ids(encoder.tokenizer), coordinate_smoothing)
     return Policy(
         model=model,
         adapter=adapter,
@@ -352,7 +344,6 @@ def load_policy(
         sharded=sharded,
         loss=loss,
         grpo=grpo,
-        smoothing=smoothing,
     )
 
 

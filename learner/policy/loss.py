@@ -10,7 +10,7 @@ are never computed. When compiled, not even a chunk's logits exist in float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -35,38 +35,6 @@ class RowLoss:
     counts: Mapping[str, float] = field(default_factory=dict)  # a policy gradient's, to be added up
 
 
-class SmoothCoordinates:
-    """`loss.coordinate_smoothing`. What a coordinate token teaches is not its bin alone: it is a Gaussian over all bins
-    around it, with `sigma` bins as its standard deviation, which adds up to 1 within the canvas.
-
-    `token_ids` [bins]: the token of each bin, in order. The log-probability of such a target is the mean over the
-    Gaussian of all coordinate tokens' log-probabilities. Other targets stay as they are.
-    """
-
-    def __init__(self, token_ids: Sequence[int], sigma: float) -> None:
-        bins = torch.arange(len(token_ids), dtype=torch.float64)
-        shares = torch.exp(-((bins[:, None] - bins) ** 2) / (2 * sigma**2))
-        self._shares = (shares / shares.sum(dim=1, keepdim=True)).float()  # [bins, bins]
-        self._token_ids = torch.tensor(token_ids)
-        self._bin_of = torch.full((max(token_ids) + 2,), -1)  # the last entry is for all larger ids
-        self._bin_of[self._token_ids] = torch.arange(len(token_ids))
-
-    def to(self, device: torch.device) -> SmoothCoordinates:
-        """Return itself, with its tables on this device."""
-        self._shares, self._token_ids, self._bin_of = (
-            table.to(device) for table in (self._shares, self._token_ids, self._bin_of)
-        )
-        return self
-
-    def logprobs(self, head: torch.nn.Module, hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        """Return the `token_logprobs` of a chunk, of smooth targets [N]."""
-        logprobs = head(hidden).float().log_softmax(-1)  # [N, vocabulary]
-        exact = logprobs.gather(1, targets[:, None]).squeeze(1)
-        bins = self._bin_of[targets.clamp(max=len(self._bin_of) - 1)]
-        smooth = (self._shares[bins] * logprobs[:, self._token_ids]).sum(dim=1)
-        return torch.where(bins >= 0, smooth, exact)
-
-
 def weighted_loss(
     hidden: torch.Tensor,  # [T, hidden]
     head: torch.nn.Module,
@@ -76,17 +44,12 @@ def weighted_loss(
     *,
     compiled: bool = False,
     function: LossFunction | None = None,
-    smoothing: SmoothCoordinates | None = None,
 ) -> torch.Tensor:
     """Return the sum of weighted losses, or what `function` makes of them, as a float32 scalar. With N = 0 it is a zero
     whose gradients are zero, not absent (D5). This includes the head's weights."""
     if len(targets) == 0:
         return head(hidden[:1]).float().sum() * 0.0
-    if smoothing is None:
-        logprobs = token_logprobs(hidden[predict_at], head, targets, compiled=compiled)
-    else:
-        of_chunk = smoothing.to(hidden.device).logprobs
-        logprobs = _in_chunks(compiled_function(of_chunk) if compiled else of_chunk, hidden[predict_at], head, targets)
+    logprobs = token_logprobs(hidden[predict_at], head, targets, compiled=compiled)
     return -(logprobs * weights).sum() if function is None else _of_function(function, logprobs, weights)
 
 

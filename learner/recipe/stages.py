@@ -92,7 +92,7 @@ def grpo_stage(
         values["reward"]["weights"] = dict(BY_IOU)
     complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["labels"]["complete"] = complete | {"write": None} if completes else None
-    values["loss"] |= {"function": None, "coordinate_smoothing": 0.0}  # grpo reinforces the tokens of answers
+    values["loss"]["function"] = None  # grpo reinforces the tokens of answers
     decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
     decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}
     _without_augment(values, config)

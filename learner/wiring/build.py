@@ -304,7 +304,6 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
         image_rules=config.data.image_rules,
         loss=loss_function(config),
         grpo=config.grpo if config.custom.trainer_variant == "grpo" else None,
-        coordinate_smoothing=config.loss.coordinate_smoothing,
     )
     policy.broadcast(ranks)
     task = make_task(config.task, policy.tokenizer)

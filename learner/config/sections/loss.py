@@ -56,12 +56,6 @@ class LossConfig(Section):
         "suit complete labels: a prediction without a label matches nothing",
         "last_object",
     )
-    prefix_repair: bool = key(
-        "the prefix is the answer without its mistakes: each matched prediction has the name and the place of the "
-        "object that it matched, in the answer's own order, and predictions that match nothing are cut out. The two "
-        "weights above say what is taught of it. For complete labels: a prediction without a label counts as a mistake",
-        False,
-    )
     keep_unmatched: bool = key(
         "with `prefix_end: first_miss`: unmatched predictions after the cut are kept, in canonical order among the "
         "appended objects, and get no loss. For incomplete labels: a prediction without a label is not unlearned",
@@ -75,16 +69,6 @@ class LossConfig(Section):
         "answer went on instead; 0: no loss. Keeps long runs from drifting to answers that do not end",
         0.0,
         ge=0.0,
-    )
-
-    coordinate_smoothing: float = key(
-        "a coordinate token teaches its neighbours too: a Gaussian with this standard deviation, so that a bin beside "
-        "the right one is nearly right; also for `sft`; 0: the right bin alone. Harmed a model that was taught exact "
-        "bins. Needs `task.coordinates: tokens`",
-        0.0,
-        unit="bins",
-        ge=0.0,
-        le=50.0,
     )
 
     @model_validator(mode="before")
@@ -134,32 +118,4 @@ def keeping_what_was_cut(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(path=f"loss.{name}", found=found, wanted=f"{wanted}, for loss.keep_unmatched", remedy=remedy)
 
 
-def repair_leaves_nothing_over(config: RunConfig) -> Iterator[Mistake]:
-    """`loss.prefix_repair` cuts out what `loss.keep_unmatched` keeps and what `loss.overrun_close_weight` is about."""
-    if not config.loss.prefix_repair:
-        return
-    for name, off in (("keep_unmatched", False), ("overrun_close_weight", 0.0)):
-        if value := getattr(config.loss, name):
-            remedy = f"set loss.{name}: {str(off).lower()}, or remove loss.prefix_repair"
-            wanted = f"{str(off).lower()}, for loss.prefix_repair"
-            yield Mistake(path=f"loss.{name}", found=str(value).lower(), wanted=wanted, remedy=remedy)
-
-
-def smoothing_has_tokens(config: RunConfig) -> Iterator[Mistake]:
-    """`loss.coordinate_smoothing` goes with `task.type: detection`, `task.coordinates: tokens`, and with any trainer
-    variant but `grpo`, which reinforces the tokens of answers."""
-    if not config.loss.coordinate_smoothing:
-        return
-    variant = config.custom.trainer_variant
-    for key_, found, wrong, wanted in (
-        ("task.type", config.task.type, config.task.type != "detection", "detection"),
-        ("task.coordinates", config.task.coordinates, config.task.coordinates != "tokens", "tokens"),
-        ("custom.trainer_variant", variant, variant == "grpo", "another variant"),
-    ):
-        if wrong:
-            remedy = "set loss.coordinate_smoothing: 0"
-            yield Mistake(path=key_, found=found, wanted=f"{wanted}, for loss.coordinate_smoothing", remedy=remedy)
-            return
-
-
-RULES: tuple[Rule, ...] = (keeping_what_was_cut, repair_leaves_nothing_over, smoothing_has_tokens)
+RULES: tuple[Rule, ...] = (keeping_what_was_cut,)

@@ -11,10 +11,6 @@ The prefix is the rollout's own token ids in each case, and every object that it
 are incomplete, `first_miss` cuts off objects that nobody labelled, and continuing without them teaches the model to
 leave them out. With `loss.keep_unmatched` they stay in their places, without loss.
 
-`repaired` (`loss.prefix_repair`) changes the answer before any of this: each matched prediction becomes the object that
-it matched, in the answer's own order, and all others are cut out. So the model learns to go on after right words in its
-own order. If it found everything in canonical order, the tokens are those of plain teacher forcing.
-
 `overrun_label` (`loss.overrun_close_weight`) is for answers that continue after they have found every object. The loss
 on Y_train does not teach them to stop: predictions that match nothing have weight 0, and the closer is taught after
 them, where the answer did end. So such answers stay as they are, and become more frequent. The ground truth gives one
@@ -31,7 +27,6 @@ from dataclasses import replace
 
 from learner.extensions import Tokenizer
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject
-from learner.tasks.supervision import tokens_of
 from learner.tasks.task import ObjectTask
 from learner.tasks.tokens import pieces_of
 
@@ -90,27 +85,6 @@ def apart(
     while (again := overlaps(left, others, parsed, task)).pairs:
         left = [left[i] for i in again.spurious]
     return left
-
-
-def repaired(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer) -> Assignment:
-    """Return the assignment of the answer with its mistakes taken out, written as the task writes answers.
-
-    An object whose end is fused with the answer's end is missed, as in any other answer.
-    """
-    rollout = assignment.parsed.rollout
-    truth = rollout.sample.objects
-    found = [truth_index for _, truth_index, _ in sorted(assignment.pairs)]
-    text = task.serialize([truth[i] for i in found], after=None).text
-    token_ids = tokens_of(text, pieces_of(tokenizer)).ids
-    parsed = task.parse(replace(rollout, response_token_ids=tuple(token_ids.tolist()), logprobs=None))
-    kept = found[: len(parsed.objects)]
-    assert all(one.object == truth[i]._replace(votes=None) for one, i in zip(parsed.objects, kept, strict=True)), text
-    return Assignment(
-        parsed=parsed,
-        pairs=tuple([(index, truth_index, 1.0) for index, truth_index in enumerate(kept)]),
-        missed=tuple(sorted({*assignment.missed, *found} - set(kept))),
-        spurious=(),
-    )
 
 
 def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedRollout:

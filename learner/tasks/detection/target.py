@@ -5,9 +5,8 @@ In: an `Assignment` (or a sample alone, for plain teacher forcing). Out: a `Targ
     token_ids   [ rollout prefix | tail: missed objects, closer | EOS ]
     labels      [ matched coordinates towards ground truth, else -100 | the tail's own tokens | EOS ]
 
-Invariants: the prefix is the rollout's own token ids, unless `prefix_repair` changes the answer first. Every missed
-object is in the tail, in canonical order. What holds for the targets of all tasks is in `learner/tasks/supervision.py`.
-Pure, no torch.
+Invariants: the prefix is the rollout's own token ids. Every missed object is in the tail, in canonical order. What
+holds for the targets of all tasks is in `learner/tasks/supervision.py`. Pure, no torch.
 
 Tail. Weight 1, except for descriptions: `desc_weight` on every token that holds any byte of one, fused tokens included.
 Predictions without a label (`keep_unmatched`) stand among the missed objects in canonical order, with weight 0. A
@@ -30,7 +29,7 @@ from learner.config.sections.loss import LossConfig
 from learner.extensions import Tokenizer
 from learner.records import Assignment, DetectionObject, Sample, Target
 from learner.tasks.detection.labels import coordinate_labels, description_labels
-from learner.tasks.detection.prefix import overrun_label, repaired, unmatched_behind, up_to_first_miss, up_to_last_match
+from learner.tasks.detection.prefix import overrun_label, unmatched_behind, up_to_first_miss, up_to_last_match
 from learner.tasks.supervision import IGNORED, continued, tokens_of
 from learner.tasks.task import ObjectTask, SerializedTail
 from learner.tasks.tokens import TokenPieces, pieces_of
@@ -48,8 +47,6 @@ def build_target(
 
     Raises LossError if a coordinate's tokens are not in the prefix.
     """
-    if loss.prefix_repair:
-        assignment = repaired(assignment, task, tokenizer)
     whole = assignment
     if loss.prefix_end != "last_object":
         cut = up_to_last_match if loss.prefix_end == "last_match" else up_to_first_miss

@@ -118,29 +118,6 @@ def test_what_was_cut_can_stay_only_where_something_is_cut() -> None:
     valid(minimal(), fitting)
 
 
-def test_a_repaired_prefix_has_nothing_over() -> None:
-    repair = {"loss.prefix_repair": True}
-    kept = {"loss.keep_unmatched": True, "loss.prefix_end": "first_miss"}
-    assert only_mistake(minimal(), {**repair, **kept}).path == "loss.keep_unmatched"
-    assert only_mistake(minimal(), {**repair, "loss.overrun_close_weight": 1.0}).path == "loss.overrun_close_weight"
-    valid(minimal(), {**repair, "loss.prefix_end": "first_miss", "loss.matched_desc_weight": 1.0})
-
-
-@pytest.mark.parametrize(
-    ("changes", "path"),
-    [
-        ({"task.coordinates": "digits"}, "task.coordinates"),
-        ({"task.type": "key_value"}, "task.type"),
-        ({"custom.trainer_variant": "grpo", f"{DECODING}.temperature": 1.0}, "custom.trainer_variant"),
-    ],
-)
-def test_smoothing_needs_coordinate_tokens_that_are_taught(changes: dict[str, Any], path: str) -> None:
-    smooth = {"loss.coordinate_smoothing": 2.0}
-    assert path in [mistake.path for mistake in mistakes(minimal(), {**changes, **smooth})]
-    for variant in ("sft", "rollout_matching_sft"):
-        valid(minimal(), {"custom.trainer_variant": variant, **smooth})
-
-
 def test_d6_packing_buffer_too_small() -> None:
     changes = {"training.packing_buffer": 3, "training.per_device_train_batch_size": 4}
     mistake = only_mistake(minimal(), changes)

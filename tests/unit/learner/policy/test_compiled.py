@@ -126,25 +126,6 @@ def test_one_token_more_than_full_chunks_compiles_nothing() -> None:
 
 
 @pytest.mark.usefixtures("_faster_compiler")
-def test_smooth_coordinates_compile() -> None:
-    """`loss.coordinate_smoothing`: one program for chunks of all lengths."""
-    head, smoothing = torch.nn.Linear(8, 60), loss.SmoothCoordinates(range(20, 40), 2.0)
-    programs = []
-    for length in (23, 33, 47):  # none is the number of coordinates, which torch would take it for
-        hidden, targets = torch.randn(length, 8), torch.randint(0, 60, (length,))
-        plain, compiled_ = (
-            loss.weighted_loss(
-                hidden, head, torch.arange(length), targets, torch.ones(length), compiled=wanted, smoothing=smoothing
-            )
-            for wanted in (False, True)
-        )
-        torch.testing.assert_close(compiled_, plain)
-        programs.append(num_programs())
-    assert programs == [1, 1, 1]
-    assert not counters["graph_break"]
-
-
-@pytest.mark.usefixtures("_faster_compiler")
 def test_without_the_kernel_in_another_family(tiny_qwen2_5_vl: Path) -> None:
     """float32: attention is SDPA outside of what is compiled. Qwen2.5-VL: windows in the vision tower."""
     eager, policy = (policy_of(tiny_qwen2_5_vl, compile=wanted) for wanted in (False, True))

@@ -126,12 +126,11 @@ def test_rollout_matching_has_the_samples_and_the_rate_of_sft(tmp_path: Path, va
 @pytest.mark.parametrize("rollouts", [False, True])
 def test_what_grpo_does_not_take_is_left_out_of_its_stage(tmp_path: Path, rollouts: bool) -> None:
     """With `rollouts: false`, rollouts see photographs as they are."""
-    user = config(data={"augment": {"rollouts": rollouts}}, loss={"coordinate_smoothing": 0.5})
+    user = config(data={"augment": {"rollouts": rollouts}})
     sft = written(tmp_path, sft_stage(user, world_size=1, minutes=1.0))
-    assert (sft.data.augment, sft.loss.coordinate_smoothing) == (user.data.augment, 0.5)
+    assert sft.data.augment == user.data.augment
     grpo = written(tmp_path, grpo_stage(user, world_size=1, minutes=1.0, model=None, completes=False))
     assert grpo.data.augment == (user.data.augment if rollouts else None)
-    assert grpo.loss.coordinate_smoothing == 0
 
 
 def test_an_adapter_goes_on_being_trained(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,8 +9,8 @@ from hypothesis import strategies as st
 
 from learner.config.sections.loss import LossConfig
 from learner.records import Assignment, DetectionObject, Target
-from learner.tasks.detection.prefix import repaired, up_to_first_miss, up_to_last_match
-from learner.tasks.detection.target import build_target, ground_truth_target
+from learner.tasks.detection.prefix import up_to_first_miss, up_to_last_match
+from learner.tasks.detection.target import build_target
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.supervision import IGNORED
 from tests.examples import examples
@@ -191,86 +189,3 @@ def test_what_could_not_be_written_as_it_was_said_does_not_stay() -> None:
     said = [truth[1], kept.at(3, "<|special|>"), kept.at(4, "four")]
     names = [name for name, _ in kept.read(kept.target(said, truth, cut_off=False))]
     assert names == ["missed", "two", "four"]
-
-
-# ---- repaired ------------------------------------------------------------------------------------------------------
-
-OFF = [None, "x", 0, 1, 2, 3]  # an answer's mistake in an object: none, its name, one of its coordinates
-
-
-def wrongly_said(obj: DetectionObject, wrong: str | int | None) -> DetectionObject:
-    if wrong is None:
-        return obj
-    if isinstance(wrong, str):
-        return obj._replace(desc=wrong)
-    return obj._replace(bins=tuple(value + 5 * (i == wrong) for i, value in enumerate(obj.bins)))
-
-
-@settings(max_examples=examples(150), deadline=None)
-@given(
-    st.sampled_from(CONTAINERS),
-    st.sampled_from(COORDINATES),
-    st.sets(st.sampled_from(MERGES)),
-    answers(),
-    st.lists(st.sampled_from(OFF), min_size=6, max_size=6),
-    st.sampled_from(["last_object", "last_match", "first_miss"]),
-    st.sampled_from([0.0, 0.5]),
-    st.booleans(),
-)
-def test_a_repaired_prefix_is_the_answer_without_its_mistakes(
-    container: str,
-    coordinates: str,
-    merges: set[bytes],
-    found: list[int | None],
-    wrong: list[str | int | None],
-    prefix_end: Any,
-    desc_weight: float,
-    shuffled: bool,
-) -> None:
-    """Reference: the target of an answer that said the right objects alone, in the same order, and whose every word is
-    taught as it stands."""
-    task, tokenizer = make_task(container, coordinates, merges)
-    objects = [
-        wrongly_said(TRUTH[i], wrong[n]) if i is not None else box("x", 500, 600 + n, 700, 900)
-        for n, i in enumerate(found)
-    ]
-    ids = tokenizer.encode(task.serialize(objects, after=None).text)
-    parsed = task.parse(make_rollout(ids, TRUTH))
-    if len(parsed.objects) < len(found):
-        return  # a fused coordinate hides one
-    pairs = [(n, i, 0.9) for n, i in enumerate(found) if i is not None]
-    assignment = Assignment(
-        parsed=parsed,
-        pairs=tuple(reversed(pairs) if shuffled else pairs),
-        missed=tuple(i for i in range(len(TRUTH)) if i not in found),
-        spurious=tuple(n for n, i in enumerate(found) if i is None),
-    )
-    loss = LossConfig(prefix_end=prefix_end, matched_desc_weight=desc_weight)
-    assert all(iou == 1.0 for *_, iou in repaired(assignment, task, tokenizer).pairs), "what is said is the truth"
-    right = [i for i in found if i is not None]
-    clean, _ = said(task, tokenizer, list(right))
-    target = build_target(assignment, task, tokenizer, loss=loss.model_copy(update={"prefix_repair": True}))
-    if len(clean.parsed.objects) == len(right):
-        expected = build_target(clean, task, tokenizer, loss=loss)
-        for name in ("token_ids", "labels", "loss_weights"):
-            assert (getattr(target, name) == getattr(expected, name)).all(), name
-    whole = task.parse(make_rollout(target.token_ids[:-1].tolist(), TRUTH))
-    assert sorted(one.object for one in whole.objects) == sorted(TRUTH)
-    is_taught = target.labels != IGNORED
-    assert (target.labels[is_taught] == target.token_ids[is_taught]).all()
-
-
-def test_an_answer_that_found_everything_in_order_is_plain_teaching() -> None:
-    """Where all is taught, but for the structure of what the model said."""
-    task, tokenizer = make_task()
-    objects = [wrongly_said(obj, wrong) for obj, wrong in zip(TRUTH, ("x", 1, None, 3), strict=True)]
-    parsed = task.parse(make_rollout(tokenizer.encode(task.serialize(objects, after=None).text), TRUTH))
-    assignment = Assignment(parsed=parsed, pairs=tuple((i, i, 0.9) for i in range(4)), missed=(), spurious=())
-    loss = LossConfig(prefix_repair=True, matched_desc_weight=1.0)
-    target = build_target(assignment, task, tokenizer, loss=loss)
-    plain = ground_truth_target(parsed.rollout.sample, task, tokenizer)
-    assert target.token_ids.tolist() == plain.token_ids.tolist()
-    taught = np.flatnonzero(target.labels[: target.prefix_length] != IGNORED)
-    text = "".join(tokenizer.piece(int(target.token_ids[i])).decode() for i in taught)
-    wanted = [obj.desc + "".join(f"<|coord_{value}|>" for value in obj.bins) for obj in TRUTH]
-    assert text == "".join(wanted)

@@ -143,13 +143,13 @@ def test_average_precision_is_that_of_all_images(several: list[Scene], random: o
 
 
 @settings(max_examples=examples(100), deadline=None)
-@given(scenes(), st.sampled_from(["last_object", "last_match", "first_miss"]), st.booleans())
-def test_targets_lead_to_the_truth_of_the_same_image(scene: Scene, prefix_end: str, repair: bool) -> None:
+@given(scenes(), st.sampled_from(["last_object", "last_match", "first_miss"]))
+def test_targets_lead_to_the_truth_of_the_same_image(scene: Scene, prefix_end: str) -> None:
     """With its labels in place of its tokens, Y_train holds every true object, in the image where it is."""
     task, tokenizer = make_task(coordinates="tokens")
     truth, said = scene
     assignment = matched(task, truth, said)
-    loss = LossConfig.model_validate({"prefix_end": prefix_end, "prefix_repair": repair, "matched_desc_weight": 1.0})
+    loss = LossConfig.model_validate({"prefix_end": prefix_end, "matched_desc_weight": 1.0})
     target = task.target(assignment, loss)
     assert target.token_ids[-1] == tokenizer.eos_token_id
     taught = np.where(target.labels == IGNORED, target.token_ids, target.labels)[:-1]
