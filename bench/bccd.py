@@ -70,13 +70,13 @@ PROBE_STEPS = 60
 EVALUATIONS, EVALUATION_S = 4, 10.0  # stage 1's: how many, and what one takes at most
 REPORT_S = 8.0  # time to stop what runs, and to write the report
 
-MIRRORED: Mapping[str, Any] = {"horizontal_flip": 0.5, "vertical_flip": 0.5}
+MIRRORED: Mapping[str, Any] = {"horizontal_flip": 0.5}
 
 METHODS: Mapping[str, Arm] = {
     "sft": Arm(variant="sft"),
     "sft, augmented": Arm(variant="sft", augment=AUGMENT),
     "sft, cropped": Arm(variant="sft", augment=MIRRORED),  # the section's defaults besides
-    "sft, mirrored": Arm(variant="sft", augment={**MIRRORED, "smallest_crop": 1.0, "stretch": 0.0}),
+    "sft, mirrored": Arm(variant="sft", augment={**MIRRORED, "smallest_crop": 1.0}),
     "rollout_matching_sft": Arm(loss=TUNED),
     "keep_unmatched": Arm(loss=KEPT),
     "stage2_ab_training": Arm(variant="stage2_ab_training", loss=KEPT, stage2_ab=IN_STEP),

@@ -73,28 +73,19 @@ Size = tuple[int, int]  # width, height in pixels
 Rect = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 
-class Crop(NamedTuple):
-    """A part of a photograph in an augmented picture: `window` is cut out, turned, mirrored, and resized to `place`."""
+class View(NamedTuple):
+    """The recipe of an augmented picture (`data.augment`): `window` is cut out of the photograph, turned, mirrored, and
+    resized to `size`. Colors are factors, 1 changes nothing."""
 
-    image: str
-    size: Size  # the upright photograph's
+    photograph: Size  # the upright photograph's
     window: Rect
-    place: Rect
+    size: Size
     quarter_turn: bool = False  # counterclockwise, before it is mirrored
     flip_horizontal: bool = False
     flip_vertical: bool = False
-
-
-class View(NamedTuple):
-    """The recipe of an augmented picture, made of photographs (`data.augment`). Colors are factors, 1 changes nothing;
-    `hue` is a shift by a share of the circle."""
-
-    size: Size
-    crops: tuple[Crop, ...]
     brightness: float = 1.0
     contrast: float = 1.0
     saturation: float = 1.0
-    hue: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,14 +27,9 @@ CLASSES = ("RBC", "WBC", "Platelets")
 WIDTH, HEIGHT = 192, 144  # the model's processor makes this of 640 x 480
 AUGMENT: Mapping[str, Any] = {  # a cell is a cell however it lies, and whatever the lamp
     "smallest_crop": 0.6,
-    "stretch": 0.15,
     "horizontal_flip": 0.5,
-    "vertical_flip": 0.5,
-    "quarter_turn": 0.5,
-    "brightness": 0.25,
-    "contrast": 0.25,
-    "saturation": 0.25,
-    "mosaic": 0.3,
+    "quarter_turn": 0.75,
+    "colors": 0.25,
 }
 Box = tuple[float, float, float, float]
 

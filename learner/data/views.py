@@ -1,4 +1,4 @@
-"""The pixels of an augmented picture, made by torchvision's transforms (v2) from the photographs that a `View` names.
+"""The pixels of an augmented picture, made by torchvision's transforms (v2) from the photograph and its `View`.
 
 In: a view, and `Images` to read with. Out: a picture, the same bytes wherever it is made. Called by the prompt encoder
 in data workers, by rollout backends, and for people (`check --draw`, logs).
@@ -13,7 +13,7 @@ from typing import Any
 
 from PIL import Image
 
-from learner.records import Crop, Sample, View
+from learner.records import Sample, View
 from shared.errors import MediaError
 from shared.image_rules import media_error
 from shared.images import ImageRules, Images
@@ -31,74 +31,59 @@ def _transforms() -> Any:
     return functional
 
 
-def render(view: View, images: Images) -> Image.Image:
+def render(view: View, image: str, images: Images) -> Image.Image:
     """Return the picture in RGB. Raises MediaError for a photograph that can't be read or is not of the size that was
     annotated."""
-    parts = [_cut(crop, images) for crop in view.crops]
-    if len(parts) == 1:
-        (picture,) = parts
-    else:
-        picture = Image.new("RGB", view.size)
-        for crop, made in zip(view.crops, parts, strict=True):
-            picture.paste(made, crop.place[:2])
-    return _recolored(picture, view)
-
-
-def _cut(crop: Crop, images: Images) -> Image.Image:
-    transforms, photograph = _transforms(), images.load(crop.image)
-    if photograph.size != crop.size:
+    transforms, photograph = _transforms(), images.load(image)
+    if photograph.size != view.photograph:
         found = f"{photograph.width} x {photograph.height} pixels"
-        wanted = f"{crop.size[0]} x {crop.size[1]}, as its annotation says"
-        raise media_error(crop.image, found, wanted, "correct the annotation, or set data.augment: null")
-    left, top, right, bottom = crop.window
-    width, height = crop.place[2] - crop.place[0], crop.place[3] - crop.place[1]
+        wanted = f"{view.photograph[0]} x {view.photograph[1]}, as its annotation says"
+        raise media_error(image, found, wanted, "correct the annotation, or set data.augment: null")
+    left, top, right, bottom = view.window
     made = transforms.resized_crop(
         photograph,
         top,
         left,
         bottom - top,
         right - left,
-        size=[width, height] if crop.quarter_turn else [height, width],
+        size=list(view.size if view.quarter_turn else view.size[::-1]),
         interpolation=transforms.InterpolationMode.BICUBIC,
     )
-    if crop.quarter_turn:
+    if view.quarter_turn:
         made = transforms.rotate(made, 90, expand=True)
-    if crop.flip_horizontal:
+    if view.flip_horizontal:
         made = transforms.horizontal_flip(made)
-    if crop.flip_vertical:
+    if view.flip_vertical:
         made = transforms.vertical_flip(made)
-    assert isinstance(made, Image.Image)
-    return made
-
-
-def _recolored(picture: Image.Image, view: View) -> Image.Image:
-    transforms = _transforms()
     for name in ("brightness", "contrast", "saturation"):
         if (factor := getattr(view, name)) != 1.0:
-            picture = getattr(transforms, f"adjust_{name}")(picture, factor)
-    return transforms.adjust_hue(picture, view.hue) if view.hue else picture
+            made = getattr(transforms, f"adjust_{name}")(made, factor)
+    assert isinstance(made, Image.Image)
+    return made
 
 
 def open_images(sample: Sample, images: Images) -> list[Image.Image]:
     """Return what the model sees of the sample. Raises MediaError."""
     if sample.view is not None:
-        return [render(sample.view, images)]
+        return [render(sample.view, sample.images[0], images)]
     return [images.load(image) for image in sample.images]
 
 
 def sent_images(sample: Sample, images: Images) -> list[str]:
     """Return the sample's images as strings for a server: an augmented picture as PNG, which loses nothing. Raises
     MediaError."""
-    return list(sample.images) if sample.view is None else [_data_url(render(sample.view, images), "PNG")]
+    if sample.view is None:
+        return list(sample.images)
+    return [_data_url(render(sample.view, sample.images[0], images), "PNG")]
 
 
 def shown_images(sample: Sample) -> list[str]:
     """Return the sample's images as strings for a log that people look at: an augmented picture as a small JPEG. Empty
-    if its photographs can't be read here."""
+    if its photograph can't be read here."""
     if sample.view is None:
         return list(sample.images)
     try:
-        picture = render(sample.view, Images(ImageRules()))
+        picture = render(sample.view, sample.images[0], Images(ImageRules()))
     except MediaError:
         return []
     picture.thumbnail((_SHOWN_SIDE, _SHOWN_SIDE))

@@ -80,13 +80,13 @@ def _kept_upright(config: RunConfig, classes: Iterable[str]) -> list[str]:
     """Return a warning if photographs are not mirrored or turned because of their classes, though that was asked
     for."""
     augment = config.data.augment
-    if augment is None or not (augment.horizontal_flip or augment.vertical_flip or augment.quarter_turn):
+    if augment is None or not (augment.horizontal_flip or augment.quarter_turn):
         return []
-    names = [name for name in classes if stays_upright(name, augment)]
+    names = [name for name in classes if stays_upright(name)]
     if not names:
         return []
     shown = ", ".join(names[:_MAX_NAMED]) + (f" and {len(names) - _MAX_NAMED} more" if len(names) > _MAX_NAMED else "")
-    return [f"photographs with these classes are neither mirrored nor turned (data.augment.keep_upright): {shown}"]
+    return [f"photographs with these classes are neither mirrored nor turned, which could make them others: {shown}"]
 
 
 def _check_rows(config: RunConfig, about: Mapping[str, Survey]) -> None:

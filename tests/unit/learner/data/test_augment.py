@@ -18,11 +18,11 @@ from PIL import Image, ImageDraw
 from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
-from learner.config.sections.augment import AugmentConfig, depends_on_orientation
+from learner.config.sections.augment import AugmentConfig, stays_upright
 from learner.data.augment import Augmenter, augmented, moved, placed
 from learner.data.batches import Batches
 from learner.data.views import open_images, render, shown_images
-from learner.records import Crop, DetectionObject, EncodedPrompt, GeometryKind, Sample
+from learner.records import DetectionObject, EncodedPrompt, GeometryKind, Sample, View
 from learner.rollout.requests import infer_request, sent_pictures
 from learner.tasks.detection.bins import bounding_box, to_bins, to_pixels
 from shared.config.model import ConfigErrors
@@ -34,26 +34,13 @@ from tests.unit.learner.data.fakes import make_run
 WIDTH, HEIGHT = 180, 120
 FINE = 8  # shapes are drawn so much larger first, because Pillow draws a polygon's border too
 IMAGES = Images(ImageRules())
-COLORLESS = {"brightness": 0.0, "contrast": 0.0, "saturation": 0.0}
-STILL = {"smallest_crop": 1.0, "stretch": 0.0, **COLORLESS}
+STILL = {"smallest_crop": 1.0, "colors": 0.0}
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "nothing": {},
     "horizontal flip": {"horizontal_flip": 1.0},
-    "vertical flip": {"vertical_flip": 1.0},
     "quarter turn": {"quarter_turn": 1.0},
     "crop": {"smallest_crop": 0.4},
-    "stretch": {"stretch": 0.3},
-    "scale": {"scale": [0.5, 1.5]},
-    "mosaic": {"mosaic": 1.0, "smallest_crop": 0.5},
-    "all": {
-        "horizontal_flip": 0.5,
-        "vertical_flip": 0.5,
-        "quarter_turn": 0.5,
-        "smallest_crop": 0.4,
-        "stretch": 0.3,
-        "scale": [0.7, 1.4],
-        "mosaic": 0.5,
-    },
+    "all": {"horizontal_flip": 0.5, "quarter_turn": 0.75, "smallest_crop": 0.4},
 }
 
 
@@ -108,33 +95,28 @@ boxes = st.tuples(st.integers(0, 120), st.integers(0, 70), st.integers(20, 60), 
 def test_labels_follow_their_pixels(
     name: str, kind: GeometryKind, box: Sequence[int], epoch: int, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """The box of what is bright, and that of the label or ignore region, differ by a pixel at most. In each of a
-    mosaic's four parts, which are of the same photograph here."""
+    """The box of what is bright, and that of the label or ignore region, differ by a pixel at most."""
     corners = box if kind == "bbox_2d" else corners_of(box, cut=6)
     sample = draw_scene(tmp_path_factory.getbasetemp(), kind, corners)
     seen = Augmenter([sample], config_of(**TRANSFORMS[name]), seed=3)(0, epoch)
     if seen.view is None:
         return  # no draw showed the object
-    picture = render(seen.view, IMAGES)
+    picture = render(seen.view, seen.images[0], IMAGES)
     assert picture.size == seen.view.size == (seen.width, seen.height)
     labelled = [box_of(obj, seen) for obj in (*seen.objects, *seen.ignored)]
-    for crop in seen.view.crops:
-        left, top, right, bottom = crop.place
-        found = found_box(picture.crop(crop.place))
-        here = [b for b in labelled if left < (b[0] + b[2]) / 2 < right and top < (b[1] + b[3]) / 2 < bottom]
-        assert len(here) <= 1
-        if not here:  # a sliver can be seen, or nothing
-            assert found is None or min(found[2] - found[0], found[3] - found[1]) <= 2
-        else:
-            assert found is not None
-            blur = 0.5 if kind == "poly" else 0.0  # a slanted edge's tip is grey where it is cut
-            assert np.allclose(here[0], np.add(found, (left, top, left, top)), atol=1.0 + blur)
+    found = found_box(picture)
+    if not labelled:  # a sliver can be seen, or nothing
+        assert found is None or min(found[2] - found[0], found[3] - found[1]) <= 2
+    else:
+        assert found is not None
+        blur = 0.5 if kind == "poly" else 0.0  # a slanted edge's tip is grey where it is cut
+        assert np.allclose(labelled[0], found, atol=1.0 + blur)
     assert all(0 <= bin_ <= 999 for obj in (*seen.objects, *seen.ignored) for bin_ in obj.bins)
     assert list(seen.objects) == sorted(seen.objects, key=lambda obj: bounding_box(obj)[1::-1])
 
 
-crops = st.builds(
-    lambda window, turn, horizontal, vertical: Crop("x", (100, 80), window, (0, 0, 50, 40), turn, horizontal, vertical),
+views = st.builds(
+    lambda window, turn, horizontal, vertical: View((100, 80), window, (50, 40), turn, horizontal, vertical),
     st.sampled_from([(0, 0, 100, 80), (10, 20, 90, 60), (50, 0, 100, 40)]),
     st.booleans(),
     st.booleans(),
@@ -143,13 +125,13 @@ crops = st.builds(
 
 
 @settings(max_examples=50)
-@given(crop=crops, bins=st.lists(st.integers(0, 999), min_size=6, max_size=12).filter(lambda one: len(one) % 2 == 0))
-def test_a_polygons_box_is_the_box_transformed(crop: Crop, bins: list[int]) -> None:
+@given(view=views, bins=st.lists(st.integers(0, 999), min_size=6, max_size=12).filter(lambda one: len(one) % 2 == 0))
+def test_a_polygons_box_is_the_box_transformed(view: View, bins: list[int]) -> None:
     polygon = DetectionObject("cell", "poly", tuple(bins))
     box = DetectionObject("cell", "bbox_2d", bounding_box(polygon))
-    outline = moved(polygon, crop)
+    outline = moved(polygon, view)
     spanned = (min(outline[0::2]), min(outline[1::2]), max(outline[0::2]), max(outline[1::2]))
-    assert np.allclose(spanned, moved(box, crop))
+    assert np.allclose(spanned, moved(box, view))
 
 
 @pytest.mark.parametrize(
@@ -166,9 +148,9 @@ def test_what_is_cut_off_becomes_an_ignore_region(
     box: tuple[int, ...], label: tuple[int, ...] | None, region: tuple[int, ...] | None
 ) -> None:
     """The crop is the right half of a picture of 100 pixels a side."""
-    crop = Crop("x", (100, 100), (50, 0, 100, 100), (0, 0, 50, 100))
+    view = View((100, 100), (50, 0, 100, 100), (50, 100))
     obj = DetectionObject("cell", "bbox_2d", to_bins(box, 100, 100))
-    as_label, as_region = placed(obj, crop, (50, 100), config_of(min_visibility=0.3))
+    as_label, as_region = placed(obj, view)
     for found, wanted in ((as_label, label), (as_region, region)):
         assert len(found) == (wanted is not None)
         if wanted is not None:
@@ -201,7 +183,7 @@ def scenes(tmp_path: Path) -> list[Sample]:
     return [draw_scene(tmp_path, "bbox_2d", (10 + i, 20, 60 + i, 70), sample_id=f"s{i}") for i in range(5)]
 
 
-AUGMENT = {"mosaic": 0.3, "horizontal_flip": 0.5, "hue": 0.2}
+AUGMENT = {"horizontal_flip": 0.5}
 
 
 def batches_of(scenes: list[Sample], rank: int = 0, ranks: int = 1, **data: Any) -> Batches:
@@ -249,7 +231,7 @@ def test_completed_labels_reach_a_picture_that_was_being_encoded(scenes: list[Sa
         scenes[0] = replace(scenes[0], objects=())
         batch = next(batches)
         assert announced.samples[0].objects != ()
-        assert batch.samples[0].objects == () or len(batch.samples[0].view.crops) == 4  # type: ignore[union-attr]
+        assert batch.samples[0].objects == ()
         assert batch.prompts[0].token_ids == PixelEncoder().encode(batch.samples[0]).token_ids
 
 
@@ -312,7 +294,7 @@ def test_without_the_section_samples_are_seen_as_they_are(scenes: list[Sample]) 
 
 
 def test_servers_get_the_pixels_that_are_learned(scenes: list[Sample]) -> None:
-    augmenter = Augmenter(scenes, AugmentConfig(mosaic=0.5), seed=1)
+    augmenter = Augmenter(scenes, AugmentConfig(), seed=1)
     seen = [augmenter(i, 0) for i in (0, 0, 1)]
     samples = [seen[0], seen[0], seen[2], scenes[3]]
     pictures = sent_pictures(samples, IMAGES)
@@ -353,48 +335,29 @@ def test_logs_show_the_picture_that_the_model_saw(scenes: list[Sample]) -> None:
     ],
 )
 def test_a_class_that_a_mirror_changes_is_known_by_its_name(name: str, oriented: bool) -> None:
-    assert depends_on_orientation(name) == oriented
+    assert stays_upright(name) == oriented
 
 
-@pytest.mark.parametrize(
-    ("name", "keep_upright", "turned"),
-    [("7", None, False), ("cell", None, True), ("7", [], True), ("cell", ["cell"], False)],
-)
-def test_photographs_with_such_classes_are_not_turned(
-    tmp_path: Path, name: str, keep_upright: list[str] | None, turned: bool
-) -> None:
+@pytest.mark.parametrize(("name", "turned"), [("7", False), ("cell", True)])
+def test_photographs_with_such_classes_are_not_turned(tmp_path: Path, name: str, turned: bool) -> None:
+    """All eight ways to lie occur, or one."""
     sample = draw_scene(tmp_path, "bbox_2d", (20, 30, 60, 70), name)
-    flips = {"horizontal_flip": 1.0, "vertical_flip": 1.0, "quarter_turn": 1.0}
-    seen = Augmenter([sample], config_of(**flips, keep_upright=keep_upright), seed=1)(0, 0)
-    assert seen.view is not None
-    (crop,) = seen.view.crops
-    assert (crop.quarter_turn, crop.flip_horizontal, crop.flip_vertical) == (turned,) * 3
+    augmenter = Augmenter([sample], config_of(horizontal_flip=0.5, quarter_turn=0.75), seed=1)
+    views = [augmenter(0, epoch).view for epoch in range(100)]
+    ways = {(view.quarter_turn, view.flip_horizontal, view.flip_vertical) for view in views if view is not None}
+    assert len(ways) == (8 if turned else 1)
 
 
 def test_nothing_is_turned_unless_asked(scenes: list[Sample]) -> None:
-    augmenter = Augmenter(scenes, AugmentConfig(mosaic=0.5), seed=1)
+    augmenter = Augmenter(scenes, AugmentConfig(), seed=1)
     views = [augmenter(i, epoch).view for i in range(5) for epoch in range(4)]
-    assert not any(
-        crop.quarter_turn or crop.flip_horizontal or crop.flip_vertical for view in views if view for crop in view.crops
-    )
-
-
-def test_a_mosaic_mixes_samples_of_one_prompt_only(tmp_path: Path) -> None:
-    scenes = [draw_scene(tmp_path, "bbox_2d", (10, 20, 60, 70), sample_id=f"s{i}") for i in range(4)]
-    other = ({"role": "user", "content": "<image>Count."},)
-    scenes[2:] = [replace(one, messages=other) for one in scenes[2:]]
-    augmenter = Augmenter(scenes, config_of(mosaic=1.0), seed=1)
-    for i, scene in enumerate(scenes):
-        view = augmenter(i, 0).view
-        assert view is not None
-        allowed = {one.images[0] for one in scenes if one.messages == scene.messages}
-        assert scene.images[0] in {crop.image for crop in view.crops} <= allowed
+    assert not any(view.quarter_turn or view.flip_horizontal or view.flip_vertical for view in views if view)
 
 
 def test_a_picture_that_fits_no_row_is_not_used(scenes: list[Sample]) -> None:
     """The photograph itself does: the reader has checked it."""
     augmenter = Augmenter(
-        scenes, config_of(mosaic=1.0), seed=1, too_long=lambda one: "9 tokens" if len(one.objects) > 1 else None
+        scenes, config_of(), seed=1, too_long=lambda one: "9 tokens" if one.view is not None else None
     )
     assert augmenter(0, 0) is scenes[0]
 
@@ -417,8 +380,6 @@ def test_a_photograph_of_another_size_than_annotated_is_refused(scenes: list[Sam
     [
         ({"custom": {"trainer_variant": "rollout_matching_sft"}}, "data.augment.rollouts"),
         ({"task": {"type": "key_value"}}, "data.augment"),
-        ({"data": {"train": "t.jsonl", "augment": {"scale": [2.0, 1.0]}}}, "data.augment.scale"),
-        ({"data": {"train": "t.jsonl", "augment": {"scale": [1.0]}}}, "data.augment.scale"),
     ],
 )
 def test_what_would_have_no_effect_or_no_meaning_is_refused(changes: dict[str, Any], path: str, tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from tests.unit.learner.config.examples import changed, minimal
 from tests.unit.learner.data.annotations import FINE, jsonl
 
 PLAIN = {"custom.trainer_variant": "sft"}
-FLIPPED = {"smallest_crop": 1.0, "stretch": 0.0, "horizontal_flip": 1.0, "keep_upright": []}
+FLIPPED = {"smallest_crop": 1.0, "horizontal_flip": 1.0}
 
 
 def write(folder: Path, **values: object) -> str:
@@ -35,7 +35,7 @@ def green_columns(picture: Image.Image) -> tuple[int, int]:
 
 
 def test_each_photograph_is_drawn_before_and_after(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    train = jsonl(tmp_path, *[FINE] * 5)
+    train = jsonl(tmp_path, *[{**FINE, "desc": "cell"}] * 5)
     path = write(tmp_path, **{"data.train": str(train), "data.augment": FLIPPED, **PLAIN})
     out = tmp_path / "drawn"
     assert main(["check", "--config", path, "--draw", "2", "--out", str(out)]) == 0
@@ -84,5 +84,5 @@ def test_check_names_the_classes_that_are_not_mirrored(tmp_path: Path, capsys: p
     train = jsonl(tmp_path, {**FINE, "desc": "7"}, {**FINE, "desc": "cell"})
     path = write(tmp_path, **{"data.train": str(train), "data.augment": {"horizontal_flip": 0.5}, **PLAIN})
     assert main(["check", "--config", path]) == 0
-    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "keep_upright" in line]
+    (warning,) = [line for line in capsys.readouterr().out.splitlines() if "neither mirrored" in line]
     assert warning.endswith(": 7")
