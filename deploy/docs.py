@@ -1,5 +1,4 @@
-"""CONFIG.md, the JSON Schemas, the site's reference pages and the tables of memory, from the code:
-`python -m deploy.docs` (`make docs`).
+"""CONFIG.md, the JSON Schemas and the site's reference pages, from the code: `python -m deploy.docs` (`make docs`).
 
 In: `RunConfig`, `ServerConfig`, the learner's rules, and what `deploy.reference` reads. Out: `documents()`, file name
 to text. `main` writes them into the working directory. A test compares the committed files with `documents()`.
@@ -18,7 +17,6 @@ import typer
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from deploy import memory_table
 from deploy.launch import LaunchConfig
 from deploy.places import examples
 from deploy.reference import pages
@@ -54,7 +52,6 @@ takes. `--json` prints the resolved plan.
   `# yaml-language-server: $schema=config.schema.json` as a file's first line.
 """
 
-ROOT = Path(__file__).parents[1]
 TABLE_HEAD = "| key | type | default | unit | meaning |\n| --- | --- | --- | --- | --- |\n"
 REQUIREMENT = re.compile(r" ?\([RD]\d\d?(?:,? [RD]\d\d?)*\)")
 
@@ -76,7 +73,6 @@ def documents() -> dict[str, str]:
         "deploy/launch.schema.json": json_schema(LaunchConfig, "Launcher configuration"),
         **pages(),
         **examples(),
-        memory_table.PAGE: memory_table.with_tables((ROOT / memory_table.PAGE).read_text(encoding="utf-8")),
     }
 
 

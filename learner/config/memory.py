@@ -1,7 +1,6 @@
 """The memory that learning takes on one GPU, computed from a model's `config.json`. Imports neither torch nor numpy.
 
-In: a checkpoint's configuration and how it is trained. Out: a `MemoryEstimate` in bytes, by what takes it. The page
-docs/performance/guide.md compares it with what was measured.
+In: a checkpoint's configuration and how it is trained. Out: a `MemoryEstimate` in bytes, by what takes it.
 
 Per layer and token, the backward pass needs the inputs of every matrix product and of every norm: 4 x hidden, 3 x
 (query + key + value width), 3 x intermediate values. With checkpointing only the layer's input stays, and one layer at
@@ -12,7 +11,7 @@ LOGITS_CHUNK tokens at a time. The vision tower sees `merge ** 2` patches for ea
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -217,12 +216,6 @@ def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
     a_logit = COMPILED_LOGITS if use.compiled else EAGER_LOGITS
     logits = a_logit * min(use.row_tokens, LOGITS_CHUNK) * shape.vocab_size
     return (kept + max(0, largest - logits), logits) if use.checkpointing else (kept, logits)
-
-
-def longest_row(shape: ModelShape, use: Use, gpu_bytes: float, lengths: tuple[int, ...]) -> int | None:
-    """Return the longest of `lengths` that fits FILLED of a GPU; None if none does. `use.row_tokens` is not read."""
-    fitting = [n for n in lengths if estimate(shape, replace(use, row_tokens=n)).total <= FILLED * gpu_bytes]
-    return max(fitting, default=None)
 
 
 # ---- of a run ------------------------------------------------------------------------------------------------------

@@ -12,7 +12,6 @@ import pytest
 from mkdocs.exceptions import PluginError
 from PIL import Image
 
-from deploy.memory_table import MODELS
 from deploy.reference import api
 from deploy.requirements import REQUIREMENTS
 from deploy.site import (
@@ -31,6 +30,7 @@ from shared.config.parse import write_yaml
 from shared.errors import error_classes
 from shared.wire import RolloutOutput, ScoreReply
 from tests.unit.docs.blocks import ROOT, blocks
+from tests.unit.learner.config.model_sizes import MODELS
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_app import serve
 

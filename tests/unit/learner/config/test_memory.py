@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,27 +19,20 @@ from transformers import (
 )
 
 from bench.tiny_models import build_llama, build_qwen2, build_qwen2_5_vl, build_qwen2_vl
-from deploy.memory_table import END, MEASURED, MODELS, PAGE, RANK, TEXT_4B, with_tables
 from learner.config import memory
 from learner.config.load import config_of
 from learner.config.memory import GIB, Use, engine_share, estimate, memory_in_words, memory_report, shape_of
 from learner.policy.loss import LOGITS_CHUNK
 from tests.unit.learner.config.examples import ROLLOUT, changed, minimal
+from tests.unit.learner.config.model_sizes import MEASURED, MODELS, RANK, TEXT_4B
 
 ROOT = Path(__file__).parents[4]
 COLOCATED = {f"{ROLLOUT}.vllm": {"mode": "colocate", "gpu_memory_utilization": 0.3}}
 USE = Use(row_tokens=4096)
 
 
-def test_the_page_is_equal_to_the_code() -> None:
-    page = (ROOT / PAGE).read_text(encoding="utf-8")
-    assert with_tables(page) == page, "run make docs"
-    with pytest.raises(ValueError, match=re.escape(END)):
-        with_tables(page.replace(END, ""))
-
-
 def test_the_estimate_is_near_every_measured_figure() -> None:
-    """15%: what the rule for tables (FILLED) leaves free, and a little more below."""
+    """15%: what FILLED leaves free, and a little more below."""
     assert {one.what: round(one.error, 2) for one in MEASURED if abs(one.error) > 0.15} == {}
     for one in MEASURED:
         assert one.gib <= one.estimated / memory.FILLED, "a run that is said to fit does"

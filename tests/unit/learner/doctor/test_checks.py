@@ -14,7 +14,6 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 
-from deploy.memory_table import MODELS
 from learner.__main__ import main
 from learner.config.load import config_of
 from learner.config.plan import resolve
@@ -27,6 +26,7 @@ from shared.config.parse import dump_yaml
 from shared.errors import DeadlineError, MediaError, ServerUnreachableError, UnauthorizedError
 from shared.wire import ScoreReply, ServerStatus
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, minimal
+from tests.unit.learner.config.model_sizes import MODELS
 from tests.unit.learner.doctor.test_data_report import write as write_run
 from tests.unit.learner.sync.fakes import PROMPT_IDS, canary_items
 

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from deploy.memory_table import MODELS
 from learner.__main__ import main
 from shared.config.parse import dump_yaml
 from tests.unit.learner.config.examples import changed, minimal
+from tests.unit.learner.config.model_sizes import MODELS
 from tests.unit.learner.data.annotations import FINE, jsonl
 
 NAMED = ("length", "time", "memory")

@@ -1,7 +1,4 @@
-"""The memory tables of docs/performance/guide.md, computed by learner/config/memory.py: written by `make docs`.
-
-In: sizes of public models, and figures of bench/results. Out: two tables in Markdown, between markers in the page.
-"""
+"""Sizes of public models, and the memory that some of them were measured to take (bench/results)."""
 
 from __future__ import annotations
 
@@ -9,14 +6,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from learner.config.memory import GIB, Use, estimate, longest_row, shape_of
+from learner.config.memory import GIB, Use, estimate, shape_of
 
-PAGE = "docs/performance/guide.md"
-BEGIN, END = "<!-- made by `make docs`: memory -->", "<!-- end: memory -->"
 ROW_TOKENS = 16_384
-ROWS = (2048, 4096, 8192, 16_384, 32_768, 65_536)
 RANK = 64
-CARDS = {"24 GB": 23.7, "40 GB": 39.5, "80 GB": 79.6, "141 GB": 139.8}  # name: GiB that CUDA sees
 
 
 def _model(
@@ -99,42 +92,3 @@ MEASURED = (
         engine_gib=0.3 * 79.6,
     ),
 )
-
-
-def tables() -> str:
-    """Return what stands between the markers."""
-    worst = [min(one.error for one in MEASURED), max(one.error for one in MEASURED)]
-    return "\n".join([*_by_model(), "", _error_in_words(*worst), "", *_compared(), ""])
-
-
-def _by_model() -> list[str]:
-    lines = [
-        f"| model | training | GiB for rows of {ROW_TOKENS:,} | {' | '.join(CARDS)} |",
-        f"| --- | --- | --- |{' --- |' * len(CARDS)}",
-    ]
-    for name, config in MODELS.items():
-        shape = shape_of(config)
-        for training, rank in ((f"LoRA, r {RANK}", RANK), ("whole model", None)):
-            use = Use(row_tokens=ROW_TOKENS, lora_rank=rank)
-            rows = [longest_row(shape, use, gib * GIB, ROWS) for gib in CARDS.values()]
-            cells = " | ".join(f"{row:,}" if row else "no" for row in rows)
-            lines.append(f"| {name} | {training} | {estimate(shape, use).total / GIB:.0f} | {cells} |")
-    return lines
-
-
-def _error_in_words(low: float, high: float) -> str:
-    return f"Against what was measured, the estimate was between {low:+.0%} and {high:+.0%} off:"
-
-
-def _compared() -> list[str]:
-    lines = ["| run | measured GiB | estimated GiB | error |", "| --- | --- | --- | --- |"]
-    return lines + [f"| {one.what} | {one.gib:.1f} | {one.estimated:.1f} | {one.error:+.0%} |" for one in MEASURED]
-
-
-def with_tables(page: str) -> str:
-    """Return the page with fresh tables. Raises ValueError if it lacks the markers."""
-    before, begin, rest = page.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"{PAGE} lacks {BEGIN} or {END}")
-    return f"{before}{BEGIN}\n\n{tables()}\n{END}{after}"
