@@ -3,11 +3,11 @@
 The race's run (`bench.race`) is built in a process of its own, without its training steps, so nothing is compiled for
 learning. In turn: a sync, and the rollouts of a step. The first sync is sampled: what compiles there, and in which
 functions its time goes. Then come syncs in several ways: as in a run, where the learner scores beside the engine; with
-the learner's scores before the load; and without each of the CUDA graphs that a sync replays. Before each the adapter
-is changed a little, so the canary checks what was replayed. One way waits for the device at the end of each part, so
-that its work counts where it was launched. Merging alone is timed too, against the operations of peft one by one. One
-sync and one call of rollouts are profiled. Last, the engine alone gets the same prompts, each rendered by itself, as
-the rollouts ask for them, and without seeds, log-probabilities, images, or all of these.
+the learner's scores before the load; and without the CUDA graph that a sync replays. Before each the adapter is changed
+a little, so the canary checks what was replayed. One way waits for the device at the end of each part, so that its work
+counts where it was launched. Merging alone is timed too, against the operations of peft one by one. One sync and one
+call of rollouts are profiled. Last, the engine alone gets the same prompts, each rendered by itself, as the rollouts
+ask for them, and without seeds, log-probabilities, images, or all of these.
 
 Out: FILE with the seconds and parts of each sync and rollout, the engine's seconds alone, and `exit`: the process's
 exit code, and lines of vLLM's allocator among its last words. In `STEM-logs` beside it: `run.log`, all that the process
@@ -125,40 +125,14 @@ class World:
         return [way.scorer for way in self._delivery._canary.scorer._sent.values() if way.scorer is not None]
 
     @property
-    def captured(self) -> dict[str, bool]:
-        """The graphs that a sync replays now, by name."""
-        graph, scorers = self._delivery._graph, self._scorers
-        by_layers = [one._layers for one in scorers if one._whole is None and one._layers is not None]
-        return {
-            "pass": any(one._whole is not None for one in scorers),
-            "layers": any(layers.is_captured for layers in by_layers),
-            "load": graph is not None and graph.is_captured,
-        }
+    def captured(self) -> bool:
+        """True if a sync replays the learner's pass."""
+        return any(one.is_captured for one in self._scorers)
 
-    def capture_layers(self) -> None:
-        """Capture the canary's layers one by one from now on."""
+    def launch_passes(self) -> None:
+        """Run the learner's pass from Python from now on."""
         for scorer in self._scorers:
-            scorer._whole = None
-
-    def merge_in_two(self) -> None:
-        """Merge adapters by torch's two kernels from now on, and capture anew."""
-        if self.on_gpu:
-            from learner.policy import merge_cuda
-
-            merge_cuda._PROVEN.update(dict.fromkeys(merge_cuda._PROVEN))
-        if (graph := self._delivery._graph) is not None:
-            graph._addresses = ()
-        for scorer in self._scorers:
-            scorer._whole, scorer._number = None, 0
-
-    def launch_layers(self) -> None:
-        """Run the canary's layers from Python from now on."""
-        for scorer in self._scorers:
-            scorer._whole = scorer._layers = None
-
-    def launch_loads(self) -> None:
-        """Run merges and copies from Python from now on."""
-        self._delivery._graph = None
+            scorer._record = scorer._graph = None
 
     def score_before(self) -> None:
         """Let the learner score before the load from now on, and not beside the engine."""
@@ -190,8 +164,8 @@ class World:
                 parameter.add_(torch.randn_like(parameter), alpha=1e-4)
 
     def merges(self) -> dict[str, float]:
-        """Return the seconds of merging all adapters once, each the best of five: as a sync does, on a GPU also by
-        torch's two kernels, and as peft does, one operation after the other."""
+        """Return the seconds of merging all adapters once, each the best of five: as a sync does, and as peft does, one
+        operation after the other."""
         import torch
         from peft.tuners.lora import LoraLayer
 
@@ -212,16 +186,7 @@ class World:
             for layer in layers:
                 merged_weight(layer, dtype)
 
-        @torch.no_grad()
-        def in_two() -> None:
-            from learner.policy.merge_cuda import by_torch
-
-            for layer in layers:
-                (name,) = layer.active_adapters
-                a, b, scaling = layer.lora_A[name].weight, layer.lora_B[name].weight, layer.scaling[name]
-                by_torch(layer.get_base_layer().weight, a, b, scaling, dtype)
-
-        ways = {"as a sync": by_sync, "one by one": by_peft, **({"in two kernels": in_two} if self.on_gpu else {})}
+        ways = {"as a sync": by_sync, "one by one": by_peft}
         return {name: min(self.timed(way) for _ in range(5)) for name, way in ways.items()} if layers else {}
 
     def rollouts(self) -> None:
@@ -243,18 +208,6 @@ class World:
         vllm.reset_encoder_cache()
         with self.engine.awake():
             return self.timed(lambda: self.engine._run(prompts, params))
-
-
-def merge_kernels(*, on_gpu: bool) -> dict[str, str]:
-    """Return how each kind of layer was merged so far, by shape, rank and types."""
-    if not on_gpu:
-        return {}
-    from learner.policy import merge_cuda
-
-    return {
-        " ".join(str(part) for part in key[1:]): "torch" if index is None else str(merge_cuda.TILINGS[index])
-        for key, index in merge_cuda._PROVEN.items()
-    }
 
 
 @contextmanager
@@ -396,8 +349,6 @@ def inside(race: Race, out: Path, rounds: int, syncs: int, *, brief: bool, optio
         found["tokens"] = world.num_tokens
         found["merges"] = world.merges()
         say(f"merging alone: {_row(found['merges'])}")
-        found["kernels"] = merge_kernels(on_gpu=world.on_gpu)
-        say(f"layers whose merge is one kernel: {found['kernels']}")
         with profiled(logs, "sync", on_gpu=world.on_gpu):
             world.sync()
         _ways(world, found, syncs, keep)
@@ -424,10 +375,7 @@ def _ways(world: World, found: dict[str, Any], syncs: int, keep: Callable[[], No
         "as in a run": (nothing, nullcontext()),
         "as in a run, waiting for the device after each part": (nothing, world.waiting()),
         "scores before the load": (world.score_before, nullcontext()),
-        "scores before the load, merges in two kernels": (world.merge_in_two, nullcontext()),
-        "layers captured one by one": (world.capture_layers, nullcontext()),
-        "layers one by one, loads launched": (world.launch_loads, nullcontext()),
-        "nothing captured": (world.launch_layers, nullcontext()),
+        "nothing captured": (world.launch_passes, nullcontext()),
         "nothing captured, waiting for the device after each part": (nothing, world.waiting()),
     }
     for name, (leave_out, within) in ways.items():

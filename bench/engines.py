@@ -24,7 +24,7 @@ from learner.run.environment import prepare_for_vllm
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
-from learner.wiring.connect import computes_in, load_graph
+from learner.wiring.connect import computes_in
 from shared.quantization import keys_in_fp8
 
 ONE_RANK = Ranks()  # runs on CPU
@@ -68,12 +68,11 @@ def colocate_sync(
     canary = Canary(
         items=[item],
         scorer=CanaryScorer(
-            policy, [(item.prompt, item.response_token_ids)], whole=True, quantization=config.vllm.quantization
+            policy, [(item.prompt, item.response_token_ids)], alone=True, quantization=config.vllm.quantization
         ),
         tolerance=config.vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
         in_fp8=bool(keys_in_fp8(config.vllm)),
     )
-    graph = load_graph(policy, engine, ranks)
-    delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks, graph=graph)
+    delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks)
     return Sync(delivery, policy, adapter=adapter, fallback_to_full=config.vllm.sync.fallback_to_full)

@@ -7,40 +7,35 @@ kernels. What merging, rounding and quantising changed is reported separately, a
 with the weights as trained. Where a pass is slow, only every `MERGE_GAP_EVERY`th sync makes it, and the others report
 the last gap.
 
-On CUDA, each forward pass of answers without images is captured once as a CUDA graph. A replay takes 10 ms for a model
-of 4B; launching every kernel from Python takes several times as long. With images the pass is captured with what it
-reads on the host (`pass_graph.py`), or else its layers one by one (`layer_graphs.py`). A sharded model's layers are at
-other addresses in every pass, so nothing is captured. Where the device has no memory for a graph, passes run without.
+On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). A replay takes the host a millisecond;
+launching every kernel of a model of 4B from Python takes 0.16 s. Passes with images read on the host, so they are
+captured only where no other thread uses the device, in colocated runs. Where weights move (offloading) or are parts,
+and where the device has no memory for a graph, passes run without.
 
-A pass that is one graph with images runs beside what is launched after it (`SideStream`). It reads the policy, so
+A replay in a colocated run goes on beside what is launched after it (`SideStream`). It reads the policy, so
 `CanaryScores.join` comes before the policy changes.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable, Iterator, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import cache, cached_property, partial
-from typing import Any
 
 import numpy as np
 import torch
 
-from learner.policy.layer_graphs import CudaRecorder, LayerGraphs, Work, recorded
 from learner.policy.load import Policy
 from learner.policy.packed import PackedInputs
-from learner.policy.pass_graph import PassGraph
+from learner.policy.pass_graph import PassGraph, Record, cuda_graph
 from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
 from shared.quantization import Quantization
 
-log = logging.getLogger("learner.policy")
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
-Modules = Set[torch.nn.Module]
 Read = Callable[[], list[list[float]]]
-Within = Callable[[Modules], AbstractContextManager[Checksums]]  # encloses a pass that does not call these modules
+Within = Callable[[], AbstractContextManager[Checksums]]  # encloses a pass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -65,9 +60,8 @@ MERGE_GAP_EVERY = 10  # syncs, where passes are not captured
 
 
 class CanaryScorer:
-    """`checksums`: whether the scores come with checksums of the weights. `whole`: a pass with images may be captured
-    as one graph. That takes memory, and no other thread may wait for the device at the second call. `quantization`: of
-    the engines."""
+    """`checksums`: whether the scores come with checksums of the weights. `alone`: no other thread waits for the device
+    at the second call, so that a pass with images can be captured. `quantization`: of the engines."""
 
     def __init__(
         self,
@@ -75,10 +69,10 @@ class CanaryScorer:
         answers: Answers,
         *,
         checksums: bool = True,
-        whole: bool = False,
+        alone: bool = False,
         quantization: Quantization = "none",
     ) -> None:
-        self._policy, self._answers, self._with_checksums, self._whole = policy, answers, checksums, whole
+        self._policy, self._answers, self._with_checksums, self._alone = policy, answers, checksums, alone
         self._quantization: Quantization = quantization
         self._trained = RepeatedLogprobs(policy, answers)
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
@@ -93,7 +87,7 @@ class CanaryScorer:
                 dtype,
                 merged=merged,
                 checksums=self._with_checksums,
-                whole=self._whole,
+                alone=self._alone,
                 quantization=self._quantization,
             )
         way = self._sent[dtype, merged]
@@ -127,7 +121,7 @@ class _Sent:
         *,
         merged: bool,
         checksums: bool,
-        whole: bool,
+        alone: bool,
         quantization: Quantization,
     ) -> None:
         self._policy, self._dtype, self.merged = policy, dtype, merged
@@ -137,19 +131,17 @@ class _Sent:
         # Finding them takes longer than a pass.
         replaced = list(replaced_modules(model, dtype, merged=merged, quantization=quantization))
 
-        def within(without: Modules) -> AbstractContextManager[Checksums]:
-            called = [(name, module) for name, module in replaced if module not in without]
-            how: dict[str, Any] = {"merged": merged, "quantization": quantization, "checksums": checksums}
-            return as_sent(model, dtype, replaced=called, **how)
-
-        self.scorer = RepeatedLogprobs(policy, answers, within, whole=whole) if replaced else None
+        within = partial(
+            as_sent, model, dtype, merged=merged, quantization=quantization, replaced=replaced, checksums=checksums
+        )
+        self.scorer = RepeatedLogprobs(policy, answers, within, alone=alone) if replaced else None
 
     @cached_property
     def unreplaced(self) -> dict[str, torch.Tensor]:
         return unreplaced(self._policy.model, self._dtype, merged=self.merged, quantization=self._quantization)
 
 
-def _as_trained(_: Modules) -> AbstractContextManager[Checksums]:
+def _as_trained() -> AbstractContextManager[Checksums]:
     return nullcontext({})
 
 
@@ -183,9 +175,8 @@ class SideStream:
 
 class RepeatedLogprobs:
     """`Policy.logprobs` of the same answers, again and again, `within` a context. `checksums`: what that context says
-    of the weights that it replaced. `layers`: how layers are captured; None: on CUDA, where the pass has images.
-    `whole`: it is tried to capture such a pass as one graph, whose memory is kept. `record`: how; so are passes without
-    images captured. None: on CUDA. `side`: the stream of the replays of a pass with images."""
+    of the weights that it replaced. `alone`: as in `CanaryScorer`. `record`: how a pass is captured; None: as a CUDA
+    graph on CUDA, elsewhere not. `side`: the stream of the replays."""
 
     def __init__(
         self,
@@ -193,31 +184,23 @@ class RepeatedLogprobs:
         answers: Answers,
         within: Within = _as_trained,
         *,
-        layers: LayerGraphs | None = None,
-        whole: bool = False,
-        record: Callable[[Work], Work] | None = None,
+        alone: bool = False,
+        record: Record | None = None,
         side: SideStream | None = None,
     ) -> None:
-        self._policy, self._answers, self._within = policy, answers, within
+        self._policy, self._answers, self._within, self._alone = policy, answers, within, alone
+        if policy.device.type == "cuda" and answers and not policy.is_sharded:  # parts lie elsewhere in every pass
+            record = record or cuda_graph
+            side = side or (SideStream(policy.device) if alone else None)
         is_pictured = any(prompt.vision is not None for prompt, _ in answers)
-        if policy.device.type == "cuda" and len(answers) > 0 and not policy.is_sharded:
-            record = record or CudaRecorder(policy.device)
-            if is_pictured:
-                layers = layers or LayerGraphs(policy.model, CudaRecorder(policy.device))
-                side = side or SideStream(policy.device)
-        self._layers, self._record, self._side = layers, record if whole or not is_pictured else None, side
-        self._replay: Work | None = None  # of a pass without images
-        self._whole: PassGraph | None = None
-        self._number = 0  # counts calls at these addresses
-        self._addresses: tuple[int, ...] = ()
+        self._record, self._side = record if alone or not is_pictured else None, side
+        self._graph: PassGraph | None = None
+        self._addresses: tuple[int, ...] = ()  # in the first pass
         self.checksums: Checksums = {}
-        if self._record is not None and not is_pictured:
-            self._capture(self._record)
 
     @property
     def is_captured(self) -> bool:
-        """True if a pass without images is one graph."""
-        return self._replay is not None
+        return self._graph is not None
 
     def __call__(self) -> list[list[float]]:
         """Return the natural log-probabilities per answer, under the weights as they are now."""
@@ -226,13 +209,7 @@ class RepeatedLogprobs:
     def begin(self) -> Read:
         """Start the pass. What it returns waits for the device, and gives what a call gives. `join` comes before the
         policy changes."""
-        if self._replay is not None and self._record is not None and self._addresses != self._addresses_now():
-            self._capture(self._record)  # offloaded weights come back elsewhere
-        if self._replay is not None:
-            self._replay()
-            logprobs = self._logprobs.clone()  # the next replay overwrites it
-        else:
-            logprobs = self._by_graphs(self._layers) if self._layers is not None else self._pass()
+        logprobs = self._pass() if self._record is None else self._by_graph(self._record)
         return cache(partial(self._joined, logprobs))
 
     def join(self) -> None:
@@ -244,72 +221,30 @@ class RepeatedLogprobs:
         self.join()
         return self._policy.split(logprobs, self._answers)
 
-    def _by_graphs(self, layers: LayerGraphs) -> torch.Tensor:
-        """The first pass warms up and looks whether layers can be captured. The second one is captured, whole or layer
-        by layer."""
-        if self._number and self._addresses != self._addresses_now():  # weights that move are not worth capturing
-            self._layers = self._whole = None
+    def _by_graph(self, record: Record) -> torch.Tensor:
+        """The first pass warms up, and the second one is captured."""
+        addresses = tuple(tensor.data_ptr() for tensor in self._read)
+        is_first, has_moved = not self._addresses, self._addresses not in ((), addresses)
+        self._addresses = addresses
+        if not is_first and not has_moved and self._graph is None:
+            self._graph = PassGraph.of(self._pass, self._policy.model.parameters(), record, alone=self._alone)
+        if self._graph is None or has_moved:  # weights that move are not worth capturing
+            if not is_first:
+                self._record = self._graph = None
             return self._pass()
-        self._number += 1
-        if self._number == 1:
-            self._addresses = self._addresses_now()
-            with layers.watching():
-                return self._pass()
-        if self._number == 2 and self._record is not None:
-            self._whole = PassGraph.of(self._pass, self._policy.model.parameters(), self._record)
-        if self._whole is not None:
-            with nullcontext() if self._side is None else self._side.entered():
-                return self._whole()
-        return self._by_layers(layers)
+        with nullcontext() if self._side is None else self._side.entered():
+            return self._graph()
 
-    def _by_layers(self, layers: LayerGraphs) -> torch.Tensor:
-        if not layers.can_capture:
-            self._layers = None
-            return self._pass()
-        if not layers.is_captured:
-            try:
-                with layers.capturing():
-                    return self._pass()
-            except torch.OutOfMemoryError as error:
-                log.warning("the canary's layers are not captured, and take longer: %s", str(error).splitlines()[0])
-                self._layers = None
-            return self._pass()
-        captured = self.checksums  # replays write anew what a layer's graph has computed
-        with layers.replaying():
-            logprobs = self._pass(without=layers.inside)
-        self.checksums = captured | self.checksums
-        return logprobs
-
-    def _pass(self, without: Modules = frozenset()) -> torch.Tensor:
+    def _pass(self) -> torch.Tensor:
         """Log-probabilities of all answers, one after the other `[N]`, on the device."""
-        with self._within(without) as checksums:
-            logprobs = self._policy.answer_logprobs(self._inputs)
-        self.checksums = checksums
-        return logprobs
+        # The checksums of a captured pass are the graph's own memory: a replay writes them anew.
+        with self._within() as self.checksums:
+            return self._policy.answer_logprobs(self._inputs)
 
     @cached_property
     def _inputs(self) -> PackedInputs:
         """Kept, because graphs read their memory."""
         return self._policy.answer_inputs(self._answers)
-
-    @torch.no_grad()
-    def _capture(self, record: Callable[[Work], Work]) -> None:
-        policy = self._policy
-
-        def work() -> None:
-            self._logprobs = policy.answer_logprobs(self._inputs)
-
-        with self._within(frozenset()) as checksums:
-            work()  # warm up: the set-up of a first pass must not be captured
-            if policy.device.type == "cuda":
-                torch.cuda.synchronize(policy.device)
-            self._replay = None  # the next graph, or what runs without one, has the memory of the last
-            if policy.device.type == "cuda":
-                torch.cuda.empty_cache()  # a capture takes no memory that torch keeps of other work
-            self._replay = recorded(record, work, "the canary's pass")
-        if self._replay is not None:
-            self.checksums = checksums  # the graph's own memory: a replay writes it anew
-            self._addresses = self._addresses_now()
 
     @cached_property
     def _read(self) -> list[torch.Tensor]:
@@ -318,6 +253,3 @@ class RepeatedLogprobs:
         # Buffers too: offloaded weights may come back to where they were and buffers elsewhere, as gradients come and
         # go between them.
         return [*self._policy.model.parameters(), *self._policy.model.buffers()]
-
-    def _addresses_now(self) -> tuple[int, ...]:
-        return tuple(tensor.data_ptr() for tensor in self._read)

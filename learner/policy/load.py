@@ -275,11 +275,6 @@ class Policy:
         """Names, dtypes and shapes of `named_weights(dtype)`, in its order."""
         return self._checkpoint.weight_specs(dtype)
 
-    @property
-    def merges_plainly(self) -> bool:
-        """True if `named_weights` only copies, casts and merges plain LoRAs, on the device: it waits for nothing."""
-        return not self.is_sharded and self._checkpoint.is_plain
-
     @cached_property
     def _checkpoint(self) -> CheckpointWeights:
         return CheckpointWeights(self.model, device=self.device)

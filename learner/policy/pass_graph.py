@@ -1,12 +1,11 @@
-"""A forward pass that is repeated with the same inputs, captured whole as one CUDA graph (R09).
+"""A forward pass that is repeated with the same inputs, captured as one CUDA graph (R09).
 
 In: a pass, and the weights that it reads. Out: what repeats the pass under the weights of then. A replay takes the host
 a millisecond, and the host goes on while the device works.
 
-A model of pages and photographs reads image sizes on the host and brings tables to the device, and neither can be
-captured. But with the same inputs both are the same in every pass, unless they depend on weights. So one pass is noted:
-which values it read, which tensors it brought, and which tensors depend on weights. Then it is captured with these
-values in place of the reads.
+A model of photographs reads image sizes on the host and brings tables to the device, and neither can be captured. But
+with the same inputs both are the same in every pass, unless they depend on weights. So one pass is noted: what it read,
+what it brought, and which tensors depend on weights. Then it is captured with these values in place of the reads.
 
 Invariants: a read that depends on weights (a mixture of experts) rules a capture out. Before the capture the pass runs
 once more with the noted values, in a mode in which torch refuses whatever would wait for the device, and must give what
@@ -18,7 +17,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeGuard
 
 import torch
@@ -28,14 +27,33 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from learner.policy.layer_graphs import COPIES, INDEXING, READS, Work, recorded
-
 log = logging.getLogger("learner.policy")
 Pass = Callable[[], torch.Tensor]
+Work = Callable[[], None]
+Record = Callable[[Work], Work]  # turns work into what repeats it, and need not run it
+Given = Mapping[str, Any]
 
+INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
+_COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
+_READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 # They copy to the device below what a dispatch mode sees.
 _FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
 _CLOSE = 0.01  # nats: the same kernels on the same values
+
+
+def cuda_graph(work: Work) -> Work:
+    """Capture what `work` launches on the current device, without running it. Raises OutOfMemoryError."""
+    graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
+    stream.wait_stream(now)  # CUDA captures nothing on its default stream, so the work goes to another one
+    with torch.cuda.stream(stream):
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may broadcast
+        try:
+            work()
+        finally:
+            graph.capture_end()
+    now.wait_stream(stream)
+    replay: Work = graph.replay
+    return replay
 
 
 class PassGraph:
@@ -46,15 +64,18 @@ class PassGraph:
         self._notes = notes  # the graph reads its tensors
 
     @classmethod
-    def of(cls, run: Pass, weights: Iterable[torch.Tensor], record: Callable[[Work], Work]) -> PassGraph | None:
-        """Capture the graph of `run`; None, and a line in the log, if it can't be captured. `record` turns work into
-        what repeats it (`CudaRecorder`); it need not run it."""
+    def of(
+        cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph, *, alone: bool = True
+    ) -> PassGraph | None:
+        """Capture the graph of `run`; None, and a line in the log, if it can't be captured. `alone`: no other thread
+        waits for the device meanwhile, so that reads can be looked for."""
         notes = Notes(weights)
         with notes.noting():
             now = run()
-        obstacle = notes.obstacle or _differs(notes, run, now)
-        if obstacle:
-            log.info("the canary's pass is not captured whole: %s", obstacle)
+        if notes.reads and not alone:
+            notes.obstacle = "it reads on the host, while other threads use the device"
+        if obstacle := notes.obstacle or _differs(notes, run, now):
+            log.info("the canary's pass is not captured: %s", obstacle)
             return None
         outputs: list[torch.Tensor] = []
 
@@ -62,8 +83,11 @@ class PassGraph:
             with notes.repeating():
                 outputs.append(run())
 
-        replay = recorded(record, work, "the canary's pass")
-        return None if replay is None else cls(replay, outputs[0], notes)
+        try:
+            return cls(record(work), outputs[0], notes)
+        except torch.OutOfMemoryError as error:
+            log.warning("the canary's pass is not captured, and takes longer: %s", str(error).splitlines()[0])
+            return None
 
     def __call__(self) -> torch.Tensor:
         """Return what the pass gives under the weights of now, in memory of its own."""
@@ -74,7 +98,7 @@ class PassGraph:
 def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
     """Return why a pass with the noted values is not that pass, or empty."""
     try:
-        with notes.repeating(), no_waits(before.device):
+        with notes.repeating(), _no_waits() if notes.reads and before.is_cuda else nullcontext():
             again = run()
     except RuntimeError as error:  # torch's, for what would wait for the device
         return str(error).splitlines()[0]
@@ -85,11 +109,8 @@ def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
 
 
 @contextmanager
-def no_waits(device: torch.device) -> Iterator[None]:
+def _no_waits() -> Iterator[None]:
     """Let torch raise RuntimeError on CUDA for operations inside that wait for the device."""
-    if device.type != "cuda":
-        yield
-        return
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that torch may not see every wait
@@ -105,8 +126,7 @@ class OtherPassError(Exception):
 
 
 class Notes:
-    """The notes of one pass: what it read on the host, and what it brought to the device, in order. `obstacle`: why it
-    can't be repeated with the same values, or empty."""
+    """What one pass read on the host and brought to the device, in order. `obstacle`: why it can't be repeated so."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self.obstacle = ""
@@ -115,157 +135,117 @@ class Notes:
         self._next = 0
         self._mark(weights)
 
-    @contextmanager
-    def noting(self) -> Iterator[None]:
-        with _NotedFactories(self), _NotedOperations(self):
-            yield
+    @property
+    def reads(self) -> bool:
+        """True if something was read on the host, or brought to the device."""
+        return any(value is not None for _, value in self._values)
+
+    def noting(self) -> AbstractContextManager[None]:
+        return _watched(self._note_factory, self._note_operation)
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
         """Repeat a pass with the noted values. Raises OtherPassError if it asks for others."""
         self._next = 0
-        with _RepeatedFactories(self), _RepeatedOperations(self):
+        with _watched(self._repeat_factory, self._repeat_operation):
             yield
         if self._next != len(self._values):
             raise OtherPassError(f"{self._next} values were read, {len(self._values)} in the pass before")
 
-    def put(self, func: object, value: object) -> None:
+    def _note_factory(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> object:
+        made = func(*args, **kwargs)
+        if func in _FACTORIES:
+            self._check(func, (args[func is torch.Tensor.new_tensor :], kwargs))  # that one's self is a pattern
+            self._put(func, made if made.device.type != "cpu" else None)
+        return made
+
+    def _repeat_factory(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> object:
+        value = self._take(func) if func in _FACTORIES else None
+        return func(*args, **kwargs) if value is None else value.clone()
+
+    def _note_operation(self, func: OpOverload, args: Sequence[Any], kwargs: Given) -> object:
+        if func in INDEXING and (masks := list(filter(is_mask, args[1]))):
+            self._check(func, masks)
+            self._put(func, [one.nonzero(as_tuple=True) for one in masks])
+        returned = func(*args, **kwargs)
+        if reads(func, args, kwargs):
+            self._check(func, (args, kwargs))
+            self._put(func, returned)
+        if self._depends((args, kwargs)):  # what it gives and what it writes depends on weights too
+            self._mark(one for one in tree_iter(returned) if isinstance(one, torch.Tensor))
+            self._mark(_written(func, args, kwargs))
+        return returned
+
+    def _repeat_operation(self, func: OpOverload, args: Sequence[Any], kwargs: Given) -> object:
+        if func in INDEXING and any(map(is_mask, args[1])):
+            noted = iter(self._take(func))
+            places = [place for one in args[1] for place in (next(noted) if is_mask(one) else (one,))]
+            return func(args[0], places, *args[2:], **kwargs)
+        if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
+            return args[0].copy_(self._take(func))
+        if not reads(func, args, kwargs):
+            return func(*args, **kwargs)
+        # Copies: the pass may write into them, and the notes must stay as they are.
+        return tree_map_only(torch.Tensor, torch.clone, self._take(func))
+
+    def _put(self, func: object, value: object) -> None:
         self._values.append((func, tree_map_only(torch.Tensor, torch.clone, value)))
 
-    def take(self, func: object) -> Any:
-        """Return the next value. The caller copies a tensor that may be written."""
+    def _take(self, func: object) -> Any:
         noted, value = self._values[self._next] if self._next < len(self._values) else (None, None)
         if noted is not func:
             raise OtherPassError(f"{func} comes where {noted} came before")
         self._next += 1
         return value
 
-    def check(self, func: object, read: object) -> None:
-        if self.depends(read):
+    def _check(self, func: object, read: object) -> None:
+        if self._depends(read):
             self.obstacle = f"{func} reads on the host what depends on weights"
 
-    def depends(self, values: object) -> bool:
-        """Return True if a tensor among `values` depends on weights."""
+    def _depends(self, values: object) -> bool:
         return any(_key(one) in self._of_weights for one in tree_iter(values) if isinstance(one, torch.Tensor))
-
-    def follow(self, func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object], returned: object) -> None:
-        """Follow an operation: what it wrote depends on weights if anything that it was given does."""
-        if self.depends((args, kwargs)):
-            self._mark(one for one in tree_iter(returned) if isinstance(one, torch.Tensor))
-            self._mark(_written(func, args, kwargs))
 
     def _mark(self, tensors: Iterable[torch.Tensor]) -> None:
         for tensor in tensors:
-            storage = tensor.untyped_storage()
-            self._of_weights.setdefault(storage._cdata, StorageWeakRef(storage))
+            self._of_weights.setdefault(_key(tensor), StorageWeakRef(tensor.untyped_storage()))
 
 
 def _key(tensor: torch.Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _written(func: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> Iterator[torch.Tensor]:
+def _written(func: OpOverload, args: Sequence[object], kwargs: Given) -> Iterator[torch.Tensor]:
     for i, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[i] if i < len(args) else kwargs.get(argument.name)
             yield from (one for one in tree_iter(given) if isinstance(one, torch.Tensor))
 
 
-class _Operations(TorchDispatchMode):
-    def __init__(self, notes: Notes) -> None:
-        super().__init__()
-        self.notes = notes
-
-
-class _NotedOperations(_Operations):
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        notes, kwargs = self.notes, kwargs or {}
-        if func in INDEXING:
-            masks = [one for one in args[1] if is_mask(one)]
-            if masks:
-                notes.check(func, masks)
-                notes.put(func, [one.nonzero(as_tuple=True) for one in masks])
-        returned = func(*args, **kwargs)
-        if reads(func, args, kwargs):
-            notes.check(func, (args, kwargs))
-            notes.put(func, returned)
-        notes.follow(func, args, kwargs, returned)
-        return returned
-
-
-class _RepeatedOperations(_Operations):
-    def __torch_dispatch__(
-        self,
-        func: OpOverload,
-        types: Sequence[type],
-        args: Sequence[Any] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        kwargs = kwargs or {}
-        if func in INDEXING and any(map(is_mask, args[1])):
-            noted = iter(self.notes.take(func))
-            places = [place for one in args[1] for place in (next(noted) if is_mask(one) else (one,))]
-            return func(args[0], places, *args[2:], **kwargs)
-        if func is torch.ops.aten.copy_.default and args[0].device != args[1].device:
-            return args[0].copy_(self.notes.take(func))
-        if not reads(func, args, kwargs):
-            return func(*args, **kwargs)
-        # Copies: the pass may write into them, and the notes must stay as they are.
-        return tree_map_only(torch.Tensor, torch.clone, self.notes.take(func))
-
-
 def is_mask(index: object) -> TypeGuard[torch.Tensor]:
     return isinstance(index, torch.Tensor) and index.dtype in (torch.bool, torch.uint8)
 
 
-def reads(func: OpOverload, args: object, kwargs: Mapping[str, Any]) -> bool:
+def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
     """True if the operation needs a value of the device on the host, or goes from one to the other. Masks that are
     indices are another matter."""
-    if func in COPIES:
-        asked = {torch.device(kwargs["device"])} if kwargs.get("device") is not None else set()
-        return len({device.type for device in _devices(args) | asked}) > 1
-    return func not in INDEXING and not READS.isdisjoint(func.tags)
+    if func in _COPIES:
+        asked = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
+        given = [one.device for one in tree_iter(args) if isinstance(one, torch.Tensor)]
+        return len({device.type for device in (*given, *asked)}) > 1
+    return func not in INDEXING and not _READS.isdisjoint(func.tags)
 
 
-def _devices(values: object) -> set[torch.device]:
-    return {one.device for one in tree_iter(values) if isinstance(one, torch.Tensor)}
+@contextmanager
+def _watched(factory: Callable[..., object], operation: Callable[..., object]) -> Iterator[None]:
+    """Let `factory` and `operation` do what torch's functions and the operations below them are asked to."""
 
+    class Factories(TorchFunctionMode):
+        def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:
+            return factory(func, args, kwargs or {})
 
-class _Factories(TorchFunctionMode):
-    def __init__(self, notes: Notes) -> None:
-        super().__init__()
-        self.notes = notes
+    class Operations(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:
+            return operation(func, args, kwargs or {})
 
-
-class _NotedFactories(_Factories):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        made = func(*args, **(kwargs or {}))
-        if func in _FACTORIES:
-            self.notes.check(func, (args[func is torch.Tensor.new_tensor :], kwargs))  # that one's self is a pattern
-            self.notes.put(func, made if made.device.type != "cpu" else None)
-        return made
-
-
-class _RepeatedFactories(_Factories):
-    def __torch_function__(
-        self,
-        func: Callable[..., Any],
-        types: Sequence[type],
-        args: Sequence[object] = (),
-        kwargs: Mapping[str, object] | None = None,
-    ) -> object:
-        if func in _FACTORIES and (value := self.notes.take(func)) is not None:
-            return value.clone()
-        return func(*args, **(kwargs or {}))
+    with Factories(), Operations():
+        yield

@@ -12,11 +12,10 @@ The list of a model's tensors is made once, because making it takes longer than 
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from functools import cache, partial
+from functools import partial
 
 import torch
 from peft.tuners.lora import Linear, LoraLayer
@@ -61,11 +60,6 @@ class CheckpointWeights:
                 wanted="a model whose tensors are stored as they are, because servers are synced from them",
                 remedy="set model.sharding: none, or trainer_variant: sft without evaluations",
             )
-
-    @property
-    def is_plain(self) -> bool:
-        """True if the tensors are stored as they are, but for plain LoRAs."""
-        return self._stored_as_is and all(map(merges_plainly, self._adapted.values()))
 
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -276,28 +270,17 @@ def _merged_plain(layer: LoraLayer, dtype: torch.dtype, device: torch.device) ->
     None for any other layer: peft merges that one.
 
     A product, and a kernel that scales, adds and rounds: between them the weight is written once in float32, where
-    peft's way writes it four times. On CUDA it is one kernel where that was proven to give the same bits
-    (`merge_cuda.py`)."""
+    peft's way writes it four times."""
     if not merges_plainly(layer):
         return None
     (name,), scaling = layer.active_adapters, layer.scaling[layer.active_adapters[0]]
     parts = layer.get_base_layer().weight, layer.lora_A[name].weight, layer.lora_B[name].weight
     base, a, b = (part.detach().to(device, non_blocking=True) for part in parts)
     is_exact = _is_power_of_two(scaling)  # a product is exact only then, so that it may be rounded with the sum
-    if base.is_cuda and is_exact and _has_triton():
-        from learner.policy import merge_cuda  # triton takes a second to import
-
-        if (merged := merge_cuda.merged(base, a, b, scaling, dtype)) is not None:
-            return merged
     delta = b @ a
     if not is_exact:
         delta, scaling = delta.mul_(scaling), 1.0
     return torch.add(base, delta, alpha=scaling, out=torch.empty_like(delta, dtype=dtype))
-
-
-@cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def merges_plainly(layer: LoraLayer) -> bool:

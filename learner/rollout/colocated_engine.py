@@ -39,7 +39,6 @@ from learner.policy.loss import is_out_of_memory
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
 from learner.rollout.engine_start import inspecting_here, learner_set_aside, sharing_tokenizers, unread_weights
-from learner.rollout.load_graph import LoadGraph
 from shared.checkpoint import model_folder
 from shared.engine_images import EngineImages
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
@@ -208,10 +207,9 @@ class ColocatedEngine:
             for score, several in zip(scores, reads, strict=True)
         ]
 
-    def load(self, weights: Iterable[tuple[str, torch.Tensor]], graph: LoadGraph | None = None) -> None:
+    def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Overwrite the served weights, check that every parameter was written, and reset the caches of the old ones.
-        The adapter is removed. `graph`: of loads of the same weights, without adapters in the engine. It may walk
-        through `weights` twice.
+        The adapter is removed.
 
         Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
         """
@@ -221,7 +219,7 @@ class ColocatedEngine:
         if self.max_lora_rank:
             self._take(weights, BaseWeightLoad(*model, self._runner.lora_manager))
         else:
-            self._take(weights, WeightLoad(*model), graph)
+            self._take(weights, WeightLoad(*model))
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the last adapter; the served weights stay. Raises as `load` does."""
@@ -230,22 +228,11 @@ class ColocatedEngine:
         self._take(weights, AdapterLoad(self._runner.lora_manager))
         self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
 
-    def _take(
-        self,
-        weights: Iterable[tuple[str, torch.Tensor]],
-        load: AdapterLoad | WeightLoad,
-        graph: LoadGraph | None = None,
-    ) -> None:
-        def add_all() -> None:
-            for piece in _in_pieces(weights):
-                load.add(piece)
-
+    def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:
         try:
             load.open()
-            if graph is not None and isinstance(load, WeightLoad) and load.in_place:
-                graph.load(load, add_all)
-            else:
-                add_all()
+            for piece in _in_pieces(weights):
+                load.add(piece)
             load.finish()
         except ProjectError:
             raise

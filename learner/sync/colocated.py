@@ -28,7 +28,6 @@ from learner.policy.canary_scores import CanaryScores
 from learner.policy.parallel import Ranks
 from learner.records import ServerChange
 from learner.rollout.colocated_engine import ColocatedEngine
-from learner.rollout.load_graph import LoadGraph
 from learner.sync.canary import Canary, worst_gap
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode
@@ -51,8 +50,7 @@ class Given:
 
 
 class EngineDelivery:
-    """All ranks have a part in it, and agree after each load and each canary. `graph`: for full syncs; only with one
-    rank, because digests are read on the host."""
+    """All ranks have a part in it, and agree after each load and each canary."""
 
     def __init__(
         self,
@@ -61,11 +59,8 @@ class EngineDelivery:
         *,
         canary: Canary,
         ranks: Ranks,
-        graph: LoadGraph | None = None,
     ) -> None:
-        assert graph is None or ranks.world_size == 1, "a digest is read on the host"
-        self._engine, self._canary, self._ranks, self._graph = engine, canary, ranks, graph
-        self._given: Given | None = None  # the weights that were last walked through
+        self._engine, self._canary, self._ranks = engine, canary, ranks
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         self._same = PromptCheck(image_processing=encoder.image_processing)
         self._learner: dict[Mode, CanaryScores] = {}  # the scores of the sync under way, those that have begun
@@ -137,7 +132,7 @@ class EngineDelivery:
         raise AssertionError("a colocated engine loads weights in place")
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
-        given = self._load(source, self._load_all if mode == "full" else self._engine.load_adapter)
+        given = self._load(source, self._engine.load if mode == "full" else self._engine.load_adapter)
         learner = self._begin_scores(mode)
         with self._part("canary"):
             gaps = self._ranks.all_succeed(lambda: self._gap(learner, ver))
@@ -155,12 +150,6 @@ class EngineDelivery:
     def leave(self, *, abort: bool) -> None:
         """Nothing is held."""
 
-    def _load_all(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        if self._graph is None:
-            self._engine.load(weights)
-        else:
-            self._engine.load(weights, self._graph)
-
     def _load(self, source: WeightSource, load: Callable[[Iterable[tuple[str, torch.Tensor]]], None]) -> Given:
         """Return what every rank's engine was given."""
 
@@ -170,10 +159,8 @@ class EngineDelivery:
                 load(weights)
             self._parts["merge"] = self._parts.get("merge", 0.0) + weights.seconds
             self._parts["load"] -= weights.seconds
-            if weights.given is not None:
-                self._given = weights.given
-            assert self._given is not None, "the first load walks through the weights, a graph repeats it"
-            return self._given
+            assert weights.given is not None, "a load walks through all weights"
+            return weights.given
 
         given = self._ranks.all_succeed(load_counted)
         odd = [rank for rank, other in enumerate(given) if other != given[0]]

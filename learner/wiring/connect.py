@@ -19,7 +19,6 @@ from learner.config.schema import RunConfig
 from learner.config.sections.loss import LossConfig
 from learner.extensions import Task
 from learner.policy.canary_scores import CanaryScorer
-from learner.policy.layer_graphs import CudaRecorder
 from learner.policy.load import Policy
 from learner.policy.lora import AdapterWeights, base_model_path
 from learner.policy.offload import make_offload
@@ -31,7 +30,6 @@ from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend
-from learner.rollout.load_graph import LoadGraph
 from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
@@ -100,8 +98,7 @@ def connect_sync(
     adapter: AdapterSource | None = _synced_adapter(config, policy)
     delivery: Delivery
     if isinstance(backend, ColocateBackend):
-        graph = load_graph(policy, backend.engine, ranks)
-        delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks, graph=graph)
+        delivery = EngineDelivery(backend.engine, policy.encoder, canary=canary, ranks=ranks)
     else:
         prompts = [items[0], *(_probe(sample, policy) for sample in extremes(samples))]
         check = server_check(
@@ -165,17 +162,6 @@ def _colocate(
     )
 
 
-def load_graph(policy: Policy, engine: ColocatedEngine, ranks: Ranks) -> LoadGraph | None:
-    """Return how full syncs into `engine` are repeated; None where weights travel otherwise than by plain merges and
-    copies on one device."""
-    on_gpu = policy.device.type == "cuda" and ranks.world_size == 1
-    if not on_gpu or engine.max_lora_rank or not policy.merges_plainly:
-        return None
-    tensors = [*policy.model.parameters(), *policy.model.buffers()]
-    device = tensors[0].device  # has an index, which `policy.device` may lack
-    return LoadGraph(tensors, device, CudaRecorder(device))
-
-
 def computes_in(policy: Policy) -> torch.dtype:
     """Return the type of training's and scoring's computations."""
     return torch.bfloat16 if policy.bf16 else policy.model.dtype
@@ -213,7 +199,7 @@ def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence
             policy,
             answers,
             checksums=not isinstance(backend, ColocateBackend),
-            whole=isinstance(backend, ColocateBackend),
+            alone=isinstance(backend, ColocateBackend),
             quantization=vllm.quantization,
         ),
         tolerance=vllm.sync.canary_tolerance,

@@ -86,7 +86,6 @@ class CopyMemory:
 
     def __init__(self) -> None:
         self.addresses: tuple[int, ...] = ()  # the model's parameters' addresses
-        self.was_enough = False  # tells of all that was loaded since `begin`
         self.rows: ServedRows | None = None  # of FP8 layers, once they were proven
         self._warned = False
         self._recordings: dict[tuple[object, ...], Recording] = {}
@@ -94,7 +93,6 @@ class CopyMemory:
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
         """Forget everything if a parameter of the model has moved."""
         addresses = tuple(parameter.data_ptr() for parameter in parameters)
-        self.was_enough = True
         if addresses != self.addresses:
             self.addresses = addresses
             self._recordings.clear()
@@ -118,7 +116,6 @@ class CopyMemory:
                 [copy.target for copy in recording.copies], [copy.source(tensors) for copy in recording.copies]
             )
             return recording.written
-        self.was_enough = False
         with _Watcher() as watcher:
             written = frozenset(loader(tensors) or ())
         copies = _copies(watcher, tensors)
@@ -168,14 +165,6 @@ def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
     if part.dtype != whole.dtype or part.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
         return False
     return whole.storage_offset() <= part.storage_offset() < whole.storage_offset() + max(1, whole.numel())
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Account:
-    """The names of the tensors that a load has received and written."""
-
-    received: frozenset[str]
-    written: frozenset[str]
 
 
 class WeightLoad:
@@ -253,26 +242,6 @@ class WeightLoad:
     def _served_name(self, name: str) -> str:
         model_class: Any = type(self._model)
         return _served_name(model_class, name)
-
-    @property
-    def addresses(self) -> tuple[int, ...]:
-        """The addresses of the model's parameters, once the load is open. In place only."""
-        return self._memory.addresses
-
-    @property
-    def came_from_memory(self) -> bool:
-        """True if everything so far was loaded in place, and nothing by the model's own loader."""
-        return self.in_place and self._memory.was_enough
-
-    @property
-    def account(self) -> Account:
-        """The account of what was added so far."""
-        return Account(received=frozenset(self._received), written=frozenset(self._written))
-
-    def repeat(self, account: Account) -> None:
-        """Take note that the copies of a load with this account were repeated, in place of `add`."""
-        self._received |= account.received
-        self._written |= account.written
 
     def finish(self) -> int:
         """Return the number of tensors that were loaded. Raises CoverageError."""

@@ -4,24 +4,67 @@ from __future__ import annotations
 
 import itertools
 import logging
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
 
 from bench import tiny_models
-from learner.policy.canary_scores import Modules, RepeatedLogprobs, SideStream
-from learner.policy.layer_graphs import LayerGraphs
-from learner.policy.pass_graph import INDEXING, Notes, OtherPassError, PassGraph, is_mask, reads
-from learner.policy.weights import as_sent, replaced_modules
+from learner.policy.canary_scores import RepeatedLogprobs, SideStream
+from learner.policy.load import Policy
+from learner.policy.pass_graph import INDEXING, Notes, OtherPassError, PassGraph, Work, is_mask, reads
+from learner.policy.weights import as_sent, checksum, replaced_modules
 from tests.unit.learner.policy.rows import image, policy_of, sample
-from tests.unit.learner.policy.test_layer_graphs import Tape, answers, assert_scored_what_is_sent, change, record
 from tests.unit.learner.policy.test_weights import with_trained_adapter
+
+
+class Tape(TorchDispatchMode):
+    """A graph on CPU: each operation is run again on the tensors of the first time, and writes where it wrote then."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._operations: list[tuple[Any, Any, Any, Any]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        self._operations.append((func, args, kwargs or {}, returned))
+        return returned
+
+    def replay(self) -> None:
+        with torch.no_grad(), torch.autocast("cpu", enabled=False):
+            for func, args, kwargs, returned in self._operations:
+                for old, new in zip(tree_iter(returned), tree_iter(func(*args, **kwargs)), strict=True):
+                    if isinstance(old, torch.Tensor) and old.data_ptr() != new.data_ptr():
+                        old.copy_(new)
+
+
+def record(work: Work) -> Work:
+    with Tape() as tape:
+        work()
+    return tape.replay
+
+
+@torch.no_grad()
+def change(policy: Policy) -> None:
+    for _, parameter in policy.trainable:
+        parameter += 0.1 * torch.randn_like(parameter)
+
+
+def answers(policy: Policy, *, images: bool = True) -> list[Any]:
+    pictures = [image(64, 64)] if images else []
+    return [(policy.encoder.encode(sample(pictures)), range(20, 40)), (policy.encoder.encode(sample()), range(9, 16))]
+
+
+def assert_scored_what_is_sent(repeated: RepeatedLogprobs, policy: Policy) -> None:
+    """The checksums of the scored weights are those of the weights that a sync sends."""
+    sent = dict(policy.named_weights(torch.bfloat16))
+    for name, value in repeated.checksums.items():
+        assert name not in sent or int(value) == int(checksum(sent[name])), name
 
 
 class Strict(Tape):
@@ -43,13 +86,13 @@ def strict(work: Callable[[], None]) -> Callable[[], None]:
 def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options: dict[str, Any]) -> None:
     """The row has an image, whose sizes are read on the host. Merging is in the graph."""
     policy = with_trained_adapter(tiny_vlm, "lora", **options)
-    asked, layers = answers(policy), LayerGraphs(policy.model, record)
+    asked = answers(policy)
 
-    def within(without: Modules) -> Any:
+    def within() -> Any:
         replaced = list(replaced_modules(policy.model, torch.bfloat16, merged=True))
         return as_sent(policy.model, torch.bfloat16, merged=True, replaced=replaced)
 
-    repeated = RepeatedLogprobs(policy, asked, within, layers=layers, whole=True, record=strict)
+    repeated = RepeatedLogprobs(policy, asked, within, alone=True, record=strict)
     seen = []
     for i in range(5):
         if i == 2:  # from here on no module is called
@@ -74,28 +117,26 @@ def test_other_families_are_captured_whole(build: Callable[[Path], None], tmp_pa
     pictures = [image(64, 64), image(96, 64)]
     asked = [(policy.encoder.encode(sample([picture])), range(20, 30 + i)) for i, picture in enumerate(pictures)]
 
-    def within(_: Modules) -> Any:
+    def within() -> Any:
         return as_sent(policy.model, torch.bfloat16, merged=True)
 
-    layers = LayerGraphs(policy.model, record)
-    repeated = RepeatedLogprobs(policy, asked, within, layers=layers, whole=True, record=strict)
+    repeated = RepeatedLogprobs(policy, asked, within, alone=True, record=strict)
     for _ in range(4):
         found = repeated()
         with as_sent(policy.model, torch.bfloat16, merged=True):
             assert found == policy.logprobs(asked)
         change(policy)
-    assert repeated._whole is not None
+    assert repeated.is_captured
 
 
 def test_weights_of_later_count(tiny_vlm: Path) -> None:
     policy = policy_of(tiny_vlm)
     asked = answers(policy)
-    layers = LayerGraphs(policy.model, record)
-    repeated = RepeatedLogprobs(policy, asked, layers=layers, whole=True, record=strict)
+    repeated = RepeatedLogprobs(policy, asked, alone=True, record=strict)
     for _ in range(4):
         assert repeated() == policy.logprobs(asked)
         change(policy)
-    assert not layers.is_captured
+    assert repeated.is_captured
     for parameter in policy.model.parameters():  # weights that were offloaded move
         parameter.data = parameter.data.clone()
     change(policy)
@@ -124,8 +165,7 @@ def test_only_replays_run_beside_and_whoever_reads_joins_them(tiny_vlm: Path) ->
     policy = policy_of(tiny_vlm)
     asked, side, during = answers(policy), Side(), []
     policy.model.base_model.register_forward_pre_hook(lambda *_: during.append(list(side.told)) or None)
-    layers = LayerGraphs(policy.model, record)
-    repeated = RepeatedLogprobs(policy, asked, layers=layers, whole=True, record=strict, side=side)
+    repeated = RepeatedLogprobs(policy, asked, alone=True, record=strict, side=side)
     repeated()
     assert side.told == ["joined"]
     read = repeated.begin()
@@ -144,8 +184,8 @@ def test_a_graph_is_not_replayed_once_a_buffer_has_moved(tiny_vlm: Path) -> None
     """Offloaded weights may come back to where they were, and buffers elsewhere, because gradients come and go. A CUDA
     graph would read what lies there now; `Strict` reads tensors, wherever they lie."""
     policy = policy_of(tiny_vlm)
-    asked, layers = answers(policy), LayerGraphs(policy.model, record)
-    repeated = RepeatedLogprobs(policy, asked, layers=layers, whole=True, record=strict)
+    asked = answers(policy)
+    repeated = RepeatedLogprobs(policy, asked, alone=True, record=strict)
     for _ in range(3):
         repeated()
     passes: list[object] = []
@@ -159,7 +199,7 @@ def test_a_graph_is_not_replayed_once_a_buffer_has_moved(tiny_vlm: Path) -> None
 
 
 def test_what_depends_on_weights_is_not_captured(tiny_vlm: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """The routes of a mixture of experts do. Its layers are not captured either."""
+    """The routes of a mixture of experts do."""
     policy = policy_of(tiny_vlm)
     caplog.set_level(logging.INFO, logger="learner.policy")
 
@@ -171,8 +211,8 @@ def test_what_depends_on_weights_is_not_captured(tiny_vlm: Path, caplog: pytest.
     def refuse(work: Any) -> Any:
         raise AssertionError("must not be captured")
 
-    asked, layers = answers(policy), LayerGraphs(policy.model, refuse)
-    repeated = RepeatedLogprobs(policy, asked, layers=layers, whole=True, record=refuse)
+    asked = answers(policy)
+    repeated = RepeatedLogprobs(policy, asked, alone=True, record=refuse)
     assert repeated() == repeated() == repeated() == policy.logprobs(asked)
     assert "depends on weights" in caplog.text
 
@@ -248,48 +288,38 @@ def test_a_pass_without_memory_for_its_graph_is_not_captured(caplog: pytest.LogC
     assert "the canary's pass is not captured" in caplog.text
 
 
-def no_memory(work: Callable[[], None]) -> Callable[[], None]:
-    """Fail as the allocator does in the middle of a capture."""
-    work()
-    raise torch.OutOfMemoryError("CUDA out of memory")
-
-
-def test_answers_without_images_are_scored_by_a_graph(tiny_vlm: Path) -> None:
-    """It is captured anew once weights lie elsewhere."""
-    policy, captured = policy_of(tiny_vlm), []
-    asked = answers(policy, images=False)
-
-    def taped(work: Callable[[], None]) -> Callable[[], None]:
-        captured.append(work)
-        return record(work)
-
-    repeated = RepeatedLogprobs(policy, asked, record=taped)
-    for moves in (False, False, True, False):
-        change(policy)
-        if moves:
-            for parameter in policy.model.parameters():
-                parameter.data = parameter.data.clone()
+@pytest.mark.parametrize("images", [True, False])
+def test_beside_other_threads_what_reads_is_not_captured(tiny_vlm: Path, images: bool) -> None:
+    """To look for reads would disturb them. Images are read on the host, text is not."""
+    policy = policy_of(tiny_vlm)
+    asked = answers(policy, images=images)
+    repeated = RepeatedLogprobs(policy, asked, record=strict)
+    for _ in range(3):
         assert repeated() == policy.logprobs(asked)
-    assert repeated.is_captured
-    assert len(captured) == 2
+        change(policy)
+    assert repeated.is_captured == (not images)
+    graph = PassGraph.of(lambda: WEIGHT * 2, [WEIGHT], strict, alone=False)
+    assert graph is not None, "nothing is read"
+    assert PassGraph.of(lambda: WEIGHT * int(SIZES.sum()), [WEIGHT], strict, alone=False) is None
 
 
-@pytest.mark.parametrize("captures", [0, 1])
-def test_answers_without_images_are_scored_without_memory_for_their_graph(
-    tiny_vlm: Path, caplog: pytest.LogCaptureFixture, captures: int
+def test_a_canary_without_memory_for_its_graph_is_scored_without(
+    tiny_vlm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Also if there was memory the first time, and weights have moved since."""
-    policy, left = policy_of(tiny_vlm), iter([record] * captures)
-    asked = answers(policy, images=False)
+    """The allocator fails in the middle of the capture, and is not asked again."""
+    policy = policy_of(tiny_vlm)
+    asked = answers(policy)
 
-    def within(without: Modules) -> Any:
+    def no_memory(work: Work) -> Work:
+        work()
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    def within() -> Any:
         replaced = list(replaced_modules(policy.model, torch.bfloat16, merged=True))
         return as_sent(policy.model, torch.bfloat16, merged=True, replaced=replaced)
 
-    repeated = RepeatedLogprobs(policy, asked, within, record=lambda work: next(left, no_memory)(work))
+    repeated = RepeatedLogprobs(policy, asked, within, alone=True, record=no_memory)
     for _ in range(3):
-        for parameter in policy.model.parameters():
-            parameter.data = parameter.data.clone()
         change(policy)
         with as_sent(policy.model, torch.bfloat16, merged=True):
             expected = policy.logprobs(asked)
@@ -297,23 +327,3 @@ def test_answers_without_images_are_scored_without_memory_for_their_graph(
         assert_scored_what_is_sent(repeated, policy)
     assert not repeated.is_captured
     assert caplog.text.count("the canary's pass is not captured") == 1
-
-
-def test_a_graph_that_was_not_captured_anew_is_given_up(tiny_vlm: Path) -> None:
-    """Its memory is needed where there is none for the next one."""
-    policy, graphs = policy_of(tiny_vlm), []
-
-    def once(work: Callable[[], None]) -> Callable[[], None]:
-        if graphs:
-            return no_memory(work)
-        replay = partial(record(work))
-        graphs.append(weakref.ref(replay))
-        return replay
-
-    repeated = RepeatedLogprobs(policy, answers(policy, images=False), record=once)
-    repeated()
-    assert graphs[0]() is not None
-    for parameter in policy.model.parameters():
-        parameter.data = parameter.data.clone()
-    repeated()
-    assert graphs[0]() is None
