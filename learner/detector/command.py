@@ -140,7 +140,8 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
     score_note = (
         f"A score is the probability that the box is right, calibrated on {known.num_images} validation images."
         if known is not None
-        else "The model has no calibration: a score is the probability of the box's tokens, not that it is right."
+        else "The model has no calibration: a score only ranks boxes, by how sure the model was of their tokens: no "
+        "probability (rollout-learner calibrate makes it one)."
     )
     asked, boxes = options.asked, [box for one in predictions for box in one.boxes]
     shown = sum(box.score >= conf for box in boxes)

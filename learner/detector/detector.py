@@ -7,7 +7,7 @@
             print(prediction.name, prediction.boxes)
 
 The model is asked as training asked it (`inference.json` beside its weights). Every box has a score: the probability
-that it is right, if the model has a calibration, else the probability of its tokens.
+that it is right, if the model has a calibration; else it only ranks boxes, by the probability of their tokens.
 """
 
 from __future__ import annotations

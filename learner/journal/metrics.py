@@ -232,7 +232,7 @@ DETECTION = (
     Metric(
         "coco/ap",
         "share",
-        "COCO's AP (pycocotools) by the boxes' scores: calibrated, or the probabilities of their tokens",
+        "COCO's AP (pycocotools) by the boxes' scores: calibrated, or ranked by the probabilities of their tokens",
     ),
     Metric("coco/ap50", "share", "the same at IoU 0.5"),
     Metric("coco/ap75", "share", "the same at IoU 0.75"),

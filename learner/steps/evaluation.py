@@ -58,7 +58,7 @@ def evaluate(
     calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
 ) -> Evaluation:
     """Roll out `samples` greedily, one share per rank, and score them together. `calibrated` gives all assignments the
-    scores of their predictions; None: they are the probabilities of their tokens. Raises RewardError if a reward
+    scores of their predictions; None: they rank by the probabilities of their tokens. Raises RewardError if a reward
     function fails."""
     share = -(-len(samples) // ranks.world_size)
     mine = samples[ranks.rank * share : (ranks.rank + 1) * share]

@@ -38,8 +38,8 @@ scenes for both runs, so the difficulty of scenes cancels out. Deterministic in 
 COCO's AP comes from pycocotools: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions.
 Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). The score of a box is
 calibrated (`calibrate.py`), never by labels of its own image: `coco/calibrated` is 1 then. Where nothing can be fitted
-it is the probability of the box's tokens (`scores.py`), and without log-probabilities 1. COCO matches greedily, with at
-most 100 predictions per image and category.
+it ranks boxes by the probability of their tokens (`scores.py`), and without log-probabilities it is 1. COCO matches
+greedily, with at most 100 predictions per image and category.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ In: the parsed answers to one image, the greedy one first, then K drawn ones (K 
 score. A candidate is a box of the greedy answer, or a cluster of drawn answers' boxes that the greedy answer lacks
 (`agreement.py`). Each has `FEATURES`: the probabilities of its tokens, the agreement of the answers, its size and
 place. A `Calibration`, fitted on validation images (`calibrate.py`), turns features into the probability that the box
-is right: IoU at least 0.5 with an object of the same name. Without one the score is the probability of the tokens.
+is right: IoU at least 0.5 with an object of the same name. Without one the score only ranks: it rises with the
+probability of the tokens.
 
 A calibration is a logistic regression over piecewise linear features. It is saved as plain JSON, `calibration.json`
 beside the weights, one for each K that was measured. Pure.
@@ -12,7 +13,6 @@ beside the weights, one for each K that was measured. Pure.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -48,6 +48,7 @@ FEATURES = (
     "rivals",  # the largest share of answers of an overlapping candidate
 )
 _LEAST = -12.0  # nats; less says nothing more
+_HALF_NATS = 4.0  # the score without a calibration is 0.5 here: as probabilities a model's best boxes would read 0.00
 
 
 class ScoreCandidate(NamedTuple):
@@ -263,13 +264,13 @@ def scores_of(found: Sequence[ScoreCandidate], calibration: Calibration | None) 
     features = np.stack([one.features for one in found])
     if calibration is not None:
         return calibration.scores(features, [one.object.desc for one in found])
-    return raw_scores(features)
+    return 1 / (1 - np.log(np.maximum(raw_scores(features), 1e-300)) / _HALF_NATS)
 
 
 def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
-    """Returns for each object of an answer the probability of its name and coordinates; 1 if log-probabilities are not
-    known."""
-    return [math.exp(told.name + told.coords) for told in told_of(parsed, pieces)]
+    """Return for each object of an answer a score that rises with the probability of its name and coordinates, as
+    `scores_of` without a calibration; 1 if log-probabilities are not known."""
+    return [1 / (1 - (told.name + told.coords) / _HALF_NATS) for told in told_of(parsed, pieces)]
 
 
 def raw_scores(features: NDArray[np.float64]) -> NDArray[np.float64]:

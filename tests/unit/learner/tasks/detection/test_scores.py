@@ -88,7 +88,8 @@ def test_a_greedy_answer_alone_and_with_drawn_ones() -> None:
     assert candidates([TASK.parse(rollout_of())], TASK._pieces) == []
 
 
-def test_token_scores_are_the_probabilities_of_name_and_coordinates() -> None:
+def test_token_scores_rank_by_the_probabilities_of_name_and_coordinates() -> None:
+    """They order boxes as these probabilities do, and do not read 0.00 for improbable tokens."""
     rollout = rollout_of(box("a", 0, 0, 100, 100), box("b", 500, 500, 600, 600))
     assert token_scores(TASK.parse(rollout), TASK._pieces) == [1.0, 1.0], "nothing is known of the tokens"
     number = len(rollout.response_token_ids)
@@ -99,7 +100,11 @@ def test_token_scores_are_the_probabilities_of_name_and_coordinates() -> None:
     for slot in range(8):  # four coordinates an object
         logprobs[int(spans.start[slot])] = -0.1 if slot < 4 else -0.7
     first, second = token_scores(TASK.parse(_with_logprobs(rollout, logprobs)), TASK._pieces)
-    assert first / second == pytest.approx(np.exp(0.6))
+    assert (1 / second - 1 / first) * 4 == pytest.approx(0.6), "the difference of their log-probabilities"
+    unsure = _with_logprobs(rollout, [-5.0] * number)
+    assert min(token_scores(TASK.parse(unsure), TASK._pieces)) > 0.02
+    found = scored_objects([TASK.parse(unsure)], TASK._pieces, None)
+    assert [one.score for one in found] == pytest.approx(token_scores(TASK.parse(unsure), TASK._pieces))
 
 
 def _with_logprobs(rollout: Rollout, logprobs: list[float]) -> Rollout:
