@@ -397,11 +397,12 @@ class RolloutCallLog:
     those of the first request; `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
     again.
 
-    A call that runs ahead of the steps belongs to none of them: its `micro_step_idx` is -1, its `global_step` is the
-    number of the rank's call.
+    A call that runs ahead of the steps belongs to none of them: its `micro_step_idx` is -1, and it has the `share`
+    whose number stands for the step in its seeds.
     """
 
-    global_step: int
+    global_step: int | None
+    share: int | None = None  # counted since the beginning of training; None: the call belongs to a step
     micro_step_idx: int
     first_req_idx: int
     num_requests: int

@@ -129,6 +129,12 @@ STAGE2 = (
         "0 or 1",
         "1: the schedule wanted Channel-B, and no share was ready on all ranks",
     ),
+    Metric(
+        "stage2_ab/async/share",
+        "number",
+        "the share that the step learned, counted from 0 since the beginning of training: of an epoch's order, the "
+        "n-th `effective_batch_size` samples. Events `rollout_call` have it too",
+    ),
     Metric("stage2_ab/async/starved_steps", "steps", "Channel-B steps in a row that were skipped, this one included"),
     Metric("stage2_ab/async/queue_depth", "packs", "packs that waited when the step began; mean over ranks"),
     Metric(
@@ -277,8 +283,8 @@ EVENTS: dict[str, str] = {
     "data": "once: numbers of samples (`train`, `evaluation`, `test` that is scored at the end), and `bad_records`",
     "step": "an optimizer step",
     "timeline": "a step's spans, [lane, name, begin, end] in seconds after `origin`, of all ranks and servers",
-    "rollout_call": "a generation call of rank 0: its step, `num_requests`, `ver`, `seconds`, and `calls` to servers; "
-    "colocated: `parts`, the seconds to make `prompts` and in the `engine`",
+    "rollout_call": "a generation call of rank 0: its step, or the `share` that it runs ahead for, `num_requests`, "
+    "`ver`, `seconds`, and `calls` to servers; colocated: `parts`, the seconds to make `prompts` and in the `engine`",
     "sync": "a weight sync",
     "eval": "an evaluation; metrics of `data.retain` are `retain/NAME/METRIC`",
     "labels": "a completion of labels: how many were `added`, `min_votes` or `why` nothing was, and the `estimate`",

@@ -18,6 +18,10 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
+# What belongs to no micro-step of a step has a `micro_step_idx` of its own, so that no two requests share a seed.
+AHEAD_OF_STEPS = -1  # rollouts of a share, whose number stands for `global_step`
+COMPLETES_LABELS = -2
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroStep:
@@ -127,9 +131,12 @@ def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> li
 def begin_record(
     window: Sequence[MicroStep], *, global_step: int, chunk: int, ver: int | None = None
 ) -> RolloutCallLog:
-    """Begin the record of a window with at least one micro-step, before anything is generated."""
+    """Begin the record of a window with at least one micro-step, before anything is generated. `global_step`: as for
+    the seeds."""
+    is_ahead = window[0].micro_step_idx == AHEAD_OF_STEPS
     return RolloutCallLog(
-        global_step=global_step,
+        global_step=None if is_ahead else global_step,
+        share=global_step if is_ahead else None,
         micro_step_idx=window[0].micro_step_idx,
         first_req_idx=window[0].first_req_idx,
         num_requests=sum(len(step.samples) for step in window),

@@ -444,7 +444,7 @@ class ServerBackend(StreamingBackend):
                 began_at=began_at,
             )
             job.record.calls.append(ended)
-            log.debug("step %d.%d: %s", job.record.global_step, micro_step_idx, ended)
+            log.debug("step %s, share %s: %s", job.record.global_step, job.record.share, ended)
 
 
 def _check_version(record: RolloutCallLog, rollout: Rollout) -> None:

@@ -35,7 +35,7 @@ from learner.config.schedule import ChannelDecision, decide_channel, scheduled_c
 from learner.data.batches import MicroBatch, ShareReader, Shortfall
 from learner.journal.log import PhaseClock
 from learner.records import PackedRow, Segment
-from learner.rollout.backend import MicroStep
+from learner.rollout.backend import AHEAD_OF_STEPS, MicroStep
 from learner.steps.producer import CallStages, Producer
 from learner.steps.shares import Bounds, Call, Outlook, PackCounts, ServedVersion, ShareQueue, Shares
 from learner.steps.source import Fence
@@ -51,7 +51,6 @@ from learner.steps.stage2 import (
 )
 from shared.errors import DeadlineError
 
-NO_MICRO_STEP = -1  # stands for the micro-step in seeds of what belongs to no step
 ASYNC = "stage2_ab.async_actor_learner"
 # Fields of `PackCounts` that are metrics of a step, summed over ranks.
 SUMMED_COUNTS = (
@@ -327,9 +326,10 @@ class Stage2Ahead(Stage2Steps):
         return [row for _, group in versions for row in self._parts.row_maker.rows([s for pack in group for s in pack])]
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return what was queued, how old it was, what was dropped, how long calls took."""
+        """Return which share was learned, what was queued, how old it was, what was dropped, how long calls took."""
+        learned_share = {"stage2_ab/async/share": float(self._share_of_step)}
         if self._producer is None:
-            return RankMetrics()
+            return RankMetrics(means=learned_share)
         stats, (counts, calls) = self._producer.stats(), self._reported
         self._reported = (stats.counts, stats.calls)
 
@@ -338,6 +338,7 @@ class Stage2Ahead(Stage2Steps):
             return float(getattr(stats.counts, name) - getattr(counts, name))
 
         means = {
+            **learned_share,
             "stage2_ab/async/queue_depth": float(self._depth),
             "stage2_ab/async/starved_steps": float(self._starved),
             **call_metrics(stats.calls, calls),
@@ -362,6 +363,6 @@ class Stage2Ahead(Stage2Steps):
 
     def _roll_out(self, call: Call, part: MicroBatch) -> list[Segment]:
         """A sample's seed follows from its share, which no other step learns, and its place among all ranks' in it."""
-        step = MicroStep(samples=part.samples, micro_step_idx=NO_MICRO_STEP, first_req_idx=part.first_req_idx)
+        step = MicroStep(samples=part.samples, micro_step_idx=AHEAD_OF_STEPS, first_req_idx=part.first_req_idx)
         clock = PhaseClock()  # the trainer's own belongs to the thread that learns
         return self._parts.rollouts.segments(step, part.prompts, global_step=call.share, clock=clock)

@@ -24,7 +24,7 @@ import numpy as np
 from learner.config.sections.labels import CompleteConfig
 from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Sample, Votes
-from learner.rollout.backend import MicroStep, RolloutBackend
+from learner.rollout.backend import COMPLETES_LABELS, MicroStep, RolloutBackend
 from learner.run.additions import RunAnnotations
 from learner.run.files import write_atomically
 from learner.tasks.detection.completion import (
@@ -43,7 +43,6 @@ log = logging.getLogger("learner.labels")
 
 FOLDER = "labels"
 _AT_ONCE = 64  # samples of a rank whose prompts are in memory together
-_MICRO_STEP = -2  # its requests' own, so that no rollout that is learned shares their seeds
 _TELL_EVERY_S = 10.0
 
 
@@ -179,7 +178,7 @@ class LabelCompletion:
     def _of(self, samples: Sequence[Sample], first: int, global_step: int) -> list[list[LabelCandidate]]:
         number = self._settings.rollouts
         line = [sample for sample in samples for _ in range(number)]
-        window = [MicroStep(samples=line, micro_step_idx=_MICRO_STEP, first_req_idx=first * number)]
+        window = [MicroStep(samples=line, micro_step_idx=COMPLETES_LABELS, first_req_idx=first * number)]
         (rollouts,) = self._backend.generate_window(
             window, global_step=global_step, temperature=self._settings.temperature
         )

@@ -199,13 +199,14 @@ def test_weights_move_after_each_step_that_learned_rollouts(ahead: Run) -> None:
 
 
 def test_calls_ahead_have_the_seeds_of_their_samples_places(ahead: Run) -> None:
-    """R11, R15: a seed follows from the share, which the log has as the step, and the place in it; on every rank."""
+    """R11, R15: a seed follows from the share, which stands for the step, and the place in it; on every rank."""
     calls = [call for call in ahead.events("rollout_call") if call["calls"]]
     assert calls
     for call in calls:
         assert call["micro_step_idx"] == -1
         assert call["first_req_idx"] < ROLLOUTS_PER_STEP // 2, "rank 0 has the first half of a share"
-        place = {"run_seed": SEED, "global_step": call["global_step"], "micro_step_idx": -1}
+        assert call["global_step"] is None
+        place = {"run_seed": SEED, "global_step": call["share"], "micro_step_idx": -1}
         assert call["calls"][0]["seed"] == request_seed(**place, req_idx=call["calls"][0]["first_req_idx"])
     assert "micro_step_idx=-1, first_req_idx=4" in (ahead.folder / "learner_rank1.log").read_text()
 

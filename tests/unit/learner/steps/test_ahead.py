@@ -25,7 +25,8 @@ from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Rollout, Sample, SyncReceipt
-from learner.steps.ahead import NO_MICRO_STEP, NOTHING, Sizes, Stage2Ahead, StarvedError
+from learner.rollout.backend import AHEAD_OF_STEPS
+from learner.steps.ahead import NOTHING, Sizes, Stage2Ahead, StarvedError
 from learner.steps.shares import Bounds, Outlook, ServedVersion, ShareQueue
 from learner.steps.stage2 import CALLS_PER_STEP
 from shared.errors import RolloutError
@@ -79,7 +80,7 @@ def servers(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
         chunk = 4
 
         def generate(self, samples: Sequence[Sample], **place: Any) -> list[Rollout]:
-            if place["micro_step_idx"] != NO_MICRO_STEP:
+            if place["micro_step_idx"] != AHEAD_OF_STEPS:
                 with shared.call(ahead=False):
                     return super().generate(samples, **place)
             ids = tuple(sample.sample_id for sample in samples)
@@ -167,6 +168,9 @@ def test_both_channels_of_a_run_ahead(world_size: int, run_ahead: RunAhead, pati
     assert all(0 <= step["metrics"]["stage2_ab/async/age_versions"] <= 1 for step in steps[1::2])
     assert all(0 <= step["metrics"]["stage2_ab/async/age_updates"] <= 4 for step in steps[1::2])
     assert all(step["metrics"][B_STEP_SKIPPED] == 0 for step in steps)
+    assert sorted(step["metrics"]["stage2_ab/async/share"] for step in steps) == list(range(5))
+    made = {call.global_step for call in seen[0].calls if call.micro_step_idx == AHEAD_OF_STEPS}
+    assert made == {step["metrics"]["stage2_ab/async/share"] for step in steps if step["channel"] == "B"}
 
 
 def test_weights_travel_before_the_producers_stop(
@@ -347,7 +351,7 @@ def test_stale_packs_are_dropped_counted_and_made_again(run_ahead: RunAhead, pat
     assert max(Counter(learned_ahead(seen)).values()) == 1
     dropped = sum(step["metrics"]["stage2_ab/async/packs_dropped_stale"] for step in steps)
     returned = sum(step["metrics"]["stage2_ab/async/samples_returned"] for step in steps)
-    rolled_out = [i for call in seen.calls if call.micro_step_idx == NO_MICRO_STEP for i in call.sample_ids]
+    rolled_out = [i for call in seen.calls if call.micro_step_idx == AHEAD_OF_STEPS for i in call.sample_ids]
     assert returned == 2 * dropped
     assert len(rolled_out) >= len(set(rolled_out)) + returned
 

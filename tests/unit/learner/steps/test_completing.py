@@ -15,7 +15,7 @@ from learner.config.schema import RunConfig
 from learner.config.sections.labels import CompleteConfig
 from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Rollout, Sample, Votes
-from learner.rollout.backend import MicroStep
+from learner.rollout.backend import COMPLETES_LABELS, MicroStep
 from learner.run.output_dir import claim_output_dir
 from learner.steps import completing
 from learner.steps.completing import Completion, LabelCompletion, _added, read_label
@@ -220,6 +220,39 @@ def test_votes_can_be_weights() -> None:
     completion.complete(0, 1)
     found = {obj.bins: obj.votes.weight for obj in completion._samples[0].objects if obj.votes is not None}
     assert found == {(0, 750, 50, 800): 1.0, (900, 900, 950, 950): 0.5}
+
+
+def test_a_completion_begins_from_the_annotations() -> None:
+    """D20: what an earlier one added is no label any more if the answers of now lack it."""
+    first, second = (0, 750, 50, 800), (900, 900, 950, 950)
+    answers: list[list[tuple[int, int, int, int]]] = [[first], [first]]
+    completion = completion_of([SAMPLES[0]], answers=answers, min_votes=2)
+    completion.complete(0, 1)
+    answers[:] = [[second], [second]]
+    result = completion.complete(4, 2)
+    assert result.labels == len(SAMPLES[0].objects)
+    assert [obj.bins for obj in completion._samples[0].objects if obj.votes is not None] == [second]
+    answers[:] = [[], []]
+    assert completion.complete(8, 3).added == 0
+    assert completion._samples == [SAMPLES[0]]
+
+
+def test_the_requests_of_a_completion_are_numbered_over_all_samples_and_ranks(
+    train: Train, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R11, D21: each answer has its own seed, that of its sample's place among all samples, on any number of ranks and
+    however many samples are asked about at once."""
+    monkeypatch.setattr(completing, "_AT_ONCE", 3)
+    by_ranks = []
+    for world_size in (1, 2):
+        folder = f"ranks{world_size}"
+        seen = train("sft", COMPLETE, folder, world_size, max_steps=1, per_device_train_batch_size=4 // world_size)
+        calls = [call for one in seen for call in one.calls if call.temperature is not None]
+        assert {call.micro_step_idx for call in calls} == {COMPLETES_LABELS}
+        places = [(call.first_req_idx + i, name) for call in calls for i, name in enumerate(call.sample_ids)]
+        assert len({place for place, _ in places}) == len(places) == 2 * 8
+        by_ranks.append(sorted(places))
+    assert by_ranks[0] == by_ranks[1] == [(2 * i + n, f"s{i}") for i in range(8) for n in range(2)]
 
 
 def test_labels_that_cannot_be_read_name_their_file(tmp_path: Path) -> None:
