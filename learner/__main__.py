@@ -746,7 +746,7 @@ def _end(work: Callable[[], int]) -> None:
     except Exception as error:
         if isinstance(error, BrokenPipeError) and _nobody_reads():
             code = 128 + signal.SIGPIPE
-        elif isinstance(error, ImportError) and (known := missing_package(error)):
+        elif isinstance(error, ImportError | OSError) and (known := missing_package(error)):
             code = _tell(known)
         else:
             traceback.print_exc()

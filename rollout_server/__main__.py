@@ -69,7 +69,7 @@ def serve(
         code = _serve(config, token, os.environ.get(SERVER_ID_VARIABLE, ""))
     except ProjectError as error:
         _fail(error)
-    except ImportError as error:
+    except (ImportError, OSError) as error:
         _fail(missing_package(error) or error)
     # The engine's processes are gone. vLLM's threads would keep this one for many seconds more.
     sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""Packages that only some runs need: an ImportError becomes an error with the package and the line to install it."""
+"""Packages that some runs need, or that do not fit: an ImportError becomes an error with the package and the remedy."""
 
 from __future__ import annotations
 
@@ -13,22 +13,30 @@ INSTALL = {
     "torchvision": "pip install 'torchvision>=0.26,<0.29' from torch's own index (in a clone: make setup)",
     "sklearn": "pip install 'scikit-learn>=1.4' (the extra `bench`)",
 }
+# transformers imports it where it is. Nothing here uses it.
+UNNEEDED = {"torchaudio": "pip uninstall -y torchaudio torchcodec (PyPI has them for CUDA only)"}
+_NO_LIBRARY = "Could not load this library: "  # torch's own words, in an OSError
 
 
-def missing_package(error: ImportError) -> ConfigError | None:
-    """Return the user's error if a package of `INSTALL` is missing or cannot be imported, else None."""
+def missing_package(error: Exception) -> ConfigError | None:
+    """Return the user's error if it is that a package of `INSTALL` is missing or cannot be imported, else None."""
     for cause in _causes(error):
         text = " ".join(str(cause).split())
-        for package, remedy in INSTALL.items():
+        for package, remedy in {**INSTALL, **UNNEEDED}.items():
             if _is_about(package, cause, text):
                 what = f"the package {package} cannot be imported"
-                return ConfigError(what, found=text, wanted=f"{package}, which this run needs", remedy=remedy)
+                needed = (
+                    "none, or one that fits torch" if package == "torchaudio" else f"{package}, which this run needs"
+                )
+                return ConfigError(what, found=text, wanted=needed, remedy=remedy)
     return None
 
 
 def _is_about(package: str, error: BaseException, text: str) -> bool:
     """transformers names a missing package in its text only. A build of torchvision that does not fit torch says that
-    its operators (`torchvision::nms`) do not exist."""
+    its operators (`torchvision::nms`) do not exist, one of torchaudio that its library cannot be loaded."""
+    if isinstance(error, OSError):
+        return text.startswith(_NO_LIBRARY) and f"/{package}/" in text
     name = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
     return (
         name.partition(".")[0] == package or f"requires the {package} library" in text.lower() or f"{package}::" in text

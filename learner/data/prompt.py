@@ -52,8 +52,7 @@ class PromptEncoder:
             processor = AutoProcessor.from_pretrained(path) if _has_vision(path) else None
             tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, ImportError) as error:
-            missing = missing_package(error) if isinstance(error, ImportError) else None
-            raise missing or _load_error(path, str(error).strip().partition("\n")[0]) from error
+            raise missing_package(error) or _load_error(path, str(error).strip().partition("\n")[0]) from error
         if not (processor or tokenizer).chat_template:
             raise _load_error(path, "no chat template")
         pixels = limit_pixels(processor, min_pixels=min_pixels, max_pixels=max_pixels, keys="model.")

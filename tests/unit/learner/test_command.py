@@ -178,6 +178,14 @@ def test_a_torchvision_that_does_not_fit_torch_is_named() -> None:
     assert missing_package(ImportError("cannot import name 'x' from 'y'")) is None
 
 
+def test_a_torchaudio_that_does_not_fit_torch_is_named() -> None:
+    """torch says so in an OSError, as it is also raised for a folder that is missing."""
+    error = missing_package(OSError("Could not load this library: /lib/torchaudio/lib/_torchaudio.abi3.so"))
+    assert error is not None
+    assert "pip uninstall -y torchaudio" in error.remedy
+    assert missing_package(OSError("/data/torchaudio/vllm/ does not appear to have a file named config.json")) is None
+
+
 def test_install_lines_have_the_ranges_of_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
