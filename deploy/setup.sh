@@ -38,9 +38,18 @@ case "$version" in
 esac
 
 started=$SECONDS
+pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
+if [ "$ready" = "$want demo" ]; then
+  say "the programs are there; the tools of tests and documentation are added"
+  pins=()
+  [ "$device" != cpu ] || pins=(-c deploy/constraints-cpu.txt)
+  pip install "${pins[@]}" -e ".[dev]"
+  echo "$want dev" > .venv/.ready
+  say "ready in $((SECONDS - started)) s"
+  exit 0
+fi
 say "Python $version, device $device, into .venv (for CPU $size; two to four minutes the first time)"
 "$python" -m venv .venv
-pip() { .venv/bin/python -m pip --disable-pip-version-check -qq "$@"; }
 
 if [ "$device" = cpu ]; then
   say "1/3 torch for CPU"
