@@ -6,7 +6,7 @@ NPROC ?= 1
 export PYTHONUNBUFFERED := 1
 
 .DEFAULT_GOAL := help
-.PHONY: help setup programs demo test test-slow test-again test-fast lint format serve learn launch doctor docs bench bench-gpu site sbom check
+.PHONY: help setup programs demo test test-slow test-again test-fast lint format serve learn launch compose compose-demo doctor docs bench bench-gpu site sbom check no-config
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -32,20 +32,36 @@ test-again: setup  ## the tests that failed last time, alone
 test-fast: setup  ## unit tests only
 	@$(PYTEST) -m "not slow" tests/test_*.py tests/unit
 
-lint: setup  ## ruff and mypy
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
+lint: setup  ## ruff, mypy, and hadolint of the Dockerfile
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && .venv/bin/hadolint deploy/docker/Dockerfile
 
 format: setup  ## let ruff mend what it can
 	@$(PY) -m ruff check --fix . && $(PY) -m ruff format .
 
-serve: programs  ## a rollout server: make serve CONFIG=server.yaml
-	@$(PY) -m rollout_server --config $(or $(CONFIG),$(error CONFIG=server.yaml is missing))
+# Asked before anything is installed.
+serve learn launch doctor: $(if $(CONFIG),programs,no-config)
 
-learn: programs  ## a learner: make learn CONFIG=run.yaml NPROC=1
-	@$(PY) -m deploy.torchrun --nproc $(NPROC) -- -m learner --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))
+no-config:
+	$(error CONFIG is missing: make $(firstword $(MAKECMDGOALS)) CONFIG=FILE.yaml)
 
-launch: programs  ## servers and learner together: make launch CONFIG=launch.yaml
-	@$(PY) -m deploy.launch --config $(or $(CONFIG),$(error CONFIG=launch.yaml is missing))
+serve:  ## a rollout server: make serve CONFIG=server.yaml
+	@$(PY) -m rollout_server --config $(CONFIG)
+
+learn:  ## a learner: make learn CONFIG=run.yaml NPROC=1
+	@$(PY) -m deploy.torchrun --nproc $(NPROC) -- -m learner --config $(CONFIG)
+
+launch:  ## servers and learner together: make launch CONFIG=launch.yaml
+	@$(PY) -m deploy.launch --config $(CONFIG)
+
+compose:  ## servers and learner in containers, until the learner ends: make compose DIR=deploy/compose
+	@bash $(or $(DIR),deploy/compose)/run.sh
+
+compose-demo:  ## the demo's method in containers, without a GPU; needs Docker and nothing else
+	@mkdir -p data/compose-demo runs
+	@cd deploy/compose/cpu && docker compose build && docker compose run --rm --no-deps --user "$$(id -u):$$(id -g)" \
+	  --volume "$(CURDIR):/src:ro" --volume "$(CURDIR)/data:/src/data" --workdir /src learner deploy.demo.build_data \
+	  --out data/compose-demo --train 192 --val 0 --test 200 --annotation-dropout 0.4 --seed 3
+	@bash deploy/compose/cpu/run.sh
 
 bench: setup  ## speed and memory on what the machine has, into bench/results (NAME=latest)
 	@$(PY) -m bench.run --name $(or $(NAME),latest)
@@ -53,8 +69,8 @@ bench: setup  ## speed and memory on what the machine has, into bench/results (N
 bench-gpu: setup  ## the same on GPUs (NAME=gpu)
 	@$(PY) -m bench.run --device cuda --name $(or $(NAME),gpu)
 
-doctor: programs  ## what usually goes wrong, checked before a run: make doctor CONFIG=run.yaml
-	@$(PY) -m learner doctor --config $(or $(CONFIG),$(error CONFIG=run.yaml is missing))
+doctor:  ## what usually goes wrong, checked before a run: make doctor CONFIG=run.yaml
+	@$(PY) -m learner doctor --config $(CONFIG)
 
 docs: setup  ## write CONFIG.md, the JSON Schemas and the site's reference pages from the code
 	@$(PY) -m deploy.docs

@@ -42,10 +42,11 @@ WRITERS: Mapping[Place, Writer] = {
     Place.COMPOSE: cast(Writer, compose),
 }
 EXAMPLES = {
-    Place.SLURM: "deploy/qwen3vl_4b/launch-cluster.yaml",
-    Place.KUBERNETES: "deploy/qwen3vl_4b/launch-cluster.yaml",
-    Place.SKYPILOT: "deploy/qwen3vl_4b/launch-cluster.yaml",
-    Place.COMPOSE: "deploy/qwen3vl_4b/launch.yaml",
+    "deploy/slurm": (Place.SLURM, "deploy/qwen3vl_4b/launch-cluster.yaml"),
+    "deploy/kubernetes": (Place.KUBERNETES, "deploy/qwen3vl_4b/launch-cluster.yaml"),
+    "deploy/skypilot": (Place.SKYPILOT, "deploy/qwen3vl_4b/launch-cluster.yaml"),
+    "deploy/compose": (Place.COMPOSE, "deploy/qwen3vl_4b/launch.yaml"),
+    "deploy/compose/cpu": (Place.COMPOSE, "deploy/demo/launch.yaml"),
 }
 
 
@@ -76,7 +77,7 @@ def write_place(place: Place, config_path: str, overrides: Sequence[str], out: P
 def examples() -> dict[str, str]:
     """Return the shipped files by their path. Their images are placeholders, which no place takes."""
     found: dict[str, str] = {}
-    for place, path in EXAMPLES.items():
-        out = Path("deploy") / place
+    for folder, (place, path) in EXAMPLES.items():
+        out = Path(folder)
         found |= {str(out / name): text for name, text in WRITERS[place].files(read_plan(path), out).items()}
     return found

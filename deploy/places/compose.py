@@ -1,28 +1,57 @@
 """Docker Compose: one machine, a container for each server and one for the learner.
 
 Containers run as a user without rights, on a root file system that is read-only, and reach each other alone: no port is
-published. The run ends when the learner ends; a server that fails is started again.
+published. They see the files and folders that the configurations name, and no others of this machine. The run ends when
+the learner ends; a server that fails is started again.
 """
 
 from __future__ import annotations
 
 import os
+import posixpath
 from collections.abc import Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from deploy.places.objects import dump
 from deploy.places.plan import Plan, image_mistakes
 from shared.config.model import Mistake
-from shared.wire import TOKEN_VARIABLE
+from shared.wire import JOB_VARIABLE
 
 HTTP_PORT = 8000
 USER = 10001  # the same as in deploy/docker/Dockerfile
 FOLDER = "/etc/rollout-matching"
 WORKDIR = "/app"
 ASK_READY = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{HTTP_PORT}/ready/', timeout=5)"
-NO_TOKEN = "set it to a secret of your own: export ROLLOUT_SERVER_TOKEN=$$(openssl rand -hex 32)"
-NO_BASE = "name vLLM's image by digest: vllm/vllm-openai@sha256:..."
+DOCKERFILE = "deploy/docker/Dockerfile"
+# Bases of the images. vLLM's has no default, because a run on GPUs is worth the choice of a version.
+NO_BASE = "vllm-image-is-not-set"
+PYTHON_BASE = "python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b"
+SHARED_MEMORY = "shm"
+
+SCRIPT = """\
+#!/usr/bin/env bash
+{header}# The whole run: it builds the images, starts servers and learner, and shows what they say. It ends with the
+# learner, and returns the learner's exit code. Ctrl-C: the learner saves a checkpoint first. With ROLLOUT_JOB=NAME
+# the next start with this name goes on from there. A rootless engine needs RUN_AS=0:0.
+set -euo pipefail
+cd "$(dirname "$0")"
+{base}export ROLLOUT_SERVER_TOKEN=${{ROLLOUT_SERVER_TOKEN:-$(od -An -tx1 -N32 /dev/urandom | tr -d ' \\n')}}
+[ "$(id -u)" = 0 ] || RUN_AS=${{RUN_AS:-$(id -u):$(id -g)}}
+export RUN_AS=${{RUN_AS:-{user}:{user}}}
+# prepare FOLDER: the containers write there.
+prepare() {{
+  [ -d "$1" ] || mkdir -p "$1"
+  [ "$(id -u)" != 0 ] || chown "$RUN_AS" "$1"
+}}
+{folders}
+trap 'docker compose down --timeout 60' EXIT
+docker compose up{build} --attach-dependencies --exit-code-from learner learner || status=$?
+if [ "${{status:-0}}" != 0 ] && [ -z "$(docker compose ps --all --quiet --status exited learner)" ]; then
+  echo "The learner did not start. If a server was downloading its model, run this again: what is there stays." >&2
+fi
+exit "${{status:-0}}"
+"""
 
 
 def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
@@ -34,9 +63,15 @@ def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
         if server.count > 1:
             remedy = "make an entry for each, with devices of its own"
             yield Mistake(path=f"servers[{i}].count", found=str(server.count), wanted="1", remedy=remedy)
-    if builds(plan):
-        return
-    yield from image_mistakes(cluster)
+    for named in plan.paths:
+        if not named.written and not is_movable(named.path) and not Path(named.path).exists():
+            yield named.mistake("a file or folder of this machine, which containers then see", "correct the path")
+    if not builds(plan):
+        yield from image_mistakes(cluster)
+    elif not Path(DOCKERFILE).is_file():
+        wanted = f"images by digest, or a clone's root as working directory, which has {DOCKERFILE}"
+        remedy = "name both images, or call this there"
+        yield Mistake(path="cluster.server_image", found="no image", wanted=wanted, remedy=remedy)
 
 
 def builds(plan: Plan) -> bool:
@@ -45,31 +80,48 @@ def builds(plan: Plan) -> bool:
     return all(getattr(plan.cluster, name) == fields[name].default for name in ("server_image", "learner_image"))
 
 
+def is_movable(path: PurePosixPath) -> bool:
+    """Return True for what DATA_DIR and RUNS_DIR move."""
+    return path.parts[:1] in {("data",), ("runs",)}
+
+
 def files(plan: Plan, out: Path) -> dict[str, str]:
-    learner_file = plan.learner_file([f"http://{name}:{HTTP_PORT}" for name in names(plan)])
-    configs = {f"server-{i}": server.file(f"server-{i}", HTTP_PORT) for i, server in enumerate(plan.servers)}
+    header = plan.header("compose")
     services = {f"server-{i}": server_service(plan, out, i) for i in range(len(plan.servers))}
+    services["learner"] = learner_service(plan, out)
+    memory = {"type": "tmpfs", "device": "tmpfs", "o": "size=16g,mode=1777"}
     compose = {
         "name": plan.cluster.name,
-        "services": services | {"learner": learner_service(plan, out)},
-        # `$` begins a variable of Compose.
-        "configs": {
-            name: {"content": text.replace("$", "$$")} for name, text in (configs | {"learner": learner_file}).items()
-        },
-        "volumes": {"models": None},
+        "services": services,
+        # Files, because Compose cannot write a text into a container whose root is read-only.
+        "configs": {name: {"file": f"./{name}.yaml"} for name in services},
+        "volumes": {"models": None, SHARED_MEMORY: {"driver": "local", "driver_opts": memory}},
     }
-    return {"compose.yaml": dump(plan.header("compose"), [compose])}
+    found = {"compose.yaml": dump(header, [compose]), "run.sh": script(plan, out)}
+    found |= {
+        f"server-{i}.yaml": header + server.file(f"server-{i}", HTTP_PORT) for i, server in enumerate(plan.servers)
+    }
+    return found | {"learner.yaml": header + plan.learner_file([f"http://{name}:{HTTP_PORT}" for name in names(plan)])}
+
+
+def script(plan: Plan, out: Path) -> str:
+    needs_base = builds(plan) and plan.cluster.gpu
+    named = "${VLLM_IMAGE:?name the image of vLLM by its digest: export VLLM_IMAGE=vllm/vllm-openai@sha256:...}"
+    written = [
+        volume["source"] for volume in volumes(plan, out) if volume["type"] == "bind" and "read_only" not in volume
+    ]
+    return SCRIPT.format(
+        header=plan.header("compose"),
+        base=f': "{named}"\n' if needs_base else "",
+        folders="\n".join(f'prepare "{folder}"' for folder in written),
+        user=USER,
+        build=" --build" if builds(plan) else "",
+    )
 
 
 def submit(plan: Plan, out: Path) -> str:
     base = "  export VLLM_IMAGE=vllm/vllm-openai@sha256:...   # the base of both images, by digest\n"
-    return (
-        f"Start it; user {USER} must be able to write to runs/:\n"
-        "  export ROLLOUT_SERVER_TOKEN=$(openssl rand -hex 32)\n"
-        f"{base if builds(plan) else ''}"
-        f"  docker compose -f {out}/compose.yaml up --abort-on-container-exit --exit-code-from learner learner\n"
-        f"  docker compose -f {out}/compose.yaml down"
-    )
+    return f"Start it:\n{base if builds(plan) and plan.cluster.gpu else ''}  bash {out}/run.sh"
 
 
 def names(plan: Plan) -> list[str]:
@@ -79,12 +131,9 @@ def names(plan: Plan) -> list[str]:
 def server_service(plan: Plan, out: Path, index: int) -> dict[str, Any]:
     server, name = plan.servers[index], f"server-{index}"
     return {
-        **service(plan, out, "server", server.devices),
+        **service(plan, out, name, server.devices, variables=plan.secrets),
         "command": ["rollout_server", "--config", f"{FOLDER}/{name}.yaml"],
-        "configs": [{"source": name, "target": f"{FOLDER}/{name}.yaml"}],
         "restart": f"on-failure:{server.max_restarts}" if server.max_restarts else "no",
-        # vLLM's processes and NCCL exchange data through /dev/shm, where Docker's default of 64 MB is too small.
-        **({"ipc": "shareable", "shm_size": "16gb"} if index == 0 else {"ipc": "service:server-0"}),
         "healthcheck": {
             "test": ["CMD", "python3", "-c", ASK_READY],
             "interval": "5s",
@@ -100,52 +149,78 @@ def learner_service(plan: Plan, out: Path) -> dict[str, Any]:
     learner = plan.launch.learner
     torchrun = ["--nproc", str(learner.nproc), "--max-restarts", str(learner.max_restarts)]
     return {
-        **service(plan, out, "learner", tuple(learner.devices)),
+        **service(plan, out, "learner", tuple(learner.devices), variables=(*plan.secrets, JOB_VARIABLE)),
         "command": ["deploy.torchrun", *torchrun, "--", "-m", "learner", "--config", f"{FOLDER}/learner.yaml"],
-        "configs": [{"source": "learner", "target": f"{FOLDER}/learner.yaml"}],
         "restart": "no",  # torchrun restarts the ranks; if that is not enough, resume the run yourself
-        "ipc": "service:server-0",
         "depends_on": {name: {"condition": "service_healthy"} for name in names(plan)},
         "stop_grace_period": "60s",  # SIGTERM makes the learner save a checkpoint first
     }
 
 
-def service(plan: Plan, out: Path, side: str, devices: tuple[int, ...]) -> dict[str, Any]:
-    """Return what all containers share."""
-    secrets = {
-        name: f"${{{name}:?{NO_TOKEN}}}" if name == TOKEN_VARIABLE else f"${{{name}:-}}" for name in plan.secrets
+def service(
+    plan: Plan, out: Path, name: str, devices: tuple[int, ...], *, variables: tuple[str, ...]
+) -> dict[str, Any]:
+    """Return what all containers share. `variables`: what it gets of the caller's environment."""
+    gpu = {
+        "ulimits": {"memlock": -1},  # NCCL pins host memory; rootless engines refuse it
+        "deploy": {"resources": {"reservations": {"devices": [gpus(devices)]}}},
     }
     return {
-        **image(plan, out, side),
-        "user": f"{USER}:{USER}",
+        **image(plan, out, name.partition("-")[0]),
+        # NCCL takes containers for machines of their own, because their names differ. It must: it would otherwise hand
+        # GPU memory over by a socket that the other container's network does not have.
+        "hostname": name,
+        "user": f"${{RUN_AS:-{USER}:{USER}}}",
         "read_only": True,
         "tmpfs": ["/tmp:exec,mode=1777"],  # compiled kernels are loaded from there
         "init": True,
-        "ulimits": {"memlock": -1},  # NCCL pins host memory
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        "environment": {"HOME": "/tmp", "XDG_CACHE_HOME": "/cache", **secrets},
+        # Taken from the environment, by name: without a token the server says so, and `down` needs none.
+        "environment": {"HOME": "/tmp", "XDG_CACHE_HOME": "/cache", **dict.fromkeys(variables)},
+        "configs": [{"source": name, "target": f"{FOLDER}/{name}.yaml"}],
         "volumes": volumes(plan, out),
-        **({"deploy": {"resources": {"reservations": {"devices": [gpus(devices)]}}}} if plan.cluster.gpu else {}),
+        **(gpu if plan.cluster.gpu else {}),
     }
 
 
 def image(plan: Plan, out: Path, side: str) -> dict[str, Any]:
     if not builds(plan):
         return {"image": getattr(plan.cluster, f"{side}_image")}
-    build = {"context": os.path.relpath(".", out), "dockerfile": "deploy/docker/Dockerfile", "target": side}
-    return {"build": build | {"args": {"BASE": f"${{VLLM_IMAGE:?{NO_BASE}}}"}}}
+    gpu = {"BASE": f"${{VLLM_IMAGE:-{NO_BASE}}}"}
+    args = gpu if plan.cluster.gpu else {"DEVICE": "cpu", "BASE": f"${{PYTHON_IMAGE:-{PYTHON_BASE}}}"}
+    build = {"context": os.path.relpath(".", out), "dockerfile": DOCKERFILE, "target": side, "args": args}
+    return {"build": build}
 
 
 def volumes(plan: Plan, out: Path) -> list[dict[str, Any]]:
-    """Return the volumes: both sides mount them at the same place, because requests name images by path."""
-    folder = os.path.relpath(plan.cluster.storage or ".", out)
-    bind = {"type": "bind", "bind": {"create_host_path": False}}
+    """Return the volumes: both sides mount them at the same place, because requests name images by path. What is below
+    a folder of the working directory is mounted with all of that folder, such as `data`; what is elsewhere, as it is
+    named, a file with its folder."""
+    folders: dict[PurePosixPath, bool] = {}  # and whether it is written
+    for named in plan.paths:
+        folder = named.path
+        if ".." not in folder.parts and not folder.is_absolute() and not named.is_model:
+            folder = PurePosixPath(folder.parts[0])
+        elif Path(folder).is_file():
+            folder = folder.parent
+        folders[folder] = folders.get(folder, False) or named.written
     return [
-        {**bind, "source": f"${{DATA_DIR:-{folder}/data}}", "target": f"{WORKDIR}/data", "read_only": True},
-        {**bind, "source": f"${{RUNS_DIR:-{folder}/runs}}", "target": f"{WORKDIR}/runs"},
+        *(bind(plan, out, folder, written=written) for folder, written in sorted(folders.items())),
         {"type": "volume", "source": "models", "target": "/cache"},
+        # vLLM's processes and NCCL exchange data through it, where Docker's default of 64 MB is too small. It outlives
+        # a server, so that a server which is started again has the same one.
+        {"type": "volume", "source": SHARED_MEMORY, "target": "/dev/shm"},
     ]
+
+
+def bind(plan: Plan, out: Path, folder: PurePosixPath, *, written: bool) -> dict[str, Any]:
+    source = str(folder) if folder.is_absolute() else os.path.relpath(Path(plan.cluster.storage or ".", folder), out)
+    if is_movable(folder):
+        source = f"${{{folder.name.upper()}_DIR:-{source}}}"
+    found = {"type": "bind", "bind": {"create_host_path": False}, "source": source}
+    found["target"] = posixpath.normpath(f"{WORKDIR}/{folder}") if not folder.is_absolute() else str(folder)
+    return found | ({} if written else {"read_only": True})
 
 
 def gpus(devices: tuple[int, ...]) -> dict[str, Any]:

@@ -56,6 +56,14 @@ done
 
 
 def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
+    """Pods see the claim's folders and nothing of this machine. Servers do not see `runs/`."""
+    for named in plan.paths:
+        folders = ("runs",) if named.written else ("data",) if named.of_server else ("data", "runs")
+        if named.of_server and named.written:
+            yield named.mistake("nothing: pods log to their console", "remove it")
+        elif named.path.parts[0] not in folders or ".." in named.path.parts:
+            wanted = f"a path below {' or '.join(f'{folder}/' for folder in folders)}, which the claim has"
+            yield named.mistake(wanted, f"copy it there, or correct the path{' in that file' * named.of_server}")
     yield from image_mistakes(plan.cluster)
 
 

@@ -1,10 +1,11 @@
 """A launch file as every place needs it: `read_plan`, from launch.yaml to a `Plan`.
 
 The configurations of the servers and the learner become self-contained: bases are merged and variables filled in,
-except secrets (`${NAME}` where the name says TOKEN, KEY, SECRET or PASSWORD), which the place provides. Paths stay
-relative: every place starts both programs in a folder that has `data/` and `runs/`.
+except secrets (`${NAME}` where the name says TOKEN, KEY, SECRET or PASSWORD), which the place provides. Paths stay as
+they are: every place starts both programs in a folder that has `data/` and `runs/`. `Plan.paths` lists them.
 
-Raises ConfigErrors. Nothing is looked up on this machine, which may be a laptop.
+Raises ConfigErrors. Of this machine, which may be a laptop, it is only looked up whether `a/b` is a folder here or a
+name on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 from deploy.launch_file import IMAGE, NO_IMAGE, ClusterLaunch, LaunchConfig, rank_devices
@@ -27,9 +29,18 @@ from shared.wire import TOKEN_VARIABLE
 
 GROUP_PORT = 51216  # weight sync
 RENDEZVOUS_PORT = 29400  # torchruns of several machines
+SHARED = ("data/", "runs/")  # the folders that every place has
 SYSTEM_PORTS = (32768, 60999)  # Linux chooses from these for NCCL and gloo
 HEADER = "# Written by `rollout-launch --to {place}` from {source}. Do not edit: change that file and write it again.\n"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
+_HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_PART = re.compile(r"\[[\d:%]*\]$")
+# Keys of both programs whose values are paths, and of those the ones that are written. A test walks all keys.
+WRITTEN = frozenset({"output_dir", "tracker_dir", "write", "log_dir"})
+READ = frozenset(
+    {"path", "train", "val", "test", "image_root", "annotation_root", "resume_from_checkpoint", "file", "model"}
+    | {"allowed_image_roots"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +64,30 @@ class ServerPlan:
 
 
 @dataclass(frozen=True, kw_only=True)
+class NamedPath:
+    """A path that a configuration names, by the `key` that names it, in `file`."""
+
+    key: str
+    file: str
+    path: PurePosixPath
+    written: bool
+    of_server: bool
+
+    @property
+    def is_model(self) -> bool:
+        return self.key in {"model", "model.path"}
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Return True if it can be a name there: nothing here is called so."""
+        is_name = _HUB.fullmatch(str(self.path)) is not None and not str(self.path).startswith(SHARED)
+        return is_name and not self.written and not Path(self.path).exists()
+
+    def mistake(self, wanted: str, remedy: str) -> Mistake:
+        return Mistake(path=self.key, found=str(self.path), wanted=wanted, remedy=remedy, at=self.file)
+
+
+@dataclass(frozen=True, kw_only=True)
 class Plan:
     """One run. `source` is the launch file's path, `secrets` the environment variables that hold secrets."""
 
@@ -61,6 +96,7 @@ class Plan:
     servers: tuple[ServerPlan, ...]
     learner: Mapping[str, Any]
     secrets: tuple[str, ...]
+    paths: tuple[NamedPath, ...]
 
     @property
     def cluster(self) -> ClusterLaunch:
@@ -99,10 +135,11 @@ def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
     """Read the run that a launch file describes. Raises ConfigErrors."""
     whole = for_program(load_yaml(path, overrides=overrides), "launcher")
     launch = parse(LaunchConfig, whole, rules=(rank_devices, nothing_elsewhere))
-    servers, secrets = [], {TOKEN_VARIABLE}
+    servers, secrets, paths = [], {TOKEN_VARIABLE}, []
     for entry in launch.servers:
         document = for_program(load_yaml(entry.config), "server")
         secrets |= _secrets(document)
+        paths += paths_in(document, entry.config, of_server=True)
         servers.append(
             ServerPlan(
                 values=without_secrets(dict(document), document.secrets),
@@ -119,6 +156,7 @@ def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
         servers=tuple(servers),
         learner=without_secrets(dict(document), document.secrets),
         secrets=tuple(sorted(secrets | _secrets(document))),
+        paths=(*paths, *paths_in(document, launch.learner.config, of_server=False)),
     )
     _check_learner(plan, document)
     return plan
@@ -130,6 +168,29 @@ def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
         if entry.via:
             remedy = "remove it, or launch without --to"
             yield Mistake(path=f"{owner}.via", found=f"{entry.via}", wanted="none with --to", remedy=remedy)
+
+
+def paths_in(
+    values: object, file: str, *, of_server: bool, key: str = "", annotations: str = ""
+) -> Iterator[NamedPath]:
+    """Yield the paths that a configuration names, whole files and folders: without splits and parts. `annotations`:
+    their format, which says whether they may be on the hub."""
+    name = key.rpartition(".")[2].partition("[")[0]
+    if isinstance(values, Mapping):
+        annotations = values.get("format") or annotations
+        for inner, value in values.items():
+            inner = f"{key}.{inner}".lstrip(".")
+            yield from paths_in(value, file, of_server=of_server, key=inner, annotations=annotations)
+    elif isinstance(values, list):
+        for i, value in enumerate(values):
+            yield from paths_in(value, file, of_server=of_server, key=f"{key}[{i}]", annotations=annotations)
+    elif isinstance(values, str) and name in READ | WRITTEN and values != "latest":
+        path = _PART.sub("", values)
+        if ":" in path and not Path(path).exists():
+            path = path.rpartition(":")[0]
+        named = NamedPath(key=key, file=file, path=PurePosixPath(path), written=name in WRITTEN, of_server=of_server)
+        if path.startswith(".") or not ((named.is_model or annotations == "datasets") and named.is_on_hub):
+            yield named
 
 
 def _check_learner(plan: Plan, document: Document) -> None:

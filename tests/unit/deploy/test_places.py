@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,12 @@ from typer.testing import CliRunner
 
 from deploy import launch
 from deploy.launch_file import NO_IMAGE
-from deploy.places import Place, examples, read_plan, write_place
+from deploy.places import EXAMPLES, Place, examples, read_plan, write_place
+from deploy.places.plan import READ, WRITTEN
 from learner.config.load import load_config
-from rollout_server.config import load_server_config
-from shared.config.model import ConfigErrors
+from learner.config.schema import RunConfig
+from rollout_server.config import ServerConfig, load_server_config
+from shared.config.model import ConfigErrors, Section, describe_field, walk_keys
 from shared.config.parse import write_yaml
 from tests.unit.deploy.manifests import ROOT
 
@@ -44,9 +47,6 @@ def embedded(place: Place, files: dict[str, str]) -> dict[str, str]:
     """The configurations of both programs by their file names, wherever the place has them."""
     if place == Place.KUBERNETES:
         return {name: text for name, text in yaml.safe_load(files["config.yaml"])["data"].items() if "yaml" in name}
-    if place == Place.COMPOSE:
-        configs = yaml.safe_load(files["compose.yaml"])["configs"]
-        return {f"{name}.yaml": config["content"].replace("$$", "$") for name, config in configs.items()}
     return {name: text for name, text in files.items() if name.startswith(("server-", "learner"))}
 
 
@@ -152,10 +152,11 @@ def test_the_command_writes_says_how_to_submit_and_refuses(clone: Path) -> None:
 def test_the_shipped_files_are_all_that_is_there() -> None:
     """`tests/unit/learner/config/test_docs.py` compares their texts."""
     written = set(examples())
-    for place in Place:
-        there = {str(path.relative_to(ROOT)) for path in (ROOT / "deploy" / place).iterdir() if path.is_file()}
-        assert there - written <= {"deploy/slurm/try.sh", "deploy/slurm/servers.sh"}
-        assert {name for name in written if name.startswith(f"deploy/{place}/")} <= there
+    by_hand = {f"deploy/{name}" for name in ("slurm/try.sh", "slurm/servers.sh", "compose/try.sh", "compose/stub.py")}
+    for folder in EXAMPLES:
+        there = {str(path.relative_to(ROOT)) for path in (ROOT / folder).iterdir() if path.is_file()}
+        assert there - written <= by_hand
+        assert {name for name in written if str(Path(name).parent) == folder} <= there
 
 
 def test_two_kinds_of_servers_have_names_of_their_own(clone: Path) -> None:
@@ -184,3 +185,90 @@ def test_it_was_written_for_this_folder(clone: Path) -> None:
         files = write(place, Path("out") / place)
         assert not any(os.getcwd() in text or str(ROOT) in text for text in files.values())  # noqa: PTH109
         shutil.rmtree("out")
+
+
+@pytest.fixture
+def of_init(workdir: Path) -> Path:
+    """Return a launch file of a run as `init` writes it, of photographs beside the working directory, and elsewhere."""
+    elsewhere = workdir / "elsewhere"
+    for folder in ("photos/val", "elsewhere/photos", "model"):
+        (workdir / folder).mkdir(parents=True)
+    (workdir / "model" / "config.json").write_text("{}")
+    (workdir / "photos" / "train.json").touch()
+    (elsewhere / "photos" / "test.json").touch()
+    base = str(ROOT / "deploy/qwen3vl_4b")
+    data = {"train": "photos/train.json[:90%]", "val": "photos:val", "test": f"{elsewhere}/photos/test.json"}
+    learner = {
+        "base": f"{base}/learner.yaml",
+        "model": {"path": "./model"},
+        "data": {**data, "image_root": None},
+        "training": {"output_dir": "mine/run"},
+    }
+    server = {"base": f"{base}/server.yaml", "model": "./model", "allowed_image_roots": ["photos", str(elsewhere)]}
+    launch_file = yaml.safe_load((ROOT / ONE).read_text())
+    launch_file["servers"][0]["config"], launch_file["learner"]["config"] = "server.yaml", "run.yaml"
+    for name, values in (("run", learner), ("server", server), ("launch", launch_file)):
+        write_yaml(Path(f"{name}.yaml"), values)
+    return workdir
+
+
+def test_containers_see_what_the_configurations_name(of_init: Path) -> None:
+    """Compose mounts all of it where the programs look for it, and what they write so that they can."""
+    compose = yaml.safe_load(write(Place.COMPOSE, Path("out"), *IMAGES, path="launch.yaml")["compose.yaml"])
+    binds = [volume for volume in compose["services"]["learner"]["volumes"] if volume["type"] == "bind"]
+    elsewhere = str(of_init / "elsewhere")
+    assert {bind["target"]: (bind["source"], bind.get("read_only", False)) for bind in binds} == {
+        "/app/photos": ("../photos", True),
+        "/app/model": ("../model", True),
+        "/app/mine": ("../mine", False),
+        elsewhere: (elsewhere, True),
+        f"{elsewhere}/photos": (f"{elsewhere}/photos", True),
+    }
+
+
+@pytest.mark.parametrize(
+    ("overrides", "keys"),
+    [
+        ({"data": {"train": "nowhere/train.json"}}, ["data.train"]),
+        ({"data": {"train": "gone.json", "val": {"path": "gone:val"}}}, ["data.train", "data.val.path"]),
+        ({"model": {"path": "./gone"}}, ["model.path"]),
+        ({"model": {"path": "/gone/model"}}, ["model.path"]),
+        ({"model": {"path": "some/name-on-the-hub"}}, []),
+    ],
+)
+def test_compose_names_each_path_that_is_not_here(overrides: dict[str, Any], keys: list[str], of_init: Path) -> None:
+    write_yaml(Path("other.yaml"), {"base": "run.yaml", **overrides})
+    arguments = [*IMAGES, "learner.config=other.yaml"]
+    if not keys:
+        write(Place.COMPOSE, Path("out"), *arguments, path="launch.yaml")
+        return
+    with pytest.raises(ConfigErrors) as raised:
+        write(Place.COMPOSE, Path("out"), *arguments, path="launch.yaml")
+    assert [(mistake.path, mistake.at) for mistake in raised.value.mistakes] == [(key, "other.yaml") for key in keys]
+
+
+def test_kubernetes_names_each_path_that_pods_do_not_have(of_init: Path) -> None:
+    with pytest.raises(ConfigErrors) as raised:
+        write(Place.KUBERNETES, Path("out"), path="launch.yaml")
+    assert [(mistake.at, mistake.path) for mistake in raised.value.mistakes] == [
+        *(("server.yaml", key) for key in ("model", "allowed_image_roots[0]", "allowed_image_roots[1]")),
+        *(("run.yaml", key) for key in ("model.path", "data.train", "data.val", "data.test", "training.output_dir")),
+    ]
+
+
+def test_compose_without_images_needs_a_clone(of_init: Path) -> None:
+    """It could not build them."""
+    with pytest.raises(ConfigErrors) as raised:
+        write(Place.COMPOSE, Path("out"), path="launch.yaml")
+    assert [mistake.path for mistake in raised.value.mistakes] == ["cluster.server_image"]
+
+
+@pytest.mark.parametrize("model", [RunConfig, ServerConfig])
+def test_every_key_that_is_a_path_is_known(model: type[Section]) -> None:
+    """What a key's description calls a file, a folder or annotations is mounted, or it is named here."""
+    no_paths = {"format", "reader", "prompt", "on_bad_record", "retain", "name", "overwrite", "function", "callbacks"}
+    no_paths |= {"served_model_name"}
+    for path, field in walk_keys(model):
+        said = re.search(r"\b(file|folder|annotations)\b", field.description or "")
+        if said and path[-1] not in READ | WRITTEN | no_paths:
+            assert "str" not in describe_field(field), f"{path}: {field.description}"
