@@ -39,15 +39,14 @@ from shared.errors import ProjectError
 Size = Literal["4B", "tiny"]
 LORA = {"lora": {"r": 64, "alpha": 128, "target_modules": "all-linear"}}
 LANGUAGE_MODEL_ONLY = {"freeze": ["model.visual."]}  # the part that vLLM can adapt
-STAGED = {"model": LORA, "sync": "full", "b_ratio": 0.75, "staging": "device"}
+AHEAD = {"model": LORA, "sync": "full", "b_ratio": 0.75}
 MODES: Mapping[str, Mapping[str, Any]] = {
     "LoRA, adapter sync": {"model": {**LORA, **LANGUAGE_MODEL_ONLY}, "sync": "adapter"},
     "LoRA, full sync": {"model": LORA, "sync": "full"},
     "whole model": {"model": {}, "sync": "full"},
-    "async": {"model": LORA, "sync": "full", "b_ratio": 0.75},
-    "async, staged": STAGED,
-    "async, staged, half the syncs": {**STAGED, "sync_every": 2, "max_update_lag": 8},
-    "async, staged, a quarter of the syncs": {**STAGED, "sync_every": 4, "max_update_lag": 8},
+    "async": AHEAD,
+    "async, half the syncs": {**AHEAD, "sync_every": 2, "max_update_lag": 8},
+    "async, a quarter of the syncs": {**AHEAD, "sync_every": 4, "max_update_lag": 8},
 }
 LOSS = {"preset": "recommended"}  # deploy/qwen3vl_4b
 PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label": "..."}, ...]'
@@ -140,7 +139,7 @@ def run_config(
             "vllm": served_by(
                 *servers,
                 enable_lora=mode["sync"] == "adapter",
-                sync={"mode": mode["sync"], "fallback_to_full": False, "staging": mode.get("staging", "none")},
+                sync={"mode": mode["sync"], "fallback_to_full": False},
             ),
         },
         loss=LOSS,

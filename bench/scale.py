@@ -614,7 +614,7 @@ def _answer_all(num_servers: int, told: Any) -> None:
     """Serve HTTP to one learner as a process, as little of it as that needs."""
     scores = ScoreReply(ver=1, prompt_token_ids=[], logprobs=[])
     reply = UpdateWeightsReply(
-        ver=1, num_bytes=1, num_tensors=1, seconds=0.1, drain_s=0.0, transfer_s=0.1, scores=scores
+        ver=1, num_bytes=1, num_tensors=1, seconds=0.1, drain_s=0.0, scores=scores
     ).model_dump_json()
 
     async def listen() -> None:

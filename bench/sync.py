@@ -6,8 +6,8 @@ fails its canary. First syncs warm up and do not count.
 - `full`: full syncs between GPUs of a text model of real size. The learner has the first GPU, each server one of the
   next. Figures: seconds, gigabytes per second, and their share of the raw broadcast. The raw broadcast sends as many
   bytes in buckets of the same size with the product's own communicator, from the first GPU to the second, and does
-  nothing else. With one server also the pause of the server, with weights staged on its device and without, and TRL's
-  client and server, in the same run on the same GPUs. With more servers also the time for all at once against one.
+  nothing else. With one server also the pause of the server, and TRL's client and server, in the same run on the same
+  GPUs. With more servers also the time for all at once against one.
 - `adapters`: adapter sync against full sync on the demo's model: seconds and bytes of both, with one server and the
   same LoRA policy. First merged weights, then the adapter alone. Sending the base weights does not count.
 """
@@ -48,7 +48,6 @@ from shared.config.parse import write_yaml
 from shared.sync.group import Communicator, start_join
 
 WANTED_S = 0.050
-WANTED_PAUSE_S = 0.030
 WANTED_AGAINST_TRL = 1.8
 WANTED_OF_ONE_SERVER = 1.5
 WARM_UP, ROUNDS = 3, 12
@@ -73,7 +72,7 @@ def full(folder: Path, *, size: Size = "4B", servers: int = 1) -> Iterator[Figur
         found = full_figures(f"{num_parameters / 1e9:.2f}B", plain, rates)
         yield from found
         if servers == 1:
-            yield from pause_figures(plain, *(_full_syncs(policy, starting, staging) for staging in ("device", "host")))
+            yield sampled("pause of the server", [receipt.pause_s for receipt in plain], "s")
         if servers > 1:
             yield several_figure(found[0], _full_syncs(policy, starting), servers)
         if trl is not None:
@@ -95,8 +94,8 @@ def _start_trl(processes: Processes, folder: Path, model: Path) -> TrlServer:
     return TrlServer(processes, model, device=1, max_num_seqs=128, kv_cache_bytes=KV_CACHE_BYTES, log=log)
 
 
-def _full_syncs(policy: Policy, servers: Sequence[Server], staging: str = "none") -> list[SyncReceipt]:
-    vllm = served_by(*servers, sync={"bucket_bytes": BUCKET_BYTES, "staging": staging})
+def _full_syncs(policy: Policy, servers: Sequence[Server]) -> list[SyncReceipt]:
+    vllm = served_by(*servers, sync={"bucket_bytes": BUCKET_BYTES})
     vllm["server"]["timeout_s"] = 120.0
     backend = ServerBackend(RolloutMatchingConfig.model_validate({"vllm": vllm}), run_seed=0)
     backend.connect()
@@ -109,7 +108,6 @@ def _full_syncs(policy: Policy, servers: Sequence[Server], staging: str = "none"
     try:
         for _ in range(WARM_UP + ROUNDS):
             _change_all(policy)
-            sync.stage()
             receipts.append(sync.sync())
         return receipts[WARM_UP:]
     finally:
@@ -142,32 +140,6 @@ def full_figures(name: str, receipts: Sequence[SyncReceipt], rates: Sequence[flo
         Figure(name="what the whole sync keeps of the raw broadcast", value=rate / median(rates), unit="share"),
         Figure(name="canary gap, worst", value=max(gaps), unit="nats per token", samples=gaps),
     ]
-
-
-def pause_figures(
-    plain: Sequence[SyncReceipt], device: Sequence[SyncReceipt], host: Sequence[SyncReceipt]
-) -> list[Figure]:
-    """Measure how long the server let no rollout run. Of staged syncs, only those that were staged count."""
-    device, host = ([receipt for receipt in side if receipt.staged_s] for side in (device, host))
-    found = [sampled("pause of the server, weights not staged", [receipt.pause_s for receipt in plain], "s")]
-    if device:
-        pauses, staged = ([getattr(r, name) for r in device] for name in ("pause_s", "staged_s"))
-        parts = [{name: r.parts[name] for name in ("load", "canary")} for r in device]
-        parts = [one | {"verdict": pause - sum(one.values())} for pause, one in zip(pauses, parts, strict=True)]
-        name = "pause of the server, weights staged on its device"
-        found += [
-            sampled(name, pauses, "s", at_most=WANTED_PAUSE_S),
-            *(
-                sampled(f"of that pause: {part}", [one[part] for one in parts], "s")
-                for part in ("load", "canary", "verdict")
-            ),
-            sampled("what the learner's sync then takes", [receipt.seconds for receipt in device], "s"),
-            sampled("the staging before it, beside rollouts", staged, "s"),
-        ]
-    if host:
-        pauses = [receipt.pause_s for receipt in host]
-        found.append(sampled("pause of the server, weights staged in the host's memory", pauses, "s"))
-    return found
 
 
 def several_figure(one: Figure, receipts: Sequence[SyncReceipt], num_servers: int) -> Figure:

@@ -323,9 +323,6 @@ class SyncReceipt:
     canary_gap_max: float
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
     pause_s: float = 0.0  # the longest time in which a server generated nothing and let no call in; 0: not measured
-    staged_s: float = 0.0  # time before it, while rollouts went on and the weights arrived; 0: they were not staged
-    sent_bytes: int = 0  # size of the weights as they travelled; 0: nothing did, as in colocated runs
-    full_because: str = ""  # the reason if `sync.delta: on`, and all weights travelled, not the changes; else empty
     fallback: str = ""  # the reason if adapter syncs ended with this sync; else empty
     parts: Mapping[str, float] = field(default_factory=dict)  # the host's seconds in each, if they were measured
 

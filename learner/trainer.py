@@ -297,7 +297,6 @@ class Trainer:
         self._receipt, step = None, self.state.global_step
         if self.sync is None or self._synced_at == step or not self.source.wants_sync(step):
             return
-        self._stage_if_stale()
         # A sharded model's weights are not gathered between two of its passes.
         self._sync_waits = not self.policy.is_sharded and self.source.postpones_sync(step)
         if not self._sync_waits:
@@ -313,12 +312,6 @@ class Trainer:
         with self.source.fence() as fence:
             self._receipt = self._sync_behind(sync, fence)
 
-    def _stage_if_stale(self) -> None:
-        """Sends what can travel while rollouts go on, before a fence with a sync. Collective."""
-        if self.sync is not None and self._synced_at != self.state.global_step:
-            with self.clock.phase("sync"):
-                self.sync.stage()
-
     def _sync_behind(self, sync: Sync, fence: Fence) -> SyncReceipt:
         with self.clock.phase("sync"):
             receipt = sync.sync()
@@ -333,7 +326,6 @@ class Trainer:
         if self.labels is None or not self.labels.is_due(step):
             return
         self.stop.check()
-        self._stage_if_stale()
         with self.source.fence() as fence:  # no rollout is in flight whose sample would have other labels now
             if self.sync is not None and self._synced_at != step:
                 self._sync_behind(self.sync, fence)
@@ -415,7 +407,6 @@ class Trainer:
         assert self.backend is not None
         self.stop.check()
         step = self.state.global_step
-        self._stage_if_stale()
         # encloses the rollouts, too: the servers hold no more of them than one call's
         with self.source.fence() as fence:
             if self.sync is not None and self._synced_at != step:

@@ -53,8 +53,6 @@ from shared.wire import (
     ScoreItem,
     ScoreReply,
     ServerStatus,
-    StageWeightsCall,
-    StageWeightsReply,
     UpdateWeightsCall,
     UpdateWeightsReply,
     Usage,
@@ -246,9 +244,6 @@ def _sync_routes(service: RolloutService) -> list[Route]:
         await _while_connected(request, service.updates.open_group(await read_body(request, InitCommunicatorCall)))
         return JSONResponse({"status": "joined"})
 
-    async def stage_weights(request: Request) -> Response:
-        return _json(await _while_connected(request, service.updates.stage(await read_body(request, StageWeightsCall))))
-
     async def update_weights(request: Request) -> Response:
         call = await read_body(request, UpdateWeightsCall)
         return _json(await _while_connected(request, service.updates.replace_weights(call)))
@@ -269,14 +264,6 @@ def _sync_routes(service: RolloutService) -> list[Route]:
             InitCommunicatorCall,
             answer={"status": "joined"},
             when="all members have joined",
-        ),
-        _post(
-            "/stage_weights",
-            stage_weights,
-            "Receive the weights of an update beside the model, which goes on to serve, and check their bytes. "
-            "`/update_weights/` with `staged: true` serves them. If this fails, the old weights are served on.",
-            StageWeightsCall,
-            {JSON: StageWeightsReply},
         ),
         _post(
             "/update_weights",

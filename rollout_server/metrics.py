@@ -38,7 +38,6 @@ class Metrics:
         self._read("rollout_weights_version", "The version served", lambda: gate.ver)
         self._read("rollout_syncs_completed", "Weight syncs", lambda: totals.completed)
         self._read("rollout_syncs_failed", "Weight syncs that poisoned the server", lambda: totals.failed)
-        self._read("rollout_sync_deltas", "Weight syncs that came as changes of the last one", lambda: totals.deltas)
         self._read("rollout_sync_bytes", "Bytes received in all syncs", lambda: totals.num_bytes)
         self._read("rollout_sync_seconds", "Time of all syncs", lambda: totals.seconds)
         self._read(
@@ -62,9 +61,6 @@ class Metrics:
             "rollout_sync_last_canary_seconds",
             "Of the pause of the last sync, from then until the canary's scores were there",
             lambda: totals.last_canary_seconds,
-        )
-        self._read(
-            "rollout_staged_bytes", "Weights that each worker keeps beside the model", lambda: totals.staged_bytes
         )
         states = Gauge("rollout_gate_state", "1 for the present state", ["state"], registry=self._registry)
         for state in _STATES:

@@ -1,17 +1,13 @@
 """Weight updates as the server runs them: one call is one update (R09, R10).
 
-In: the bodies of `/init_communicator/`, `/stage_weights/`, `/update_weights/`, `/expect_scores/` and
-`/close_communicator/`. Out: replies; an update's comes once the workers have loaded and checked everything and the
-canary's scores are those that the learner expects.
-
-The weights of an update may be staged before: they are received and checked beside the model while the gate is open,
-and the update only loads them.
+In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/` and `/close_communicator/`. Out: replies;
+an update's comes once the workers have loaded and checked everything and the canary's scores are those that the learner
+expects.
 
 Invariants:
 - one sync call runs at a time; a new learner's group ends whatever the old one had under way;
 - a call lasts `max_sync_timeout_s` at most, whatever the learner asks for;
 - an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
-- staging that fails closes the group too, and the old weights serve on: nothing has touched them;
 - nothing is served before the verdict on the canary;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
 - caches are empty, and nothing else runs, when the canary is scored;
@@ -26,7 +22,7 @@ import hashlib
 import time
 from collections.abc import AsyncIterator, Coroutine, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
@@ -41,7 +37,7 @@ from shared.errors import (
     RequestError,
     SyncError,
 )
-from shared.sync.buckets import ALIGNMENT_BYTES, num_bucket_bytes
+from shared.sync.buckets import num_bucket_bytes
 from shared.waits import Deadline, time_limit
 from shared.wire import (
     BUCKETS,
@@ -50,17 +46,14 @@ from shared.wire import (
     ExpectScoresCall,
     InitCommunicatorCall,
     ScoreReply,
-    StageWeightsCall,
-    StageWeightsReply,
     UpdateWeightsCall,
     UpdateWeightsReply,
 )
 
-SyncCall = TypeVar("SyncCall", InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall)
+SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
 _SLICE_S = 0.25  # nothing else runs during an update, so workers may wait
-# The engine generates while a group is joined and while weights are staged, so workers only take a look.
+# The engine generates while a group is joined, so workers only take a look.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
-_TURNS = 3  # of the event loop, until a call that starts calls has sent them
 
 
 @dataclass
@@ -70,39 +63,24 @@ class SyncTotals:
     completed: int = 0
     failed: int = 0
     num_bytes: int = 0  # received
-    deltas: int = 0  # completed updates that came as changes
     seconds: float = 0.0
     last_seconds: float = 0.0
     pause_seconds: float = 0.0  # time in which no call was let in though none was in flight
     last_pause_seconds: float = 0.0
     last_load_seconds: float = 0.0  # of that pause: until the workers had loaded the weights
     last_canary_seconds: float = 0.0  # and from then until the canary's scores were there
-    staged_bytes: int = 0  # that each worker keeps beside the model now
     num_strangers: int = 0  # connections to the group's port that did not know its secret
 
     def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
         """Add a completed update."""
         self.completed += 1
-        self.num_bytes += reply.received_bytes
+        self.num_bytes += reply.num_bytes
         self.seconds += reply.seconds
         self.last_seconds = reply.seconds
         self.pause_seconds += reply.pause_s
         self.last_pause_seconds = reply.pause_s
         self.last_load_seconds, self.last_canary_seconds = reply.load_s, reply.canary_s
         return reply
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedWeights:
-    """Weights that wait beside the model."""
-
-    incarnation: str
-    ver: int
-    mode: Literal["full", "adapter"]
-    num_bytes: int
-    received_bytes: int
-    is_delta: bool
-    seconds: float  # that they took to arrive
 
 
 class WeightUpdates:
@@ -113,10 +91,8 @@ class WeightUpdates:
         self._config = config
         self._lock = asyncio.Lock()
         self._under_way: asyncio.Task[object] | None = None
-        self._staged: StagedWeights | None = None
         self._expected: ExpectScoresCall | None = None
         self._expected_came = asyncio.Event()
-        self._ran_meanwhile: set[str] = set()  # modes of updates during whose load the model could run
         self._full_weights = engine.weights  # the digest of the last full update
 
     async def open_group(self, call: InitCommunicatorCall) -> None:
@@ -129,7 +105,6 @@ class WeightUpdates:
         self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._gate.close_group()
-            self._staged, self.totals.staged_bytes = None, 0  # the workers leave the old group first
             try:
                 await self._engine.on_workers("sync_join", call.model_dump_json(), self._config.group_host)
                 while not _all_done(await self._look_at_join()):
@@ -139,58 +114,14 @@ class WeightUpdates:
                 raise
             self._gate.open_group(call.incarnation)
 
-    async def stage(self, call: StageWeightsCall) -> StageWeightsReply:
-        """Receive and check new weights while the old ones serve. Raises StagingError if they do not fit, SyncError,
-        CommunicatorError, DigestError or DeadlineError. The group is left then, and the old weights serve on."""
-        _check_sizes(call.buckets)
-        _check_delta(call)
-        call = self._bounded(call)
-        self._check_allowed(call)
-        async with self._alone():
-            # Another learner may have opened the group while this call waited for its turn.
-            self._check_allowed(call)
-            self._check_serves()
-            start, self._staged = time.monotonic(), None
-            rest = call.model_copy(update={"buckets": []})
-            try:
-                buckets = BUCKETS.dump_json(call.buckets).decode()
-                await self._engine.on_workers("sync_stage", rest.model_dump_json(), buckets)
-                while not _all_done(replies := await self._engine.on_workers("sync_poll", _LOOK_S)):
-                    await asyncio.sleep(_BETWEEN_LOOKS_S)
-            except BaseException as error:
-                await self._leave(str(error) or type(error).__name__)
-                raise
-            num_bytes, seconds = _num_bytes(call), time.monotonic() - start
-            received_bytes = num_bytes if call.delta is None else sum(call.delta.sizes)
-            self._staged = StagedWeights(
-                incarnation=call.incarnation,
-                ver=call.ver,
-                mode=call.mode,
-                num_bytes=num_bytes,
-                received_bytes=received_bytes,
-                is_delta=call.delta is not None,
-                seconds=seconds,
-            )
-            self.totals.staged_bytes = num_bytes
-        return StageWeightsReply(
-            ver=call.ver,
-            num_bytes=num_bytes,
-            received_bytes=received_bytes,
-            num_tensors=replies[0].num_tensors,
-            seconds=seconds,
-        )
-
     async def replace_weights(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
-        """Receive, check and serve new weights, or serve those that were staged. Raises SyncError, CommunicatorError,
-        DigestError, CoverageError, CanaryError or DeadlineError. The gate is poisoned then, unless it refused the
-        update to begin with."""
+        """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError,
+        CanaryError or DeadlineError. The gate is poisoned then, unless it refused the update to begin with."""
         _check_verdict(call)
         _check_sizes(call.buckets)
         call = self._bounded(call)
         self._check_allowed(call)
         async with self._alone():
-            kept, self._staged = self._staged, None
-            staged = _check_staged(call, kept) if call.staged else None
             start = time.monotonic()
             # Weights that no canary has checked may hold NaN, and NaN stays in KV blocks that later weights read.
             clear_cache = self._gate.state == "poisoned" or not self._gate.served.incarnation
@@ -213,17 +144,13 @@ class WeightUpdates:
             finally:
                 self._expected = None
             end = time.monotonic()
-        if staged and staged.is_delta:
-            self.totals.deltas += 1
         return self.totals.count(
             UpdateWeightsReply(
                 ver=call.ver,
-                num_bytes=staged.num_bytes if staged else _num_bytes(call),
-                received_bytes=staged.received_bytes if staged else _num_bytes(call),
+                num_bytes=sum(bucket.num_bytes for bucket in call.buckets),
                 num_tensors=loaded.num_tensors,
                 seconds=end - start,
                 drain_s=drained - start,
-                transfer_s=staged.seconds if staged else end - drained,
                 pause_s=end - drained,
                 load_s=loaded_at - drained,
                 canary_s=scored_at - loaded_at,
@@ -237,14 +164,8 @@ class WeightUpdates:
         """Load the update, and check its canary; also returns when the load and the scoring ended, by the monotonic
         clock. Raises what `replace_weights` raises."""
         deadline = Deadline(call.timeout_s)
-        if call.mode == "full" and not call.staged:
-            self.totals.staged_bytes = 0  # the workers give it up
-        loaded, scores, loaded_at = await load_and_score(
-            self._engine, call, clear_cache=clear_cache, ran_meanwhile=call.mode in self._ran_meanwhile
-        )
+        loaded, scores, loaded_at = await load_and_score(self._engine, call, clear_cache=clear_cache)
         scored_at = time.monotonic()
-        if loaded.runs_meanwhile:
-            self._ran_meanwhile.add(call.mode)
         outcome.weights = self._weights(call, loaded)
         if not call.base_of_adapter:
             check_canary(await self._expectation(call, deadline), scores)
@@ -285,7 +206,7 @@ class WeightUpdates:
                 remedy="let the learner ask /get_world_size/ again: restart it",
             ).as_status(400)
 
-    def _check_allowed(self, call: StageWeightsCall | UpdateWeightsCall) -> None:
+    def _check_allowed(self, call: UpdateWeightsCall) -> None:
         """Raises SyncError if this learner may not send these weights now."""
         self._gate.check_update(call.incarnation, call.ver, call.mode)
         if call.mode == "adapter" and not self._config.enable_lora:
@@ -294,16 +215,6 @@ class WeightUpdates:
                 found="enable_lora: false",
                 wanted="enable_lora: true in the server's configuration, or full syncs",
                 remedy="set it and restart the server, or set sync.mode: full",
-            ).as_status(409)
-
-    def _check_serves(self) -> None:
-        """Raises SyncError if there is nothing that could go on meanwhile."""
-        if self._gate.state != "serving":
-            raise SyncError(
-                "weights are staged only while others are served",
-                found=f"a server that is {self._gate.state}",
-                wanted="a server that serves",
-                remedy="send them by /update_weights/ alone",
             ).as_status(409)
 
     def _bounded(self, call: SyncCall) -> SyncCall:
@@ -334,7 +245,6 @@ class WeightUpdates:
         return expected
 
     async def _leave(self, because: str) -> None:
-        self._staged, self.totals.staged_bytes = None, 0
         # The call is shielded: if this one is cancelled again, the workers must still leave.
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
             await asyncio.shield(self._engine.on_workers("sync_leave", because))
@@ -358,41 +268,33 @@ class WeightUpdates:
 
 
 async def load_and_score(
-    engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False, ran_meanwhile: bool = False
+    engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False
 ) -> tuple[WorkerReply, ScoreReply, float]:
     """Receive, load and score: a worker's last reply, the canary's scores, and when the load ended, by the monotonic
-    clock. Staged weights were received before; `ran_meanwhile`: the model could run while such weights were loaded, and
-    most likely can again.
+    clock.
 
     The caller holds the gate, and leaves the group if this raises. Raises what the workers, the media rules and the
     engine raise.
 
     The engine does one thing after the other, so the next call is made before the last one has answered. Caches are
-    reset right after the receiving has begun, or right before staged weights are loaded. If the model can run while it
-    is loaded, the canary's requests are already queued when the load ends, and share one forward pass. If the load then
-    takes longer than a slice, their answers belong to some weights in between: they are thrown away and made again.
+    reset right after the receiving has begun. If the model can run while it is loaded, the canary's requests are
+    already queued when the load ends, and share one forward pass. If the load then takes longer than a slice, their
+    answers belong to some weights in between: they are thrown away and made again.
 
     Weights that are not finite leave NaN in the KV cache. There it spoils answers of later weights, because attention
     also reads places that it gives no weight. So if a canary's scores are not finite, they are made once more from a
     cleared cache. `clear_cache` clears it at once, which takes as long as writing all of it.
     """
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
-    emptying: list[Coroutine[object, None, list[WorkerReply] | None]] = [
+    rest = call.model_copy(update={"buckets": [], "canary": []})
+    begin: list[Coroutine[object, None, list[WorkerReply] | None]] = [
+        engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
         engine.reset_caches(),
         *([engine.on_workers("sync_clear_cache")] if clear_cache else []),
     ]
-    quick = None
-    if call.staged and ran_meanwhile:
-        quick = await _score_behind(engine, call, ("sync_load", call.mode, _SLICE_S), emptying)
-    else:
-        rest = call.model_copy(update={"buckets": [], "canary": []})
-        start = ("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode())
-        begin = engine.on_workers(*(("sync_load", call.mode) if call.staged else start))
-        started, *_ = await gather([begin, *emptying])
-        assert started is not None, "workers answer"
-        if all(reply.runs_meanwhile for reply in started):
-            quick = await _score_behind(engine, call, ("sync_poll", _SLICE_S))
-    if quick is not None:
+    started, *_ = await gather(begin)
+    assert started is not None, "workers answer"
+    if all(reply.runs_meanwhile for reply in started) and (quick := await _score_behind(engine, call)) is not None:
         return quick
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
         pass
@@ -414,23 +316,16 @@ async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
 async def _score_behind(
     engine: Engine,
     call: UpdateWeightsCall,
-    load: tuple[str, *tuple[object, ...]],
-    first: Sequence[Coroutine[object, None, list[WorkerReply] | None]] = (),
 ) -> tuple[WorkerReply, ScoreReply, float] | None:
-    """Return what `load_and_score` does; None if `load`, a call to the workers, takes longer than a slice. No score
-    is asked for before the calls of `first` have answered."""
+    """Return what `load_and_score` does; None if the load takes longer than a slice."""
 
     async def score_then() -> ScoreReply:
-        await emptying
         async with engine.together(call.canary):
             return await _score(engine, call)
 
-    emptying = asyncio.ensure_future(gather(first))
-    tasks: list[asyncio.Future[Any]] = [emptying]
+    tasks: list[asyncio.Future[Any]] = []
     try:
-        for _ in range(_TURNS if first else 0):
-            await asyncio.sleep(0)  # what comes first is on its way to the engine
-        tasks.append(loading := asyncio.create_task(engine.on_workers(*load)))
+        tasks.append(loading := asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S)))
         await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
         tasks.append(scoring := asyncio.create_task(score_then()))
         replies, loaded_at = await loading, time.monotonic()
@@ -448,31 +343,9 @@ def _check_verdict(call: UpdateWeightsCall) -> None:
         found, wanted = f"mode {call.mode} and {len(call.canary)} canary items", "mode full and no canary"
     elif not call.canary and not call.base_of_adapter:
         found, wanted = "canary: no items", "at least one, to compare with the learner's scores"
-    elif call.staged and (call.buckets or call.base_of_adapter):
-        found = f"staged: true, {len(call.buckets)} buckets, base_of_adapter: {call.base_of_adapter}"
-        wanted = "a canary and no buckets: /stage_weights/ has brought them"
     if found:
         remedy = "send a canary with every update but that of the weights below an adapter"
         raise RequestError("this update cannot be judged", found=found, wanted=wanted, remedy=remedy)
-
-
-def _check_staged(call: UpdateWeightsCall, staged: StagedWeights | None) -> StagedWeights:
-    """Raises SyncError if it is not these weights that were staged."""
-    found = (
-        "nothing" if staged is None else f"version {staged.ver}, {staged.mode}, of incarnation {staged.incarnation!r}"
-    )
-    if staged is None or (call.incarnation, call.ver, call.mode) != (staged.incarnation, staged.ver, staged.mode):
-        raise SyncError(
-            "the weights of this update were not staged",
-            found=found,
-            wanted=f"version {call.ver}, {call.mode}, of incarnation {call.incarnation!r}",
-            remedy="send the update with its buckets and without staged, or /stage_weights/ before it",
-        ).as_status(409)
-    return staged
-
-
-def _num_bytes(call: StageWeightsCall | UpdateWeightsCall) -> int:
-    return sum(bucket.num_bytes for bucket in call.buckets)
 
 
 def _check_sizes(buckets: Sequence[Bucket]) -> None:
@@ -486,22 +359,6 @@ def _check_sizes(buckets: Sequence[Bucket]) -> None:
                 wanted=f"{wanted} bytes for {len(bucket.tensors)} tensors",
                 remedy="run the same version of this project on both sides",
             ).as_status(400)
-
-
-def _check_delta(call: StageWeightsCall) -> None:
-    """Raises SyncError if these can't be changes of its buckets."""
-    if call.delta is None:
-        return
-    sizes, full = call.delta.sizes, [bucket.num_bytes for bucket in call.buckets]
-    fits = len(sizes) == len(full)
-    fits = fits and all(size <= of and size % ALIGNMENT_BYTES == 0 for size, of in zip(sizes, full, strict=True))
-    if call.mode != "full" or not fits:
-        raise SyncError(
-            "the changes do not fit their buckets",
-            found=f"mode {call.mode}, {len(sizes)} sizes for {len(full)} buckets, {sum(sizes)} of {sum(full)} bytes",
-            wanted=f"mode full, and for each bucket a multiple of {ALIGNMENT_BYTES} bytes, at most its own size",
-            remedy="run the same version of this project on both sides",
-        ).as_status(400)
 
 
 def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:

@@ -2,8 +2,7 @@
 
 vLLM mixes `SyncWorker` into its worker class (`worker_extension_cls`), and `engine.py` calls its methods by name on all
 workers. `Receiving` is one weight update as a worker sees it: receive a bucket, check its seal, load it, and the next.
-The next buckets are on their way while one is checked and loaded. Staged weights are received into a `Staging` while
-the model serves, and `Loading` puts them into the model later.
+The next buckets are on their way while one is checked and loaded.
 
 Invariants:
 - no method blocks longer than the slice it is given plus one load, so a lost peer never hangs the engine;
@@ -25,18 +24,16 @@ import torch
 
 from rollout_server.engine import WorkerReply
 from rollout_server.processes import end_with_server, sleep_when_idle
-from rollout_server.staging import Staging
 from shared.errors import CommunicatorError, DeadlineError, DigestError, ProjectError, SyncError
 from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only
 from shared.sync.buckets import SEAL_BYTES, is_sealed, seal_key, unpack
 from shared.sync.calls import Operation
-from shared.sync.delta import FORM
 from shared.sync.digest import digest
 from shared.sync.group import Communicator, start_join
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.sync.meeting import num_strangers
 from shared.waits import Deadline
-from shared.wire import BUCKETS, Bucket, Delta, ErrorBody, InitCommunicatorCall, StageWeightsCall, UpdateWeightsCall
+from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, UpdateWeightsCall
 
 P = ParamSpec("P")
 _Memory: TypeAlias = "torch.Tensor | Iterable[_Memory]"
@@ -94,8 +91,7 @@ class SyncWorker:
     rank: int
 
     _sync_joining: Operation[Communicator] | None = None
-    _sync_receiving: Receiving | Loading | None = None
-    _sync_staging: Staging | None = None
+    _sync_receiving: Receiving | None = None
     _sync_memory: CopyMemory | None = None
 
     @_answering
@@ -125,42 +121,8 @@ class SyncWorker:
         """Begin to receive this `UpdateWeightsCall`. Its buckets come apart: they are the same in every update."""
         self._end_receiving()
         call = UpdateWeightsCall.model_validate_json(update).model_copy(update={"buckets": _read(buckets)})
-        if call.mode == "full":
-            # The learner has given its own copy up, or never had one, so no changes of what was staged will come.
-            self._drop_staged()
         load = self._load(call.mode)
         self._sync_receiving = Receiving(call, self._joined().result(), load)
-        return WorkerReply(done=False, runs_meanwhile=load.runs_meanwhile)
-
-    @_answering
-    def sync_stage(self, stage: str, buckets: str) -> WorkerReply:
-        """Begin to receive this `StageWeightsCall` beside the model, which goes on to serve. Raises StagingError, and
-        SyncError for changes of other weights than are kept."""
-        self._end_receiving()
-        call = StageWeightsCall.model_validate_json(stage).model_copy(update={"buckets": _read(buckets)})
-        staging = self._sync_staging
-        if staging is None or not staging.begin(call.buckets, call.place, call.delta):
-            del staging
-            if call.delta is not None:
-                raise _not_kept(call.delta)
-            self._drop_staged()  # its memory counts as free for the next one
-            # vLLM measured this itself. It measured nothing on CPU, and if `kv_cache_memory_bytes` was given.
-            activations = getattr(self, "peak_activation_memory", None)
-            self._sync_staging = staging = Staging(call.buckets, call.place, self.device, activation_bytes=activations)
-        self._sync_receiving = Receiving(call, self._joined().result(), staging, staging)
-        return WorkerReply(done=False, runs_meanwhile=True)
-
-    @_answering
-    def sync_load(self, mode: str, slice_s: float | None = None) -> WorkerReply:
-        """Begin to load what was staged, in place of receiving it. `slice_s`: go on with it at once, as `sync_poll`
-        does, if the model can run meanwhile."""
-        receiving, staging = self._sync_receiving, self._sync_staging
-        if not isinstance(receiving, Receiving) or staging is None or not staging.is_whole:
-            raise SyncError("no staged weights are kept", wanted="/stage_weights/ before an update of staged weights")
-        load = self._load(mode)
-        self._sync_receiving = loading = Loading(staging, load, receiving.advance(0.0).weights)
-        if slice_s is not None and load.runs_meanwhile:
-            return loading.advance(slice_s)
         return WorkerReply(done=False, runs_meanwhile=load.runs_meanwhile)
 
     @_answering
@@ -206,16 +168,8 @@ class SyncWorker:
         if receiving is not None:
             receiving.close()
 
-    def _drop_staged(self) -> None:
-        """Give the memory of staged weights back. A broadcast that was broken off may still write into a buffer, and
-        keeps it until its thread ends."""
-        staging, self._sync_staging = self._sync_staging, None
-        if staging is not None:
-            staging.release()
-
     def _leave(self, because: str) -> None:
         self._end_receiving()
-        self._drop_staged()
         operation, self._sync_joining = self._sync_joining, None
         if operation is not None:
             operation.cancel(CommunicatorError(because))
@@ -240,15 +194,6 @@ def _read(buckets: str) -> list[Bucket]:
     return BUCKETS.validate_json(buckets)
 
 
-def _not_kept(delta: Delta) -> SyncError:
-    return SyncError(
-        "these are changes of weights that this worker does not keep",
-        found="other weights, or none",
-        wanted=f"those with the digest {delta.base}, staged last, in buckets of the same sizes",
-        remedy="send all of the weights: the learner does so by itself",
-    ).as_status(409)
-
-
 class Load(Protocol):
     """The receiver of the tensors: `open`, `add` per bucket, then `finish`; `close` in every case."""
 
@@ -266,48 +211,16 @@ class Load(Protocol):
     def close(self) -> None: ...
 
 
-class Loading:
-    """Staged weights into the model. `weights`: their digest. The model is first touched by `advance`."""
-
-    def __init__(self, staging: Staging, load: Load, weights: str) -> None:
-        self._load, self._weights = load, weights
-        self._left = deque(staging.kept())
-        self._opened = False
-        self._reply: WorkerReply | None = None
-
-    def advance(self, slice_s: float) -> WorkerReply:
-        """Go on for about `slice_s` plus one bucket, and then the end. Raises CoverageError and what loaders raise."""
-        until = time.monotonic() + slice_s
-        if not self._opened:
-            self._load.open()
-            self._opened = True
-        while self._left:
-            self._load.add(self._left.popleft())
-            if self._left and time.monotonic() > until:
-                return WorkerReply(done=False)
-        if self._reply is None:
-            num_tensors = self._load.finish()
-            meanwhile = self._load.runs_meanwhile
-            self._reply = WorkerReply(num_tensors=num_tensors, weights=self._weights, runs_meanwhile=meanwhile)
-        return self._reply
-
-    def close(self) -> None:
-        """Make the model whole again. May be called again, at any time."""
-        self._load.close()
-
-
 class Receiving:
-    """Begins to receive when it is made. The model is first touched by `advance`, on vLLM's own thread. `staging`: its
-    buffers receive the buckets, which may be changes of what it keeps; None: any buffers, and all buckets are whole."""
+    """Begins to receive when it is made. The model is first touched by `advance`, on vLLM's own thread."""
 
     def __init__(
         self,
-        update: UpdateWeightsCall | StageWeightsCall,
+        update: UpdateWeightsCall,
         communicator: Communicator,
         load: Load,
-        staging: Staging | None = None,
     ) -> None:
-        self._update, self._staging = update, staging
+        self._update = update
         self._communicator = communicator
         self._load = load
         self._deadline = Deadline(update.timeout_s)
@@ -333,7 +246,7 @@ class Receiving:
                 return WorkerReply(done=False)
             self._incoming.popleft()
             self._receive()
-            buffer = self._checked(buffer)
+            self._check_seal(buffer)
             self._seals.update(bytes(buffer[-SEAL_BYTES:].tolist()))
             self._load.add(unpack(buffer, self._update.buckets[self._num_loaded].tensors))
             self._num_loaded += 1
@@ -341,8 +254,6 @@ class Receiving:
             num_tensors, weights = self._load.finish(), self._seals.hexdigest()
             meanwhile = self._load.runs_meanwhile
             self._reply = WorkerReply(num_tensors=num_tensors, weights=weights, runs_meanwhile=meanwhile)
-            if self._staging is not None:
-                self._staging.weights = self._reply.weights
         return self._reply
 
     def close(self) -> None:
@@ -364,25 +275,14 @@ class Receiving:
                     wanted="all buckets",
                     remedy="raise the learner's sync timeout",
                 )
-            index, staging = self._num_asked, self._staging
-            size = buckets[index].num_bytes + SEAL_BYTES if staging is None else staging.travel_size(index)
-            buffer = None if staging is None else staging.buffer(index)
-            if buffer is None:
-                buffer = torch.empty(size, dtype=torch.uint8, device=self._communicator.device)
+            size = buckets[self._num_asked].num_bytes + SEAL_BYTES
+            buffer = torch.empty(size, dtype=torch.uint8, device=self._communicator.device)
             self._incoming.append((buffer, self._communicator.start_broadcast(buffer, src, left_s)))
             self._num_asked += 1
 
-    def _checked(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the next bucket, whole and with the right seal. Raises DigestError, SyncError."""
-        if self._staging is not None and self._staging.travels_changed(self._num_loaded):
-            self._check_seal(buffer, form=FORM)
-            buffer = self._staging.patched(self._num_loaded, buffer)
-        self._check_seal(buffer)
-        return buffer
-
-    def _check_seal(self, buffer: torch.Tensor, form: bytes = b"") -> None:
+    def _check_seal(self, buffer: torch.Tensor) -> None:
         index, ver = self._num_loaded, self._update.ver
-        if not is_sealed(buffer, key=self._communicator.seal_key, ver=ver, index=index, form=form):
+        if not is_sealed(buffer, key=self._communicator.seal_key, ver=ver, index=index):
             raise DigestError(
                 f"bucket {index} of {len(self._update.buckets)} arrived with other bytes",
                 found=f"{buffer.numel()} bytes whose digest does not match their seal",

@@ -22,7 +22,6 @@ user.
     │   ├── CommunicatorError       joining, sending or receiving failed
     │   ├── DigestError             the bytes differ
     │   ├── CoverageError           a served parameter was not written
-    │   ├── StagingError            new weights do not fit beside those that are served
     │   └── CanaryError             the served model gives other probabilities than the learner's
     ├── PromptMismatchError     the two sides tokenize a prompt differently
     ├── RolloutError            an answer is malformed or incomplete
@@ -150,12 +149,6 @@ class DigestError(SyncError):
 
 class CoverageError(SyncError):
     pass
-
-
-class StagingError(SyncError):
-    """New weights do not fit beside those that are served."""
-
-    http_status = 507
 
 
 class CanaryError(SyncError):

@@ -28,7 +28,7 @@ from pydantic_core import CoreSchema
 
 from shared.errors import ProjectError, error_classes
 
-PROTOCOL_VERSION = 7
+PROTOCOL_VERSION = 8
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # likewise, what a server calls itself; whoever starts it can know it by that
 JOB_VARIABLE = "ROLLOUT_JOB"  # likewise, the scheduler's job that a learner belongs to; a job that starts again goes on
@@ -387,41 +387,6 @@ class Bucket(WireModel):
 
 
 BUCKETS = TypeAdapter(Items[Bucket])
-Place = Literal["device", "host"]
-
-
-class Delta(WireModel):
-    """Buckets travel as changes (`sync/delta.py`) of the weights that this group has staged last. The workers still
-    keep those."""
-
-    base: Name = Field(description="the digest of those weights: of the seals of their buckets")
-    sizes: Items[Annotated[int, Field(ge=0, lt=2**40)]] = Field(
-        description="bytes of each bucket's changes, without seals; a bucket of its own size travels whole"
-    )
-
-
-class StageWeightsCall(WireModel):
-    """Receive and check the weights of update `ver` beside the model, while the old ones serve on. An
-    `UpdateWeightsCall` of the same version, with `staged`, serves them. Until the group is left, the server keeps as
-    much memory as the buckets have."""
-
-    incarnation: Name
-    ver: int = Field(ge=0, lt=2**63)
-    mode: Literal["full", "adapter"] = "full"
-    place: Place = Field(
-        default="device", description="where they wait: on the workers' devices, or in the host's memory"
-    )
-    buckets: Items[Bucket]
-    delta: Delta | None = Field(default=None, description="null: all buckets travel whole")
-    timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
-
-
-class StageWeightsReply(WireModel):
-    ver: int
-    num_bytes: int = Field(description="of the weights")
-    received_bytes: int = Field(default=0, description="of the weights, as they travelled")
-    num_tensors: int
-    seconds: float = Field(description="receive and digest, while rollouts went on")
 
 
 class UpdateWeightsCall(WireModel):
@@ -438,9 +403,6 @@ class UpdateWeightsCall(WireModel):
     )
     base_of_adapter: bool = Field(
         default=False, description="the weights below an adapter that comes next: no canary, and not served alone"
-    )
-    staged: bool = Field(
-        default=False, description="`/stage_weights/` has brought the buckets of this version, and none come now"
     )
     timeout_s: float = Field(gt=0, le=MAX_TIMEOUT_S)
 
@@ -459,14 +421,12 @@ class ExpectScoresCall(WireModel):
 class UpdateWeightsReply(WireModel):
     ver: int
     num_bytes: int = Field(description="of the weights")
-    received_bytes: int = Field(default=0, description="of the weights, as they travelled")
     num_tensors: int
     seconds: float
     drain_s: float = Field(description="waiting for calls in flight")
-    transfer_s: float = Field(
-        description="caches, receive, digest, load, coverage, canary; of staged weights: receive and digest"
+    pause_s: float = Field(
+        default=0.0, description="no call was in flight, and none was let in: receive, check, load, canary"
     )
-    pause_s: float = Field(default=0.0, description="no call was in flight, and none was let in")
     load_s: float = Field(default=0.0, description="of the pause: until the workers had loaded the weights")
     canary_s: float = Field(default=0.0, description="of the pause: from then until the canary's scores were there")
     scores: ScoreReply = Field(description="of the canary")

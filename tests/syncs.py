@@ -24,7 +24,6 @@ from shared.sync.group import start_join
 from shared.wire import TensorSpec
 
 ONE_RANK = Ranks()
-CHANGED_SHARE = 0.004  # of a parameter's values
 
 
 def scorer_of(learner_logprobs: Callable[[], Logprobs]) -> Scorer:
@@ -86,12 +85,3 @@ class Incomplete:
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
         return [spec for spec in self._policy.weight_specs(dtype) if spec.name != self._name]
-
-
-@torch.no_grad()
-def change_few(policy: Policy, seed: int) -> None:
-    """Change as many values as a small step does, so much that answers change."""
-    torch.manual_seed(seed)
-    for parameter in policy.model.parameters():
-        chosen = torch.rand(parameter.shape, device=parameter.device) < CHANGED_SHARE
-        parameter[chosen] += 3 * (parameter.std(correction=0) + 0.02)

@@ -176,13 +176,6 @@ SYNC = (
     Metric("seconds", "s", "the whole sync, all checks included"),
     Metric("num_bytes", "bytes", "of the weights"),
     Metric("num_tensors", "tensors", "of the weights"),
-    Metric(
-        "sent_bytes",
-        "bytes",
-        "of the weights as they travelled, without seals; fewer than `num_bytes` if changes were sent (`sync.delta`), "
-        "0 in colocated runs",
-    ),
-    Metric("full_because", "", "with `sync.delta: on`, why all weights travelled and not what changed; else empty"),
     Metric("canary_gap", "nats per token", "mean difference between the learner's and the server's log-probabilities"),
     Metric("canary_gap_max", "nats", "largest difference at one token"),
     Metric("merge_gap", "nats per token", "effect of merging and rounding: weights as trained against weights as sent"),
@@ -191,11 +184,6 @@ SYNC = (
         "s",
         "a server's longest time without rollouts, from the end of the last call in flight until it served again; 0: "
         "not measured, as in colocated runs",
-    ),
-    Metric(
-        "staged_s",
-        "s",
-        "before `seconds`: the weights arrived at the servers while rollouts went on; 0: they were not staged",
     ),
     Metric("fallback", "", "why adapter syncs ended with this sync; else empty"),
     Metric(

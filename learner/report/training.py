@@ -69,8 +69,6 @@ TITLES = {  # of charts of metrics that have none of their own; others have the 
     "learn_tflops": "TFLOP/s while learning",
     "gpu_peak_gib": "Most GPU memory in a step, GiB",
     "pause_s": "Server pause",
-    "staged_s": "Staging before a sync",
-    "sent_bytes": "Bytes sent",
     "merge_gap": "Effect of merging (nats a token)",
 }
 SPIKING = {"loss": "loss", "gradient norm": "grad_norm"}  # charts by name, and their metric

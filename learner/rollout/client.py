@@ -2,8 +2,8 @@
 
 In: bodies of `shared/wire.py`. Out: their replies, or an error of the project's tree that names the server. Invariants:
 - every wait has a deadline. That of an `/infer/` call also holds while the server's `/health/` answers (D16);
-- a call is sent again only after a 503 that says "busy" (it was not executed), and never `/update_weights/`,
-  `/stage_weights/` or `/init_communicator/`. The caller may repeat a lost `/infer/`; its uuids make that safe;
+- a call is sent again only after a 503 that says "busy" (it was not executed), and never `/update_weights/` or
+  `/init_communicator/`. The caller may repeat a lost `/infer/`; its uuids make that safe;
 - the server's own error text reaches the caller.
 A client lives on one event loop.
 """
@@ -48,8 +48,6 @@ from shared.wire import (
     ScoreCall,
     ScoreReply,
     ServerStatus,
-    StageWeightsCall,
-    StageWeightsReply,
     UpdateWeightsCall,
     UpdateWeightsReply,
     WorldSizeReply,
@@ -283,12 +281,6 @@ class ServerClient:
         if `/health/` is silent for longer than `patience` says."""
         sending = self._send_once("/init_communicator/", call, read_s=call.timeout_s + REPLY_GRACE_S)
         await self._while_alive(sending, (patience or self.timeouts.patience(has_others=False)).silent_s)
-
-    async def stage_weights(self, call: StageWeightsCall, patience: Patience | None = None) -> StageWeightsReply:
-        """Returns when the server has all buckets and keeps them. Raises as `init_communicator` does."""
-        sending = self._send_once("/stage_weights/", call, read_s=call.timeout_s + REPLY_GRACE_S)
-        response = await self._while_alive(sending, (patience or self.timeouts.patience(has_others=False)).silent_s)
-        return read_reply(response.content, TypeAdapter(StageWeightsReply), self.base_url, "/stage_weights/")
 
     async def update_weights(self, call: UpdateWeightsCall, patience: Patience | None = None) -> UpdateWeightsReply:
         """Returns when the buckets have been broadcast and the server has checked what it serves. Raises as

@@ -9,9 +9,9 @@ number of ranks. A sample's seed follows from its share and its place in it, so 
 Weights are synced before the next step whenever the producers can use them: after `sync_every` executed Channel-B
 steps, and where those are so rare that no rollout with the served weights could be learned within `max_update_lag`
 updates. With `version_window: 0` only packs made since the last sync are learned. A sync for an evaluation makes no
-pack older. Before a sync each rank stops calling, and waits for its call in flight. With `sync.staging` the weights
-travel before that, while the producers go on. If the step has something to learn meanwhile, it is learned: the weights
-change at its end only, so the sync comes between two of its rows, as soon as no call is in flight.
+pack older. Before a sync each rank stops calling, and waits for its call in flight. If the step has something to
+learn meanwhile, it is learned: the weights change at its end only, so the sync comes between two of its rows, as soon
+as no call is in flight.
 
 Where Channel-B is scheduled and no share is ready on all ranks, the step runs Channel-A, if both sides lose nothing by
 it: the share that is being made will still be fresh and wanted, and meanwhile the producers go on with others. If not,

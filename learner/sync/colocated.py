@@ -126,11 +126,6 @@ class EngineDelivery:
         self._load(source, self._engine.load)
         return ver
 
-    stages = False  # nothing travels
-
-    def stage(self, source: WeightSource, mode: Mode, ver: int) -> None:
-        raise AssertionError("a colocated engine loads weights in place")
-
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         given = self._load(source, self._engine.load if mode == "full" else self._engine.load_adapter)
         learner = self._begin_scores(mode)

@@ -7,10 +7,6 @@ tolerance. The server judges that too, by the learner's scores, and serves nothi
 and sealed while the buckets before it travel, and the learner scores the canary while the last ones do. The weights
 below an adapter are an update of their own version, which also heals a poisoned server.
 
-With `sync.staging` an update has two parts. `stage` sends the buckets, and the servers serve on; the learner scores its
-canary. `deliver` of the same weights then only makes them served. With `sync.delta` every full update has these two
-parts, because changes are applied to what servers have staged before (`kept.py`).
-
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. A failure that
 is no single server's is repeated once.
 """
@@ -21,17 +17,16 @@ import hashlib
 import logging
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from functools import partial
 from typing import TypeVar
 
 import torch
 
 from learner.config.sections.vllm import VllmConfig
 from learner.policy.canary_scores import CanaryScores
+from learner.policy.weights import checksum
 from learner.records import ServerChange
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.control import ServerControl
@@ -52,29 +47,15 @@ from learner.sync.broadcast_groups import (
 )
 from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
 from learner.sync.fitness import CheckServer, all_outcomes, check_adapter, check_new, look
-from learner.sync.kept import KeptWeights, Outgoing, Parcel, whole_parcels
 from learner.sync.members import Members
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode
 from learner.sync.update_checks import check_reply, check_sent, digest_of, sizes
 from shared.canary import CanaryGap
-from shared.errors import (
-    NotFiniteError,
-    ProjectError,
-    ServerUnreachableError,
-    StagingError,
-)
-from shared.sync.buckets import DTYPES, num_bucket_bytes, plan_buckets
+from shared.errors import NotFiniteError, ProjectError, ServerUnreachableError
+from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
-from shared.wire import (
-    Bucket,
-    Place,
-    ServedWeights,
-    ServerStatus,
-    StageWeightsCall,
-    UpdateWeightsCall,
-    UpdateWeightsReply,
-)
+from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
 GOODBYE_S = 3.0  # time for servers to hear that a failed sync is over
@@ -83,22 +64,6 @@ log = logging.getLogger("learner.sync")
 
 
 NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class StagedUpdate:
-    """Weights that wait at all servers."""
-
-    source: WeightSource
-    mode: Mode
-    ver: int
-    num_bytes: int
-    num_tensors: int
-    sent_bytes: int
-    full_because: str
-    learner: CanaryScores
-    seals: Sequence[torch.Tensor]
-    seconds: float  # that they took
 
 
 class ServerDelivery:
@@ -124,16 +89,9 @@ class ServerDelivery:
         self.members = Members(backend, ranks, control=control, discovery=discovery)
         self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # keys are URLs; statuses from when they were joined
-        self._dtype: torch.dtype | None = None  # weights travel in this type; None: as trained
-        self._plans: dict[WeightSource, list[Bucket]] = {}  # the same in every update
-        self._staged: StagedUpdate | None = None
-        self._kept = KeptWeights() if config.sync.delta == "on" else None  # rank 0's copy
-        self._no_room: dict[tuple[str, str], str] = {}  # the words of servers without room, by URL and `server_id`
-        self._not_serving = ""  # a server that did not serve when it was joined, until the first update
-        self._delta_is_out = False  # True while a delta was sent and has not been acknowledged
+        self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # the same in every update
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
         self._known: set[str] = set()  # server processes that were found to fit, by their ids
-        self._asked: list[Post] = []  # calls of the try under way
         self._accused: dict[str, ProjectError] = {}  # servers that the last try failed for
         self._repeated = self._accused_one = False  # both tell of this sync alone
         self._parts: dict[str, float] = {}  # seconds of this sync's parts
@@ -150,14 +108,9 @@ class ServerDelivery:
     # ---- after a failure -------------------------------------------------------------------------------------------
 
     def recover(self, error: ProjectError) -> bool:
-        # After a delta, or without room, the next try sends other bytes. So it is worth making whatever the rules say.
-        refused = isinstance(error, StagingError) and bool(self._no_room)
-        differs, self._delta_is_out = self._delta_is_out or refused, False
         # Weights that are not finite stay so: another try would send the same ones.
-        if isinstance(error, NotFiniteError):
+        if isinstance(error, NotFiniteError) or self._backend.membership.min_servers == "all":
             return False
-        if self._backend.membership.min_servers == "all":
-            return differs
         gone, accused_by = self._gone(), self._accused
         self._accused = {}
         for base_url, found in gone.items():
@@ -166,7 +119,7 @@ class ServerDelivery:
         newcomers = {url: found for url, found in accused_by.items() if url in out and url not in gone}
         for base_url, found in newcomers.items():
             self.members.leave_out(base_url, found)
-        if gone or newcomers or differs:
+        if gone or newcomers:
             return True
         if not self._repeated:
             self._repeated = True
@@ -200,7 +153,6 @@ class ServerDelivery:
         statuses = self._reach(self.members.to_reach(), is_first=is_first)
         self._statuses = {member.base_url: status for member, status in statuses}
         self._known |= {status.server_id for _, status in statuses}
-        self._forget_no_room()
         least = backend.membership.min_servers
         # The group counts: it has servers that do not serve before this sync.
         patience = backend.timeouts.patience(has_others=least != "all" and len(statuses) > least)
@@ -208,14 +160,7 @@ class ServerDelivery:
             ServerLink(backend.client(m.base_url), backend.loop, m.group_port, status.world_size, patience)
             for m, status in statuses
         ]
-        dtypes = {status.dtype for _, status in statuses}
-        # Servers of several types get the weights as trained, and each rounds them for itself.
-        self._dtype = DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
-        # A plan depends on the type that travels, which may be another one now.
-        self._plans.clear()
-        idle = [(member.base_url, status.gate) for member, status in statuses if status.gate != "serving"]
-        self._not_serving = f"{idle[0][0]} was {idle[0][1]}" if idle else ""
-        self._asked = []
+        asked: list[Post] = []
         try:
             self._groups = open_groups(
                 links,
@@ -224,14 +169,20 @@ class ServerDelivery:
                 timeout_s=self._config.server.timeout_s,
                 allow_shared_gpu=self._config.server.allow_shared_gpu,
                 start_join=self._start_join,
-                asked=self._asked,
+                asked=asked,
             )
         except ProjectError:
-            self._accused = accused(self._asked)
+            self._accused = accused(asked)
             raise
         names = [group.name for group in self._groups.groups]
         log.info("joined %s, weights travel in %s", names, self._dtype or "their own type")
         return max(status.ver for _, status in statuses)
+
+    @property
+    def _dtype(self) -> torch.dtype | None:
+        """The type in which weights travel; None: as trained. Servers of several types each round them for itself."""
+        dtypes = {status.dtype for status in self._statuses.values()}
+        return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
     def _reach(self, members: Sequence[Member], *, is_first: bool) -> list[tuple[Member, ServerStatus]]:
         """Return the status of each member that answers and fits. One that does not is left out if the run can go
@@ -268,102 +219,8 @@ class ServerDelivery:
         self._send_and_switch(source, "full", ver + 1, items=())
         return ver + 1
 
-    @property
-    def stages(self) -> bool:
-        return self._config.sync.staging != "none"
-
-    def stage(self, source: WeightSource, mode: Mode, ver: int) -> None:
-        self._staged = None
-        place = self._config.sync.staging
-        if place != "none" and not self._no_room:
-            try:
-                self._staged = self._stage(source, mode, ver, place)
-            finally:
-                self._accused, self._delta_is_out = {}, False  # nothing failed that had to be delivered
-
-    def _stage(self, source: WeightSource, mode: Mode, ver: int, place: Place) -> StagedUpdate:
-        begin = time.monotonic()
-        outgoing = self._outgoing(source, mode, ver)
-        call = StageWeightsCall(
-            incarnation=self._groups.incarnation,
-            ver=ver,
-            mode=mode,
-            place=place,
-            buckets=self._plan(source),
-            delta=outgoing.delta,
-            timeout_s=self._config.server.timeout_s,
-        )
-        posts = [(link, link.post(link.client.stage_weights(call, link.patience))) for link in self._groups.links]
-        self._delta_is_out = call.delta is not None
-        try:
-            under_way, sums, seals = self._send(outgoing.parcels, posts)
-            learner = self._canary.scorer(self._dtype, mode == "full")
-            check_sent(call.buckets, sums, learner.checksums)
-            await_all(under_way, posts)
-        except BaseException:
-            self._accused = accused(posts)
-            self._note_no_room()
-            cancel(posts)
-            raise
-        self._delta_is_out = False
-        if self._kept is not None and mode == "full":
-            self._kept.acknowledge(digest_of(seals))
-        num_bytes, num_tensors = sizes(call.buckets)
-        return StagedUpdate(
-            source=source,
-            mode=mode,
-            ver=ver,
-            num_bytes=num_bytes,
-            num_tensors=num_tensors,
-            sent_bytes=sum(call.delta.sizes) if call.delta else num_bytes,
-            full_because=outgoing.full_because,
-            learner=learner,
-            seals=seals,
-            seconds=time.monotonic() - begin,
-        )
-
-    def _note_no_room(self) -> None:
-        """Send weights as without staging while the servers that refused are in the group: it would not fit the next
-        time either. A bucket goes to all servers of a group in one piece, so the others cannot stage without them."""
-        for base_url, error in self._accused.items():
-            if isinstance(error, StagingError):
-                self._no_room[base_url, self._statuses[base_url].server_id] = str(error)
-                log.warning("full syncs without staging until %s has left or restarted: %s", base_url, error)
-
-    def _forget_no_room(self) -> None:
-        """Stage again as configured, once the servers without room are gone."""
-        here = {(base_url, status.server_id) for base_url, status in self._statuses.items()}
-        gone = [server for server in self._no_room if server not in here]
-        for server in gone:
-            del self._no_room[server]
-        if gone and not self._no_room:
-            log.info("%s had no room and has left or restarted: staging is tried again", [url for url, _ in gone])
-
-    def _outgoing(self, source: WeightSource, mode: Mode, ver: int) -> Outgoing:
-        """Return the buckets to be staged, whole or as changes."""
-        if self._kept is None or mode != "full":
-            if self._kept is not None:
-                self._kept.forget("an adapter was staged since the last full sync")
-            return Outgoing(parcels=whole_parcels(self._sealed(source, ver)))
-        buckets = partial(self._sealed, source, ver)
-        return self._kept.outgoing(buckets, key=self._groups.seal_key, ver=ver, device=self._device)
-
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
-        staged, self._staged = self._staged, None
-        if staged is not None and (staged.source, staged.mode, staged.ver) != (source, mode, ver):
-            staged = None
-        staged_s, full_because = staged.seconds if staged else 0.0, ""
-        if staged is None and self._kept is not None and mode == "full":
-            full_because = next(iter(self._no_room.values()), self._kept.no_room or self._not_serving)
-            if not full_because:
-                place = self._config.sync.staging
-                staged = self._stage(source, mode, ver, "host" if place == "none" else place)
-        if staged is not None:
-            full_because = staged.full_because
-            replies, learner, weights = self._switch_to_staged(staged)
-        else:
-            replies, learner, weights = self._send_and_switch(source, mode, ver, items=self._canary.items)
-        self._not_serving = ""
+        replies, learner, weights = self._send_and_switch(source, mode, ver, items=self._canary.items)
         reply, longest = next(iter(replies.values())), max(replies.values(), key=lambda reply: reply.pause_s)
         self._parts |= {"drain": longest.drain_s, "load": longest.load_s, "canary": longest.canary_s}
         delivered = Delivered(
@@ -373,9 +230,6 @@ class ServerDelivery:
             gap=worst_gap([self._gap(learner, reply, base_url) for base_url, reply in replies.items()]),
             merge_gap=learner.merge_gap,
             pause_s=longest.pause_s,
-            staged_s=staged_s,
-            sent_bytes=staged.sent_bytes if staged else reply.num_bytes,
-            full_because=full_because,
         )
         served = ServedWeights(ver=ver, incarnation=self._groups.incarnation, weights=weights)
         membership = self._backend.membership.sized((url, status.world_size) for url, status in self._statuses.items())
@@ -388,9 +242,6 @@ class ServerDelivery:
         assert served.ver == ver, "another version was delivered"
 
     def leave(self, *, abort: bool) -> None:
-        self._staged = None
-        if self._kept is not None:
-            self._kept.forget("the last try failed" if abort else "the servers of the group have changed")
         groups, self._groups = self._groups, ServerGroups((), "", b"")
         out = {member.base_url for member in self._backend.membership.out}
         # A server that is gone would only use up the wait below.
@@ -425,7 +276,7 @@ class ServerDelivery:
         posts = [(link, link.post(link.client.update_weights(call, link.patience))) for link in self._groups.links]
         told: Posts = []
         try:
-            under_way, sums, seals = self._send(whole_parcels(self._sealed(source, ver)), posts)
+            under_way, sums, seals = self._send(source, ver, posts)
             learner = NO_SCORES
             if items:  # scored while the last buckets travel
                 learner = self._canary.scorer(self._dtype, mode == "full")
@@ -442,35 +293,6 @@ class ServerDelivery:
             check_reply((ver, *sizes(call.buckets)), reply, base_url)
         return replies, learner, self._digest(mode, seals)
 
-    def _switch_to_staged(self, staged: StagedUpdate) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
-        """Does what `_send_and_switch` does, with weights that wait at the servers already."""
-        items, incarnation = self._canary.items, self._groups.incarnation
-        call = UpdateWeightsCall(
-            incarnation=incarnation,
-            ver=staged.ver,
-            mode=staged.mode,
-            buckets=[],
-            canary=score_items(items),
-            staged=True,
-            timeout_s=self._config.server.timeout_s,
-        )
-        expected = self._canary.expected(incarnation, staged.ver, staged.learner.logprobs, self._dtype)
-        links = self._groups.links
-        # The scores go first: the servers hold rollouts back from the update on.
-        posts: list[Post] = [(link, link.post(link.client.expect_scores(expected))) for link in links]
-        updates = [(link, link.post(link.client.update_weights(call, link.patience))) for link in links]
-        posts += updates
-        try:
-            await_all([], posts)
-        except BaseException:
-            self._accused = accused(posts)
-            cancel(posts)
-            raise
-        replies = {link.base_url: post.result() for link, post in updates}
-        for base_url, reply in replies.items():
-            check_reply((staged.ver, staged.num_bytes, staged.num_tensors), reply, base_url)
-        return replies, staged.learner, self._digest(staged.mode, staged.seals)
-
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
         """Return the digest as the server makes it: of the seals; an adapter's together with that of the weights below
         it."""
@@ -480,25 +302,25 @@ class ServerDelivery:
         self._full_weights = digest
         return digest
 
-    def _sealed(self, source: WeightSource, ver: int, room: torch.Tensor | None = None) -> Iterator[torch.Tensor]:
+    def _send(
+        self, source: WeightSource, ver: int, posts: Posts
+    ) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
+        """Give every bucket to every group; the buckets that are still under way, every bucket's checksum and seal."""
         plan = [bucket.tensors for bucket in self._plan(source)]
         key, dtype = self._groups.seal_key, self._dtype
-        return sealed_buckets(source, plan, key=key, ver=ver, dtype=dtype, device=self._device, room=room)
-
-    def _send(self, parcels: Iterable[Parcel], posts: Posts) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
-        """Give every bucket to every group; the buckets that are still under way, every bucket's checksum and seal."""
         under_way: deque[Sent] = deque()
         sums, seals = [], []
-        for parcel in parcels:
+        for bucket in sealed_buckets(source, plan, key=key, ver=ver, dtype=dtype, device=self._device):
             if len(under_way) > SENT_AHEAD:
                 await_all(under_way.popleft(), posts, replies=False)
-            under_way.append(self._groups.broadcast(parcel.travels))
-            sums.append(parcel.checksum)
-            seals.append(parcel.seal)
+            under_way.append(self._groups.broadcast(bucket))
+            sums.append(checksum(bucket[:-SEAL_BYTES]))
+            seals.append(bucket[-SEAL_BYTES:].clone())  # a view would keep the whole bucket in memory
         return [part for sent in under_way for part in sent], sums, seals
 
     def _plan(self, source: WeightSource) -> list[Bucket]:
-        if source not in self._plans:
+        key = source, self._dtype
+        if key not in self._plans:
             parts = plan_buckets(source.weight_specs(self._dtype), self._config.sync.bucket_bytes)
-            self._plans[source] = [Bucket(tensors=part, num_bytes=num_bucket_bytes(part)) for part in parts]
-        return self._plans[source]
+            self._plans[key] = [Bucket(tensors=part, num_bytes=num_bucket_bytes(part)) for part in parts]
+        return self._plans[key]

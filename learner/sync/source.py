@@ -73,10 +73,8 @@ def sealed_buckets(
     ver: int,
     dtype: torch.dtype | None,
     device: torch.device,
-    room: torch.Tensor | None = None,
 ) -> Iterator[torch.Tensor]:
-    """Yield each bucket of `plan` as uint8 `[bytes]` on `device`, sealed with `key`. With `room` (as for `pack`) each
-    overwrites the one before.
+    """Yield each bucket of `plan` as uint8 `[bytes]` on `device`, sealed with `key`.
 
     The plan must be cut from the source's own specs.
 
@@ -84,7 +82,7 @@ def sealed_buckets(
     """
     weights = source.named_weights(dtype)
     for index, specs in enumerate(plan):
-        buffer = pack(specs, dict(islice(weights, len(specs))), device, room)
+        buffer = pack(specs, dict(islice(weights, len(specs))), device)
         seal(buffer, key=key, ver=ver, index=index)
         yield buffer
     left_over = next(weights, None)

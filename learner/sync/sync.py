@@ -41,10 +41,7 @@ class Delivered:
     num_tensors: int
     gap: CanaryGap  # the worst one over generators
     merge_gap: float  # nats per token: what merging and rounding changed (D14)
-    pause_s: float = 0.0  # the same as in `SyncReceipt`, and so is the next
-    staged_s: float = 0.0
-    sent_bytes: int = 0
-    full_because: str = ""
+    pause_s: float = 0.0  # the same as in `SyncReceipt`
 
 
 class Delivery(Protocol):
@@ -76,14 +73,6 @@ class Delivery(Protocol):
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         """Load the weights below an adapter, over version `ver`; the version from which to count on."""
-
-    @property
-    def stages(self) -> bool:
-        """True if `stage` is worth a call. Equal on all ranks."""
-
-    def stage(self, source: WeightSource, mode: Mode, ver: int) -> None:
-        """Let these weights arrive while rollouts go on; `deliver` of the same then only makes them served. Raises what
-        `deliver` does; the generators serve on what they did."""
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         """Load these weights as version `ver`, and check them. Raises SyncError, ServerError or DeadlineError."""
@@ -125,13 +114,6 @@ class Sync:
         """See `Delivery.agree`; to be called at the end of every step."""
         return self._delivery.agree()
 
-    def stage(self) -> None:
-        """Let the policy's weights arrive at the generators while rollouts go on, so that the `sync` that follows is
-        short. The weights must not change in between. Where that is not possible it does nothing, and where it fails it
-        warns: the sync then sends them as if nothing had been tried."""
-        if self._delivery.stages:
-            self._delivery.together(self._stage)
-
     def sync(self) -> SyncReceipt:
         """Bring every generator to the policy's weights; returns, on all ranks, when all serve them.
 
@@ -159,21 +141,6 @@ class Sync:
         log.info("sync mode %s", "full" if self._adapter is None else "adapter")
         return self.ver
 
-    def _stage(self) -> None:
-        if not self._is_connected or not self._delivery.is_current():
-            return  # the sync connects first
-        source, mode = self._source()
-        if mode == "adapter" and not self._base_is_loaded:
-            return
-        try:
-            with self._leaving_on_failure():
-                self._delivery.stage(source, mode, self.ver + 1)
-        except ProjectError as error:
-            log.warning("the weights were not staged, and rollouts wait for them: %s", error)
-
-    def _source(self) -> tuple[WeightSource, Mode]:
-        return (self._weights, "full") if self._adapter is None else (self._adapter, "adapter")
-
     def _sync(self) -> SyncReceipt:
         if self._is_connected and not self._delivery.is_current():
             self._is_connected = False
@@ -194,9 +161,6 @@ class Sync:
             canary_gap_max=delivered.gap.max,
             merge_gap=delivered.merge_gap,
             pause_s=delivered.pause_s,
-            staged_s=delivered.staged_s,
-            sent_bytes=delivered.sent_bytes,
-            full_because=delivered.full_because,
             fallback=reason,
             parts=parts,
         )

@@ -77,15 +77,13 @@ def pack(
     specs: Sequence[TensorSpec],
     tensors: Mapping[str, torch.Tensor],
     device: torch.device | str,
-    room: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the bucket of these tensors, not yet sealed: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`,
-    tensors cast to the specs' dtypes. It lies at the beginning of `room`, if that is given (uint8, on `device`).
+    tensors cast to the specs' dtypes.
 
     Raises SyncError if a tensor is missing or has another shape than its spec.
     """
-    size = num_bucket_bytes(specs) + SEAL_BYTES
-    buffer = torch.empty(size, dtype=torch.uint8, device=device) if room is None else room[:size]
+    buffer = torch.empty(num_bucket_bytes(specs) + SEAL_BYTES, dtype=torch.uint8, device=device)
     views = [view for _, view in unpack(buffer, specs)]
     for spec, view in zip(specs, views, strict=True):
         if gap := -num_tensor_bytes(spec) % ALIGNMENT_BYTES:
@@ -131,19 +129,18 @@ def seal_key(secret: bytes) -> bytes:
     return hmac.digest(secret, b"seal", hashlib.sha256)
 
 
-def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int, form: bytes = b"") -> None:
-    """Write the seal of bucket `index` of the update to `ver`, once for each of them and each `form` in which it
-    travels. Does not wait for the device."""
-    buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, key, ver, index, form))
+def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> None:
+    """Write the seal of bucket `index` of the update to `ver`. Does not wait for the device."""
+    buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, key, ver, index))
 
 
-def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int, form: bytes = b"") -> bool:
+def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> bool:
     """Return True if the bytes are those that were sealed. Waits for the device, once."""
-    return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, key, ver, index, form))
+    return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, key, ver, index))
 
 
-def _seal(buffer: torch.Tensor, key: bytes, ver: int, index: int, form: bytes) -> torch.Tensor:
-    return digest(buffer[:-SEAL_BYTES], key, struct.pack("<QQ", ver, index) + form)
+def _seal(buffer: torch.Tensor, key: bytes, ver: int, index: int) -> torch.Tensor:
+    return digest(buffer[:-SEAL_BYTES], key, struct.pack("<QQ", ver, index))
 
 
 def _aligned(num_bytes: int) -> int:

@@ -50,8 +50,6 @@ def learner(
     policy: Policy,
     *,
     allow_shared_gpu: bool = SHARED,
-    staging: str = "none",
-    delta: str = "off",
 ) -> Iterator[tuple[ServerBackend, Sync]]:
     servers = [servers] if isinstance(servers, RunningServer) else servers
     entries = [{"base_url": server.base_url, "group_port": free_port()} for server in servers]
@@ -61,7 +59,7 @@ def learner(
         "vllm": {
             "mode": "server",
             "server": {"servers": entries, "timeout_s": 60.0, "allow_shared_gpu": allow_shared_gpu},
-            "sync": {"bucket_bytes": 1 << 20, "staging": staging, "delta": delta},
+            "sync": {"bucket_bytes": 1 << 20},
         },
     }
     backend = ServerBackend(RolloutMatchingConfig.model_validate(section), run_seed=0)

@@ -17,7 +17,6 @@ from shared.errors import CommunicatorError
 from tests.gpu.devices import OTHER, SHARED, needs_gpus
 from tests.gpu.servers import answers, change, learner, load, samples, server_on
 from tests.servers import RunningServer
-from tests.syncs import change_few
 
 pytestmark = [pytest.mark.gpu, needs_gpus(1)]
 
@@ -48,49 +47,6 @@ def test_syncs_change_what_is_served(server: RunningServer, model: Path, make: C
             assert receipt.num_tensors == len(policy.weight_specs())
             said.append(answers(backend))
         assert said[0] != said[1] != said[2]
-
-
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_staged_weights_are_served_by_the_sync_and_not_before(
-    server: RunningServer, model: Path, place: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """R09, R10: rollouts between the two parts are the old weights', in the same memory sync after sync."""
-    policy = load(model)
-    with learner(server, policy, staging=place) as (backend, sync):
-        sync.sync()
-        for seed in range(3):
-            old = answers(backend)
-            change(policy, seed)
-            sync.stage()
-            assert answers(backend) == old
-            receipt = sync.sync()
-            assert receipt.staged_s > 0, "it was not staged; the warning says why"
-            assert receipt.num_tensors == len(policy.weight_specs())
-            assert answers(backend) != old
-        with capsys.disabled():
-            print(f"\npause of a small model staged on {place}: {1e3 * receipt.pause_s:.1f} ms")
-
-
-@pytest.mark.parametrize("staging", ["none", "device"])
-def test_changes_alone_bring_the_served_model_to_the_learner_s(
-    server: RunningServer, model: Path, staging: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """R09: changes travel over NCCL, and are kept in the host's memory or on the device. The seals and the
-    canary check each."""
-    policy = load(model)
-    with learner(server, policy, staging=staging, delta="on") as (backend, sync):
-        first = sync.sync()
-        assert first.sent_bytes == first.num_bytes
-        for seed in range(3):
-            old = answers(backend)
-            change_few(policy, seed)
-            sync.stage()
-            receipt = sync.sync()
-            assert receipt.full_because == ""
-            assert 0 < receipt.sent_bytes < 0.1 * receipt.num_bytes
-            assert answers(backend) != old
-        with capsys.disabled():
-            print(f"\nchanges of a small model, staging {staging}: {receipt.sent_bytes} of {receipt.num_bytes} bytes")
 
 
 def test_a_learner_on_the_server_s_gpu_is_told(server: RunningServer, model: Path) -> None:

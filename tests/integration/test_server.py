@@ -20,9 +20,7 @@ import threading
 import time
 import uuid
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -51,12 +49,6 @@ SECRET = bytes(range(32))
 TEXT = [{"role": "user", "content": "name every digit"}]
 ANSWER = [5, 400, 1000]  # the canary's, on TEXT
 PICTURE = [{"role": "user", "content": "<image>name every digit"}]
-
-
-@dataclass(frozen=True)
-class Staging:
-    buffers: list[torch.Tensor]
-    reply: Future[httpx.Response]
 
 
 class Learner:
@@ -178,23 +170,6 @@ class Learner:
             weights.seal(buffers[-1], key=weights.seal_key(SECRET), ver=ver, index=index)
         assert len(buckets) > 2
         return buffers, buckets
-
-    @contextmanager
-    def staging(self, tensors: dict[str, torch.Tensor], place: str) -> Iterator[Staging]:
-        """Begin a `/stage_weights/` call, of which nothing was sent yet."""
-        ver = self.ver() + 1
-        buffers, buckets = self.buckets(tensors, ver)
-        body = {"incarnation": self.incarnation, "ver": ver, "place": place, "buckets": buckets, "timeout_s": 20.0}
-        with ThreadPoolExecutor(1) as pool:
-            yield Staging(buffers, pool.submit(self.http.post, "/stage_weights/", json=body))
-
-    def switch(self, **call: Any) -> httpx.Response:
-        """Update the server to what was staged; the canary is scored by the learner's model."""
-        body = self.update(staged=True, **call)
-        said = {"logprobs": [self.logprobs(TEXT, None, ANSWER)], "tolerance": 0.002}
-        said |= {"incarnation": self.incarnation, "ver": body["ver"]}
-        assert self.http.post("/expect_scores/", json=said).status_code == 200
-        return self.http.post("/update_weights/", json=body)
 
     def status(self) -> dict[str, Any]:
         return dict(self.http.get("/status/").json())
@@ -546,93 +521,6 @@ def test_full_update_serves_the_new_weights(learner: Learner, folder: Path) -> N
         wanted = learner.logprobs(PICTURE if of else TEXT, of, response)
         assert got == pytest.approx(wanted, abs=2e-3)
     assert scores["prompt_token_ids"][1] == learner.encode(PICTURE, image)["input_ids"][0].tolist()
-
-
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_staged_weights_arrive_while_the_old_ones_answer(learner: Learner, place: str) -> None:
-    """R10: answers made meanwhile are whole, and of the old version; then the new weights are served to the last bit,
-    by one load."""
-    learner.randomize(seed=11)
-    assert learner.join().status_code == 200
-    assert learner.sync(learner.tensors()).status_code == 200
-    old, before = learner.ver(), learner.ids(TEXT)
-    learner.randomize(seed=12)
-    with learner.staging(learner.tensors(), place) as staging:
-        assert learner.communicator is not None
-        for buffer in staging.buffers:
-            (output,) = learner.infer([{"messages": TEXT}]).json()
-            assert (output["response_token_ids"], output["rollout_infos"]["ver"]) == (before, old)
-            assert not staging.reply.done()
-            learner.communicator.broadcast(buffer, learner.communicator.rank, timeout_s=20.0)
-        staged = staging.reply.result(20)
-    assert staged.status_code == 200, staged.text
-    assert (learner.ids(TEXT), learner.ver()) == (before, old)
-    calling = [threading.Thread(target=lambda: replies.append(learner.infer([{"messages": TEXT}] * 4))) for _ in "ab"]
-    replies: list[httpx.Response] = []
-    for thread in calling:
-        thread.start()
-    switched = learner.switch()
-    assert switched.status_code == 200, switched.text
-    for thread in calling:
-        thread.join(60)
-    versions = [{output["rollout_infos"]["ver"] for output in reply.json()} for reply in replies]
-    assert all(len(of_call) == 1 and of_call <= {old, old + 1} for of_call in versions)
-    assert (switched.json()["num_tensors"], switched.json()["num_bytes"]) == (
-        len(learner.tensors()),
-        staged.json()["num_bytes"],
-    )
-    assert learner.ids(TEXT) == learner.generate(TEXT) != before
-
-
-@pytest.mark.parametrize("how", ["digest", "gone", "replaced"])
-def test_a_transfer_that_fails_leaves_the_old_weights_serving(learner: Learner, how: str) -> None:
-    """R10: wrong bytes, a learner that dies, another that takes its place. No rollout is refused, and the next sync is
-    as any other."""
-    learner.randomize(seed=13)
-    tensors = learner.tensors()
-    assert learner.join().status_code == 200
-    assert learner.sync(tensors).status_code == 200
-    old, before = learner.ver(), learner.ids(TEXT)
-    with learner.staging({name: tensor + 1 for name, tensor in tensors.items()}, "device") as staging:
-        communicator = learner.communicator
-        assert communicator is not None
-        communicator.broadcast(staging.buffers[0], communicator.rank, timeout_s=20.0)
-        if how == "digest":
-            staging.buffers[1][5] ^= 1
-            communicator.start_broadcast(staging.buffers[1], communicator.rank, 20.0)
-        elif how == "gone":
-            communicator.abort()
-        else:
-            learner.communicator = None
-            assert learner.join().status_code == 200
-            communicator.close()
-        failed = staging.reply.result(30)
-    assert failed.json()["error"] == ("DigestError" if how == "digest" else "CommunicatorError")
-    assert (learner.status()["gate"], learner.ver(), learner.ids(TEXT)) == ("serving", old, before)
-    learner.randomize(seed=14)
-    assert learner.join().status_code == 200
-    assert learner.sync(learner.tensors()).status_code == 200
-    assert learner.ids(TEXT) == learner.generate(TEXT)
-
-
-def test_staged_weights_that_are_no_numbers_are_found_by_the_canary_and_healed(learner: Learner) -> None:
-    learner.randomize(seed=15)
-    tensors = learner.tensors()
-    name = next(name for name in tensors if name.endswith("layers.0.self_attn.v_proj.weight"))
-    assert learner.join().status_code == 200
-    assert learner.sync(tensors).status_code == 200
-    nan = {**tensors, name: torch.full_like(tensors[name], float("nan"))}
-    with learner.staging(nan, "device") as staging:
-        assert learner.communicator is not None
-        for buffer in staging.buffers:
-            learner.communicator.broadcast(buffer, learner.communicator.rank, timeout_s=20.0)
-        assert staging.reply.result(20).status_code == 200
-    assert learner.ids(TEXT) == learner.generate(TEXT)
-    assert learner.switch().json()["error"] == "NotFiniteError"
-    assert learner.infer([{"messages": TEXT}]).status_code == 503
-    assert learner.join().status_code == 200
-    assert learner.sync(tensors).status_code == 200
-    assert learner.ids(TEXT) == learner.generate(TEXT)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from learner.sync.sync import Sync
 from shared.addresses import free_port
 from shared.errors import CanaryError, CoverageError, MediaError, ServerPoisonedError
 from tests.servers import RunningServer, running_server
-from tests.syncs import Incomplete, change_few, server_sync
+from tests.syncs import Incomplete, server_sync
 
 pytestmark = pytest.mark.integration
 
@@ -203,50 +203,6 @@ def test_syncs_change_what_is_served_and_are_checked(
         assert receipt.canary_gap_max < EXACT_TOLERANCE
         assert receipt.num_tensors == len(policy.weight_specs())
     assert {rollout.ver for rollout in generate(backend, samples)} == {second.ver}
-
-
-def test_staged_weights_are_served_after_the_sync_and_not_before(
-    connect: Connect, start_sync: StartSync, policy: Policy, samples: list[Sample]
-) -> None:
-    """R09, R10: rollouts made between the two parts are the old weights'."""
-    backend = connect()
-    sync = start_sync(backend, staging="device")
-    first = sync.sync()
-    old = [r.response_token_ids for r in generate(backend, samples, greedy=True)]
-    perturb(policy, 0.06)
-    sync.stage()
-    between = generate(backend, samples, greedy=True)
-    assert ([r.response_token_ids for r in between], {r.ver for r in between}) == (old, {first.ver})
-    second = sync.sync()
-    assert (second.ver, second.num_bytes, second.num_tensors) == (first.ver + 1, first.num_bytes, first.num_tensors)
-    assert second.canary_gap_max < EXACT_TOLERANCE
-    assert 0 < second.pause_s <= second.seconds
-    assert second.staged_s > 0
-    after = generate(backend, samples, greedy=True)
-    assert ([r.response_token_ids for r in after] != old, {r.ver for r in after}) == (True, {second.ver})
-
-
-def test_changes_alone_bring_the_served_model_to_the_learner_s(
-    connect: Connect, start_sync: StartSync, policy: Policy, samples: list[Sample]
-) -> None:
-    """R09, R10: sync after sync, with fewer bytes; a new group begins with all weights again."""
-    backend = connect()
-    sync = start_sync(backend, delta="on")
-    receipts = [sync.sync()]
-    for seed in (1, 2):
-        change_few(policy, seed)
-        receipts.append(sync.sync())
-    assert [bool(receipt.full_because) for receipt in receipts] == [True, False, False]
-    for receipt in receipts:
-        assert receipt.canary_gap_max < EXACT_TOLERANCE
-        assert receipt.num_tensors == len(policy.weight_specs())
-    assert all(receipt.sent_bytes < 0.1 * receipts[0].sent_bytes for receipt in receipts[1:])
-    assert {rollout.ver for rollout in generate(backend, samples)} == {receipts[-1].ver}
-    newcomer = start_sync(connect(), delta="on")
-    change_few(policy, 3)
-    receipt = newcomer.sync()
-    assert (bool(receipt.full_because), receipt.sent_bytes) == (True, receipt.num_bytes)
-    assert receipt.canary_gap_max < EXACT_TOLERANCE
 
 
 def test_the_canary_tells_a_model_that_is_not_the_learner_s(

@@ -32,20 +32,6 @@ class SyncConfig(Section):
     bucket_bytes: int = key(
         "tensors are sent in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
     )
-    staging: Literal["none", "device", "host"] = key(
-        "`mode: server`: where new weights wait until they are served. `device`: beside the served ones, and rollouts "
-        "go on while they arrive; a second copy of the weights has to fit. `host`: in the servers' page-locked memory, "
-        "with a longer pause than `device`. `none`: the servers pause while weights arrive",
-        "none",
-        req="R09",
-    )
-    delta: Literal["off", "on"] = key(
-        "`mode: server`: `on`: full syncs send exactly what changed since the last one, or all weights if that would "
-        "not save much. For slow links and small learning rates. The learner and each worker keep a copy of the weights"
-        " in the host's memory; with `staging: device` the workers keep it on the device",
-        "off",
-        req="R09",
-    )
     canary_samples: int = key("prompts that learner and server both score after a sync", 2, req="R09", ge=1)
     canary_tolerance: float | None = key(
         "largest mean difference between the learner's and the server's scores; null: 0.01 if both compute in "
@@ -134,18 +120,6 @@ def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path=path, found=found, wanted="plain LoRA: vLLM does not apply DoRA", remedy=remedy)
 
 
-def staging_needs_servers(config: RunConfig) -> Iterator[Mistake]:
-    """Nothing travels to a colocated engine, so nothing can be staged."""
-    vllm = config.rollout_matching.vllm
-    if config.rollout_matching.rollout_backend == "vllm" and vllm.mode == "colocate" and vllm.sync.staging != "none":
-        yield Mistake(
-            path=f"{ROLLOUT}.vllm.sync.staging",
-            found=f"{vllm.sync.staging} with vllm.mode: colocate",
-            wanted="none: a colocated engine loads the policy's weights in place",
-            remedy="remove the key, or set vllm.mode: server",
-        )
-
-
 def fp8_needs_16_bits(config: RunConfig) -> Iterator[Mistake]:
     """A colocated engine computes in the type of training, and vLLM has no FP8 for float32."""
     if not colocates(config) or config.training.bf16 or config.model.dtype != "float32":
@@ -159,16 +133,4 @@ def fp8_needs_16_bits(config: RunConfig) -> Iterator[Mistake]:
         )
 
 
-def delta_needs_servers(config: RunConfig) -> Iterator[Mistake]:
-    """Nothing travels to a colocated engine, so there is no delta either."""
-    vllm = config.rollout_matching.vllm
-    if config.rollout_matching.rollout_backend == "vllm" and vllm.mode == "colocate" and vllm.sync.delta == "on":
-        yield Mistake(
-            path=f"{ROLLOUT}.vllm.sync.delta",
-            found="on with vllm.mode: colocate",
-            wanted="off: a colocated engine loads the policy's weights in place",
-            remedy="remove the key, or set vllm.mode: server",
-        )
-
-
-RULES: tuple[Rule, ...] = (adapter_sync, staging_needs_servers, delta_needs_servers, fp8_needs_16_bits)
+RULES: tuple[Rule, ...] = (adapter_sync, fp8_needs_16_bits)

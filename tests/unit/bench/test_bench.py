@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -100,22 +99,6 @@ def test_a_sync_has_seconds_rate_and_share_of_the_raw_broadcast() -> None:
     several = [receipt("full", seconds, 8 * 10**9) for seconds in (0.06, 0.08, 0.1)]
     assert sync.several_figure(one, several, 3).good is False
     assert sync.trl_figures(one, [0.1, 0.12, 0.09])[1].value == pytest.approx(2.0)
-
-
-def test_a_pause_is_measured_with_staging_and_without() -> None:
-    """Syncs that were meant to be staged and were not do not count."""
-    plain, whole = [replace(receipt("full", 0.05, 1), pause_s=0.04)], receipt("full", 0.02, 1)
-    staged = [
-        replace(whole, pause_s=pause_s, staged_s=0.05, parts={"drain": 1.0, "load": 0.004, "canary": 0.005})
-        for pause_s in (0.02, 0.01)
-    ]
-    found = {figure.name: figure for figure in sync.pause_figures(plain, [whole, *staged], [whole])}
-    assert found["pause of the server, weights not staged"].value == 0.04
-    device = found["pause of the server, weights staged on its device"]
-    assert (list(device.samples), device.good) == ([0.02, 0.01], True)
-    assert found["of that pause: load"].value == pytest.approx(0.004)
-    assert list(found["of that pause: verdict"].samples) == pytest.approx([0.011, 0.001])
-    assert not any("host" in name for name in found)
 
 
 def test_ratios_are_of_the_rounds_that_belong_together() -> None:

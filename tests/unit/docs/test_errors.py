@@ -42,7 +42,6 @@ from learner.tasks.supervision import Target, build_segment
 from learner.trainer import memory_errors
 from rollout_server.config import ServerConfig
 from rollout_server.prompts import Renderer
-from rollout_server.staging import Staging
 from rollout_server.worker import Receiving
 from shared.addresses import free_port
 from shared.errors import ProjectError, error_classes
@@ -242,11 +241,6 @@ def nothing_sent(place: Place) -> None:
     WeightLoad(torch.nn.Linear(2, 2), config, torch.device("cpu"), CopyMemory()).finish()
 
 
-def no_room_beside_the_model(place: Place) -> None:
-    place.patch.setattr("rollout_server.staging.available_bytes", lambda: 0)
-    Staging([Bucket(tensors=[], num_bytes=0)], "device", torch.device("cpu"))
-
-
 # ---- learning ------------------------------------------------------------------------------------------------------
 
 
@@ -389,7 +383,6 @@ CASES: dict[str, tuple[Case, ...]] = {
     ),
     "DigestError": (Case(bytes_that_changed, ("sync again", "memory of both machines")),),
     "CoverageError": (Case(nothing_sent, ("the model that the server serves",)),),
-    "StagingError": (Case(no_room_beside_the_model, ("sync.staging: none",)),),
     "CanaryError": (
         Case(
             lambda place: canaries.canary(0.1).compare([[-1.0] * 2] * 2, canaries.reply([[-1.0, -9.0]] * 2), URL),

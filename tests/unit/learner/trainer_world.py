@@ -223,8 +223,6 @@ class FakeSync:
     def agree(self) -> tuple[()]:
         return ()
 
-    def stage(self) -> None: ...
-
     def sync(self) -> SyncReceipt:
         self.ver += 1
         self._backend.ver, self._backend.synced = self.ver, snapshot(self._backend.policy)

@@ -106,8 +106,7 @@ class FakeEngine:
     async def on_workers(self, method: str, *args: object) -> list[WorkerReply]:
         self.calls.append((method, *args))
         await asyncio.sleep(0)
-        # With a slice, loading what was staged goes on as a look does.
-        reply = self.replies.get(method) or (self.replies.get("sync_poll") if method == "sync_load" else None)
+        reply = self.replies.get(method)
         return [reply() if reply else WorkerReply(runs_meanwhile=True)]
 
     async def reset_caches(self) -> None:

@@ -24,7 +24,6 @@ from shared.wire import (
     InferCall,
     InitCommunicatorCall,
     ScoreCall,
-    StageWeightsCall,
     UpdateWeightsCall,
 )
 from tests.unit.rollout_server.test_fuzz import GETS, RIGHT, check, send
@@ -35,7 +34,6 @@ CALLS: dict[str, type[BaseModel]] = {
     "/infer/": InferCall,
     "/score/": ScoreCall,
     "/init_communicator/": InitCommunicatorCall,
-    "/stage_weights/": StageWeightsCall,
     "/update_weights/": UpdateWeightsCall,
     "/expect_scores/": ExpectScoresCall,
     "/close_communicator/": CloseCommunicatorCall,

@@ -39,7 +39,6 @@ RIGHT: dict[str, Any] = {
         "secret": "0" * 64,
         "timeout_s": 5.0,
     },
-    "/stage_weights/": {"incarnation": "a", "ver": 1, "place": "host", "buckets": [], "timeout_s": 5.0},
     "/update_weights/": {"incarnation": "a", "ver": 1, "buckets": [], "base_of_adapter": True, "timeout_s": 5.0},
     "/expect_scores/": {"incarnation": "a", "ver": 1, "logprobs": [[-0.5]], "tolerance": 0.1},
     "/close_communicator/": {"incarnation": "a"},

@@ -30,7 +30,6 @@ class Engine(FakeEngine):
         self.replies = {
             "sync_start": lambda: WorkerReply(done=False, runs_meanwhile=runs_meanwhile),
             "sync_poll": self._poll,
-            "sync_load": self._poll,
         }
 
     def _poll(self) -> WorkerReply:
@@ -68,44 +67,16 @@ def test_the_scores_are_those_after_the_load(runs_meanwhile: bool, num_slices: i
     assert engine.held == [1] * log.count("score")
 
 
-STAGED = [
-    (1, ["reset", "sync_load", "score"]),
-    (2, ["reset", "sync_load", "score", "sync_poll", "reset", "score"]),
-]
-
-
-@pytest.mark.parametrize(("num_slices", "log"), STAGED)
-def test_staged_weights_are_loaded_by_one_call(num_slices: int, log: list[str]) -> None:
-    engine = Engine(runs_meanwhile=True, num_slices=num_slices)
-    staged = CALL.model_copy(update={"staged": True})
-    _, scores, _ = asyncio.run(load_and_score(engine, staged, ran_meanwhile=True))
-    assert engine.log == log
-    assert (scores.ver, scores.logprobs) == (3, [[-float(len(log))]])
-
-
-def test_no_score_of_staged_weights_is_asked_for_before_the_caches_are_reset() -> None:
-    class Slow(Engine):
-        async def reset_caches(self) -> None:
-            await asyncio.sleep(0.05)
-            await super().reset_caches()
-
-    engine = Slow(runs_meanwhile=True, num_slices=1)
-    staged = CALL.model_copy(update={"staged": True})
-    asyncio.run(load_and_score(engine, staged, ran_meanwhile=True))
-    assert engine.log == ["sync_load", "reset", "score"]
-
-
 def test_caches_that_cannot_be_reset_end_the_update() -> None:
     class Busy(Engine):
         async def reset_caches(self) -> None:
             raise SyncError("the prefix cache cannot be reset")
 
     engine = Busy(runs_meanwhile=True, num_slices=1)
-    staged = CALL.model_copy(update={"staged": True})
 
     async def run() -> int:
         with pytest.raises(SyncError, match="cannot be reset"):
-            await load_and_score(engine, staged, ran_meanwhile=True)
+            await load_and_score(engine, CALL)
         return len(asyncio.all_tasks())
 
     assert asyncio.run(run()) == 1
@@ -125,10 +96,7 @@ def test_an_update_that_is_broken_off_leaves_no_call_under_way(turns: int) -> No
             return await super().on_workers(method, *args)
 
     async def run() -> int:
-        staged = CALL.model_copy(update={"staged": True})
-        update = asyncio.create_task(
-            load_and_score(Slow(runs_meanwhile=True, num_slices=1), staged, ran_meanwhile=True)
-        )
+        update = asyncio.create_task(load_and_score(Slow(runs_meanwhile=True, num_slices=1), CALL))
         for _ in range(turns):
             await asyncio.sleep(0)
         update.cancel()

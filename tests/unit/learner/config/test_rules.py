@@ -385,15 +385,6 @@ def test_r33_explicit_accumulation_equals_the_derived() -> None:
     valid(stage2(), {**changes, "training.gradient_accumulation_steps": 8}, world_size=4)
 
 
-@pytest.mark.parametrize(("key", "value"), [("staging", "host"), ("delta", "on")])
-def test_r09_nothing_travels_to_a_colocated_engine(key: str, value: str) -> None:
-    changes = {f"{VLLM}.sync.{key}": value}
-    valid(minimal(), changes)
-    mistake = only_mistake(minimal(), {**COLOCATE, **changes}, world_size=1)
-    assert (mistake.path, value in mistake.found) == (f"{VLLM}.sync.{key}", True)
-    assert "vllm.mode: server" in mistake.remedy
-
-
 def test_r04_tensor_parallel_size_divides_the_ranks() -> None:
     changes = {f"{VLLM}.mode": "colocate"}
     assert valid(minimal(), changes, world_size=4).rollout_matching.vllm.tensor_parallel_size == 4

@@ -43,7 +43,6 @@ from shared.wire import (
     RolloutOutput,
     ScoreCall,
     ScoreItem,
-    StageWeightsCall,
     UpdateWeightsCall,
 )
 from tests.pauses import pause_soon
@@ -59,7 +58,6 @@ OK = b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\nConnection: close\r\n\r\n"
 INIT = InitCommunicatorCall(
     incarnation="me", secret="0" * 64, group_port=1, world_size=2, backend="tcp", timeout_s=20.0
 )
-STAGE = StageWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], num_bytes=0)], timeout_s=20.0)
 UPDATE = UpdateWeightsCall(incarnation="me", ver=1, buckets=[Bucket(tensors=[], num_bytes=0)], timeout_s=20.0)
 
 
@@ -614,7 +612,6 @@ def test_a_weight_update_is_never_repeated(respx_mock: respx.MockRouter) -> None
 
 WEIGHT_CALLS: dict[str, Callable[[ServerClient, Patience | None], Awaitable[object]]] = {
     "init_communicator": lambda c, patience: c.init_communicator(INIT, patience),
-    "stage_weights": lambda c, patience: c.stage_weights(STAGE, patience),
     "update_weights": lambda c, patience: c.update_weights(UPDATE, patience),
 }
 
@@ -628,7 +625,7 @@ def test_weights_are_sent_to_the_only_server_with_the_patience_of_the_configurat
     reply: dict[str, Any] = {"ver": 1, "num_bytes": 8, "num_tensors": 1, "seconds": 0.5}
     if name == "update_weights":
         scores = {"ver": 1, "logprobs": [], "prompt_token_ids": []}
-        reply |= {"drain_s": 0.0, "transfer_s": 0.5, "scores": scores}
+        reply |= {"drain_s": 0.0, "scores": scores}
 
     async def slow(request: httpx.Request) -> httpx.Response:
         await asyncio.sleep(0.5)

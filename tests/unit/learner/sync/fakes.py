@@ -7,7 +7,6 @@ a canary really depends on the bytes that arrived.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import json
 import queue
 import threading
@@ -21,11 +20,10 @@ import torch
 
 from learner.records import EncodedPrompt
 from learner.sync.canary import CanaryItem
-from shared.errors import CanaryError, CommunicatorError, CoverageError, DigestError, ProjectError, SyncError
-from shared.sync.buckets import SEAL_BYTES, is_sealed, num_bucket_bytes, seal_key, spec_of, unpack
+from shared.errors import CanaryError, CommunicatorError, CoverageError, DigestError, ProjectError
+from shared.sync.buckets import SEAL_BYTES, is_sealed, seal_key, spec_of, unpack
 from shared.sync.calls import Operation
-from shared.sync.delta import FORM, SEALS_BYTES, patch
-from shared.wire import ExpectScoresCall, StageWeightsCall, TensorSpec, UpdateWeightsCall
+from shared.wire import ExpectScoresCall, TensorSpec, UpdateWeightsCall
 from tests.unit.learner.rollout import fakes
 
 PROMPT_IDS = (5, 6, 7)
@@ -171,11 +169,6 @@ class FakeServer:
     secrets: list[bytes] = field(default_factory=list)
     updates: list[UpdateWeightsCall] = field(default_factory=list)
     expected: ExpectScoresCall | None = None
-    refuses_stage: ProjectError | None = None
-    staged: dict[str, torch.Tensor] = field(default_factory=dict)  # that wait; what is served is `tensors`
-    stages: list[StageWeightsCall] = field(default_factory=list)
-    kept: list[torch.Tensor] = field(default_factory=list)  # buckets that were staged last
-    kept_weights: str = ""  # their digest
     gate: str = "serving"
     server_id: str = "fake"
 
@@ -185,7 +178,6 @@ class FakeServer:
         get(f"{url}/status/").mock(side_effect=self._status)
         get(f"{url}/get_world_size/").respond(200, json={"world_size": self.world_size})
         post(f"{url}/init_communicator/").mock(side_effect=self._init)
-        post(f"{url}/stage_weights/").mock(side_effect=self._stage)
         post(f"{url}/update_weights/").mock(side_effect=self._update)
         post(f"{url}/expect_scores/").mock(side_effect=self._expect)
         post(f"{url}/score/").mock(side_effect=self._score)
@@ -211,20 +203,6 @@ class FakeServer:
             await asyncio.sleep(0.005)
         return httpx.Response(200, json={})
 
-    async def _stage(self, request: httpx.Request) -> httpx.Response:
-        call = StageWeightsCall.model_validate_json(request.content)
-        self.log.append(f"stage {call.ver} {call.place}" + (" delta" if call.delta else ""))
-        self.stages.append(call)
-        try:
-            if self.refuses_stage:
-                raise self.refuses_stage
-            self.staged = await asyncio.to_thread(self._receive, call, len(self.groups))
-        except ProjectError as error:
-            return fakes.error(error)
-        num_bytes = sum(bucket.num_bytes for bucket in call.buckets)
-        reply = {"ver": call.ver, "num_bytes": num_bytes, "num_tensors": len(self.staged), "seconds": 0.1}
-        return httpx.Response(200, json=reply)
-
     async def _update(self, request: httpx.Request) -> httpx.Response:
         call = UpdateWeightsCall.model_validate_json(request.content)
         self.updates.append(call)
@@ -234,7 +212,7 @@ class FakeServer:
         if call.mode == "adapter" and self.refuses_adapter:
             return fakes.error(self.refuses_adapter)
         try:
-            received = self.staged if call.staged else await asyncio.to_thread(self._receive, call, len(self.groups))
+            received = await asyncio.to_thread(self._receive, call, len(self.groups))
         except ProjectError as error:
             return fakes.error(error)
         if call.mode == "full":  # takes the adapter off
@@ -246,11 +224,9 @@ class FakeServer:
         except ProjectError as error:
             return fakes.error(error)
         self.ver = call.ver
-        num_bytes = num_bucket_bytes([spec_of(name, tensor) for name, tensor in received.items()])
-        if not call.staged:
-            num_bytes = sum(bucket.num_bytes for bucket in call.buckets)
+        num_bytes = sum(bucket.num_bytes for bucket in call.buckets)
         reply = {"ver": call.ver, "num_bytes": num_bytes, "num_tensors": len(received)}
-        times = {"seconds": 0.1, "drain_s": 0.0, "transfer_s": 0.1, "pause_s": 0.01 * self.world_size}
+        times = {"seconds": 0.1, "drain_s": 0.0, "pause_s": 0.01 * self.world_size}
         times |= {"load_s": 0.003 * self.world_size, "canary_s": 0.006 * self.world_size}
         return httpx.Response(200, json=reply | times | {"scores": {**scores, "ver": call.ver}})
 
@@ -276,18 +252,10 @@ class FakeServer:
         if not sum(gaps) / len(gaps) <= self.expected.tolerance:
             raise CanaryError("the served model is not the learner's")
 
-    def _receive(self, call: UpdateWeightsCall | StageWeightsCall, num_groups: int) -> dict[str, torch.Tensor]:
-        """Receive on a thread, which may begin late: the last of `num_groups` was left then, and a newer call keeps
-        other weights."""
+    def _receive(self, call: UpdateWeightsCall, num_groups: int) -> dict[str, torch.Tensor]:
+        """Receive on a thread, which may begin late: the last of `num_groups` was left then."""
         received: dict[str, torch.Tensor] = {}
-        arrived: list[torch.Tensor] = []
         inbox, key = self.groups[num_groups - 1].inbox, seal_key(self.secrets[num_groups - 1])
-        delta = call.delta if isinstance(call, StageWeightsCall) else None
-        kept: list[torch.Tensor] = []
-        if num_groups == len(self.groups):
-            kept, self.kept = self.kept, []
-        if delta is not None and delta.base != self.kept_weights:
-            raise SyncError("changes of other weights")
         for i, bucket in enumerate(call.buckets):
             if self.fails_after_bucket and self.fails_after_bucket[0] == i:
                 raise self.fails_after_bucket[1]
@@ -298,23 +266,12 @@ class FakeServer:
             taken.set()
             if self.flips_a_bit:
                 buffer[0] ^= 1
-            if delta is not None and delta.sizes[i] < bucket.num_bytes:
-                assert buffer.numel() == delta.sizes[i] + SEALS_BYTES
-                if not is_sealed(buffer, key=key, ver=call.ver, index=i, form=FORM):
-                    raise DigestError(f"the changes of bucket {i} differ")
-                patch(kept[i][:-SEAL_BYTES], buffer[:-SEALS_BYTES])
-                kept[i][-SEAL_BYTES:] = buffer[-SEALS_BYTES:-SEAL_BYTES]
-                buffer = kept[i]
             assert buffer.numel() == bucket.num_bytes + SEAL_BYTES
             if not is_sealed(buffer, key=key, ver=call.ver, index=i):
                 raise DigestError(f"bucket {i} differs")
-            arrived.append(buffer)
             received |= {name: tensor.clone() for name, tensor in unpack(buffer, bucket.tensors)}
         if not received:
             raise CoverageError("nothing was written")
-        if isinstance(call, StageWeightsCall) and num_groups == len(self.groups):
-            seals = b"".join(bytes(buffer[-SEAL_BYTES:].tolist()) for buffer in arrived)
-            self.kept, self.kept_weights = arrived, hashlib.blake2b(seals, digest_size=16).hexdigest()
         return received
 
     def _score(self, request: httpx.Request) -> httpx.Response:

@@ -19,7 +19,6 @@ from learner.policy.canary_scores import CanaryScores
 from learner.policy.weights import checksum
 from learner.records import VisionInputs
 from learner.rollout.server_backend import ServerBackend
-from learner.sync import kept
 from learner.sync.canary import Scorer
 from learner.sync.fitness import check_architecture, check_prompt, check_vision
 from learner.sync.sync import Sync
@@ -33,13 +32,11 @@ from shared.errors import (
     PromptMismatchError,
     ServerBusyError,
     ServerMismatchError,
-    StagingError,
     SyncError,
 )
 from shared.pixels import ImageProcessing
 from shared.wire import ScoreReply, ServerStatus
 from tests.syncs import ONE_RANK, server_sync
-from tests.tiers import slow
 from tests.unit.learner.rollout import fakes
 from tests.unit.learner.rollout.fakes import config
 from tests.unit.learner.sync.fakes import PROMPT_IDS, FakeServer, Weights, canary_items, joiner, logprobs
@@ -114,6 +111,8 @@ def test_every_server_gets_every_byte_and_the_version_rises_by_one(
         assert server.tensors.keys() == weights.tensors.keys()
         assert all(torch.equal(server.tensors[name], tensor) for name, tensor in weights.tensors.items())
     assert (second.mode, second.num_tensors, second.canary_gap, second.canary_gap_max) == ("full", 4, 0.0, 0.0)
+    assert second.parts == {"drain": 0.0, "load": 0.006, "canary": 0.012}, "of the server that paused longest"
+    assert second.pause_s == 0.02
     assert second.num_bytes == sum(bucket.num_bytes for bucket in servers[0].updates[1].buckets)
 
 
@@ -237,95 +236,6 @@ def test_a_learner_whose_own_scores_are_no_numbers_ends_the_update(
     assert [server.ver for server in servers] == [0, 0]
 
 
-# ---- staged weights ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("place", ["device", "host"])
-def test_staged_weights_travel_before_the_sync_and_are_served_by_it(
-    build: Build, servers: list[FakeServer], weights: Weights, backends: list[ServerBackend], place: str
-) -> None:
-    """R09, R10: until then the servers serve what they did, and the first sync, which connects, is a whole one."""
-    sync = build(staging=place)
-    sync.stage()
-    first, old = sync.sync(), dict(weights.tensors)
-    weights.step()
-    sync.stage()
-    for server in servers:
-        assert all(torch.equal(server.tensors[name], tensor) for name, tensor in old.items())
-    assert (sync.ver, served_ver(backends[0])) == (1, 1)
-    second = sync.sync()
-    for server in servers:
-        assert server.log == ["init", "update 1", f"stage 2 {place}", "update 2"]
-        assert all(torch.equal(server.tensors[name], tensor) for name, tensor in weights.tensors.items())
-    assert (first.staged_s, second.ver, served_ver(backends[0])) == (0.0, 2, 2)
-    assert (second.pause_s, second.canary_gap, second.num_tensors) == (0.02, 0.0, 4)
-    assert second.parts == {"drain": 0.0, "load": 0.006, "canary": 0.012}, "of the server that paused longest"
-    assert second.staged_s > 0.0
-    assert second.num_bytes == first.num_bytes
-
-
-STAGING_FAILURES = [
-    ({"refuses_stage": DigestError("bytes differ")}, ["stage 3 device", "update 3"]),
-    ({"refuses_stage": StagingError("no room", found="8.9 GB of weights")}, ["update 3"]),
-    ({"fails_after_bucket": (1, CommunicatorError("gone"))}, ["stage 3 device", "update 3"]),
-    slow({"drops_the_wire": True}, ["stage 3 device", "update 3"]),
-    ({"flips_a_bit": True}, ["stage 3 device", "update 3"]),
-]
-
-
-@pytest.mark.parametrize(("trouble", "later"), STAGING_FAILURES)
-def test_weights_that_cannot_be_staged_are_sent_as_without_staging(
-    build: Build,
-    servers: list[FakeServer],
-    weights: Weights,
-    caplog: pytest.LogCaptureFixture,
-    trouble: dict[str, Any],
-    later: list[str],
-) -> None:
-    """A failure is only a warning: nobody has stopped serving. What does not fit is not tried again."""
-    sync = build(staging="device")
-    sync.sync()
-    weights.step()
-    healthy = {name: getattr(servers[1], name) for name in trouble}
-    for name, value in trouble.items():
-        setattr(servers[1], name, value)
-    sync.stage()
-    assert [server.ver for server in servers] == [1, 1]
-    assert "not staged" in caplog.text
-    assert str(next(iter(trouble.values()))) in caplog.text or "refuses_stage" not in trouble
-    for name, value in healthy.items():
-        setattr(servers[1], name, value)
-    receipt = sync.sync()
-    assert (receipt.ver, receipt.staged_s, receipt.canary_gap) == (2, 0.0, 0.0)
-    weights.step()
-    sync.stage()
-    assert sync.sync().ver == 3
-    assert servers[0].log[-len(later) :] == later
-    assert ("stage 3 device" in servers[0].log) == ("stage 3 device" in later)
-
-
-def test_a_switch_that_fails_is_a_sync_that_fails(build: Build, servers: list[FakeServer], weights: Weights) -> None:
-    """Today's rules: the canary's verdict ends it, and the next sync heals."""
-    sync = build(staging="device")
-    sync.sync()
-    weights.step()
-    sync.stage()
-    servers[1].score_delta = 0.2
-    with pytest.raises(CanaryError, match=URLS[1]):
-        sync.sync()
-    assert servers[1].ver == 1
-    servers[1].score_delta = 0.0
-    receipt = sync.sync()
-    assert (receipt.staged_s, receipt.canary_gap) == (0.0, 0.0)
-
-
-def test_weights_are_not_staged_unless_that_is_asked_for(build: Build, servers: list[FakeServer]) -> None:
-    sync = build()
-    sync.sync()
-    sync.stage()
-    assert servers[0].log == ["init", "update 1"]
-
-
 def test_close_says_goodbye(build: Build, servers: list[FakeServer]) -> None:
     sync = build()
     sync.sync()
@@ -436,224 +346,3 @@ def test_other_pixels_name_server_and_sample() -> None:
     with pytest.raises(ServerMismatchError, match=r"http://a\.test") as caught:
         check_vision(URLS[0], pictured, reply(vision.pixel_values.flip(0)), check)
     assert item.sample.sample_id in caught.value.what
-
-
-# ---- changes only ----------------------------------------------------------------------------------------------------
-
-
-def change_one(weights: Weights) -> None:
-    """Change one value, as a small step does: nearly all values stay."""
-    weights.tensors["embed"] = weights.tensors["embed"].clone()
-    weights.tensors["embed"][3, 3] += 0.25
-
-
-def same_weights(servers: list[FakeServer], weights: Weights) -> bool:
-    return all(torch.equal(server.tensors[name], t) for server in servers for name, t in weights.tensors.items())
-
-
-def test_after_the_first_sync_only_changes_travel(build: Build, servers: list[FakeServer], weights: Weights) -> None:
-    """R09. All parts of a sync stay: checked bytes, the learner's scores, the version."""
-    sync = build(delta="on")
-    first = sync.sync()
-    assert (first.full_because, first.sent_bytes) == ("it was the first full sync of this run", first.num_bytes)
-    for ver in (2, 3):
-        change_one(weights)
-        receipt = sync.sync()
-        assert (receipt.ver, receipt.full_because, receipt.staged_s) == (ver, "", 0.0)
-        assert 0 < receipt.sent_bytes < receipt.num_bytes == first.num_bytes
-        assert same_weights(servers, weights)
-    for server in servers:
-        wanted = ["init", "stage 1 host", "update 1"]
-        assert server.log == [*wanted, "stage 2 host delta", "update 2", "stage 3 host delta", "update 3"]
-
-
-def test_all_weights_travel_where_nearly_all_have_changed(
-    build: Build, servers: list[FakeServer], weights: Weights
-) -> None:
-    """The next delta is one of these weights."""
-    sync = build(delta="on")
-    sync.sync()
-    weights.step()
-    receipt = sync.sync()
-    assert receipt.sent_bytes == receipt.num_bytes
-    assert "of the bytes" in receipt.full_because
-    change_one(weights)
-    assert sync.sync().full_because == ""
-    assert same_weights(servers, weights)
-    assert servers[0].log[1::2] == ["stage 1 host", "stage 2 host", "stage 3 host delta"]
-
-
-def test_weights_that_were_staged_ahead_are_changes_too(
-    build: Build, servers: list[FakeServer], weights: Weights
-) -> None:
-    sync = build(delta="on", staging="device")
-    sync.sync()
-    change_one(weights)
-    sync.stage()
-    receipt = sync.sync()
-    assert (receipt.full_because, receipt.staged_s > 0.0, same_weights(servers, weights)) == ("", True, True)
-    assert receipt.sent_bytes < receipt.num_bytes
-    assert servers[0].log[1:] == ["stage 1 device", "update 1", "stage 2 device delta", "update 2"]
-
-
-def loses_what_it_kept(server: FakeServer) -> None:
-    server.kept_weights = "of another update"
-
-
-def gets_other_bytes_once(server: FakeServer) -> None:
-    server.flips_a_bit = True
-
-
-def loses_the_wire(server: FakeServer) -> None:
-    server.drops_the_wire = True
-
-
-def leaves_after_a_bucket(server: FakeServer) -> None:
-    server.fails_after_bucket = (1, CommunicatorError("gone"))
-
-
-@pytest.mark.parametrize("min_servers", [slow("all"), 1])
-@pytest.mark.parametrize("breaks", [loses_what_it_kept, gets_other_bytes_once, loses_the_wire, leaves_after_a_bucket])
-def test_a_delta_that_fails_becomes_a_full_sync(
-    breaks: Callable[[FakeServer], None],
-    min_servers: Any,
-    build: Build,
-    servers: list[FakeServer],
-    backends: list[ServerBackend],
-    weights: Weights,
-) -> None:
-    """It gets a new group, whatever `min_servers` says: a delta that is lost is no reason to end a run."""
-    sync = build(delta="on")
-    sync.sync()
-    membership = backends[0].membership
-    backends[0].adopt(replace(membership, min_servers=min_servers))
-    change_one(weights)
-    breaks(servers[1])
-    join = servers[1]._init
-
-    async def mended(request: Any) -> Any:
-        servers[1].flips_a_bit = servers[1].drops_the_wire = False
-        servers[1].fails_after_bucket = None
-        return await join(request)
-
-    servers[1].router.post(f"{URLS[1]}/init_communicator/").mock(side_effect=mended)
-    receipt = sync.sync()
-    assert (receipt.ver, receipt.full_because) == (2, "the last try failed")
-    assert receipt.sent_bytes == receipt.num_bytes
-    assert same_weights(servers, weights)
-    log = servers[0].log[3:]
-    # On a machine that stalls for longer than the fakes wait, the full sync takes more than one try.
-    assert log[:4] == ["stage 2 host delta", "close", "init", "stage 2 host"]
-    assert (log[-1], log.count("stage 2 host delta"), log.count("update 2")) == ("update 2", 1, 1)
-    change_one(weights)
-    assert sync.sync().full_because == ""
-    assert same_weights(servers, weights)
-
-
-@pytest.mark.parametrize("staging", ["none", "device"])
-@pytest.mark.parametrize("mended", ["restarted", "left"])
-def test_changes_travel_again_once_the_server_without_room_is_gone(
-    mended: str,
-    staging: str,
-    build: Build,
-    servers: list[FakeServer],
-    backends: list[ServerBackend],
-    weights: Weights,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """R09. Until then all servers get all weights: a server's process that has no room would have none again."""
-    sync = build(delta="on", staging=staging)
-    servers[1].refuses_stage = StagingError("no room", found="8.9 GB of weights")
-    sync.sync()
-    assert URLS[1] in caplog.text
-    servers[0].server_id = "another start of a server that had room"
-    sync.close()
-    assert "8.9 GB" in sync.sync().full_because
-    remaining = servers if mended == "restarted" else servers[:1]
-    if mended == "restarted":
-        servers[1].server_id, servers[1].refuses_stage = "another start", None
-        sync.close()
-    else:
-        members = tuple(member for member in backends[0].membership.members if member.base_url == URLS[0])
-        backends[0].adopt(replace(backends[0].membership, members=members))
-    for because in ("the last try failed", ""):
-        change_one(weights)
-        sync.stage()
-        assert sync.sync().full_because == because
-        assert same_weights(remaining, weights)
-    place = "host" if staging == "none" else staging
-    assert [entry for entry in servers[0].log if "stage" in entry] == [
-        f"stage 1 {place}",
-        f"stage 3 {place}",
-        f"stage 4 {place} delta",
-    ]
-
-
-def test_a_learner_without_room_sends_all_weights(
-    build: Build,
-    servers: list[FakeServer],
-    weights: Weights,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """The sync under way goes on. The next ones do not stage what no delta will follow."""
-    sync = build(delta="on")
-    monkeypatch.setattr(kept, "available_bytes", lambda: 0)
-    reasons = []
-    for ver in (1, 2):
-        change_one(weights)
-        receipt = sync.sync()
-        assert (receipt.ver, receipt.sent_bytes) == (ver, receipt.num_bytes)
-        assert same_weights(servers, weights)
-        reasons.append(receipt.full_because)
-    assert reasons[0] == "it was the first full sync of this run"
-    assert "no room for the copy" in reasons[1]
-    warned = [one for one in caplog.records if one.levelname == "WARNING" and "no room for the copy" in one.message]
-    assert len(warned) == 1
-    assert servers[0].log == ["init", "stage 1 host", "update 1", "update 2"]
-
-
-def test_a_server_without_room_gets_all_weights_from_then_on(
-    build: Build, servers: list[FakeServer], weights: Weights
-) -> None:
-    sync = build(delta="on")
-    servers[0].refuses_stage = StagingError("no room", found="8.9 GB of weights")
-    for ver in (1, 2):
-        weights.step()
-        receipt = sync.sync()
-        assert (receipt.ver, "8.9 GB" in receipt.full_because, receipt.sent_bytes) == (ver, True, receipt.num_bytes)
-        assert same_weights(servers, weights)
-    assert [entry for entry in servers[0].log if "stage" in entry] == ["stage 1 host"]
-
-
-def test_a_server_that_does_not_serve_gets_all_weights_first(
-    build: Build, servers: list[FakeServer], weights: Weights
-) -> None:
-    """Staging needs weights that are served meanwhile."""
-    servers[1].gate = "poisoned"
-    sync = build(delta="on")
-    receipt = sync.sync()
-    assert (receipt.full_because, servers[1].log) == (f"{URLS[1]} was poisoned", ["init", "update 1"])
-    change_one(weights)
-    assert sync.sync().full_because == "it was the first full sync of this run"
-    change_one(weights)
-    assert sync.sync().full_because == ""
-    assert same_weights(servers, weights)
-
-
-def test_a_delta_that_is_lost_while_rollouts_go_on_is_no_failure_of_the_sync(
-    build: Build, servers: list[FakeServer], backends: list[ServerBackend], weights: Weights
-) -> None:
-    """The sync sends all weights. If that fails too, it is repeated as often as any sync: with `all`, not once."""
-    sync = build(delta="on", staging="device")
-    sync.sync()
-    backends[0].adopt(replace(backends[0].membership, min_servers="all"))
-    change_one(weights)
-    servers[0].flips_a_bit = True
-    sync.stage()
-    with pytest.raises(DigestError):
-        sync.sync()
-    assert servers[0].log[3:] == ["stage 2 device delta", "close", "init", "stage 2 device", "close"]
-    servers[0].flips_a_bit = False
-    receipt = sync.sync()
-    assert (receipt.full_because, same_weights(servers, weights)) == ("the last try failed", True)

@@ -17,7 +17,7 @@ from learner.records import ServerChange
 from learner.sync.source import AdapterSource, WeightSource
 from learner.sync.sync import Delivered, Mode, Sync
 from shared.canary import CanaryGap
-from shared.errors import CommunicatorError, CoverageError, ProjectError, SyncError
+from shared.errors import CoverageError, ProjectError, SyncError
 from tests.unit.learner.sync.fakes import Adapter, Merged, Weights
 
 T = TypeVar("T")
@@ -59,11 +59,6 @@ class Recorder:
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         self._note("base")
         return ver
-
-    stages = False
-
-    def stage(self, source: WeightSource, mode: Mode, ver: int) -> None:
-        self._note(f"stage {mode} {ver}")
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         self._note(mode)
@@ -156,32 +151,6 @@ def test_without_a_fallback_the_error_is_raised_and_adapters_stay(caplog: pytest
     delivery.fails = {}
     assert sync.sync().mode == "adapter"
     assert warnings_in(caplog) == []
-
-
-def test_what_is_synced_is_staged_once_the_generators_are_reached() -> None:
-    """It has the version that the sync then has, adapters only on weights that are there."""
-    delivery = Recorder()
-    delivery.stages = True
-    sync = sync_of(delivery, Adapter(Weights()))
-    for _ in range(2):
-        sync.stage()
-        sync.sync()
-    assert delivery.log == ["connect", "base", "adapter", "accept 1", "stage adapter 2", "adapter", "accept 2"]
-
-
-def test_staging_that_fails_leaves_the_group_and_the_sync_makes_a_new_one(caplog: pytest.LogCaptureFixture) -> None:
-    delivery = Recorder()
-    delivery.stages = True
-    sync = sync_of(delivery, None)
-    sync.sync()
-    delivery.fails = {"stage full 2": CommunicatorError("the learner's link broke")}
-    sync.stage()
-    assert sync.sync().ver == 2
-    assert delivery.log[2:] == ["accept 1", "stage full 2", "abort", "connect", "full", "accept 2"]
-    assert any("the learner's link broke" in line for line in warnings_in(caplog))
-    delivery.fails = {"stage full 3": AssertionError("a defect")}
-    with pytest.raises(AssertionError, match="a defect"):
-        sync.stage()
 
 
 def test_a_programming_error_is_no_reason_to_fall_back() -> None:

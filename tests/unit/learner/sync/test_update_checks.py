@@ -30,7 +30,7 @@ def sent(**replaced: torch.Tensor) -> list[torch.Tensor]:
 def reply(**changes: int) -> UpdateWeightsReply:
     fields = {"ver": 7, "num_bytes": 64, "num_tensors": 4} | changes
     scores = ScoreReply(ver=7, logprobs=[], prompt_token_ids=[])
-    return UpdateWeightsReply(**fields, seconds=1.0, drain_s=0.0, transfer_s=1.0, scores=scores)
+    return UpdateWeightsReply(**fields, seconds=1.0, drain_s=0.0, scores=scores)
 
 
 def test_the_weights_that_were_scored_pass() -> None:
