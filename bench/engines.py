@@ -25,7 +25,6 @@ from learner.sync.canary import Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync
 from learner.wiring.connect import computes_in
-from shared.quantization import keys_in_fp8
 
 ONE_RANK = Ranks()  # runs on CPU
 
@@ -67,12 +66,9 @@ def colocate_sync(
 ) -> Sync:
     canary = Canary(
         items=[item],
-        scorer=CanaryScorer(
-            policy, [(item.prompt, item.response_token_ids)], alone=True, quantization=config.vllm.quantization
-        ),
+        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids)], alone=True),
         tolerance=config.vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
-        in_fp8=bool(keys_in_fp8(config.vllm)),
     )
     delivery = EngineDelivery(engine, policy.encoder, canary=canary, ranks=ranks)
     return Sync(delivery, policy, adapter=adapter, fallback_to_full=config.vllm.sync.fallback_to_full)

@@ -17,7 +17,6 @@ from shared.config.model import Mistake, Section, key
 from shared.config.parse import load_yaml, parse
 from shared.errors import ConfigError
 from shared.families import check_folder
-from shared.quantization import KvCacheDtype, Quantization, keys_in_fp8, without_fp8
 from shared.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
@@ -64,18 +63,6 @@ class ServerConfig(Section):
     allow_untested_family: bool = key("try a family of models that docs/models.md does not list", False)
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "dtype of the served weights; `auto`: the checkpoint's", "auto"
-    )
-    quantization: Quantization = key(
-        "`fp8`: linear layers of the language model are held and computed in FP8; each sync is "
-        "quantised as it is loaded. Needs a GPU of compute capability 8.9. As for the learner's `vllm.quantization`",
-        "none",
-        req="R09",
-    )
-    kv_cache_dtype: KvCacheDtype = key(
-        "`fp8`: the KV cache holds keys and values in FP8, twice as many, with or without `quantization: fp8`. Needs a "
-        "GPU of compute capability 8.9. As for the learner's `vllm.kv_cache_dtype`",
-        "auto",
-        req="R09",
     )
     seed: int = key("the engine's seed; requests have their own", 0)
     max_model_len: int | None = key("longest prompt plus answer; null: the model's limit", None, unit="tokens", ge=1)
@@ -254,7 +241,7 @@ class ServerConfig(Section):
 def load_server_config(path: str | Path, *, has_token: bool = True, overrides: Sequence[str] = ()) -> ServerConfig:
     """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), an address
     that other machines can reach is one of them."""
-    rules = (_check_family, _check_hosts, _check_engine_args, _check_quantization, _check_roots)
+    rules = (_check_family, _check_hosts, _check_engine_args, _check_roots)
     document = for_program(load_yaml(path, overrides=overrides), "server")
     return parse(ServerConfig, document, rules=rules if has_token else (*rules, _check_token))
 
@@ -296,23 +283,6 @@ def _check_engine_args(config: ServerConfig) -> Iterator[Mistake]:
             found="an argument that the server sets itself",
             wanted="other arguments of vLLM's AsyncEngineArgs",
             remedy=f"use the key {name!r} of this file" if name in ServerConfig.model_fields else "remove it",
-        )
-
-
-def _check_quantization(config: ServerConfig) -> Iterator[Mistake]:
-    if config.quantization == "fp8" and config.tensor_parallel_size > 1:
-        yield Mistake(
-            path="quantization",
-            found=f"{config.quantization} with tensor_parallel_size: {config.tensor_parallel_size}",
-            wanted="tensor_parallel_size: 1, because each part of a split row would get a scale of its own",
-            remedy="use data_parallel_size or more servers, or set quantization: none",
-        )
-    for name in keys_in_fp8(config) if config.dtype == "float32" else ():
-        yield Mistake(
-            path=name,
-            found="fp8 with dtype: float32",
-            wanted="an engine that computes in 16 bits",
-            remedy=f"set dtype: bfloat16, or {without_fp8(name)}",
         )
 
 

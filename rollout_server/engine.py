@@ -49,7 +49,6 @@ from shared.generation import (
     stop_token_ids,
     was_given_back,
 )
-from shared.quantization import check_device, check_model, keys_in_fp8, vllm_arguments
 from shared.seeds import offset_seed
 from shared.sync.adapter_loading import adapter_request
 from shared.waits import time_limit
@@ -151,7 +150,6 @@ class VllmEngine:
         self.model = config.model
         self._path = model_folder(config.model, "model")
         check_folder(self._path, key="model", allow_untested=config.allow_untested_family)
-        _check_fp8(self._path, config)
         self._renderer = Renderer(self._path, config)
         self._llm: AsyncLLM = _start(_engine_args(self._path, config), config)
         self._processes = descendants(os.getpid())  # those that decode images start later
@@ -429,20 +427,6 @@ class _Sends:
             self._sent.set()
 
 
-def _check_fp8(path: str, config: ServerConfig) -> None:
-    """Raises ConfigError if FP8 is asked for, and this model or this machine cannot serve in it."""
-    if not (keys := keys_in_fp8(config)):
-        return
-    from vllm.platforms import current_platform
-
-    capability = None if current_platform.is_cpu() else current_platform.get_device_capability()
-    kind = "cuda" if current_platform.is_cuda() else current_platform.device_type
-    for key in keys:
-        check_device(key, kind=kind, capability=capability and (capability.major, capability.minor))
-    if config.quantization == "fp8":
-        check_model("quantization", path)
-
-
 def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:
     """Start an `AsyncLLM`.
 
@@ -509,7 +493,6 @@ def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:
         "enforce_eager": config.enforce_eager,
         "worker_extension_cls": "rollout_server.worker.SyncWorker",
         "disable_log_stats": True,
-        **vllm_arguments(config),
     }
     if current_platform.is_cpu():
         settings |= CPU_ENGINE_ARGS

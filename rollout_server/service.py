@@ -226,8 +226,6 @@ class RolloutService:
             group_host=self.config.group_host,
             gpus=self.engine.gpus,
             max_lora_rank=self.config.max_lora_rank if self.config.enable_lora else 0,
-            quantization=self.config.quantization,
-            kv_cache_dtype=self.config.kv_cache_dtype,
             in_flight=self.gate.in_flight,
             waiting=self.waiting_gate.waiting,
             versions=self._versions,

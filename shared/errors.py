@@ -156,8 +156,8 @@ class CanaryError(SyncError):
 
     LIKELY_CAUSES = (
         "likely causes, in order: 1. the server computes in another precision: set its dtype to the learner's "
-        "model.dtype, its quantization and its kv_cache_dtype to vllm.quantization and vllm.kv_cache_dtype; 2. it has "
-        "another model configuration (rope, image processor): serve the folder of model.path; 3. vLLM loads this "
+        "model.dtype; 2. it has another "
+        "model configuration (rope, image processor): serve the folder of model.path; 3. vLLM loads this "
         "architecture wrongly: report it. If the gap is as large at every sync and below twice the tolerance, kernels "
         "differ: raise canary_tolerance"
     )

@@ -467,8 +467,6 @@ class ServerStatus(WireModel):
     )
     gpus: list[str] = Field(default=[], description="its workers', by their UUIDs; []: none")
     max_lora_rank: int = Field(default=0, description="of an adapter that the server takes; 0: it takes none")
-    quantization: str = Field(default="none", description='of the served weights: "none", or "fp8"')
-    kv_cache_dtype: str = Field(default="auto", description='"auto": as the engine computes, or "fp8"')
     in_flight: int
     waiting: int
     versions: dict[str, str] = Field(description="python, torch, vllm, transformers, cuda, nccl")

@@ -19,7 +19,6 @@ from learner.sync.server_delivery import ServerDelivery
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource
 from learner.sync.sync import Sync
 from shared.canary import Logprobs
-from shared.quantization import keys_in_fp8
 from shared.sync.group import start_join
 from shared.wire import TensorSpec
 
@@ -58,8 +57,7 @@ def server_sync(
     `learner_logprobs`."""
     config = config or backend.config.vllm
     scorer = scorer or scorer_of(learner_logprobs)
-    in_fp8 = bool(keys_in_fp8(config))
-    checked = Canary(items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance, in_fp8=in_fp8)
+    checked = Canary(items=canary, scorer=scorer, tolerance=config.sync.canary_tolerance)
     delivery = ServerDelivery(
         backend,
         config,

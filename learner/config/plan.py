@@ -28,7 +28,6 @@ def topology_rules(world_size: int) -> tuple[Rule, ...]:
         _step_fits_queue,
         _sharded_model_is_served,
         _sharded_model_is_eager,
-        _fp8_rows_are_whole,
     )
     return tuple(partial(rule, world_size=world_size) for rule in rules)
 
@@ -106,18 +105,6 @@ def _sharded_model_is_eager(config: RunConfig, world_size: int) -> Iterator[Mist
         remedy = "set model.compile: auto, or model.sharding: none"
         yield Mistake(
             path="model.compile", found="true with model.sharding: fsdp", wanted="auto or false", remedy=remedy
-        )
-
-
-def _fp8_rows_are_whole(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """Each part of a row that is split over devices would get a scale of its own, which the canary does not know."""
-    size = tensor_parallel_size(config, world_size)
-    if colocates(config) and config.rollout_matching.vllm.quantization == "fp8" and size > 1:
-        yield Mistake(
-            path=f"{ROLLOUT}.vllm.quantization",
-            found=f"fp8 with vllm.tensor_parallel_size: {size}",
-            wanted="one device per engine",
-            remedy=f"set {ROLLOUT}.vllm.tensor_parallel_size: 1, or quantization: none",
         )
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from learner.config.load import load_config
 from learner.config.memory import memory_report
-from learner.config.modes import ROLLOUT, colocates
+from learner.config.modes import ROLLOUT
 from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
@@ -32,7 +32,6 @@ from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
 from shared.families import check_folder
 from shared.masking import masked_in
-from shared.quantization import LEAST_CAPABILITY, check_model, keys_in_fp8
 from shared.tokens import read_token
 
 
@@ -111,10 +110,10 @@ def preflight(
     report = plan.to_json()
     if (complete := config.labels.complete) is not None:
         report["labels_complete"] = {"rollouts": complete.rollouts, "refresh": complete.refresh}
-    said = (chosen_by_test(config), preset_advice(config), _fp8_advice(config), other_than_trained(config))
+    said = (chosen_by_test(config), preset_advice(config), other_than_trained(config))
     if advice := [one for one in said if one is not None]:
         report["advice"] = advice
-    mistakes = [*_output_dir(config), *_annotations(config), *_family(config), *_fp8_family(config)]
+    mistakes = [*_output_dir(config), *_annotations(config), *_family(config)]
     mistakes += [*no_room_for_prompts(config), *adapter_on_tied(config)]
     report |= memory_report(config, world_size)
     if build_model:
@@ -171,31 +170,6 @@ def _family(config: RunConfig) -> list[Mistake]:
     key = "model.path"
     try:
         check_folder(config.model.path, key=key, allow_untested=config.model.allow_untested_family)
-    except ConfigError as error:
-        return [Mistake.of(error, key)]
-    return []
-
-
-def _fp8_advice(config: RunConfig) -> str | None:
-    """Say what `check` does not look at: the GPUs, which may be those of another machine."""
-    keys = keys_in_fp8(config.rollout_matching.vllm)
-    if not colocates(config) or not keys:
-        return None
-    least, named = ".".join(map(str, LEAST_CAPABILITY)), " and ".join(keys)
-    return (
-        f"{ROLLOUT}.vllm.{named}: fp8 needs GPUs of compute capability {least} or more (Ada, Hopper, newer), or "
-        "the engine refuses to start; rollout-learner doctor looks at those of the machine that it runs on"
-    )
-
-
-def _fp8_family(config: RunConfig) -> list[Mistake]:
-    """Return a mistake if a colocated engine would refuse FP8 for this model. Nothing if it is not on this machine."""
-    key = f"{ROLLOUT}.vllm.quantization"
-    asked = colocates(config) and config.rollout_matching.vllm.quantization == "fp8"
-    if not asked or not (Path(config.model.path) / "config.json").is_file():
-        return []
-    try:
-        check_model(key, config.model.path)
     except ConfigError as error:
         return [Mistake.of(error, key)]
     return []

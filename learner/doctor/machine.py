@@ -23,7 +23,6 @@ from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped
 from shared.addresses import free_port, is_free, is_loopback
 from shared.config.parse import load_yaml
 from shared.errors import ProjectError
-from shared.quantization import check_device, keys_in_fp8
 from shared.sync.calls import Operation
 from shared.sync.group import start_join
 
@@ -113,23 +112,6 @@ def gpu_memory(situation: Situation) -> Finding:
         return ok(text)
     remedy = "lower global_max_length, set model.gradient_checkpointing: true, or train with model.lora"
     return warn(f"{text}: it may not fit", remedy)
-
-
-def fp8(situation: Situation) -> Finding:
-    """Check that colocated engines can compute in FP8 on every GPU at hand, as they do when they start."""
-    config = situation.config
-    keys = keys_in_fp8(config.rollout_matching.vllm)
-    if not colocates(config) or not keys:
-        return skipped("the run has no colocated engine in FP8")
-    if not torch.cuda.is_available():
-        return skipped("no GPU on this machine: an engine would refuse to start here")
-    capabilities = [torch.cuda.get_device_capability(index) for index in range(torch.cuda.device_count())]
-    try:
-        for name in keys:
-            check_device(f"{ROLLOUT}.vllm.{name}", kind="cuda", capability=min(capabilities))
-    except ProjectError as error:
-        return failed(error)
-    return ok(f"{len(capabilities)} GPU(s) of compute capability {'.'.join(map(str, min(capabilities)))} or more")
 
 
 def proxies(situation: Situation) -> Finding:

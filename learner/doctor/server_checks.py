@@ -17,7 +17,7 @@ from learner.doctor.look import LOOK_TIMEOUT_S
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.server_backend import LoopThread
 from learner.sync.broadcast_groups import ServerLink, await_all, open_groups
-from learner.sync.fitness import check_adapter, check_architecture, check_prompt, check_quantization
+from learner.sync.fitness import check_adapter, check_architecture, check_prompt
 from shared.checkpoint import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
 from shared.tokens import read_token
@@ -74,7 +74,6 @@ def same_model(situation: Situation) -> Finding:
     for server, status in situation.statuses:
         try:
             check_architecture(server.base_url, status, learner)
-            check_quantization(server.base_url, status, situation.config.rollout_matching.vllm)
         except ProjectError as error:
             return failed(error)
     return _of_all(situation, lambda status: f"{status.model} in {status.dtype}")

@@ -1,11 +1,10 @@
 """The learner's half of the canary: the log-probabilities of fixed answers under the weights that travel (D14).
 
 In: a policy and fixed answers. Out: a `CanaryScorer`, to be called at every sync. It scores the answers with the values
-that are sent: merged, and rounded to the type that travels. Where the engine quantises weights, the pass does it too,
-one layer at a time. A server with exactly these values gives the same log-probabilities, except for differences between
-kernels. What merging, rounding and quantising changed is reported separately, as `merge_gap`. It needs a second pass,
-with the weights as trained. Where a pass is slow, only every `MERGE_GAP_EVERY`th sync makes it, and the others report
-the last gap.
+that are sent: merged, and rounded to the type that travels. A server with exactly these values gives the same
+log-probabilities, except for differences between kernels. What merging and rounding changed is reported separately, as
+`merge_gap`. It needs a second pass, with the weights as trained. Where a pass is slow, only every `MERGE_GAP_EVERY`th
+sync makes it, and the others report the last gap.
 
 On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). A replay takes the host a millisecond;
 launching every kernel of a model of 4B from Python takes 0.16 s. Passes with images read on the host, so they are
@@ -31,7 +30,6 @@ from learner.policy.packed import PackedInputs
 from learner.policy.pass_graph import PassGraph, Record, cuda_graph
 from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
-from shared.quantization import Quantization
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
 Read = Callable[[], list[list[float]]]
@@ -61,7 +59,7 @@ MERGE_GAP_EVERY = 10  # syncs, where passes are not captured
 
 class CanaryScorer:
     """`checksums`: whether the scores come with checksums of the weights. `alone`: no other thread waits for the device
-    at the second call, so that a pass with images can be captured. `quantization`: of the engines."""
+    at the second call, so that a pass with images can be captured."""
 
     def __init__(
         self,
@@ -70,10 +68,8 @@ class CanaryScorer:
         *,
         checksums: bool = True,
         alone: bool = False,
-        quantization: Quantization = "none",
     ) -> None:
         self._policy, self._answers, self._with_checksums, self._alone = policy, answers, checksums, alone
-        self._quantization: Quantization = quantization
         self._trained = RepeatedLogprobs(policy, answers)
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
@@ -88,7 +84,6 @@ class CanaryScorer:
                 merged=merged,
                 checksums=self._with_checksums,
                 alone=self._alone,
-                quantization=self._quantization,
             )
         way = self._sent[dtype, merged]
         if way.scorer is None:
@@ -122,23 +117,19 @@ class _Sent:
         merged: bool,
         checksums: bool,
         alone: bool,
-        quantization: Quantization,
     ) -> None:
         self._policy, self._dtype, self.merged = policy, dtype, merged
-        self._quantization: Quantization = quantization
         self.number, self.merge_gap = 0, 0.0
         model = policy.model
         # Finding them takes longer than a pass.
-        replaced = list(replaced_modules(model, dtype, merged=merged, quantization=quantization))
+        replaced = list(replaced_modules(model, dtype, merged=merged))
 
-        within = partial(
-            as_sent, model, dtype, merged=merged, quantization=quantization, replaced=replaced, checksums=checksums
-        )
+        within = partial(as_sent, model, dtype, merged=merged, replaced=replaced, checksums=checksums)
         self.scorer = RepeatedLogprobs(policy, answers, within, alone=alone) if replaced else None
 
     @cached_property
     def unreplaced(self) -> dict[str, torch.Tensor]:
-        return unreplaced(self._policy.model, self._dtype, merged=self.merged, quantization=self._quantization)
+        return unreplaced(self._policy.model, self._dtype, merged=self.merged)
 
 
 def _as_trained() -> AbstractContextManager[Checksums]:

@@ -25,9 +25,7 @@ from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from learner.policy.sharding import is_part, whole, whole_copy
 from shared.errors import ConfigError
-from shared.quantization import Quantization, is_quantised
 from shared.sync.buckets import spec_of
-from shared.sync.fp8 import round_trip
 from shared.wire import TensorSpec
 
 _BASE = ".base_layer."
@@ -119,13 +117,11 @@ def as_sent(
     dtype: torch.dtype | None,
     *,
     merged: bool,
-    quantization: Quantization = "none",
     replaced: Sequence[tuple[str, torch.nn.Module]] | None = None,
     checksums: bool = True,
 ) -> Iterator[Checksums]:
     """Forward passes inside use the values that travel: each weight rounded to `dtype` (None: as trained) and, if
-    `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`. `quantization`: what the
-    engine makes of these values; the checksums are of what travels.
+    `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
 
     The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
     holds one more layer, never one more model. A sharded model's weights are whole at that time. Yields the checksums
@@ -136,27 +132,24 @@ def as_sent(
     noted = used if checksums else None
     with ExitStack() as hooks:
         if replaced is None:
-            replaced = list(replaced_modules(model, dtype, merged=merged, quantization=quantization))
+            replaced = list(replaced_modules(model, dtype, merged=merged))
         for name, module in replaced:
-            quantised = quantization == "fp8" and _is_quantised(name, module)
             if merged and isinstance(module, LoraLayer):
                 base, values = module.get_base_layer(), partial(_merged, module, dtype)
-                swap = _Swap(base, values, name, noted, adapted=module, quantised=quantised)
+                swap = _Swap(base, values, name, noted, adapted=module)
             else:
-                swap = _Swap(module, partial(_cast_all, module, dtype), name, noted, quantised=quantised)
+                swap = _Swap(module, partial(_cast_all, module, dtype), name, noted)
             hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
             hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
         yield used
 
 
-def unreplaced(
-    model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool, quantization: Quantization = "none"
-) -> dict[str, torch.Tensor]:
+def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
     """Return the weights that travel as they are trained, by the checkpoint's name: those that `as_sent` does not
     replace."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
-        for module_name, module in replaced_modules(model, dtype, merged=merged, quantization=quantization)
+        for module_name, module in replaced_modules(model, dtype, merged=merged)
         for name in (module.get_base_layer() if isinstance(module, LoraLayer) else module)._parameters
     }
     own = ((name.replace(_BASE, "."), tensor) for name, tensor in _own_state(model).items())
@@ -164,7 +157,7 @@ def unreplaced(
 
 
 def replaced_modules(
-    model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool, quantization: Quantization = "none"
+    model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool
 ) -> Iterator[tuple[str, torch.nn.Module]]:
     """Yield the modules whose own weights can be served with other values than are trained, by name: an adapted layer
     as a whole, without its parts."""
@@ -173,15 +166,14 @@ def replaced_modules(
     for name, module in model.named_modules():
         if module in parts:
             continue
-        changes = _is_rounded(module, dtype) or (quantization == "fp8" and _is_quantised(name, module))
-        if module in adapted or changes:
+        if module in adapted or _is_rounded(module, dtype):
             yield name, module
 
 
 class _Swap:
     """Replaces `owner`'s parameters with `values()` while a forward pass runs, and notes their checksums in `used`, if
     anybody reads them. `name`: the module's in the checkpoint. `adapted`: the layer around `owner`, if the values
-    contain its adapter. `quantised`: the engine quantises the weight."""
+    contain its adapter."""
 
     def __init__(
         self,
@@ -191,10 +183,9 @@ class _Swap:
         used: Checksums | None,
         *,
         adapted: LoraLayer | None = None,
-        quantised: bool = False,
     ) -> None:
         self._owner, self._values, self._adapted = owner, values, adapted
-        self._name, self._used, self._quantised = name, used, quantised
+        self._name, self._used = name, used
         self._trained = owner._parameters
 
     def enter(self, *_: object) -> None:
@@ -205,8 +196,7 @@ class _Swap:
                 self._used[f"{self._name}.{name}".replace(_BASE, ".")] = checksum(value)
             trained = self._trained[name]
             assert trained is not None, "only parameters that exist are replaced"
-            served = round_trip(value) if self._quantised and name == "weight" else value
-            replaced[name] = _parameter(served.to(trained.dtype))
+            replaced[name] = _parameter(value.to(trained.dtype))
         self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
             self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft adds none
@@ -220,11 +210,6 @@ class _Swap:
 def _is_rounded(module: torch.nn.Module, dtype: torch.dtype | None) -> bool:
     own = module._parameters.values()
     return dtype is not None and any(p is not None and p.is_floating_point() and p.dtype != dtype for p in own)
-
-
-def _is_quantised(name: str, module: torch.nn.Module) -> bool:
-    """Return whether the engine quantises a layer. `name`: the module's, or that of the layer below an adapter."""
-    return isinstance(module, (torch.nn.Linear, LoraLayer)) and is_quantised(name.removesuffix(_BASE.rstrip(".")))
 
 
 def _cast_all(module: torch.nn.Module, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:

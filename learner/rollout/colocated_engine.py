@@ -56,7 +56,6 @@ from shared.generation import (
     scoring,
     stop_token_ids,
 )
-from shared.quantization import check_device, check_model, keys_in_fp8, vllm_arguments
 from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only, adapter_request
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
@@ -80,7 +79,7 @@ ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 
 class ColocatedEngine:
     """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. So the
-    engine starts without them, unless `reads_weights` (with FP8 it always reads them). `lora_rank` is the rank of the
+    engine starts without them, unless `reads_weights`. `lora_rank` is the rank of the
     adapters that will be loaded; 0: none, which decodes a little faster. `keeps_awake`: nothing else needs the device,
     so the engine never sleeps. `learning_bytes`: what learning is estimated to take on the device beside the weights,
     which are there; None: not known."""
@@ -108,9 +107,8 @@ class ColocatedEngine:
         self._sleeps = ranks.device.type == "cuda" and not keeps_awake
         self._asleep = self._stays_awake = False
         self._num_loads = 0
-        self._reads_weights = reads_weights or bool(keys_in_fp8(config.vllm))  # scales are made of the weights
+        self._reads_weights = reads_weights
         folder = model_folder(model, "model.path")
-        _check_fp8(config, folder, ranks.device)
         with offload.away(), _keeping_random_state(ranks.device), _keeping_compiler_variables():
             self._llm = self._start(folder)
             # The first sleep takes longest: its memory on the host is new.
@@ -301,7 +299,6 @@ class ColocatedEngine:
             "enable_sleep_mode": self._sleeps,
             "disable_log_stats": True,
             "use_tqdm_on_load": False,
-            **vllm_arguments(vllm),
         }
         if not self._reads_weights:
             args["load_format"] = unread_weights()
@@ -382,15 +379,6 @@ class ColocatedEngine:
             remedy="lower decode_batch_size, vllm.gpu_memory_utilization or decoding.max_new_tokens, set "
             f"offload.enabled: true, {ELSEWHERE}",
         )
-
-
-def _check_fp8(config: RolloutMatchingConfig, folder: str, device: torch.device) -> None:
-    """Raises ConfigError if FP8 is asked for, and this model or this device cannot do it."""
-    for name in keys_in_fp8(config.vllm):
-        capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-        check_device(f"{ROLLOUT}.vllm.{name}", kind=device.type, capability=capability)
-    if config.vllm.quantization == "fp8":
-        check_model(f"{ROLLOUT}.vllm.quantization", folder)
 
 
 @contextmanager

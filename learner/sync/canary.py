@@ -23,10 +23,6 @@ from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 
 # A model of 5M without an adapter had mean gaps of 0.0000 in float32 and at most 0.061 in bfloat16.
 EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1  # nats per token: both sides compute in float32; any other
-# An FP8 engine also quantises the inputs of its layers, and the learner does not repeat that (`shared/sync/fp8.py`);
-# nor what an FP8 KV cache makes of keys and values.
-# Measured with right weights on CPU: 0.004 for answers of the demo's model, 0.24 for random ones; a swapped layer: 5.
-FP8_TOLERANCE = 0.3
 # The answers' scores under the weights as they travel: in this dtype (None: as trained), merged or not.
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
@@ -43,14 +39,12 @@ class CanaryItem:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
     """`scorer` scores the answers under the learner's weights as they are sent now (D14). `tolerance`: the largest mean
-    gap, nats per token; None: by the types in which both sides compute, and `dtype` is the learner's. `in_fp8`: the
-    generators have their weights or their KV cache in FP8."""
+    gap, nats per token; None: by the types in which both sides compute, and `dtype` is the learner's."""
 
     items: Sequence[CanaryItem]
     scorer: Scorer
     tolerance: float | None = None
     dtype: torch.dtype | None = None
-    in_fp8: bool = False
 
     def __post_init__(self) -> None:
         assert self.items, "a sync without a canary is not checked"
@@ -59,8 +53,6 @@ class Canary:
         """Return the tolerance with generators that compute in `served` (None: not known)."""
         if self.tolerance is not None:
             return self.tolerance
-        if self.in_fp8:
-            return FP8_TOLERANCE
         return EXACT_TOLERANCE if self.dtype == served == torch.float32 else TOLERANCE
 
     def expected(self, incarnation: str, ver: int, learner: Logprobs, served: torch.dtype | None) -> ExpectScoresCall:

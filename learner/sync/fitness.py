@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from typing import TypeVar
 
-from learner.config.sections.vllm import VllmConfig
 from learner.data.prompt import PromptCheck, check_prompt_prefix
 from learner.rollout.client import LAST_LOOK_S, ServerClient
 from learner.rollout.membership import Member
@@ -45,7 +44,6 @@ def server_check(
     architecture: Mapping[str, str],
     prompts: Sequence[CanaryItem],
     image_processing: ImageProcessing | None = None,
-    keys: VllmConfig,
 ) -> CheckServer:
     """Does a server have the learner's model, and read its prompts and their images alike (R03, R16, R45)?
 
@@ -56,7 +54,6 @@ def server_check(
 
     def check(client: ServerClient, status: ServerStatus) -> None:
         check_architecture(client.base_url, status, architecture)
-        check_quantization(client.base_url, status, keys)
         for item in prompts:
             if status.gate == "poisoned":
                 return  # it scores nothing before the first sync, whose own check then covers the prompt
@@ -77,22 +74,6 @@ def check_architecture(base_url: str, status: ServerStatus, architecture: Mappin
             wanted="the architecture of model.path",
             remedy="start the server with the model that the learner starts from",
         )
-
-
-def check_quantization(base_url: str, status: ServerStatus, keys: VllmConfig) -> None:
-    """Raises ServerMismatchError if the server's weights are of another kind than those that the canary is scored
-    with, or its KV cache than the canary's tolerance is for. `keys`: the learner's section `vllm`."""
-    for what, name, found, wanted in (
-        ("weights", "quantization", status.quantization, keys.quantization),
-        ("KV cache", "kv_cache_dtype", status.kv_cache_dtype, keys.kv_cache_dtype),
-    ):
-        if found != wanted:
-            raise ServerMismatchError(
-                f"{base_url}: the server holds its {what} in another way than the learner expects",
-                found=f"{name}: {found}",
-                wanted=f"{name}: {wanted} (vllm.{name})",
-                remedy="set the same in the server's configuration and in the learner's",
-            )
 
 
 def check_adapter(base_url: str, status: ServerStatus, *, rank: int) -> None:

@@ -38,7 +38,6 @@ from learner.sync.server_delivery import ServerDelivery
 from learner.sync.source import AdapterSource, ShardedAdapter, ShardedRanks, ShardedSource, SyncRanks, WeightSource
 from learner.sync.sync import Delivery, Sync
 from shared.checkpoint import signature
-from shared.quantization import keys_in_fp8
 
 Backend = ServerBackend | ColocateBackend | HfBackend
 ALONE = Ranks()  # one process
@@ -106,7 +105,6 @@ def connect_sync(
             architecture=signature(policy.model.config.to_dict()),
             prompts=prompts,
             image_processing=policy.encoder.image_processing,
-            keys=vllm,
         )
         check_servers(backend, check, ranks=ranks)
         sync_ranks: SyncRanks = ranks
@@ -200,11 +198,9 @@ def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence
             answers,
             checksums=not isinstance(backend, ColocateBackend),
             alone=isinstance(backend, ColocateBackend),
-            quantization=vllm.quantization,
         ),
         tolerance=vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
-        in_fp8=bool(keys_in_fp8(vllm)),
     )
 
 

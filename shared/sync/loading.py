@@ -13,13 +13,10 @@ which bytes of a bucket go to which bytes of the model is the same in every upda
 time, and afterwards its copies are repeated in one launch per bucket (`CopyMemory`). Only what was seen whole is
 repeated: every tensor of the bucket was copied, out of the bucket itself, and nothing else was written. A model whose
 parameters have moved is loaded by its loader again.
-
-Layers in FP8 are loaded by vLLM's reload the first time, and then row by row in place (`quantised_rows.py`).
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import logging
@@ -35,7 +32,6 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from shared.errors import CoverageError
-from shared.sync.quantised_rows import Rows, RowsProof, load_rows, rows_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -64,15 +60,6 @@ class TensorCopy:
         return tensor.as_strided(self.shape, self.stride, tensor.storage_offset() + self.offset)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServedRows:
-    """Rows of FP8 layers that may be written in place. `addresses`: of all parameters, as they were when that was
-    proven."""
-
-    rows: Mapping[str, Rows]
-    addresses: frozenset[int]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """The copies of one bucket, and the parameters that they wrote."""
@@ -86,8 +73,6 @@ class CopyMemory:
 
     def __init__(self) -> None:
         self.addresses: tuple[int, ...] = ()  # the model's parameters' addresses
-        self.rows: ServedRows | None = None  # of FP8 layers, once they were proven
-        self._warned = False
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -96,15 +81,6 @@ class CopyMemory:
         if addresses != self.addresses:
             self.addresses = addresses
             self._recordings.clear()
-
-    def warn_of_reloads(self) -> None:
-        """Say once in the log that FP8 layers can't be written in place."""
-        if not self._warned:
-            self._warned = True
-            log.warning(
-                "vLLM keeps FP8 weights elsewhere than expected. They are right, but every sync goes through vLLM's "
-                "reload, which takes several times as long"
-            )
 
     def load(self, tensors: Named, loader: Callable[[Named], Iterable[str] | None]) -> frozenset[str]:
         """Load a bucket's tensors, by their loader or from memory; the names of the parameters that were written."""
@@ -174,14 +150,7 @@ class WeightLoad:
         self._model = model
         self._memory = memory
         self._vllm_config = vllm_config
-        known = memory.rows
-        self._rows = known.rows if known is not None and known.addresses == _addresses(model) else None
-        self._proof: RowsProof | None = None
-        self.in_place = (
-            device.type == "cuda"
-            and _is_plain(model)
-            and (vllm_config.model_config.quantization is None or self._rows is not None)
-        )
+        self.in_place = device.type == "cuda" and _is_plain(model) and vllm_config.model_config.quantization is None
         self._served: dict[int, set[str]] = {}
         self._received: set[str] = set()
         self._written: set[str] = set()
@@ -201,10 +170,6 @@ class WeightLoad:
         if self.in_place:
             self._memory.begin(parameter for _, parameter in parameters)
         else:
-            if (rows := rows_of(self._model, getattr(self._model, "packed_modules_mapping", {}))) is not None:
-                self._proof = RowsProof(rows, self._vllm_config.model_config.dtype)
-            elif self._vllm_config.model_config.quantization is not None:
-                self._memory.warn_of_reloads()
             with self._context():
                 initialize_layerwise_reload(self._model)
             self._open = True
@@ -213,8 +178,7 @@ class WeightLoad:
         """Load these checkpoint tensors. Raises whatever the model's loader raises."""
         with torch.no_grad():
             if self.in_place:
-                left = self._without_rows(self._counted(tensors))
-                self._written |= self._memory.load(left, self._load_weights) if left else set()
+                self._written |= self._memory.load(list(self._counted(tensors)), self._load_weights)
             else:
                 self._written |= set(self._load_weights(self._counted(tensors)) or ())
 
@@ -224,41 +188,12 @@ class WeightLoad:
             written: Iterable[str] | None = self._model.load_weights(tensors)
         return written
 
-    def _without_rows(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> list[tuple[str, torch.Tensor]]:
-        """Write the tensors that have rows of their own; the others."""
-        if self._rows is None:
-            return list(tensors)
-        left = []
-        with self._context():
-            for name, tensor in tensors:
-                rows = self._rows.get(self._served_name(name))
-                if rows is None or rows.values.shape != tensor.shape:
-                    left.append((name, tensor))
-                else:
-                    load_rows(rows, tensor, self._vllm_config.model_config.dtype)
-                    self._written.add(rows.served)
-        return left
-
-    def _served_name(self, name: str) -> str:
-        model_class: Any = type(self._model)
-        return _served_name(model_class, name)
-
     def finish(self) -> int:
         """Return the number of tensors that were loaded. Raises CoverageError."""
         self.close()
-        if self._proof is not None:
-            self._memory.rows = self._proven(self._proof)
         self._check_received()
         self._check_written()
         return len(self._received)
-
-    def _proven(self, proof: RowsProof) -> ServedRows | None:
-        # A first update often brings the weights that are served already. So memory that the reload has left holds the
-        # right values too, and must be told from memory that is served.
-        if proof.lies_in(self._model) and proof.holds():
-            return ServedRows(rows=proof.rows, addresses=_addresses(self._model))
-        self._memory.warn_of_reloads()
-        return None
 
     def close(self) -> None:
         """Make every layer whole again. May be called again."""
@@ -284,8 +219,6 @@ class WeightLoad:
     def _counted(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in tensors:
             self._received.add(name)
-            if self._proof is not None:
-                self._proof.add(self._served_name(name), tensor)
             yield name, tensor
 
     def _check_received(self) -> None:
@@ -300,11 +233,7 @@ class WeightLoad:
             )
 
     def _check_written(self) -> None:
-        written = self._written
-        if self._vllm_config.model_config.quantization is not None:
-            # Quantised weights have scales, which no checkpoint has. They are made of the weight beside them.
-            written = written | {f"{name.removesuffix('.weight')}.weight_scale" for name in written}
-        unwritten = [names for names in self._served.values() if names.isdisjoint(written)]
+        unwritten = [names for names in self._served.values() if names.isdisjoint(self._written)]
         if unwritten:
             raise uncovered(
                 f"{len(unwritten)} served parameters were not written",
@@ -331,27 +260,13 @@ def _names_by_storage(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[in
     return names
 
 
-def _addresses(model: torch.nn.Module) -> frozenset[int]:
-    return frozenset(parameter.data_ptr() for parameter in model.parameters())
-
-
 def _is_plain(model: torch.nn.Module) -> bool:
-    """Return True if the served tensors that are not quantised are laid out as the checkpoint's, so that loading again
+    """Return True if the served tensors are laid out as the checkpoint's, so that loading again
     overwrites them correctly."""
     # After loading, fused MoE layers lie in another order and MLA layers hold derived matrices, so loading again in
     # place would leave wrong weights, without an error.
     kinds = {type(module).__name__ for module in model.modules()}
     return not any("FusedMoE" in kind or "MLA" in kind or "Mamba" in kind for kind in kinds)
-
-
-@functools.lru_cache(maxsize=8192)
-def _served_name(model_class: type, name: str) -> str:
-    """The checkpoint's name of a tensor as the served model spells it, before layers are fused."""
-    mapper = getattr(model_class, "hf_to_vllm_mapper", None)
-    if mapper is None:
-        return name
-    spelled: list[str] = dataclasses.replace(mapper, orig_to_new_stacked={}).apply_list([name])
-    return spelled[0] if spelled else name
 
 
 @functools.lru_cache(maxsize=4)

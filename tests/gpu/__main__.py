@@ -23,7 +23,7 @@ from bench.watch import gpu_use
 
 ROOT = Path(__file__).parents[2]
 # Each in a process: only one engine of a process may sleep.
-ALONE = ("test_colocate_cuda.py", "test_fp8_cuda.py", "test_fp8_cache_cuda.py")
+ALONE = ("test_colocate_cuda.py",)
 # Each takes one to three minutes, most of it in starting servers and ranks; the last lane has all other files.
 LANES = (
     ("test_sync_cuda.py",),

@@ -27,11 +27,6 @@ def needs_gpus(number: int) -> pytest.MarkDecorator:
     return pytest.mark.skipif(number > FOUND, reason=f"needs {number} CUDA GPUs, found {FOUND}")
 
 
-def needs_fp8() -> pytest.MarkDecorator:
-    has_fp8 = FOUND > 0 and torch.cuda.get_device_capability() >= (8, 9)
-    return pytest.mark.skipif(not has_fp8, reason="needs a GPU of compute capability 8.9")
-
-
 def rank_environment(rank: int) -> Mapping[str, str]:
     """Return the environment of a rank of a group that NCCL connects: on one GPU each rank passes for a host of its
     own."""

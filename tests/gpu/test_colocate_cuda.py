@@ -27,7 +27,6 @@ from learner.rollout.colocated_engine import ColocatedEngine
 from learner.sync.canary import CanaryItem
 from learner.sync.sync import Sync
 from shared.errors import RolloutError
-from tests.fp8 import parts_of
 from tests.unit.learner.policy.rows import image, sample
 
 pytest.importorskip("vllm")
@@ -86,6 +85,14 @@ class World:
         samples = [sample([image(128, 128, seed=i)]) for i in range(5)]
         backend = ColocateBackend(CONFIG, self.engine, self.policy.encoder, run_seed=3, ranks=RANKS)
         return backend.generate(samples, global_step=1, micro_step_idx=0, first_req_idx=0)
+
+
+def parts_of(served: str) -> list[str]:
+    """Return the checkpoint's layers of a served one."""
+    name = served.replace("language_model.model.", "model.language_model.")
+    fused = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+    head, _, last = name.rpartition(".")
+    return [f"{head}.{part}" for part in fused.get(last, (last,))]
 
 
 class Switched(Offload):

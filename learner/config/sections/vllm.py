@@ -6,10 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from learner.config.modes import ROLLOUT, Rule, colocates, sync_mode
+from learner.config.modes import ROLLOUT, Rule, sync_mode
 from learner.config.sections.servers import ServerClientConfig
 from shared.config.model import Mistake, Section, key
-from shared.quantization import KvCacheDtype, Quantization, keys_in_fp8, without_fp8
 
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig
@@ -35,7 +34,7 @@ class SyncConfig(Section):
     canary_samples: int = key("prompts that learner and server both score after a sync", 2, req="R09", ge=1)
     canary_tolerance: float | None = key(
         "largest mean difference between the learner's and the server's scores; null: 0.01 if both compute in "
-        "float32, 0.3 with `quantization: fp8` or `kv_cache_dtype: fp8`, otherwise 0.1",
+        "float32, otherwise 0.1",
         None,
         unit="nats per token",
         req="R09",
@@ -51,20 +50,6 @@ class VllmConfig(Section):
     )
     enable_lora: bool = key(
         "the engine accepts adapters; with `mode: server` also set the servers' `enable_lora`", False, req="R08"
-    )
-    quantization: Quantization = key(
-        "`fp8`: the engine holds and computes the linear layers of the language model in FP8. "
-        "Weights are sent as without it, and the engine quantises them as it loads them. With `mode: server` also set "
-        "the servers' `quantization`. Needs GPUs of compute capability 8.9 for the engine",
-        "none",
-        req="R09",
-    )
-    kv_cache_dtype: KvCacheDtype = key(
-        "`fp8`: the engine's KV cache holds keys and values in FP8, twice as many, with or without `quantization: fp8`."
-        " With `mode: server` also set the servers' `kv_cache_dtype`. Needs GPUs of compute capability 8.9 for the "
-        "engine",
-        "auto",
-        req="R09",
     )
     gpu_memory_utilization: float = key(
         "`colocate`: share of each device that vLLM may use", 0.45, unit="share", req="R04", gt=0.0, le=1.0
@@ -120,17 +105,4 @@ def adapter_sync(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path=path, found=found, wanted="plain LoRA: vLLM does not apply DoRA", remedy=remedy)
 
 
-def fp8_needs_16_bits(config: RunConfig) -> Iterator[Mistake]:
-    """A colocated engine computes in the type of training, and vLLM has no FP8 for float32."""
-    if not colocates(config) or config.training.bf16 or config.model.dtype != "float32":
-        return
-    for name in keys_in_fp8(config.rollout_matching.vllm):
-        yield Mistake(
-            path=f"{ROLLOUT}.vllm.{name}",
-            found="fp8 with a learner that computes in float32",
-            wanted="an engine that computes in bfloat16",
-            remedy=f"set training.bf16: true, or {without_fp8(name)}",
-        )
-
-
-RULES: tuple[Rule, ...] = (adapter_sync, fp8_needs_16_bits)
+RULES: tuple[Rule, ...] = (adapter_sync,)

@@ -386,7 +386,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "CanaryError": (
         Case(
             lambda place: canaries.canary(0.1).compare([[-1.0] * 2] * 2, canaries.reply([[-1.0, -9.0]] * 2), URL),
-            ("dtype", "model.dtype", "quantization", "canary_tolerance"),
+            ("dtype", "model.dtype", "canary_tolerance"),
         ),
     ),
     "LossError": (

@@ -306,36 +306,6 @@ def test_a_family_that_does_not_work_is_a_mistake(
     assert "docs/models.md" in line
 
 
-@pytest.mark.parametrize(
-    ("keys", "family", "code"),
-    [
-        ({}, "x", 0),
-        ({"quantization": "fp8"}, "x", 2),
-        ({"quantization": "fp8"}, "qwen3", 0),
-        ({"kv_cache_dtype": "fp8"}, "x", 0),
-        ({"quantization": "fp8", "kv_cache_dtype": "fp8"}, "qwen3", 0),
-    ],
-)
-def test_colocated_fp8_is_checked_before_the_engine_refuses_it(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], keys: dict[str, str], family: str, code: int
-) -> None:
-    """R16: the family is known here. GPUs are not looked at, so what they must have is said."""
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "config.json").write_text(json.dumps({"model_type": family}))
-    changes = {
-        ROLLOUT: {"rollout_backend": "vllm", "vllm": {"mode": "colocate", **keys}},
-        "model": {"path": str(model), "allow_untested_family": True},
-        "training.bf16": True,
-    }
-    assert run_check(write(file, minimal(), changes)) == code
-    out, err = capsys.readouterr()
-    assert (f"{ROLLOUT}.vllm.quantization" in err) == (code == 2)
-    if code == 0:
-        said = [advice for advice in json.loads(out).get("advice", []) if "compute capability 8.9" in advice]
-        assert [all(key in advice for key in keys) for advice in said] == ([True] if keys else [])
-
-
 def test_a_folder_with_another_run_is_a_mistake(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_dir = tmp_path / "run"
     (run_dir / "checkpoint-5").mkdir(parents=True)

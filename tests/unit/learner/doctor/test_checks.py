@@ -203,19 +203,6 @@ def test_another_model(tiny_text: Path) -> None:
     assert (found.verdict, "hidden_size 128, not 64" in found.text) == ("fail", True)
 
 
-def test_a_server_that_holds_its_weights_in_another_way(tiny_text: Path) -> None:
-    """The run would refuse it at its start (R16)."""
-    here = {"model.path": str(tiny_text)}
-    fp8 = seen(status=status(architecture={"model_type": "qwen3"}, quantization="fp8"))
-    found = server_checks.same_model(situation(here, servers=[fp8]))
-    assert (found.verdict, "quantization: fp8" in found.text) == ("fail", True)
-    both = situation(here | {f"{VLLM}.quantization": "fp8"}, servers=[fp8])
-    assert server_checks.same_model(both).verdict == "ok"
-    cache = situation(here | {f"{VLLM}.quantization": "fp8", f"{VLLM}.kv_cache_dtype": "fp8"}, servers=[fp8])
-    found = server_checks.same_model(cache)
-    assert (found.verdict, "kv_cache_dtype: auto" in found.text) == ("fail", True)
-
-
 @pytest.mark.parametrize(("max_lora_rank", "verdict"), [(16, "ok"), (8, "warn"), (0, "warn")])
 def test_adapters(max_lora_rank: int, verdict: str) -> None:
     """R08: of the run's own rank (16); a warning, as the run would sync all weights instead."""
@@ -303,36 +290,6 @@ def test_the_estimate_is_compared_with_the_gpu(
     finding = machine.gpu_memory(here)
     assert (finding.verdict, f"{gib}.0 GiB" in finding.text) == (verdict, True)
     assert ("global_max_length" in finding.remedy) == (verdict == "warn")
-
-
-@pytest.mark.parametrize(("key", "off"), [("quantization", "none"), ("kv_cache_dtype", "auto")])
-@pytest.mark.parametrize(
-    ("capabilities", "verdict", "words"),
-    [
-        ([], "skipped", "no GPU"),
-        ([(8, 9)], "ok", "8.9"),
-        ([(9, 0), (9, 0)], "ok", "9.0"),
-        ([(9, 0), (8, 6)], "fail", "compute capability 8.6"),
-        ([(7, 5)], "fail", "compute capability 7.5"),
-    ],
-)
-def test_gpus_that_colocated_fp8_would_be_refused_on_are_found(
-    monkeypatch: pytest.MonkeyPatch, capabilities: list[tuple[int, int]], verdict: str, words: str, key: str, off: str
-) -> None:
-    """R16: the engine refuses them when it starts, on any rank. Without colocated FP8 nothing is looked at."""
-    cuda = machine.torch.cuda
-    monkeypatch.setattr(cuda, "is_available", lambda: bool(capabilities))
-    monkeypatch.setattr(cuda, "device_count", lambda: len(capabilities))
-    monkeypatch.setattr(cuda, "get_device_capability", lambda index: capabilities[index])
-    rollouts = {"rollout_backend": "vllm", "vllm": {key: "fp8", "mode": "colocate"}}
-    colocated = config_of(
-        changed(minimal(), {"training.bf16": True, "custom.extra.rollout_matching": rollouts}),
-    )
-    finding = command.CHECKS["machine"]["FP8"](replace(situation(), config=colocated))
-    assert (finding.verdict, words in finding.text) == (verdict, True)
-    assert (f"{key}: {off}" in finding.remedy) == (verdict == "fail")
-    elsewhere = situation({f"{VLLM}.{key}": "fp8", f"{VLLM}.mode": "server"})
-    assert command.CHECKS["machine"]["FP8"](elsewhere).verdict == "skipped"
 
 
 # ---- the command ---------------------------------------------------------------------------------------------------

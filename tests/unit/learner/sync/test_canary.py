@@ -75,21 +75,20 @@ def test_tokens_that_are_read_through_the_cache_are_different_ones_of_the_answer
 
 
 @pytest.mark.parametrize(
-    ("configured", "learner", "served", "in_fp8", "tolerance"),
+    ("configured", "learner", "served", "tolerance"),
     [
-        (None, torch.float32, torch.float32, False, 0.01),
-        (None, torch.float32, torch.bfloat16, False, 0.1),
-        (None, torch.bfloat16, torch.float32, False, 0.1),
-        (None, torch.float32, None, False, 0.1),  # servers that differ, or do not say
-        (None, torch.bfloat16, torch.bfloat16, True, 0.3),
-        (0.3, torch.float32, torch.float32, False, 0.3),
-        (0.05, torch.bfloat16, torch.bfloat16, True, 0.05),
+        (None, torch.float32, torch.float32, 0.01),
+        (None, torch.float32, torch.bfloat16, 0.1),
+        (None, torch.bfloat16, torch.float32, 0.1),
+        (None, torch.float32, None, 0.1),  # servers that differ, or do not say
+        (0.3, torch.float32, torch.float32, 0.3),
+        (0.05, torch.bfloat16, torch.bfloat16, 0.05),
     ],
 )
 def test_the_tolerance_follows_the_precision(
-    configured: float | None, learner: torch.dtype, served: torch.dtype | None, in_fp8: bool, tolerance: float
+    configured: float | None, learner: torch.dtype, served: torch.dtype | None, tolerance: float
 ) -> None:
-    checked = Canary(items=canary_items(1), scorer=scorer_of(tuple), tolerance=configured, dtype=learner, in_fp8=in_fp8)
+    checked = Canary(items=canary_items(1), scorer=scorer_of(tuple), tolerance=configured, dtype=learner)
     assert checked.tolerance_with(served) == tolerance
     assert checked.expected("a", 1, [[-1.0, -1.0]], served).tolerance == tolerance
     with pytest.raises(CanaryError):

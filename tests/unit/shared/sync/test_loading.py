@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 
 from shared.errors import CoverageError
 from shared.sync import buckets as weights
-from shared.sync.loading import CopyMemory, Named, WeightLoad, _served_name
+from shared.sync.loading import CopyMemory, Named, WeightLoad
 
 
 class Fused:
@@ -256,19 +256,6 @@ class Mapper:
             if not name.startswith("unused."):
                 found.append(f"language_model.{name}")
         return found
-
-
-def test_a_checkpoint_s_name_is_spelled_as_the_served_model_spells_it() -> None:
-    """The name is that before layers are fused. A name that the model leaves out stays as it is, as all names do
-    without a mapping."""
-
-    class Mapped:
-        hf_to_vllm_mapper = Mapper()
-
-    assert Mapped.hf_to_vllm_mapper.apply_list(["q_proj.weight"]) == ["language_model.qkv_proj.weight"]
-    assert _served_name(Mapped, "q_proj.weight") == "language_model.q_proj.weight"
-    assert _served_name(Mapped, "unused.weight") == "unused.weight"
-    assert _served_name(object, "q_proj.weight") == "q_proj.weight"
 
 
 def test_a_parameter_that_the_loader_left_alone_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
