@@ -157,6 +157,7 @@ class Decoders:
         with self._process() as process:
             kind, answer = process.ask(what, data, check)
         if kind == _ERROR:
+            self._images.forget(source)
             found, wanted, remedy = json.loads(answer)
             raise media_error(source, found, wanted, remedy)
         return answer

@@ -1,8 +1,8 @@
 """Images fetched from URLs of allowed hosts (D13).
 
 Nothing is asked of another host, redirects included. A fetch ends within `timeout_s`, in which pauses of this process
-do not count, and at `max_bytes`. Fetched bytes are kept in a bounded cache. Everything blocks, and may be called from
-any thread.
+do not count, and at `max_bytes`. Fetched bytes are kept in a bounded cache, until somebody finds that they are no image
+(`forget`). Everything blocks, and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -38,6 +38,10 @@ class Fetcher:
         """Return the encoded image. Raises MediaError."""
         return self._cache.get(source) or self._cache.keep(source, self._fetch(source))
 
+    def forget(self, source: str) -> None:
+        """Fetch it again the next time: what came was no image, or a part of one."""
+        self._cache.drop(source)
+
     def check(self, source: str) -> None:
         """Raises MediaError if the URL may not be fetched. Fetches nothing."""
         self._checked_url(source, source)
@@ -69,6 +73,8 @@ class Fetcher:
             check_bytes(len(data), source, self.rules)
         if line.hung_up:
             raise TimeoutError(f"{len(data)} bytes so far")
+        if response.length:  # http.client says nothing when a body ends too soon
+            raise ConnectionError(f"the connection ended after {len(data)} of {len(data) + response.length} bytes")
         return bytes(data)
 
     def _checked_url(self, url: str, source: str) -> SplitResult:
@@ -104,6 +110,10 @@ class _Cache:
             if url in self._kept:
                 self._kept.move_to_end(url)
             return self._kept.get(url)
+
+    def drop(self, url: str) -> None:
+        with self._lock:
+            self._used -= len(self._kept.pop(url, b""))
 
     def keep(self, url: str, data: bytes) -> bytes:
         with self._lock:

@@ -109,14 +109,14 @@ class Images:
             image.load()
             return _to_rgb(_upright(image))
         except _DECODING_ERRORS as error:
-            raise _no_image(source, data, error) from error
+            raise self._no_image(source, data, error) from error
 
     def look(self, data: bytes, source: str) -> tuple[int, int]:
         """Return (pixels, passes over them that decoding takes), from the header. Raises MediaError."""
         try:
             image = self._open(io.BytesIO(data), source)
         except _DECODING_ERRORS as error:
-            raise _no_image(source, data, error) from error
+            raise self._no_image(source, data, error) from error
         # A JPEG may have thousands of scans, each over all pixels. Within one, its marker does not occur.
         is_jpeg = image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg"
         return image.width * image.height, max(1, data.count(_JPEG_SCAN)) if is_jpeg else 1
@@ -130,7 +130,17 @@ class Images:
                 return _upright_size(self._open(file, source), file)
             except _DECODING_ERRORS as error:
                 file.seek(0)
-                raise _no_image(source, file.read(self.rules.max_bytes), error) from error
+                raise self._no_image(source, file.read(self.rules.max_bytes), error) from error
+
+    def forget(self, source: str) -> None:
+        """Fetch a URL again the next time: what came was no image, or a part of one."""
+        self._fetcher.forget(source)
+
+    def _no_image(self, source: str, data: bytes, error: Exception) -> MediaError:
+        self.forget(source)
+        why = f"begins with {data[:16]!r}" if isinstance(error, UnidentifiedImageError) else str(error)[:200]
+        found = f"{len(data)} bytes that are not an image ({why})"
+        return media_error(source, found, " or ".join(FORMATS), "repair or replace the image")
 
     def is_turned(self, source: str) -> bool:
         """Return True if the EXIF orientation swaps width and height. Raises MediaError."""
@@ -362,12 +372,3 @@ def _to_rgb(image: Image.Image) -> Image.Image:
         if seen.getchannel("A").getextrema() != (255, 255):
             image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)
     return image.convert("RGB")
-
-
-# ---- errors --------------------------------------------------------------------------------------------------------
-
-
-def _no_image(source: str, data: bytes, error: Exception) -> MediaError:
-    why = f"begins with {data[:16]!r}" if isinstance(error, UnidentifiedImageError) else str(error)[:200]
-    found = f"{len(data)} bytes that are not an image ({why})"
-    return media_error(source, found, " or ".join(FORMATS), "repair or replace the image")

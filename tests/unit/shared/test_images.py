@@ -371,11 +371,24 @@ class Handler(BaseHTTPRequestHandler):
             self.send_response(200)
             self.end_headers()
             self.wfile.write(encoded())
+        elif self.path == "/cut.png":
+            self.cut(len(encoded()))
+        elif self.path == "/cut-without-length.png":
+            self.cut(None)
         else:
             self.send_error(404)
 
     def log_message(self, *args: object) -> None:
         pass
+
+    def cut(self, length: int | None) -> None:
+        """The first answer has half of the image, later ones all of it."""
+        data = encoded()
+        self.send_response(200)
+        if length is not None:
+            self.send_header("Content-Length", str(length))
+        self.end_headers()
+        self.wfile.write(data if self.asked.count(self.path) > 1 else data[: len(data) // 2])
 
 
 @pytest.fixture
@@ -482,3 +495,17 @@ def test_an_image_is_fetched_once_while_the_cache_holds_it(url: str) -> None:
     assert len(Handler.asked) == 4
     pickle.loads(pickle.dumps(images)).load(f"{url}/a.png")  # goes to a data worker: with the rules, without the cache
     assert len(Handler.asked) == 5
+
+
+@pytest.mark.parametrize("use", ["load", "size"])
+@pytest.mark.parametrize("path", ["/cut.png", "/cut-without-length.png"])
+def test_an_image_that_came_in_part_is_fetched_again(url: str, path: str, use: str) -> None:
+    """It was served cut for the rest of the process. Without a length only decoding finds it."""
+    images = Images(ImageRules(hosts=("127.0.0.1",), cache_bytes=1 << 20))
+    refused = pytest.raises(MediaError, match=r"ended after \d+ of \d+" if path == "/cut.png" else "not an image")
+    with refused if use == "load" or path == "/cut.png" else contextlib.nullcontext():
+        getattr(images, use)(url + path)
+    if use == "size" and path != "/cut.png":  # its header was there
+        with pytest.raises(MediaError):
+            images.load(url + path)
+    assert images.load(url + path).size == (5, 3)
