@@ -34,7 +34,6 @@ CHECKS: dict[str, dict[str, Check]] = {
         "shared memory": machine.shared_memory,
         "disk": machine.disk_space,
         "GPU memory": machine.gpu_memory,
-        "proxies": machine.proxies,
         "devices": machine.devices,
         "group ports": machine.group_ports,
         "broadcast": machine.local_broadcast,

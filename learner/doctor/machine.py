@@ -18,7 +18,7 @@ from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
 from learner.config.memory import FILLED, engine_share, of_run
-from learner.config.modes import ROLLOUT, colocates, uses_servers
+from learner.config.modes import uses_servers
 from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
 from shared.addresses import free_port, is_free, is_loopback
 from shared.config.parse import load_yaml
@@ -112,25 +112,6 @@ def gpu_memory(situation: Situation) -> Finding:
         return ok(text)
     remedy = "lower global_max_length, set model.gradient_checkpointing: true, or train with model.lora"
     return warn(f"{text}: it may not fit", remedy)
-
-
-def proxies(situation: Situation) -> Finding:
-    """This project's own calls bypass proxies on the loopback. Other clients of the servers may not."""
-    if not uses_servers(situation.config):
-        return skipped("the run uses no servers")
-    environment = {name.lower(): value for name, value in situation.environment.items()}
-    named = sorted(name for name in ("http_proxy", "https_proxy", "all_proxy") if environment.get(name))
-    if not named:
-        return ok("none in the environment")
-    exempt = [host.strip().lstrip(".") for host in environment.get("no_proxy", "").split(",")]
-    hosts = {httpx.URL(server.base_url).host for server in situation.plan.servers}
-    caught = sorted(host for host in hosts if "*" not in exempt and not any(host.endswith(e) for e in exempt if e))
-    if not caught:
-        return ok(f"{', '.join(named)} set, no_proxy exempts the servers")
-    remedy = f"export no_proxy={','.join(caught)}"
-    if all(is_loopback(host) for host in caught):
-        return warn(f"{', '.join(named)} would catch other programs' calls to {', '.join(caught)}", remedy)
-    return warn(f"{', '.join(named)} will be used for calls to {', '.join(caught)}", remedy)
 
 
 def _installed() -> dict[str, str]:

@@ -12,6 +12,7 @@ import pytest
 
 from deploy import wait_ready
 from shared.config.parse import write_yaml
+from tests.proxies import watched_proxy
 from tests.unit.learner.config.examples import REMOVE, SERVER, changed, minimal
 
 
@@ -75,6 +76,12 @@ def test_only_servers_with_the_names_of_this_job_count(tmp_path: Path, capsys: p
         assert wait_ready.main(["--config", path, "--timeout-s", "0.1", "--server-ids", "job7-"]) == 0
         assert wait_ready.main(["--config", path, "--timeout-s", "0.1", "--server-ids", "job8-"]) == 1
     assert "job7-a" in capsys.readouterr().err
+
+
+def test_a_proxy_of_the_environment_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched_proxy(monkeypatch) as asked:
+        assert wait_ready.main(["--config", config(tmp_path, "http://rollout.invalid"), "--timeout-s", "0.1"]) == 1
+    assert asked == []
 
 
 def test_a_run_without_servers_has_nothing_to_wait_for(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -99,22 +99,6 @@ def test_disk_space_is_reckoned_from_the_models_files(monkeypatch: pytest.Monkey
     assert machine.disk_space(situation({"training.output_dir": str(tmp_path)})).verdict == "skipped"
 
 
-@pytest.mark.parametrize(
-    ("environment", "verdict"),
-    [
-        ({}, "ok"),
-        ({"HTTP_PROXY": "http://p:1"}, "warn"),
-        ({"https_proxy": "http://p:1", "NO_PROXY": "localhost,127.0.0.1"}, "ok"),
-        ({"http_proxy": "http://p:1", "no_proxy": "*"}, "ok"),
-        ({"all_proxy": "http://p:1", "no_proxy": "example.org"}, "warn"),
-    ],
-)
-def test_proxies(environment: dict[str, str], verdict: str) -> None:
-    finding = machine.proxies(situation(environment=environment))
-    assert finding.verdict == verdict
-    assert ("127.0.0.1" in finding.remedy) == (verdict == "warn")
-
-
 # ---- data, devices, ports ------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ from learner.report import live
 from learner.report.live import covered, create_app
 from learner.report.read import Follower, read_run
 from shared.wire import TOKEN_VARIABLE
+from tests.proxies import watched_proxy
 from tests.unit.learner.report.fake_run import make_scene, write_run
 from tests.unit.learner.report.test_page import HOSTILE, body_of
 from tests.waits import wait_until
@@ -227,6 +228,16 @@ def test_a_secret_part_of_a_url_is_not_filled_in(run_dir: Path, monkeypatch: pyt
     page = client(run_dir).get("/now").text
     assert "${PATH_TOKEN} for a part of its URL" in page
     assert "geheim" not in page
+    assert asked == []
+
+
+def test_a_proxy_of_the_environment_is_not_asked(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would see the token of `--send-token`."""
+    (run_dir / "servers").mkdir()
+    member = {"base_url": "http://rollout.invalid", "state": "in", "because": ""}
+    (run_dir / "servers" / "state.json").write_text(json.dumps({"servers": [member]}))
+    with watched_proxy(monkeypatch) as asked:
+        assert "no answer (ConnectError)" in client(run_dir).get("/now").text
     assert asked == []
 
 

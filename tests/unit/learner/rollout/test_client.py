@@ -46,6 +46,7 @@ from shared.wire import (
     UpdateWeightsCall,
 )
 from tests.pauses import pause_soon
+from tests.proxies import watched_proxy
 from tests.unit.learner.rollout.fakes import error, output, status
 
 T = TypeVar("T")
@@ -674,12 +675,19 @@ def test_waiting_ends_at_once_where_the_answer_is_final(respx_mock: respx.MockRo
     assert health.call_count == 1
 
 
-def test_a_proxy_in_the_environment_does_not_catch_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("HTTP_PROXY", "http://proxy.invalid:1")
-    for url, proxied in (("http://127.0.0.1:9", False), ("http://rollout.test", True)):
-        client = ServerClient(url, timeouts=Timeouts.of(1.0, None))
-        assert bool(client._http._mounts) is proxied
-        asyncio.run(client.aclose())
+@pytest.mark.parametrize("url", ["http://127.0.0.1:9", "http://rollout.invalid", "https://rollout.invalid"])
+def test_a_proxy_of_the_environment_sees_no_call(monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    """It would see the token."""
+
+    async def ask() -> None:
+        client = ServerClient(url, timeouts=Timeouts.of(1.0, None), token="geheim")
+        with pytest.raises(ServerUnreachableError):
+            await client.status()
+        await client.aclose()
+
+    with watched_proxy(monkeypatch) as asked:
+        asyncio.run(ask())
+    assert asked == []
 
 
 @pytest.mark.parametrize("path", ["/status/", "/infer/"])
