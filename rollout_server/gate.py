@@ -25,6 +25,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Literal
 
+from shared.aio import reason
 from shared.errors import DeadlineError, ServerBusyError, ServerPoisonedError, SyncError
 from shared.waits import time_limit
 from shared.wire import ServedWeights
@@ -207,7 +208,7 @@ class WaitingGate:
             outcome = Outcome()
             yield outcome
         except BaseException as error:
-            self.gate.fail(str(error) or type(error).__name__)
+            self.gate.fail(reason(error))
             raise
         else:
             self.gate.complete_base() if base_of_adapter else self.gate.complete(outcome.weights)

@@ -27,7 +27,7 @@ from typing import Any, TypeVar
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine, WorkerReply, score
 from rollout_server.gate import Outcome, WaitingGate
-from shared.aio import gather
+from shared.aio import gather, reason
 from shared.canary import compare, shape_error
 from shared.errors import (
     CommunicatorError,
@@ -136,7 +136,7 @@ class WeightUpdates:
                         )
                     except BaseException as error:
                         # The other workers, and the learner, may still wait for each other.
-                        await self._leave(str(error) or type(error).__name__)
+                        await self._leave(reason(error))
                         raise
             except BaseException:
                 self.totals.failed += 1
@@ -257,8 +257,7 @@ class WeightUpdates:
                 yield
             except asyncio.CancelledError as error:
                 # Another sync call ended this one and says why; or the client has gone and hears nothing.
-                because = str(error.args[0]) if error.args else "the learner went away"
-                raise CommunicatorError("the sync was broken off", found=because, remedy="sync again") from error
+                raise CommunicatorError("the sync was broken off", found=reason(error), remedy="sync again") from error
             finally:
                 self._under_way = None
 

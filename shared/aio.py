@@ -27,6 +27,12 @@ async def gather(calls: Iterable[Coroutine[object, None, T]]) -> list[T]:
     raise first  # outside of `except`, so that the group does not become its context
 
 
+def reason(error: BaseException) -> str:
+    """Return why something ended, in words. A call is cancelled without words when its caller hangs up."""
+    nothing_said = "the caller went away" if isinstance(error, asyncio.CancelledError) else type(error).__name__
+    return str(error) or nothing_said
+
+
 async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, None]]) -> AsyncGenerator[T]:
     """Yields what `work(put)` puts, as it comes; then raises its error, if it failed. `work` never waits for whoever
     takes the items. Close the generator to cancel what is left of it."""

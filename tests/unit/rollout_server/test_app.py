@@ -347,13 +347,21 @@ def test_one_bad_request_fails_the_call_and_cancels_the_rest() -> None:
 class Caller:
     """A client that keeps its connection until `gone`, and notes what it is sent."""
 
-    def __init__(self, service: RolloutService, texts: Sequence[str], *, accept: bytes = b"*/*") -> None:
-        requests = [RolloutInferRequest.model_validate(request(text)) for text in texts]
-        self._body = InferCall(infer_requests=requests).model_dump_json().encode()
+    def __init__(
+        self,
+        service: RolloutService,
+        texts: Sequence[str],
+        *,
+        accept: bytes = b"*/*",
+        path: str = "/infer/",
+        body: dict[str, Any] | None = None,
+    ) -> None:
+        requests = [request(text) for text in texts]
+        self._body = json.dumps(body or {"infer_requests": requests}).encode()
         self._sent, self.gone = False, asyncio.Event()
         self.status, self.content_type, self.lines = 0, "", list[dict[str, Any]]()
         headers = [*JSON, (b"accept", accept)]
-        scope = {"type": "http", "method": "POST", "path": "/infer/", "query_string": b"", "headers": headers}
+        scope = {"type": "http", "method": "POST", "path": path, "query_string": b"", "headers": headers}
         self.calling = asyncio.create_task(create_app(service, None)(scope, self._receive, self._send))
 
     async def _receive(self) -> dict[str, Any]:
@@ -527,6 +535,34 @@ async def push(http: httpx.AsyncClient, body: dict[str, Any]) -> httpx.Response:
     """Send an update whose canary scores what the learner expects."""
     await http.post("/expect_scores/", json=expected(-0.5, -0.5, ver=body["ver"], incarnation=body["incarnation"]))
     return await http.post("/update_weights/", json=body)
+
+
+@pytest.mark.parametrize("phase", ["draining", "loading"])
+def test_a_learner_that_goes_away_in_an_update_is_the_reason(phase: str) -> None:
+    """Its connection ends, as after a SIGKILL. People read the reason in `/ready/` and in refusals."""
+
+    async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
+        await open_group(http)
+        rolling = None
+        if phase == "draining":
+            engine.holds = {"long": asyncio.Event()}
+            rolling = asyncio.create_task(http.post("/infer/", json={"infer_requests": [request("long")]}))
+            await until(lambda: engine.generated)
+        else:
+            engine.replies["sync_poll"] = lambda: WorkerReply(done=False)
+        caller = Caller(service, "", path="/update_weights/", body=update())
+        await until(lambda: service.gate.state == ("draining" if phase == "draining" else "updating"))
+        caller.gone.set()
+        await caller.calling
+        assert service.gate.state == "poisoned"
+        for path in ("/ready/", "/infer/"):
+            ask = http.get(path) if path == "/ready/" else http.post(path, json={"infer_requests": [request("b")]})
+            assert (await ask).json()["found"] == "the caller went away"
+        engine.holds.get("long", asyncio.Event()).set()
+        if rolling is not None:
+            await rolling
+
+    serve(check)
 
 
 def test_one_call_is_one_update() -> None:
