@@ -37,6 +37,7 @@ from shared.errors import (
     ServerMismatchError,
     ServerPoisonedError,
     ServerUnreachableError,
+    UnauthorizedError,
 )
 
 R = TypeVar("R")
@@ -47,7 +48,7 @@ REFILLS = 32
 # These errors belong to the request: any server would give them.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
 # These belong to the server: asking it again would not help.
-LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError)
+LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError, UnauthorizedError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -325,7 +326,7 @@ class Dispatcher(Generic[R]):
 
     def _retry(self, flight: _Flight, error: ProjectError) -> None:
         batch, unanswered = flight.batch, sorted(flight.unanswered)
-        if isinstance(error, REQUEST_ERRORS):
+        if isinstance(error, REQUEST_ERRORS) and not isinstance(error, LOST_ERRORS):
             raise error
         if isinstance(error, ServerBusyError) and len(unanswered) < len(batch):
             again = [replace(batch, start=run.start, stop=run.stop) for run in _runs(unanswered)]

@@ -29,6 +29,7 @@ from shared.errors import (
     RolloutError,
     ServerBusyError,
     ServerUnreachableError,
+    UnauthorizedError,
 )
 
 
@@ -261,6 +262,7 @@ class MortalServers(Servers):
     def __init__(self, lives: dict[int, int]) -> None:
         super().__init__()
         self.lives, self.num_answered = lives, Counter[int]()
+        self.death: ProjectError | None = None  # instead of "gone"
 
     async def __call__(self, server: int, batch: Batch, answered: Callable[[int, int], None]) -> None:
         self.started.append((server, batch.start, batch.stop))
@@ -268,7 +270,7 @@ class MortalServers(Servers):
             for _ in range(1 + request % 3):
                 await asyncio.sleep(0)
             if self.num_answered[server] >= self.lives.get(server, 10**9):
-                raise ServerUnreachableError(f"server {server} is gone")
+                raise self.death or ServerUnreachableError(f"server {server} is gone")
             self.num_answered[server] += 1
             answered(request, request)
 
@@ -382,6 +384,24 @@ def test_calls_that_were_given_up_have_ended_when_the_run_ends(lost: bool) -> No
     with nullcontext() if lost else pytest.raises(MediaError):
         asyncio.run(run_and_note())
     assert ended == ["call", "run"]
+
+
+@pytest.mark.parametrize("death", [ServerUnreachableError("gone"), UnauthorizedError("it has another token now")])
+def test_what_is_wrong_with_a_server_is_not_wrong_with_its_requests(death: ProjectError) -> None:
+    """D15: the others take them."""
+    servers, answered = MortalServers({0: 2}), list[int]()
+    servers.death = death
+    dispatcher: Dispatcher[int] = Dispatcher(
+        Distribution(
+            spans=(ServerSpan(server=0, start=0, stop=8), ServerSpan(server=1, start=8, stop=16)), quotas=(4, 4)
+        ),
+        send=servers,
+        on_answer=lambda request, _: answered.append(request),
+        on_split=lambda *_: None,
+        lose=lambda server, error: (0, 4),
+    )
+    asyncio.run(dispatcher.run())
+    assert sorted(answered) == list(range(16))
 
 
 def test_an_answer_that_comes_after_its_server_was_lost_is_dropped() -> None:
