@@ -39,7 +39,7 @@ DropReason = Literal[
     "truncated",
 ]
 Channel = Literal["A", "B"]
-ServerEvent = Literal["lost", "joined", "added", "removed"]
+ServerEvent = Literal["lost", "joined", "added", "removed", "refused"]
 
 
 class Votes(NamedTuple):
@@ -324,6 +324,7 @@ class SyncReceipt:
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
     pause_s: float = 0.0  # the longest time in which a server generated nothing and let no call in; 0: not measured
     fallback: str = ""  # the reason if adapter syncs ended with this sync; else empty
+    repeated: tuple[str, ...] = ()  # why each try before this one failed
     parts: Mapping[str, float] = field(default_factory=dict)  # the host's seconds in each, if they were measured
 
 

@@ -186,6 +186,7 @@ SYNC = (
         "not measured, as in colocated runs",
     ),
     Metric("fallback", "", "why adapter syncs ended with this sync; else empty"),
+    Metric("repeated", "", "why each try before this one failed, in words; empty: the first one succeeded"),
     Metric(
         "parts",
         "s",
@@ -280,7 +281,8 @@ EVENTS: dict[str, str] = {
     "begin": "training begins, or goes on after a resume: after which step, and `total_steps`",
     "end": "how it ended: `finished`, `stopped` or `failed` (`how`), and `because`; missing if the process was killed",
     "early_stop": "`early_stop_patience` ended the run: `best_step`",
-    "server": "a server was `lost`, `joined`, `added` or `removed` (`what`), `because`, and how many are `serving`",
+    "server": "a server was `lost`, `joined`, `added`, `removed`, or `refused` while out (`what`), `because`, and "
+    "how many are `serving`",
     "warning": "the run goes on but cannot learn: `what`, in how many `steps` in a row, and the `remedy`",
     "spike": "`loss` or `grad_norm` (`metric`) leapt: its `value`, the `usual` one, and up to 8 `samples` of the step, "
     "those first whose packed row had the highest `row_loss`",

@@ -277,15 +277,30 @@ class ServerClient:
     async def init_communicator(self, call: InitCommunicatorCall, patience: Patience | None = None) -> None:
         """Returns when the server's workers and the learner have joined the group. Raises ServerUnreachableError too,
         if `/health/` is silent for longer than `patience` says."""
-        sending = self._send_once("/init_communicator/", call, read_s=call.timeout_s + REPLY_GRACE_S)
-        await self._while_alive(sending, (patience or self.timeouts.patience(has_others=False)).silent_s)
+        await self._send_weights_call("/init_communicator/", call, patience)
 
     async def update_weights(self, call: UpdateWeightsCall, patience: Patience | None = None) -> UpdateWeightsReply:
         """Returns when the buckets have been broadcast and the server has checked what it serves. Raises as
         `init_communicator` does."""
-        sending = self._send_once("/update_weights/", call, read_s=call.timeout_s + REPLY_GRACE_S)
-        response = await self._while_alive(sending, (patience or self.timeouts.patience(has_others=False)).silent_s)
+        response = await self._send_weights_call("/update_weights/", call, patience)
         return read_reply(response.content, TypeAdapter(UpdateWeightsReply), self.base_url, "/update_weights/")
+
+    async def _send_weights_call(
+        self, path: str, call: InitCommunicatorCall | UpdateWeightsCall, patience: Patience | None
+    ) -> httpx.Response:
+        limit_s = call.timeout_s + REPLY_GRACE_S
+
+        async def late(health_age_s: float) -> None:
+            raise DeadlineError(
+                f"{self.base_url}: {path} did not answer in time",
+                found=f"no answer after {limit_s:g} s; /health/ answered {health_age_s:.1f} s ago",
+                wanted=f"an answer within the {call.timeout_s:g} s that it was given",
+                remedy=f"look at the server's log, or raise {SERVER}.timeout_s",
+            )
+
+        silent_s = (patience or self.timeouts.patience(has_others=False)).silent_s
+        sending = self._send_once(path, call, read_s=limit_s)
+        return await self._while_alive(sending, silent_s, deadline_s=limit_s, late=late)
 
     async def expect_scores(self, call: ExpectScoresCall) -> None:
         """Tell what the canary of the update under way must score."""
@@ -381,7 +396,7 @@ class ServerClient:
                 remedy=f"raise {SERVER}.timeout_s, or look at the server's log",
             ) from error
         except httpx.TransportError as error:
-            raise self._gone(f"{type(error).__name__}: {error} at {path}") from error
+            raise self._gone(f"{type(error).__name__}: {error} at {path}", t.connect_s) from error
 
     async def _while_alive(
         self,

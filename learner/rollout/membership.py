@@ -92,6 +92,13 @@ class Membership:
             return self
         return self._with(replace(member, because=because, failures=member.failures + 1))
 
+    def explain(self, base_url: str, because: str) -> Membership:
+        """It answers, and cannot serve."""
+        member = self.get(base_url)
+        if member is None or member.state != "out" or member.because == because:
+            return self
+        return self._with(replace(member, because=because))
+
     def sized(self, sizes: Iterable[tuple[str, int]]) -> Membership:
         """Return the membership with the world sizes that servers gave."""
         known = dict(sizes)
@@ -151,10 +158,12 @@ class Membership:
     def changes_since(self, before: Membership) -> list[ServerChange]:
         """Return what happened between two agreements."""
         old = {member.base_url: member.state for member in before.members}
+        said = {member.base_url: member.because for member in before.out}
         found = [
             self._change(member.base_url, what, member.because)
             for member in self.members
             if (what := _WHAT.get((old.get(member.base_url), member.state))) is not None
+            and (what != "refused" or said[member.base_url] != member.because)
         ]
         gone = [url for url, state in old.items() if state == "out" and self.get(url) is None]
         return found + [self._change(url, "removed", "") for url in gone]
@@ -177,5 +186,6 @@ _WHAT: dict[tuple[State | None, State], ServerEvent] = {
     ("out", "serving"): "joined",
     ("draining", "serving"): "joined",
     ("serving", "out"): "lost",
+    ("out", "out"): "refused",  # only if it is for another reason
     ("serving", "draining"): "removed",
 }

@@ -30,7 +30,7 @@ from learner.records import ServerChange
 from learner.rollout.colocated_engine import ColocatedEngine
 from learner.sync.canary import Canary, worst_gap
 from learner.sync.source import AdapterSource, WeightSource
-from learner.sync.sync import Delivered, Mode
+from learner.sync.sync import Delivered, Mode, Recovery
 from shared.canary import CanaryGap
 from shared.errors import DigestError, ProjectError, SyncError
 from shared.sync.digest import digest
@@ -78,8 +78,8 @@ class EngineDelivery:
     def connect(self) -> int:
         return 0
 
-    def recover(self, error: ProjectError) -> bool:
-        return False
+    def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
+        return "stop"
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         if self._engine.max_lora_rank < adapter.rank:

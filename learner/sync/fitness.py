@@ -18,13 +18,21 @@ from learner.sync.canary import CanaryItem, score_items
 from learner.sync.source import SyncRanks
 from shared.aio import gather
 from shared.checkpoint import differences
-from shared.errors import ProjectError, PromptMismatchError, ServerMismatchError, ServerUnreachableError
+from shared.errors import (
+    DeadlineError,
+    ProjectError,
+    PromptMismatchError,
+    ServerBusyError,
+    ServerMismatchError,
+    ServerPoisonedError,
+    ServerUnreachableError,
+)
 from shared.pixels import ImageProcessing
 from shared.waits import time_limit
 from shared.wire import ScoreCall, ScoreReply, ServerStatus
 
 T = TypeVar("T")
-CheckServer = Callable[[ServerClient, ServerStatus], None]  # raises what makes a server unfit
+CheckServer = Callable[[ServerClient, ServerStatus], Coroutine[object, None, None]]  # raises what makes a server unfit
 
 
 def check_servers(backend: ServerBackend, check: CheckServer, *, ranks: SyncRanks) -> None:
@@ -32,8 +40,8 @@ def check_servers(backend: ServerBackend, check: CheckServer, *, ranks: SyncRank
     weights. Rank 0 asks every server; collective. Raises what `check` raises."""
 
     def ask_all() -> None:
-        for client, status in zip(backend.clients, backend.statuses(), strict=True):
-            check(client, status)
+        asked = zip(backend.clients, backend.statuses(), strict=True)
+        backend.loop.run(gather(check(client, status) for client, status in asked))
 
     on_rank_0(ranks, ask_all)
 
@@ -52,12 +60,12 @@ def server_check(
 
     same = PromptCheck(image_processing=image_processing)
 
-    def check(client: ServerClient, status: ServerStatus) -> None:
+    async def check(client: ServerClient, status: ServerStatus) -> None:
         check_architecture(client.base_url, status, architecture)
         for item in prompts:
             if status.gate == "poisoned":
                 return  # it scores nothing before the first sync, whose own check then covers the prompt
-            reply = backend.loop.run(client.score(ScoreCall(items=score_items([item], pixels=True))))
+            reply = await client.score(ScoreCall(items=score_items([item], pixels=True)))
             check_vision(client.base_url, item, reply, same)
             check_prompt(client.base_url, item, reply)
 
@@ -113,6 +121,11 @@ def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Membe
                 wanted="each server once",
                 remedy="name it by one URL only",
             )
+
+
+def is_silent(error: ProjectError) -> bool:
+    """Return True if the server may answer otherwise by itself: it does not answer, or is busy, starting or healing."""
+    return isinstance(error, ServerUnreachableError | DeadlineError | ServerBusyError | ServerPoisonedError)
 
 
 async def look(backend: ServerBackend, client: ServerClient) -> ServerStatus:

@@ -4,7 +4,7 @@ every rank.
 In: servers that a rank has lost, what the user and the cluster ask for, and servers that failed a sync. Out: the next
 `Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve and to those
 that are ready to; only who has completed it serves (D15, R40). `ReturnWatch` looks at those that are left out from
-time to time, so that nobody has to wait to learn which are back.
+time to time and checks new processes, so that no step waits to learn which are back, and fit.
 """
 
 from __future__ import annotations
@@ -18,15 +18,16 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from learner.records import ServerChange
-from learner.rollout.client import HEALTH_TIMEOUT_S
+from learner.rollout.client import HEALTH_TIMEOUT_S, LAST_LOOK_S, ServerClient
 from learner.rollout.control import ServerControl, ServerRequest
 from learner.rollout.discovery import Discovery
 from learner.rollout.membership import Member, Membership
 from learner.rollout.server_backend import ServerBackend
-from learner.sync.fitness import on_rank_0
+from learner.sync.fitness import CheckServer, is_silent, on_rank_0
 from learner.sync.source import SyncRanks
-from shared.errors import ProjectError
+from shared.errors import DeadlineError, ProjectError
 from shared.waits import awake_s, time_limit
+from shared.wire import ServerStatus
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
@@ -39,10 +40,16 @@ class Members:
     collective."""
 
     def __init__(
-        self, backend: ServerBackend, ranks: SyncRanks, *, control: ServerControl | None, discovery: Discovery | None
+        self,
+        backend: ServerBackend,
+        ranks: SyncRanks,
+        *,
+        control: ServerControl | None,
+        discovery: Discovery | None,
+        check: CheckServer | None = None,
     ) -> None:
         self._backend, self._ranks, self._control, self._discovery = backend, ranks, control, discovery
-        self._returning = ReturnWatch(backend)
+        self.returning = ReturnWatch(backend, check)
         self._changes: list[ServerChange] = []  # that `changes` has not given yet
 
     def together(self, work: Callable[[], T]) -> T:
@@ -77,7 +84,7 @@ class Members:
             log.warning("server %s %s, %d serve %s", change.base_url, change.what, change.serving, change.because)
         self._changes += changes
         self._backend.adopt(membership)
-        self._returning.follow(membership.out)
+        self.returning.follow(membership.out)
         if self._control is not None:
             self._control.show(membership)
 
@@ -91,15 +98,22 @@ class Members:
             membership = membership.leave_out(base_url, str(error), now_s=now_s)
         self.change_to(membership)
         if (member := membership.get(base_url)) is not None:
-            self._returning.refused(member)
+            self.returning.refused(member)
         if not membership.enough:
             raise membership.too_few() from error
 
     def to_reach(self) -> list[Member]:
         """Return the servers that a sync goes to: those that serve, and those that are ready to."""
         membership = self._backend.membership
-        ready = self._returning.ready()
+        ready = self.returning.ready()
         return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]
+
+    def check(self, member: Member, status: ServerStatus) -> None:
+        """Raises what makes this process of the server unfit. One that nobody has checked yet is waited for only if the
+        run cannot go on without it."""
+        is_needed = member.state == "serving" and not self._backend.membership.is_elastic
+        limit_s = self._backend.timeouts.gone_s if is_needed else LAST_LOOK_S
+        self._backend.loop.run(self.returning.check(self._backend.client(member.base_url), status, limit_s))
 
     def _decided(self, reports: Sequence[Mapping[str, str]]) -> Membership:
         """Return the membership that follows from what the ranks found and from what is asked for."""
@@ -107,6 +121,8 @@ class Members:
         for report in reports:
             for base_url, because in report.items():
                 membership = membership.leave_out(base_url, because, now_s=now_s)
+        for base_url, because in self.returning.unfit().items():
+            membership = membership.explain(base_url, because)
         for request in self._requests(membership):
             if request.action == "add":
                 membership = membership.add(request.base_url, request.group_port, now_s=now_s)
@@ -125,11 +141,13 @@ class Members:
 
 
 class ReturnWatch:
-    """A server is ready when it has just answered `/status/` with a model that fits. One that was refused is tried
-    again later and later."""
+    """A server is ready when it has just answered `/status/` with a model that fits, and its process has passed
+    `check`. One that was refused is tried again later and later."""
 
-    def __init__(self, backend: ServerBackend) -> None:
-        self._backend = backend
+    def __init__(self, backend: ServerBackend, check: CheckServer | None = None) -> None:
+        self._backend, self._check = backend, check
+        self.fit: set[str] = set()  # server processes that have passed, by their ids
+        self._unfit: dict[str, str] = {}  # base_url -> why asking again would not help; empty if it may
         self._followed: dict[str, float] = {}  # base_url -> `awake_s` before which it is not tried
         self._ready: frozenset[str] = frozenset()
         self._watching: Future[None] | None = None  # None: no watch runs, or it has decided to end
@@ -155,6 +173,28 @@ class ReturnWatch:
         with self._lock:
             return [url for url, not_before in self._followed.items() if url in self._ready and now >= not_before]
 
+    def unfit(self) -> dict[str, str]:
+        """Return why servers that answer cannot join: a wrong token, another model."""
+        with self._lock:
+            return {url: because for url, because in self._unfit.items() if because and url in self._followed}
+
+    async def check(self, client: ServerClient, status: ServerStatus, limit_s: float) -> None:
+        """Raises what makes a process unfit that has not passed yet, and DeadlineError after `limit_s`."""
+        if status.server_id in self.fit:
+            return
+        if self._check is not None:
+            try:
+                async with time_limit(limit_s):
+                    await self._check(client, status)
+            except TimeoutError:
+                raise DeadlineError(
+                    f"{client.base_url}: this server's process is new, and its check did not end in time",
+                    found=f"no end after {limit_s:g} s",
+                    wanted="the log-probabilities of a few prompts",
+                    remedy="nothing, if it is only slow: it joins once its check has ended",
+                ) from None
+        self.fit.add(status.server_id)
+
     async def _watch(self) -> None:
         while followed := self._to_look_at():
             answered = await asyncio.gather(*(self._is_ready(base_url) for base_url in followed))
@@ -171,9 +211,17 @@ class ReturnWatch:
             return tuple(self._followed)
 
     async def _is_ready(self, base_url: str) -> bool:
+        client, because = self._backend.client(base_url), ""
+        is_ready = False
         try:
             async with time_limit(HEALTH_TIMEOUT_S):
-                await self._backend.look(self._backend.client(base_url), 0.0)
-        except (ProjectError, TimeoutError):
-            return False
-        return True
+                status = await self._backend.look(client, 0.0)
+            await self.check(client, status, self._backend.timeouts.gone_s)
+            is_ready = True
+        except TimeoutError:
+            pass
+        except ProjectError as error:
+            because = "" if is_silent(error) else str(error)
+        with self._lock:
+            self._unfit[base_url] = because
+        return is_ready

@@ -8,7 +8,7 @@ and sealed while the buckets before it travel, and the learner scores the canary
 below an adapter are an update of their own version, which also heals a poisoned server.
 
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. A failure that
-is no single server's is repeated once.
+is no single server's is repeated once. While too few servers answer, they are asked again until `timeout_s` is over.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import AbstractContextManager, nullcontext
+from types import MappingProxyType
 from typing import TypeVar
 
 import torch
@@ -46,19 +47,24 @@ from learner.sync.broadcast_groups import (
     open_groups,
 )
 from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
-from learner.sync.fitness import CheckServer, all_outcomes, check_adapter, check_new, look
+from learner.sync.fitness import CheckServer, all_outcomes, check_adapter, check_new, is_silent, look
 from learner.sync.members import Members
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
-from learner.sync.sync import Delivered, Mode
+from learner.sync.sync import Delivered, Mode, Recovery
 from learner.sync.update_checks import check_reply, check_sent, digest_of, sizes
 from shared.canary import CanaryGap
 from shared.errors import NotFiniteError, ProjectError, ServerUnreachableError
 from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
+from shared.waits import Deadline
 from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
 GOODBYE_S = 3.0  # time for servers to hear that a failed sync is over
+# A join or an update with a server that has not served yet ends after so long, or after so many times the longest
+# update so far. The server may try again at a later step.
+NEWCOMER_S, NEWCOMER_MARGIN = 15.0, 3.0
+NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
 SENT_AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
 log = logging.getLogger("learner.sync")
 
@@ -85,15 +91,14 @@ class ServerDelivery:
     ) -> None:
         self._backend, self._config, self._canary = backend, config, canary
         self._device, self._start_join = device, start_join
-        self._check = check
-        self.members = Members(backend, ranks, control=control, discovery=discovery)
+        self.members = Members(backend, ranks, control=control, discovery=discovery, check=check)
         self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # keys are URLs; statuses from when they were joined
         self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # the same in every update
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
-        self._known: set[str] = set()  # server processes that were found to fit, by their ids
         self._accused: dict[str, ProjectError] = {}  # servers that the last try failed for
-        self._repeated = self._accused_one = False  # both tell of this sync alone
+        self._longest_s = 0.0  # of an update so far
+        self._deadline = Deadline(0.0)  # of reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds of this sync's parts
 
     def together(self, work: Callable[[], T]) -> T:
@@ -107,41 +112,50 @@ class ServerDelivery:
 
     # ---- after a failure -------------------------------------------------------------------------------------------
 
-    def recover(self, error: ProjectError) -> bool:
+    def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
         # Weights that are not finite stay so: another try would send the same ones.
-        if isinstance(error, NotFiniteError) or self._backend.membership.min_servers == "all":
-            return False
-        gone, accused_by = self._gone(), self._accused
-        self._accused = {}
-        for base_url, found in gone.items():
+        if isinstance(error, NotFiniteError):
+            return "stop"
+        accused_by, self._accused = self._accused, {}
+        silent = {url: found for url, found in accused_by.items() if isinstance(found, ServerUnreachableError)}
+        tried = [member for member in self._backend.membership.members if member.base_url in self._statuses]
+        gone = {url: found for url, found in self._look(tried, silent).items() if isinstance(found, ProjectError)}
+        # The others can do without a server that wanted to join, whether the failure was its own or not.
+        newcomers = {m.base_url: accused_by.get(m.base_url, error) for m in tried if m.state == "out"}
+        is_all = self._backend.membership.min_servers == "all"
+        if is_all and not gone.keys() <= newcomers.keys():
+            return "stop"
+        for base_url, found in (newcomers | gone).items():
             self.members.leave_out(base_url, found)
-        out = {member.base_url for member in self._backend.membership.out}
-        newcomers = {url: found for url, found in accused_by.items() if url in out and url not in gone}
-        for base_url, found in newcomers.items():
-            self.members.leave_out(base_url, found)
-        if gone or newcomers:
-            return True
-        if not self._repeated:
-            self._repeated = True
-            return True
-        if len(accused_by) == 1 and not self._accused_one and self._backend.membership.is_elastic:
+        if newcomers or gone or (silent and not self._deadline.is_over()):
+            return "changed"
+        if is_all or num_repeated > 1:
+            return "stop"
+        if num_repeated == 1:
+            if len(accused_by) != 1 or not self._backend.membership.is_elastic:
+                return "stop"
             # The same server failed twice. If a second one failed too, the servers would not be the cause.
-            self._accused_one = True
             for base_url, found in accused_by.items():
                 self.members.leave_out(base_url, found)
-            return True
-        return False
+        return "repeat"
 
-    def _gone(self) -> dict[str, ProjectError]:
-        """Return the servers of the last try that do not answer now, and why."""
-        backend, gone = self._backend, self._unreachable()
-        tried = [base_url for base_url in self._statuses if base_url not in gone]
-        outcomes = backend.loop.run(all_outcomes([look(backend, backend.client(url)) for url in tried]))
-        return gone | {url: f for url, f in zip(tried, outcomes, strict=True) if isinstance(f, ProjectError)}
-
-    def _unreachable(self) -> dict[str, ProjectError]:
-        """Return the servers of the last try that were found to be gone in it."""
-        return {url: error for url, error in self._accused.items() if isinstance(error, ServerUnreachableError)}
+    def _look(
+        self, members: Sequence[Member], silent: Mapping[str, ProjectError] = NOBODY
+    ) -> dict[str, ServerStatus | ProjectError]:
+        """Return what each says now. While so few answer that the run could not go on, the silent ones are asked again,
+        until this sync's deadline. `silent`: those that were silent just now."""
+        backend, found = self._backend, dict[str, ServerStatus | ProjectError](silent)
+        asked = [member.base_url for member in members if member.base_url not in found]
+        while True:
+            outcomes = backend.loop.run(all_outcomes([look(backend, backend.client(url)) for url in asked]))
+            found |= dict(zip(asked, outcomes, strict=True))
+            left = backend.membership
+            for base_url, status in found.items():
+                left = left if isinstance(status, ServerStatus) else left.leave_out(base_url, "", now_s=0.0)
+            asked = [url for url, status in found.items() if isinstance(status, ProjectError) and is_silent(status)]
+            if left.enough or not asked or self._deadline.is_over():
+                return found
+            time.sleep(min(backend.timeouts.poll_s, self._deadline.left_s()))
 
     # ---- joining ---------------------------------------------------------------------------------------------------
 
@@ -149,10 +163,8 @@ class ServerDelivery:
         """Join the groups of all servers that serve or are ready to. Raises CommunicatorError, DeadlineError or the
         server's own error."""
         backend = self._backend
-        is_first = not self._known  # everything must be there at the start, and was checked just now
-        statuses = self._reach(self.members.to_reach(), is_first=is_first)
+        statuses = self._reach(self.members.to_reach())
         self._statuses = {member.base_url: status for member, status in statuses}
-        self._known |= {status.server_id for _, status in statuses}
         least = backend.membership.min_servers
         # The group counts: it has servers that do not serve before this sync.
         patience = backend.timeouts.patience(has_others=least != "all" and len(statuses) > least)
@@ -166,7 +178,7 @@ class ServerDelivery:
                 links,
                 [status for _, status in statuses],
                 device=self._device,
-                timeout_s=self._config.server.timeout_s,
+                timeout_s=self._limit_s,
                 allow_shared_gpu=self._config.server.allow_shared_gpu,
                 start_join=self._start_join,
                 asked=asked,
@@ -184,35 +196,41 @@ class ServerDelivery:
         dtypes = {status.dtype for status in self._statuses.values()}
         return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
-    def _reach(self, members: Sequence[Member], *, is_first: bool) -> list[tuple[Member, ServerStatus]]:
+    def _reach(self, members: Sequence[Member]) -> list[tuple[Member, ServerStatus]]:
         """Return the status of each member that answers and fits. One that does not is left out if the run can go
         on."""
-        backend = self._backend
-        if is_first:
-            statuses = backend.statuses()
+        if not self.members.returning.fit:  # everything must be there at the start, and was checked just now
+            statuses = self._backend.statuses()
+            self.members.returning.fit |= {status.server_id for status in statuses}
             return list(zip(members, statuses, strict=True))
-        looks = [look(backend, backend.client(member.base_url)) for member in members]
-        reached: list[tuple[Member, ServerStatus]] = []
-        for member, found in zip(members, backend.loop.run(all_outcomes(looks)), strict=True):
+        found, reached = self._look(members), list[tuple[Member, ServerStatus]]()
+        for member in members:
             try:
-                if isinstance(found, ProjectError):
-                    raise found
-                check_new(member, found, reached)
-                if self._check is not None and found.server_id not in self._known:
-                    self._check(backend.client(member.base_url), found)
+                if isinstance(status := found[member.base_url], ProjectError):
+                    raise status
+                check_new(member, status, reached)
+                self.members.check(member, status)
             except ProjectError as error:
                 self.members.leave_out(member.base_url, error)
             else:
-                reached.append((member, found))
+                reached.append((member, status))
         return reached
+
+    @property
+    def _limit_s(self) -> float:
+        """The deadline of joining, and of an update. It is short where a server takes part that has not served yet and
+        that the others can do without: it may be slow, and a step waits."""
+        timeout_s, membership = self._config.server.timeout_s, self._backend.membership
+        if not membership.enough or not any(member.base_url in self._statuses for member in membership.out):
+            return timeout_s
+        return min(timeout_s, max(NEWCOMER_S, NEWCOMER_MARGIN * self._longest_s))
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         for base_url, status in self._statuses.items():
             check_adapter(base_url, status, rank=adapter.rank)
 
     def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
-        self._repeated = self._accused_one = False
-        self._parts = {}
+        self._deadline, self._parts = Deadline(self._config.server.timeout_s), {}
         return nullcontext(self._parts)
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
@@ -245,7 +263,8 @@ class ServerDelivery:
         groups, self._groups = self._groups, ServerGroups((), "", b"")
         out = {member.base_url for member in self._backend.membership.out}
         # A server that is gone would only use up the wait below.
-        goodbyes = groups.leave(abort=abort, gone=out | self._unreachable().keys())
+        unreachable = {url for url, error in self._accused.items() if isinstance(error, ServerUnreachableError)}
+        goodbyes = groups.leave(abort=abort, gone=out | unreachable)
         wait([goodbye for _, goodbye in goodbyes], timeout=GOODBYE_S if abort else REPLY_GRACE_S)
         for link, goodbye in goodbyes:
             if not goodbye.done() or goodbye.exception() is not None:
@@ -271,8 +290,9 @@ class ServerDelivery:
             buckets=self._plan(source),
             canary=score_items(items),
             base_of_adapter=not items,
-            timeout_s=self._config.server.timeout_s,
+            timeout_s=self._limit_s,
         )
+        began = time.monotonic()
         posts = [(link, link.post(link.client.update_weights(call, link.patience))) for link in self._groups.links]
         told: Posts = []
         try:
@@ -291,6 +311,7 @@ class ServerDelivery:
         replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
             check_reply((ver, *sizes(call.buckets)), reply, base_url)
+        self._longest_s = max(self._longest_s, time.monotonic() - began)
         return replies, learner, self._digest(mode, seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:

@@ -10,7 +10,8 @@ In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: 
 An adapter sync sends the adapter alone. After a connection or a failure nothing is known of what a generator holds, so
 the next adapter sync sends the weights below the adapter first. If an adapter sync fails, adapter syncs end for the
 rest of the process: one warning, and full syncs from then on, the first one at once. With `fallback_to_full: false` the
-error is raised instead. A resumed run begins with adapters again.
+error is raised instead. It has failed once another try is not worth it, as for full syncs: a server that is gone, or a
+broken connection, says nothing of adapters. A resumed run begins with adapters again.
 """
 
 from __future__ import annotations
@@ -29,6 +30,8 @@ from shared.errors import ProjectError, SyncError
 
 T = TypeVar("T")
 Mode = Literal["full", "adapter"]
+# After a failed try: raise its error; try again as it was; or try again because other generators take part now.
+Recovery = Literal["stop", "repeat", "changed"]
 log = logging.getLogger("learner.sync")
 
 
@@ -60,9 +63,9 @@ class Delivery(Protocol):
     def connect(self) -> int:
         """Reach every generator; the highest version that one of them has seen."""
 
-    def recover(self, error: ProjectError) -> bool:
-        """Return True if the sync is worth another try, without whoever is gone; called after a failed try and `leave`.
-        Raises ServerError if too few are left."""
+    def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
+        """Say whether the sync is worth another try, without whoever is gone; called after a failed try and `leave`.
+        `num_repeated`: of this work, how often the answer was `repeat`. Raises ServerError if too few are left."""
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         """Raises SyncError or ServerMismatchError if a generator could not apply it."""
@@ -100,6 +103,7 @@ class Sync:
         self.ver = 0  # completed syncs
         self._delivery, self._weights, self._adapter = delivery, weights, adapter
         self._fallback_to_full, self._fallback = fallback_to_full, ""
+        self._failures: list[str] = []  # of the sync under way: why tries failed
         self._is_connected = self._base_is_loaded = False
 
     def connect(self) -> None:
@@ -142,13 +146,13 @@ class Sync:
         return self.ver
 
     def _sync(self) -> SyncReceipt:
-        if self._is_connected and not self._delivery.is_current():
-            self._is_connected = False
-            self._delivery.leave(abort=False)
-        if not self._is_connected:
-            self._repeated(self._connect)
-        begin = time.monotonic()
+        begin, self._failures = time.monotonic(), []
         with self._delivery.delivering(self._modes()) as parts:
+            if self._is_connected and not self._delivery.is_current():
+                self._is_connected = False
+                self._delivery.leave(abort=False)
+            if not self._is_connected:
+                self._repeated(self._connect)
             delivered = self._deliver()
         reason, self._fallback = self._fallback, ""  # reported once
         receipt = SyncReceipt(
@@ -162,6 +166,7 @@ class Sync:
             merge_gap=delivered.merge_gap,
             pause_s=delivered.pause_s,
             fallback=reason,
+            repeated=tuple(self._failures),
             parts=parts,
         )
         log.info("weights synced: %s", receipt)
@@ -197,14 +202,18 @@ class Sync:
         return delivered
 
     def _repeated(self, work: Callable[[], T]) -> T:
-        """Do `work`, and again as long as that makes sense."""
+        """Try `work` until it succeeds, or `Delivery.recover` says that another try is not worth it."""
+        num_repeated = 0
         while True:
             try:
                 with self._leaving_on_failure():
                     return work()
             except ProjectError as error:
-                if not self._delivery.recover(error):
+                recovery = self._delivery.recover(error, num_repeated)
+                if recovery == "stop":
                     raise
+                num_repeated += recovery == "repeat"
+                self._failures.append(str(error))
                 log.warning("the sync is repeated with a new group: %s", error)
 
     def _check_adapter(self, adapter: AdapterSource) -> None:

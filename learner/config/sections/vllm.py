@@ -23,8 +23,8 @@ class SyncConfig(Section):
         req="R08",
     )
     fallback_to_full: bool = key(
-        "if an adapter sync fails, warn and use full syncs for the rest of the run (a resumed run tries adapters "
-        "again); false: stop the run",
+        "if an adapter sync fails, repeated or not, warn and use full syncs for the rest of the run (a resumed "
+        "run tries adapters again); false: stop the run",
         True,
         req="R08",
     )

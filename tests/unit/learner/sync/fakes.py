@@ -156,6 +156,7 @@ class FakeServer:
     refuses_adapter: ProjectError | None = None
     refuses_init: ProjectError | None = None
     refuses_update: ProjectError | None = None
+    hangs: str = ""  # in this call: "init" or "update"
     fails_after_bucket: tuple[int, ProjectError] | None = None
     flips_a_bit: bool = False
     drops_the_wire: bool = False
@@ -196,6 +197,7 @@ class FakeServer:
         assert (call["group_port"], call["first_rank"], call["world_size"]) == (self.group_port, 0, self.world_size + 1)
         assert call["backend"] == self.backend
         self.log.append("init")
+        await self._hang("init")
         if self.refuses_init:
             return fakes.error(self.refuses_init)
         self.num_inits += 1
@@ -207,6 +209,7 @@ class FakeServer:
         call = UpdateWeightsCall.model_validate_json(request.content)
         self.updates.append(call)
         self.log.append(f"update {call.ver}")
+        await self._hang("update")
         if self.refuses_update:
             return fakes.error(self.refuses_update)
         if call.mode == "adapter" and self.refuses_adapter:
@@ -229,6 +232,10 @@ class FakeServer:
         times = {"seconds": 0.1, "drain_s": 0.0, "pause_s": 0.01 * self.world_size}
         times |= {"load_s": 0.003 * self.world_size, "canary_s": 0.006 * self.world_size}
         return httpx.Response(200, json=reply | times | {"scores": {**scores, "ver": call.ver}})
+
+    async def _hang(self, where: str) -> None:
+        while self.hangs == where:
+            await asyncio.sleep(0.01)
 
     async def _expect(self, request: httpx.Request) -> httpx.Response:
         self.expected = ExpectScoresCall.model_validate_json(request.content)

@@ -18,7 +18,9 @@ from learner.data.prompt import PromptCheck
 from learner.policy.canary_scores import CanaryScores
 from learner.policy.weights import checksum
 from learner.records import VisionInputs
+from learner.rollout import client
 from learner.rollout.server_backend import ServerBackend
+from learner.sync import server_delivery
 from learner.sync.canary import Scorer
 from learner.sync.fitness import check_architecture, check_prompt, check_vision
 from learner.sync.sync import Sync
@@ -32,6 +34,7 @@ from shared.errors import (
     PromptMismatchError,
     ServerBusyError,
     ServerMismatchError,
+    ServerUnreachableError,
     SyncError,
 )
 from shared.pixels import ImageProcessing
@@ -40,6 +43,7 @@ from tests.syncs import ONE_RANK, server_sync
 from tests.unit.learner.rollout import fakes
 from tests.unit.learner.rollout.fakes import config
 from tests.unit.learner.sync.fakes import PROMPT_IDS, FakeServer, Weights, canary_items, joiner, logprobs
+from tests.waits import DEADLINE_S, wait_until
 
 URLS = ["http://a.test/x", "http://b.test"]
 Build = Callable[..., Sync]
@@ -74,8 +78,8 @@ def build(servers: list[FakeServer], backends: list[ServerBackend], weights: Wei
     def learner_logprobs() -> list[list[float]]:
         return [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()]
 
-    def make(*, ranks: Any = ONE_RANK, scorer: Scorer | None = None, **sync: Any) -> Sync:
-        backend = ServerBackend(config(URLS, decode_batch_size=4), run_seed=1)
+    def make(*, ranks: Any = ONE_RANK, scorer: Scorer | None = None, timeout_s: float = 2.0, **sync: Any) -> Sync:
+        backend = ServerBackend(config(URLS, decode_batch_size=4, timeout_s=timeout_s), run_seed=1)
         backends.append(backend)
         backend.connect()
         vllm = backend.config.vllm
@@ -210,6 +214,37 @@ def test_the_canary_gap_is_measured_and_the_worst_server_counts(build: Build, se
     receipt = build().sync()
     assert receipt.canary_gap == pytest.approx(0.03)
     assert receipt.canary_gap_max == pytest.approx(0.03)
+
+
+@pytest.mark.parametrize("where", ["init", "update"])
+def test_a_newcomer_that_hangs_holds_a_step_only_briefly(
+    build: Build,
+    servers: list[FakeServer],
+    backends: list[ServerBackend],
+    monkeypatch: pytest.MonkeyPatch,
+    where: str,
+) -> None:
+    """R40, D16: the others go on without it, long before `timeout_s`. It may come again."""
+    monkeypatch.setattr(server_delivery, "NEWCOMER_S", 0.3)
+    monkeypatch.setattr(server_delivery, "NEWCOMER_MARGIN", 0.0)
+    monkeypatch.setattr(client, "REPLY_GRACE_S", 0.1)
+    monkeypatch.setattr(client, "POLL_S", 0.1)
+    sync = build(timeout_s=DEADLINE_S)
+    sync.sync()
+    backends[0].adopt(replace(backends[0].membership, min_servers=1))
+    members = sync._delivery.members  # type: ignore[attr-defined]
+    members.leave_out(URLS[1], ServerUnreachableError("killed"))
+    wait_until(lambda: members.returning.ready() == [URLS[1]])
+    sync.close()  # the next sync opens a group again
+    servers[1].hangs = where
+    receipt = sync.sync()
+    assert [member.base_url for member in backends[0].membership.serving] == URLS[:1]
+    assert len(receipt.repeated) == 1
+    assert receipt.seconds < DEADLINE_S / 2
+    servers[1].hangs = ""
+    wait_until(lambda: members.returning.ready() == [URLS[1]])
+    assert sync.sync().repeated == ()
+    assert [member.base_url for member in backends[0].membership.serving] == URLS
 
 
 def test_a_server_serves_nothing_before_the_learner_s_verdict(

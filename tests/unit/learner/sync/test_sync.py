@@ -15,9 +15,9 @@ import pytest
 
 from learner.records import ServerChange
 from learner.sync.source import AdapterSource, WeightSource
-from learner.sync.sync import Delivered, Mode, Sync
+from learner.sync.sync import Delivered, Mode, Recovery, Sync
 from shared.canary import CanaryGap
-from shared.errors import CoverageError, ProjectError, SyncError
+from shared.errors import CommunicatorError, CoverageError, ProjectError, SyncError
 from tests.unit.learner.sync.fakes import Adapter, Merged, Weights
 
 T = TypeVar("T")
@@ -30,6 +30,7 @@ class Recorder:
     def __init__(self, seen_ver: int = 0) -> None:
         self.log: list[str] = []
         self.fails: dict[str, BaseException] = {}
+        self.recoveries: list[Recovery] = []  # answers; `stop` when there are none left
         self._seen_ver = seen_ver
 
     def together(self, work: Callable[[], T]) -> T:
@@ -41,8 +42,9 @@ class Recorder:
     def is_current(self) -> bool:
         return True
 
-    def recover(self, error: ProjectError) -> bool:
-        return False
+    def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
+        self.log.append(f"recover {num_repeated}")
+        return self.recoveries.pop(0) if self.recoveries else "stop"
 
     def connect(self) -> int:
         self._note("connect")
@@ -77,7 +79,7 @@ class Recorder:
 
     def told(self) -> list[str]:
         """Return what was told since the last time that it was asked."""
-        told, self.log = self.log, []
+        told, self.log = [entry for entry in self.log if not entry.startswith("recover")], []
         return told
 
 
@@ -178,3 +180,31 @@ def test_weights_that_can_t_be_sent_are_found_at_once() -> None:
     weights.tensors.clear()
     with pytest.raises(SyncError, match="can't be sent"):
         Sync(Recorder(), weights)
+
+
+@pytest.mark.parametrize("fallback_to_full", [True, False])
+def test_a_receipt_says_why_each_try_before_failed(fallback_to_full: bool) -> None:
+    """R15. A broken connection says nothing of adapters, so they stay."""
+
+    class Broken(Recorder):
+        def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
+            if self.recoveries:
+                raise CommunicatorError(f"try {3 - len(self.recoveries)} broke")
+            return super().deliver(source, mode, ver)
+
+    delivery = Broken()
+    delivery.recoveries = ["changed", "repeat"]
+    sync = sync_of(delivery, Adapter(Weights()), fallback_to_full=fallback_to_full)
+    receipt = sync.sync()
+    assert [text.split(";")[0] for text in receipt.repeated] == ["try 1 broke", "try 2 broke"]
+    assert (receipt.mode, receipt.fallback, sync.sync().repeated) == ("adapter", "", ())
+
+
+@pytest.mark.parametrize("recoveries", [["changed", "repeat", "repeat"], ["repeat", "changed", "repeat"]])
+def test_only_tries_that_nobody_is_to_blame_for_are_counted(recoveries: list[Recovery]) -> None:
+    delivery = Recorder()
+    delivery.fails, delivery.recoveries = {"full": CommunicatorError("broke")}, list(recoveries)
+    with pytest.raises(CommunicatorError):
+        sync_of(delivery, None).sync()
+    told = [int(entry.split()[1]) for entry in delivery.log if entry.startswith("recover")]
+    assert told == [sum(one == "repeat" for one in recoveries[:n]) for n in range(4)]
