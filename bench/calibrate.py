@@ -1,6 +1,6 @@
 """Fit what `predict-gain` predicts: `python -m bench.calibrate --study DIR --out learner/predict/calibration.json`.
 
-In: DIR of `bench.study`, with `study.json`, and per regime `features/REGIME.json`: what
+In: DIR with the `study.json` of `bench.study` until commit dc904df6, and per regime `features/REGIME.json`: what
 `rollout-learner predict-gain --json` measured of the regime's base model on its training data. With several studies
 (`--study` again), each adds its regimes: gains are differences within one study.
 
@@ -8,7 +8,7 @@ Out: a linear formula per arm for its gain over early-stopped `sft` (F1@0.5 on t
 over regimes that were left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes, or whose
 gain the features do not tell (an R2 below LEAST_R2), gets none, and is named.
 
-`python -m bench.study --features` measures the features of its regimes. Of another regime, with any run's YAML:
+The features of a regime, with any run's YAML:
 
     rollout-learner predict-gain --config RUN.yaml model.path=BASE data.train=TRAIN data.val=VAL \\
         --json DIR/features/REGIME.json
@@ -32,7 +32,7 @@ LEAST_R2 = 0.5
 
 
 def main(
-    study: Annotated[list[Path], typer.Option(help="Folder of bench.study; again for each.")],
+    study: Annotated[list[Path], typer.Option(help="Folder of a study; again for each.")],
     out: Annotated[Path, typer.Option(help="The file to write.")],
     features: Annotated[str, typer.Option(help="Features of the formulas, with commas.")] = ",".join(FEATURES),
 ) -> None:

@@ -1,7 +1,5 @@
-"""The common parts of comparisons of training methods: arms, runs in slots, result files with intervals.
+"""The parts of a comparison of training methods: `bench.study` says what is compared.
 
-`arms`: what a method adds to a run's configuration. `runner`: runs as separate processes, side by side, resumed.
-`results`: one file per run, and the table with intervals over scenes and seeds.
-
-The drivers say what is compared: `bench.study` and `bench.bccd`.
+`arms`: what a method adds to a run's configuration. `gaps`: which labels a scene loses. `runner`: runs as separate
+processes, side by side, resumed. `results`: one file per run, scored by two sets of labels, and the table.
 """

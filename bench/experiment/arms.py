@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from bench.runs import learner_config
 
@@ -24,22 +24,19 @@ KEPT: Mapping[str, Any] = {**TUNED, "keep_unmatched": True}  # suits incomplete 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Arm:
-    """Keys of the configuration by section. A driver's own kind of arm adds what it varies beside them."""
+    """Keys of the configuration by section, and whose labels are learned.
 
-    variant: str = "rollout_matching_sft"
+    `learns`: labels with gaps, or all of them. `after`: an arm whose last weights make the labels (`relabels`), answer
+    (`finds`), or made the labels that this arm learns.
+    """
+
+    variant: str = "sft"
     loss: Mapping[str, Any] = field(default_factory=dict)
-    decoding: Mapping[str, Any] = field(default_factory=dict)
-    task: Mapping[str, Any] = field(default_factory=dict)
-    stage2_ab: Mapping[str, Any] | None = None
     grpo: Mapping[str, Any] | None = None
     complete: Mapping[str, Any] | None = None  # `labels.complete`
-    augment: Mapping[str, Any] | None = None  # `data.augment`
-    reward: Mapping[str, float] | None = None  # `reward.weights`; None: the default
-
-    @property
-    def samples(self) -> bool:
-        """Rollouts are drawn, not greedy."""
-        return self.grpo is not None
+    learns: Literal["gaps", "all"] = "gaps"
+    does: Literal["train", "relabels", "finds"] = "train"
+    after: str = ""
 
     @property
     def group(self) -> int:
@@ -57,81 +54,45 @@ def run_config(
     *,
     model: Path,
     train: Path,
-    test: Path,
+    val: Path,
     run_dir: Path,
     steps: int,
     batch_size: int,
-    engine: Mapping[str, Any],
     max_new_tokens: int,
-    global_max_length: int,
-    data_workers: int,
+    sample_tokens: int,
+    on_gpu: bool,
     training: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """Return the learner's configuration of a run. `test` is evaluated at the end.
+    """Return the learner's configuration of a run; the trained model itself makes its rollouts.
 
-    `engine`: the keys of `rollout_matching` that say what makes rollouts. `global_max_length`: 4096 at least; a whole
-    batch should fit one row, so that nothing is carried over. `training`: seed, learning rate and what the driver
-    varies.
+    `batch_size`: samples of a step. `sample_tokens`: at least the longest prompt with its answer, so that a whole batch
+    fits one row and nothing is carried over. `training`: seed, learning rate and what the driver varies.
     """
-    matching: dict[str, Any] = {
-        **engine,
-        "decoding": {"temperature": float(arm.samples), "max_new_tokens": max_new_tokens, **arm.decoding},
-    }
     return learner_config(
         model,
         train,
         run_dir,
         steps=steps,
-        batch_size=batch_size,
+        batch_size=batch_size * arm.group,
         variant=arm.variant,
-        matching=matching,
+        matching={
+            "rollout_backend": "hf",
+            "decode_batch_size": 512,
+            "decoding": {"temperature": float(arm.grpo is not None), "max_new_tokens": max_new_tokens},
+        },
         model={"dtype": "float32"},
-        data={"test": str(test), "num_workers": data_workers}
-        | ({"augment": dict(arm.augment)} if arm.augment is not None else {}),
-        task={"iou_threshold": 0.3, **arm.task},
+        data={"val": str(val), "num_workers": int(on_gpu)},
+        task={"iou_threshold": 0.3},
         loss=arm.loss,
         labels={"complete": dict(arm.complete)} if arm.complete is not None else None,
-        stage2_ab=arm.stage2_ab,
         grpo={"num_generations": GROUP, **arm.grpo} if arm.grpo is not None else None,
-        reward={"weights": dict(arm.reward)} if arm.reward is not None else None,
-        training={"eval_on_end": True, **training},
-        logging={"trackers": [], "progress_bar": False},
-        global_max_length=max(4096, global_max_length),
-    )
-
-
-def base_config(
-    model: Path,
-    train: Path,
-    run_dir: Path,
-    *,
-    steps: int,
-    batch_size: int,
-    learning_rate: float,
-    global_max_length: int,
-    data: Mapping[str, Any],
-    training: Mapping[str, Any] | None = None,
-    **more: Any,
-) -> dict[str, Any]:
-    """Return the configuration of the `sft` run that makes a base model, whose weights are saved."""
-    return learner_config(
-        model,
-        train,
-        run_dir,
-        steps=steps,
-        batch_size=batch_size,
-        variant="sft",
-        model={"dtype": "float32"},
-        data=data,
         training={
-            "seed": 1,
-            "learning_rate": learning_rate,
+            "bf16": on_gpu,
+            "packing_buffer": max(64, batch_size * arm.group),
             "lr_scheduler_type": "cosine",
-            "warmup_steps": steps // 12,
-            "save_on_end": True,
-            **(training or {}),
+            "warmup_steps": steps // 10,
+            **training,
         },
         logging={"trackers": [], "progress_bar": False},
-        global_max_length=global_max_length,
-        **more,
+        global_max_length=max(4096, sample_tokens * batch_size),
     )

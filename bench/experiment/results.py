@@ -1,180 +1,257 @@
-"""The result of a comparison of arms: metrics with intervals over scenes and seeds, as JSON and as a markdown table.
+"""What runs of a study say: their answers scored by two sets of labels, and a table with intervals.
 
-In: result files, one per run (`write_result`). Out: per arm its metrics, and its differences from continued `sft`. An
+In: the evaluation files of a run, whose truth are the labels with gaps, and all labels. Out: a result file per run, a
+file of its answers beside it, and per arm its course by both sets of labels, with intervals over scenes and seeds. An
 interval's draws take scenes with replacement, the same for all arms, and each arm's seeds with replacement. So it
-covers what another test set and another seed would change.
+covers what other photographs and another seed would change.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from bench.experiment.gaps import Row
 from bench.figures import markdown_table
-from bench.runs import read_events, steps_of
-from learner.run.files import write_atomically
-from learner.tasks.detection.metrics import COLUMNS, METRICS, columns_of
+from learner.records import DetectionObject
+from learner.report.read import read_scene
+from learner.report.records import Scene
+from learner.report.scores import classify
+from learner.tasks.detection.bins import to_bins
+from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.match import assign
 
-SHOWN = ("f1@0.5", "f1@miou", "recall@0.5", "precision@0.5", "duplicate_rate", "recall_any@0.5", "parse_rate")
-COMPARED = ("f1@0.5", "f1@miou", "recall@0.5", "precision@0.5")
-COMPARED_WITH = ("sft", "sft, equal time")
+GAPS, ALL = "gaps", "all"  # by which labels a score is
+REFERENCE, BEST = "sft", "sft, all labels"  # arms
 _DRAWS = 2000
-_PHASES = ("step_s", "rollout_s", "learn_s", "sync_s", "data_s", "wait_s")
+_SURE = 0.9  # precision up to which a person goes on with a list of suggestions
+
+Counts = NDArray[np.int64]  # [scenes, 3]: right boxes, boxes, objects
+Truth = Mapping[str, Sequence[DetectionObject]]  # all objects by scene
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class Result:
-    """One run: `scenes` [N, columns] in the order of `sample_ids`, for its final weights."""
-
-    arm: str
-    seed: int
-    steps: int
-    train_s: float
-    medians: Mapping[str, float]
-    sample_ids: tuple[str, ...]
-    scenes: NDArray[np.float64]
-
-
-def write_result(run_dir: Path, arm: str, seed: int, out: Path, *, at_start: bool = False) -> None:
-    """Write what the report needs of a run. `at_start`: for the weights that it began with."""
-    steps = [] if at_start else steps_of(read_events(run_dir))
-    evaluations = sorted((run_dir / "eval").glob("step_*.jsonl"))
-    scenes = [json.loads(line) for line in evaluations[0 if at_start else -1].read_text().splitlines()]
-    result = {
-        "arm": arm,
-        "seed": seed,
-        "steps": len(steps),
-        "train_s": sum(step["step_s"] for step in steps),
-        "medians": {name: median(step.get(name, 0.0) for step in steps) for name in _PHASES if steps},
-        "course": [
-            {name: step.get(name, 0.0) for name in ("matched", "missed", "spurious")} | {"loss": step["loss"]}
-            for step in steps
-        ],
-        "scenes": {scene["id"]: scene["counts"] for scene in scenes},
-    }
-    write_atomically(out, json.dumps(result) + "\n")
-
-
-def read_results(folder: Path) -> list[Result]:
-    return [_read(path) for path in sorted(folder.glob("*.json"))]
-
-
-def _read(path: Path) -> Result:
-    result = json.loads(path.read_text())
-    values = [[counts.get(column, 0.0) for column in COLUMNS] for counts in result["scenes"].values()]
-    return Result(
-        arm=result["arm"],
-        seed=result["seed"],
-        steps=result["steps"],
-        train_s=result["train_s"],
-        medians=result["medians"],
-        sample_ids=tuple(result["scenes"]),
-        scenes=np.array(values, dtype=np.float64),
-    )
-
-
-class Draws:
-    """Bootstrap sums of arms whose runs have the same scenes. Deterministic in `seed`."""
-
-    def __init__(self, num_scenes: int, *, num_draws: int = _DRAWS, seed: int = 0) -> None:
-        self._seed, self._num_draws = seed, num_draws
-        share = np.full(num_scenes, 1 / num_scenes)
-        self._scenes = np.random.default_rng(seed).multinomial(num_scenes, share, size=num_draws)  # [D, N]
-
-    def sums(self, arm: str, runs: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-        """[D, columns] of runs [N, columns], one per seed of the arm."""
-        rng = np.random.default_rng([self._seed, *arm.encode()])
-        seeds = rng.multinomial(len(runs), np.full(len(runs), 1 / len(runs)), size=self._num_draws)  # [D, S]
-        return sum(seeds[:, i, None] * (self._scenes @ run) for i, run in enumerate(runs))  # type: ignore[return-value]
-
-
-def summarize(results: Iterable[Result]) -> dict[str, Any]:
-    """Return per arm its intervals, and its differences from the arms of COMPARED_WITH; as JSON values."""
-    arms: dict[str, list[Result]] = {}
-    for result in results:
-        arms.setdefault(result.arm, []).append(result)
-    if not arms:
-        return {"arms": {}}
-    sample_ids = next(iter(arms.values()))[0].sample_ids
-    arms = {name: [r for r in runs if r.sample_ids == sample_ids] for name, runs in arms.items()}
-    arms = {name: runs for name, runs in arms.items() if runs}
-    draws = Draws(len(sample_ids))
-    drawn = {name: draws.sums(name, [run.scenes for run in runs]) for name, runs in arms.items()}
-    whole = {name: np.sum([run.scenes.sum(axis=0) for run in runs], axis=0) for name, runs in arms.items()}
-    found = {}
-    for name, runs in arms.items():
-        found[name] = {
-            "seeds": [run.seed for run in runs],
-            "steps": median(run.steps for run in runs),
-            "train_s": round(median(run.train_s for run in runs), 1),
-            "medians": {key: round(median(run.medians[key] for run in runs), 4) for key in runs[0].medians},
-            "metrics": {metric: _interval(whole[name], drawn[name], metric) for metric in SHOWN},
-            "per_seed": {str(run.seed): _values(run.scenes.sum(axis=0)) for run in runs},
-            "minus": {
-                other: {m: _difference(whole, drawn, name, other, m) for m in COMPARED}
-                for other in COMPARED_WITH
-                if other in arms and other != name
-            },
-        }
-    return {"scenes": len(sample_ids), "arms": found}
-
-
-def _value(sums: NDArray[np.float64], metric: str) -> NDArray[np.float64]:
-    return METRICS[metric](columns_of(sums))
-
-
-def _values(sums: NDArray[np.float64]) -> dict[str, float]:
-    return {metric: round(float(_value(sums, metric)), 4) for metric in SHOWN}
-
-
-def _interval(whole: NDArray[np.float64], drawn: NDArray[np.float64], metric: str) -> dict[str, float]:
-    return _rounded(float(_value(whole, metric)), _value(drawn, metric))
-
-
-def _difference(
-    whole: Mapping[str, NDArray[np.float64]], drawn: Mapping[str, NDArray[np.float64]], a: str, b: str, metric: str
-) -> dict[str, float]:
-    estimate = float(_value(whole[a], metric) - _value(whole[b], metric))
-    return _rounded(estimate, _value(drawn[a], metric) - _value(drawn[b], metric))
-
-
-def _rounded(estimate: float, values: NDArray[np.float64]) -> dict[str, float]:
-    low, high = np.quantile(values, [0.025, 0.975])
-    return {"value": round(estimate, 4), "low": round(float(low), 4), "high": round(float(high), 4)}
-
-
-def markdown(summary: Mapping[str, Any], order: Sequence[str]) -> str:
-    """Return one line per arm that has results, in `order`."""
-    arms = summary["arms"]
-    if not arms:
-        return "no run has ended\n"
-    head = ["arm", "seeds", "steps", "train s", *SHOWN, *(f"F1@0.5 minus {other}" for other in COMPARED_WITH)]
-    title = f"{summary['scenes']} held-out scenes, greedy rollouts, 95% intervals over scenes and seeds"
-    rows = [_cells(name, arms[name]) for name in order if name in arms]
-    return "\n".join([title, "", *markdown_table(head, rows)]) + "\n"
-
-
-def _cells(name: str, arm: Mapping[str, Any]) -> list[str]:
-    minus = [arm["minus"].get(other) for other in COMPARED_WITH]
+def objects_of(row: Row) -> list[DetectionObject]:
     return [
-        name,
-        str(len(arm["seeds"])),
-        f"{arm['steps']:g}",
-        f"{arm['train_s']:.0f}",
-        *(shown(arm["metrics"][metric]) for metric in SHOWN),
-        *(shown(other and other["f1@0.5"], sign="+") for other in minus),
+        DetectionObject(one["desc"], "bbox_2d", to_bins(one["bbox_2d"], row["width"], row["height"]))
+        for one in row["objects"]
     ]
 
 
-def shown(value: Mapping[str, float] | None, *, sign: str = "") -> str:
-    """Return a value with its interval; nothing where there is none."""
+def scores(counts: Counts) -> dict[str, float]:
+    """Return F1, precision and recall at IoU 0.5, and sqrt(precision * recall), over all scenes."""
+    f1, precision, recall = (round(float(one), 4) for one in _ratios(counts.sum(axis=0)))
+    return {"f1": f1, "precision": precision, "recall": recall, "fm": round((precision * recall) ** 0.5, 4)}
+
+
+def _ratios(sums: NDArray[Any]) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
+    right, boxes, objects = (sums[..., i].astype(float) for i in range(3))
+    return 2 * right / np.maximum(1, boxes + objects), right / np.maximum(1, boxes), right / np.maximum(1, objects)
+
+
+def read_evaluations(run_dir: Path) -> dict[int, list[tuple[Row, Scene]]]:
+    """Return the lines of a run's evaluations by step, and what is in them."""
+    found = {}
+    for path in sorted((run_dir / "eval").glob("step_*.jsonl")):
+        lines = [json.loads(line) for line in path.read_text().splitlines()]
+        scenes = [(line, scene) for line in lines if (scene := read_scene(line)) is not None]
+        found[int(path.stem.rpartition("_")[2])] = scenes
+    return found
+
+
+def scored(run_dir: Path, truth: Truth) -> tuple[list[Row], Row]:
+    """Return a run's evaluations, by the labels that it was given and by all, and its answers: by step and scene, the
+    boxes with their names, in pixels."""
+    evaluations, answers = [], {}
+    for step, lines in read_evaluations(run_dir).items():
+        by_all = {scene.scene_id: replace(scene, truth=tuple(truth[scene.scene_id])) for _, scene in lines}
+        counts = {name: _count(scene) for name, scene in by_all.items()}
+        given = np.array([_count(scene) for _, scene in lines])
+        one = {"step": step, GAPS: scores(given), ALL: scores(np.array(list(counts.values()))), "counts": counts}
+        evaluations.append(one)
+        answers[str(step)] = {
+            line["id"]: [[one["desc"], *one["pixels"]] for one in line["predictions"]] for line, _ in lines
+        }
+    return evaluations, answers
+
+
+def _count(scene: Scene) -> list[int]:
+    outcome = classify(scene)
+    return [len(outcome.found), outcome.num_judged, outcome.num_truth]
+
+
+# ---- labels ----------------------------------------------------------------------------------------------------------
+
+
+def right_of(added: Mapping[str, Sequence[DetectionObject]], given: Truth, truth: Truth) -> tuple[int, int]:
+    """Return how many added labels are right, and how many there are. Right: one of the objects without a label is
+    there, one-to-one, with the same name and IoU >= 0.5."""
+    right = sum(len(_pairs(objects, unlabelled(given[name], truth[name]))) for name, objects in added.items())
+    return right, sum(map(len, added.values()))
+
+
+def unlabelled(given: Sequence[DetectionObject], truth: Sequence[DetectionObject]) -> list[DetectionObject]:
+    """Return the objects without a label."""
+    labelled = {j for _, j in _pairs(given, truth)}
+    return [one for j, one in enumerate(truth) if j not in labelled]
+
+
+def _pairs(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> list[tuple[int, int]]:
+    iou = iou_matrix(a, b)
+    same = np.array([[one.desc == other.desc for other in b] for one in a], dtype=bool).reshape(iou.shape)
+    return [(i, j) for i, j, _ in assign(iou, (iou >= 0.5) & same)]
+
+
+def found_of(suggestions: Sequence[Row], given: Truth, truth: Truth) -> Row:
+    """Return what a list of suggestions, the best first, is worth: how many are right, and the largest share of the
+    objects without a label that its first ones have at a precision of 0.9 or more."""
+    left = {name: unlabelled(given[name], truth[name]) for name in truth}
+    missing, right, recall, number = sum(map(len, left.values())), 0, 0.0, 0
+    for i, one in enumerate(suggestions, 1):
+        box = DetectionObject(one["name"], "bbox_2d", to_bins(one["box"], one["width"], one["height"]))
+        here = left[one["sample_id"]]
+        iou = iou_matrix([box], here)[0] if here else np.zeros(0)
+        near = [j for j in np.argsort(-iou) if iou[j] >= 0.5 and here[j].desc == box.desc]
+        if near:
+            del here[near[0]]
+            right += 1
+            if right / i >= _SURE:
+                recall, number = right / missing, i
+    return {
+        "missing": missing,
+        "suggestions": len(suggestions),
+        "right": right,
+        "recall": round(right / max(1, missing), 4),
+        "first_at_precision_0.9": number,
+        "recall_at_precision_0.9": round(recall, 4),
+    }
+
+
+# ---- arms ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Arm:
+    name: str
+    runs: Sequence[Row]
+
+    def course(self, by: str, of: str = "f1") -> list[list[float]]:
+        """[seeds, evaluations]"""
+        return [[one[by][of] for one in run["evaluations"]] for run in self.runs]
+
+    def chosen(self) -> list[int]:
+        """Return per seed the evaluation that the labels with gaps choose: the best `fm`, of equal ones the first."""
+        return [int(np.argmax(course)) for course in self.course(GAPS, "fm")]
+
+    def counts(self) -> list[Counts]:
+        """Return per seed [scenes, 3] of the chosen evaluation."""
+        return [
+            np.array(list(run["evaluations"][at]["counts"].values()))
+            for run, at in zip(self.runs, self.chosen(), strict=True)
+        ]
+
+
+def read_results(folder: Path) -> list[Row]:
+    return [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+
+
+def summarize(results: Iterable[Row]) -> dict[str, Any]:
+    """Return per arm its course by both sets of labels (means over seeds, and the seeds), the chosen evaluation with
+    its interval and its difference from `sft`, and what was added to its labels; as JSON values."""
+    by_arm: dict[str, list[Row]] = {}
+    for one in results:
+        by_arm.setdefault(one["arm"], []).append(one)
+    arms = [_Arm(name=name, runs=runs) for name, runs in by_arm.items()]
+    if not arms:
+        return {"arms": {}}
+    num_scenes = len(arms[0].counts()[0])
+    drawn = {arm.name: _draws(arm, num_scenes) for arm in arms}
+    found = {}
+    for arm in arms:
+        f1 = _ratios(drawn[arm.name])[0]
+        one = {
+            "seeds": [run["seed"] for run in arm.runs],
+            "seconds": round(float(np.median([run["seconds"] for run in arm.runs])), 1),
+            "steps": [line["step"] for line in arm.runs[0]["evaluations"]],
+            "f1_all": _means(arm.course(ALL)),
+            "f1_gaps": _means(arm.course(GAPS)),
+            "f1_all_by_seed": arm.course(ALL),
+            "f1_gaps_by_seed": arm.course(GAPS),
+            "chosen_steps": [arm.runs[i]["evaluations"][at]["step"] for i, at in enumerate(arm.chosen())],
+            "chosen": _interval(_whole(arm), f1),
+            "labels": _mean_labels(arm.runs),
+        }
+        reference = next((other for other in arms if other.name == REFERENCE), None)
+        if reference is not None and arm is not reference:
+            one["minus_sft"] = _interval(_whole(arm) - _whole(reference), f1 - _ratios(drawn[REFERENCE])[0])
+        found[arm.name] = one
+    return {"scenes": num_scenes, "arms": found}
+
+
+def _draws(arm: _Arm, num_scenes: int) -> NDArray[np.float64]:
+    """[draws, 3] sums. The draws of scenes are the same for all arms."""
+    share = np.full(num_scenes, 1 / num_scenes)
+    scenes = np.random.default_rng(0).multinomial(num_scenes, share, size=_DRAWS)
+    counts = arm.counts()
+    rng = np.random.default_rng([0, *arm.name.encode()])
+    seeds = rng.multinomial(len(counts), np.full(len(counts), 1 / len(counts)), size=_DRAWS)
+    return np.sum([seeds[:, i, None] * (scenes @ one) for i, one in enumerate(counts)], axis=0)
+
+
+def _whole(arm: _Arm) -> float:
+    return float(_ratios(np.sum([one.sum(axis=0) for one in arm.counts()], axis=0))[0])
+
+
+def _interval(value: float, draws: NDArray[np.float64]) -> dict[str, float]:
+    low, high = np.quantile(draws, [0.025, 0.975])
+    return {"value": round(value, 4), "low": round(float(low), 4), "high": round(float(high), 4)}
+
+
+def _means(course: Sequence[Sequence[float]]) -> list[float]:
+    return [round(float(one), 4) for one in np.mean(course, axis=0)]
+
+
+def _mean_labels(runs: Sequence[Row]) -> dict[str, float] | None:
+    labels = [run["labels"] for run in runs if run["labels"] is not None]
+    if not labels:
+        return None
+    return {name: round(float(np.mean([one[name] for one in labels])), 3) for name in ("given", "added", "right")}
+
+
+def table(summary: Mapping[str, Any]) -> str:
+    """Return one line per arm, the best last step first: F1@0.5 by all labels and by those with gaps after each
+    evaluation."""
+    arms = summary["arms"]
+    if not arms:
+        return "no run has ended"
+    best = max(arms[BEST]["f1_all"]) if BEST in arms else None
+    head = ["arm", "seeds", "F1@0.5, all labels", "labels with gaps", "best of `sft` on all labels"]
+    head += ["chosen by labels with gaps", "minus sft", "labels added, right", "s"]
+    rows = []
+    for name, arm in sorted(arms.items(), key=lambda item: -item[1]["f1_all"][-1]):
+        labels = arm["labels"]
+        rows.append(
+            [
+                name,
+                str(len(arm["seeds"])),
+                " / ".join(f"{one:.3f}" for one in arm["f1_all"]),
+                " / ".join(f"{one:.3f}" for one in arm["f1_gaps"]),
+                "" if best is None else f"{max(arm['f1_all']) / max(best, 1e-9):.3f}",
+                _shown(arm["chosen"]),
+                _shown(arm.get("minus_sft"), sign="+"),
+                "" if labels is None else f"{labels['added']:.0f}, {labels['right'] / max(1, labels['added']):.2f}",
+                f"{arm['seconds']:.0f}",
+            ]
+        )
+    return "\n".join(markdown_table(head, rows))
+
+
+def _shown(value: Mapping[str, float] | None, *, sign: str = "") -> str:
     if value is None:
         return ""
     return f"{value['value']:{sign}.3f} [{value['low']:{sign}.3f}, {value['high']:{sign}.3f}]"

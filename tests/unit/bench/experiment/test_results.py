@@ -1,65 +1,108 @@
-"""Result files come back as they were written, and intervals hold what scenes and seeds change."""
+"""Answers are scored by both sets of labels, and intervals hold what scenes and seeds change."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from bench.experiment.results import Draws, Result, markdown, read_results, summarize, write_result
-from learner.tasks.detection.metrics import COLUMNS
-from tests.unit.bench.experiment.runs import write_run
-
-REFERENCE = "rollout matching"
+from bench.experiment.gaps import Row
+from bench.experiment.results import found_of, objects_of, right_of, scored, summarize, table, unlabelled
+from learner.records import DetectionObject
 
 
-def test_results_come_back_as_they_were_written(tmp_path: Path) -> None:
-    folder = write_run(tmp_path / "run", steps=3, step_s=2.0, hits=[5, 7])
-    (tmp_path / "r").mkdir()
-    write_result(folder, "sft", 17, tmp_path / "r" / "a.json")
-    write_result(folder, "base", 17, tmp_path / "r" / "b.json", at_start=True)
-    after, before = read_results(tmp_path / "r")
-    assert (after.steps, after.train_s, after.medians["learn_s"]) == (3, 6.0, 1.0)
-    assert after.scenes[:, COLUMNS.index("tp@0.50")].tolist() == [5, 7]
-    assert before.scenes[:, COLUMNS.index("tp@0.50")].tolist() == [0, 0]
+def row(*objects: tuple[str, list[float]]) -> Row:
+    return {"objects": [{"desc": name, "bbox_2d": box} for name, box in objects], "width": 100, "height": 100}
 
 
-def made_up(arm: str, seed: int, hits: Sequence[float]) -> Result:
-    scenes = np.zeros((len(hits), len(COLUMNS)))
-    for name, value in (("samples", 1.0), ("truth", 10.0), ("predictions", 10.0)):
-        scenes[:, COLUMNS.index(name)] = value
-    scenes[:, COLUMNS.index("tp@0.50")] = hits
-    ids = tuple(map(str, range(len(hits))))
-    return Result(arm=arm, seed=seed, steps=1, train_s=1.0, medians={}, sample_ids=ids, scenes=scenes)
+A, B, C = ("a", [0, 0, 20, 20]), ("b", [40, 40, 60, 60]), ("a", [70, 70, 90, 90])
+FAR = ("a", [0, 70, 20, 90])
+
+
+def line(name: str, predictions: Sequence[DetectionObject], truth: Sequence[DetectionObject]) -> Row:
+    def told(objects: Sequence[DetectionObject]) -> list[Row]:
+        return [{"desc": one.desc, "bbox_2d": list(one.bins), "pixels": [1.0, 2.0, 3.0, 4.0]} for one in objects]
+
+    about = {"id": name, "images": [name], "width": 100, "height": 100}
+    return {**about, "truth": told(truth), "predictions": told(predictions)}
+
+
+def test_one_answer_is_scored_by_both_sets_of_labels(tmp_path: Path) -> None:
+    (tmp_path / "eval").mkdir()
+    said = objects_of(row(A, B, FAR))
+    for step, predictions in ((0, said[:1]), (10, said)):
+        text = json.dumps(line("x", predictions, objects_of(row(A))))
+        (tmp_path / "eval" / f"step_{step:06d}.jsonl").write_text(text + "\n")
+    evaluations, answers = scored(tmp_path, {"x": objects_of(row(A, B, C))})
+    assert [one["step"] for one in evaluations] == [0, 10]
+    assert [one["gaps"]["f1"] for one in evaluations] == [1.0, 0.5], "two boxes have no label"
+    assert [one["all"]["f1"] for one in evaluations] == [0.5, 0.6667], "one of them is right"
+    assert [one["counts"]["x"] for one in evaluations] == [[1, 1, 3], [2, 3, 3]]
+    assert [[box[0] for box in answers[step]["x"]] for step in ("0", "10")] == [["a"], ["a", "b", "a"]]
+
+
+def test_an_added_label_is_right_where_an_object_has_none() -> None:
+    given, truth = {"x": objects_of(row(A))}, {"x": objects_of(row(A, B, C))}
+    assert unlabelled(given["x"], truth["x"]) == truth["x"][1:]
+    assert right_of({"x": objects_of(row(A, B, FAR))}, given, truth) == (1, 3), "A has a label already"
+    assert right_of({"x": objects_of(row(("a", B[1])))}, given, truth) == (0, 1), "another name"
+
+
+def test_suggestions_count_as_far_as_they_are_precise() -> None:
+    objects = [("a", [10.0 * i, 0.0, 10.0 * i + 8, 8.0]) for i in range(10)] + [("a", [0.0, 50.0, 9.0, 60.0])]
+    suggestions = [
+        {"sample_id": "x", "name": name, "box": box, "width": 100, "height": 100}
+        for name, box in [*objects[:9], ("a", [50, 80, 60, 90]), ("b", objects[9][1]), objects[9]]
+    ]
+    found = found_of(suggestions, {"x": []}, {"x": objects_of(row(*objects))})
+    assert found == {
+        "missing": 11,
+        "suggestions": 12,
+        "right": 10,
+        "recall": round(10 / 11, 4),
+        "first_at_precision_0.9": 9,
+        "recall_at_precision_0.9": round(9 / 11, 4),
+    }
+    twice = found_of([suggestions[0]] * 2, {"x": []}, {"x": objects_of(row(*objects))})
+    assert twice["right"] == 1, "an object is found once"
+
+
+def result(arm: str, seed: int, hits: Sequence[float], by_gaps: Sequence[float] = (0.1, 0.2)) -> Row:
+    """Ten boxes and ten objects in each scene, so F1 is mean(hits) / 10; at the start nothing is right."""
+    counts = [{str(i): [factor * hit, 10, 10] for i, hit in enumerate(hits)} for factor in (0, 1)]
+    evaluations = [
+        {"step": step, "gaps": {"f1": fm, "fm": fm}, "all": {"f1": factor * float(np.mean(hits)) / 10}, "counts": one}
+        for step, factor, fm, one in zip((0, 10), (0, 1), by_gaps, counts, strict=True)
+    ]
+    labels = {"given": 10, "added": 4, "right": 3} if arm == "more" else None
+    return {"arm": arm, "seed": seed, "seconds": 1.0, "evaluations": evaluations, "labels": labels}
 
 
 def test_intervals_hold_what_scenes_and_seeds_change() -> None:
-    """F1@0.5 of such scenes is mean(hits) / 10, so both spreads are known."""
-    rng = np.random.default_rng(0)
-    hits = rng.integers(0, 11, size=400).astype(float)
-    same = summarize([made_up("sft", seed, hits) for seed in (1, 2, 3)])["arms"]["sft"]["metrics"]["f1@0.5"]
+    hits = np.random.default_rng(0).integers(0, 11, size=400).astype(float)
+    same = summarize([result("sft", seed, hits.tolist()) for seed in (1, 2, 3)])["arms"]["sft"]["chosen"]
     assert same["value"] == pytest.approx(hits.mean() / 10, abs=1e-3)
     assert same["high"] - same["low"] == pytest.approx(2 * 1.96 * hits.std() / 10 / 20, rel=0.15)
-    apart = [made_up("sft", seed, np.full(400, level)) for seed, level in ((1, 4.0), (2, 5.0), (3, 6.0))]
-    spread = summarize(apart)["arms"]["sft"]["metrics"]["f1@0.5"]
+    apart = [result("sft", seed, [level] * 400) for seed, level in ((1, 4.0), (2, 5.0), (3, 6.0))]
+    spread = summarize(apart)["arms"]["sft"]["chosen"]
     assert (spread["low"], spread["value"], spread["high"]) == (0.4, 0.5, 0.6)
 
 
-def test_arms_are_compared_on_the_same_draws_of_scenes() -> None:
+def test_arms_are_compared_on_the_same_draws_at_the_step_that_labels_with_gaps_choose() -> None:
     """One more hit in every scene is a difference without any spread, however scenes differ."""
     hits = np.random.default_rng(1).integers(0, 10, size=300).astype(float)
-    summary = summarize([made_up("sft", 1, hits), made_up(REFERENCE, 1, hits + 1), made_up("base", 1, hits[:7])])
-    minus = summary["arms"][REFERENCE]["minus"]["sft"]["f1@0.5"]
-    assert minus == {"value": 0.1, "low": 0.1, "high": 0.1}
-    assert "base" not in summary["arms"], "runs of other scenes than the first one's can't be compared with it"
-    assert f"| {REFERENCE} | 1 |" in markdown(summary, [REFERENCE])
-    assert markdown(summarize([]), ["sft"]) == "no run has ended\n"
-
-
-def test_draws_are_the_same_every_time() -> None:
-    runs = [np.random.default_rng(i).random((20, len(COLUMNS))) for i in range(3)]
-    first, second = (Draws(20, num_draws=50).sums("sft", runs) for _ in range(2))
-    assert (first == second).all()
-    assert first.mean(axis=0) == pytest.approx(sum(run.sum(axis=0) for run in runs), rel=0.15)
+    worse = result("misled", 1, hits.tolist(), by_gaps=(0.3, 0.2))
+    runs = [result("sft", 1, hits.tolist()), result("more", 1, (hits + 1).tolist()), worse]
+    summary = summarize(runs)
+    assert summary["arms"]["more"]["minus_sft"] == {"value": 0.1, "low": 0.1, "high": 0.1}
+    assert summary["arms"]["more"]["labels"] == {"given": 10, "added": 4, "right": 3}
+    assert summary["arms"]["misled"]["chosen_steps"] == [0]
+    assert summary["arms"]["misled"]["chosen"]["value"] == 0.0
+    assert "minus_sft" not in summary["arms"]["sft"]
+    lines = table(summary).splitlines()
+    assert lines[2].startswith("| more | 1 | 0.000 / ")
+    assert "4, 0.75" in lines[2]
+    assert table(summarize([])) == "no run has ended"
