@@ -8,8 +8,6 @@ Sides take turns, and the order changes every round. Caches are reset before eac
 - Text models: 256 requests of 256 tokens at temperature 1, also with a seed per request, as a learner sends them; the
   rate for each `decode_batch_size` of the learner's own client; and, with `trl` installed and a second GPU, TRL's
   client and server on that GPU.
-
-`canary_reads` uses the same engine for what a weight sync's canary takes in the server.
 """
 
 from __future__ import annotations
@@ -35,11 +33,11 @@ from learner.rollout.server_backend import LoopThread, ServerBackend
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
-from rollout_server.engine import VllmEngine, score
+from rollout_server.engine import VllmEngine
 from rollout_server.service import RolloutService
 from shared.addresses import free_port
 from shared.seeds import offset_seed
-from shared.wire import InferCall, RequestConfig, RolloutInferRequest, RolloutOutput, ScoreItem
+from shared.wire import InferCall, RequestConfig, RolloutInferRequest, RolloutOutput
 
 WANTED_OF_ENGINE, WANTED_OF_ENGINE_IMAGES = 0.97, 0.9
 WANTED_AGAINST_TRL = 1.2
@@ -151,43 +149,6 @@ class Client:
 
 
 # ---- the canary's reads through the prefix cache ---------------------------------------------------------------------
-
-CACHE_BLOCK = 32  # tokens; what is shorter is not cached, and vLLM's default on CPU is 128
-CANARY_SAMPLES, CANARY_TOKENS = 2, 64
-
-
-def canary_reads(folder: Path, *, rounds: int = 30) -> list[Figure]:
-    """Measure what the server's part of the canary takes with and without its reads through the prefix cache. Every
-    update waits for it, caches empty before."""
-    model, data = models.demo_model(folder), models.demo_scenes(folder).resolve()
-    images = sorted((data / "images" / "train").glob("*.png"))[:CANARY_SAMPLES]
-    engine_args = {"block_size": CACHE_BLOCK}
-    roots = [images[0].parent]
-    config = ServerConfig(model=str(model), port=free_port(), allowed_image_roots=roots, engine_args=engine_args)
-    messages = [{"role": "user", "content": "<image>Detect every digit."}]
-    answer = list(range(20, 20 + CANARY_TOKENS))
-    requests = [RolloutInferRequest(messages=messages, images=[str(image)]) for image in images]
-    items = [ScoreItem(request=request, response_token_ids=answer) for request in requests]
-
-    async def seconds(engine: VllmEngine) -> dict[bool, list[float]]:
-        found: dict[bool, list[float]] = {True: [], False: []}
-        for _ in range(1 + rounds):
-            for through_cache, taken in found.items():
-                await engine.reset_caches()
-                begin = time.perf_counter()
-                reply = await score(engine, items, 0, through_cache=through_cache)
-                taken.append(time.perf_counter() - begin)
-                assert bool(reply.cached_logprobs) == through_cache
-        return {through_cache: taken[1:] for through_cache, taken in found.items()}
-
-    with _engine(config) as engine:
-        taken = asyncio.run(seconds(engine))
-    added = [with_reads - without for with_reads, without in zip(taken[True], taken[False], strict=True)]
-    return [
-        sampled("the server's canary with reads through the prefix cache", taken[True], "s"),
-        sampled("without them", taken[False], "s"),
-        sampled("what the reads add to a sync", added, "s"),
-    ]
 
 
 # ---- images, the demo's model --------------------------------------------------------------------------------------

@@ -40,8 +40,6 @@ Part = Literal[
     "training",
     "first_token",
     "adapters",
-    "canary_reads",
-    "ahead",
     "sync",
     "infer",
     "memory",
@@ -81,8 +79,6 @@ PARTS: Mapping[Part, Sequence[Job]] = {
     "training": [Job(function="bench.training:measure")],
     "first_token": [Job(function="bench.training:first_token")],
     "adapters": [Job(function="bench.sync:adapters")],
-    "canary_reads": [_try("bench.infer:canary_reads")],
-    "ahead": [Job(function="bench.ahead:measure")],
     "sync": [_cuda(2, "bench.sync:full", size="4B")],
     "infer": [
         Job(function="bench.infer:measure", settings={"size": "demo"}),

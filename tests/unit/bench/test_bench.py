@@ -7,14 +7,14 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import pytest
 import torch
 
-from bench import ahead, infer, models, stages, sync, training, watch
+from bench import infer, models, stages, sync, training, watch
 from bench.__main__ import programs
-from learner.records import Channel, SyncReceipt
+from learner.records import SyncReceipt
 
 ROOT = Path(__file__).parents[3]
 
@@ -39,29 +39,6 @@ def test_idle_is_what_is_neither_rollout_nor_computing_nor_sync() -> None:
 
 def test_resident_memory_of_this_process_is_there() -> None:
     assert watch.resident_bytes(os.getpid()) > 10 << 20
-
-
-def test_the_three_ways_are_simulated_and_told_apart() -> None:
-    """R25, R32: every way learns what it rolls out; nothing here judges how fast."""
-    steps = {way: ahead.simulate(way, num_steps=2, each_s=1e-4, sync_s=0.0) for way in get_args(ahead.Way)}
-    assert [len(found) for found in steps.values()] == [2, 2, 2]
-    assert all(step.channel == "B" and step.rollout_s > 0 < step.learn_s for step in steps["in turn"])
-
-
-def test_ratios_of_overlap_are_of_the_steps_that_ran_on_rollouts() -> None:
-    def step(channel: Channel, wall_s: float) -> ahead.Step:
-        return ahead.Step(channel=channel, wall_s=wall_s, learn_s=1.0, rollout_s=1.0, sync_s=0.0)
-
-    runs: dict[ahead.Way, list[ahead.Step]] = {
-        "in turn": [step("B", 2.0)],
-        "within the step": [step("B", 1.2), step("B", 1.2)],
-        "ahead": [step("B", 1.0), step("A", 1.0), step("B", 1.0), step("B", 1.0)],
-    }
-    found = {figure.name: figure.value for figure in ahead.figures("x", runs)}
-    assert found["x: step without its sync against rollout + learning, within the step"] == pytest.approx(0.6)
-    assert found["x: learner busy, ahead"] == pytest.approx(1.0)
-    assert found["x: Channel-B share, ahead"] == 0.75
-    assert found["x: steps/s, ahead against in turn"] == pytest.approx(1.5)
 
 
 def receipt(mode: Literal["full", "adapter"], seconds: float, num_bytes: int) -> SyncReceipt:

@@ -59,7 +59,7 @@ def functions(part: Part | None, device: Device) -> list[str]:
 
 
 def test_parts_know_on_which_devices_they_run() -> None:
-    whole_run = ["stages:measure", "training:measure", "training:first_token", "sync:adapters", "ahead:measure"]
+    whole_run = ["stages:measure", "training:measure", "training:first_token", "sync:adapters"]
     assert functions(None, "cpu") == [f"bench.{name}" for name in (*whole_run, "infer:measure")]
     sizes = [(job.function, job.settings.get("size")) for job in choose(None, "cuda", {})]
     assert sizes == [
