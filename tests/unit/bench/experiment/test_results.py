@@ -18,8 +18,8 @@ def row(*objects: tuple[str, list[float]]) -> Row:
     return {"objects": [{"desc": name, "bbox_2d": box} for name, box in objects], "width": 100, "height": 100}
 
 
-A, B, C = ("a", [0, 0, 20, 20]), ("b", [40, 40, 60, 60]), ("a", [70, 70, 90, 90])
-FAR = ("a", [0, 70, 20, 90])
+A, B, C = ("a", [0.0, 0.0, 20.0, 20.0]), ("b", [40.0, 40.0, 60.0, 60.0]), ("a", [70.0, 70.0, 90.0, 90.0])
+FAR = ("a", [0.0, 70.0, 20.0, 90.0])
 
 
 def line(name: str, predictions: Sequence[DetectionObject], truth: Sequence[DetectionObject]) -> Row:
