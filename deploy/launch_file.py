@@ -20,6 +20,7 @@ from shared.config.parse import load_yaml, parse
 from shared.tokens import read_token
 
 Device = Annotated[int, Field(ge=0)]
+SbatchOption = Annotated[str, Field(pattern=r"^-[^\x00-\x1f\x7f-\x9f]+$")]  # one line: the next one would be a command
 LEARNER_SHARE = 0.1  # least share that is left for it of a device that it shares with servers
 NO_IMAGE = "REPLACE-ME@sha256:REPLACE-ME"
 IMAGE = r"^[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}$"
@@ -73,7 +74,7 @@ class ClusterLaunch(Section):
     storage_gib: int = key("size of a claim that is made", 500, unit="GiB", ge=1)
     time_limit: str = key("longest run of a Slurm job", "24:00:00", pattern=r"^(\d+-)?\d{1,2}:\d\d:\d\d$")
     max_requeues: int = key("how often the job is started again: at its time limit, or after a machine failed", 3, ge=0)
-    sbatch: list[str] = key("further options of sbatch, such as `--partition=gpu`", [])
+    sbatch: list[SbatchOption] = key("further options of sbatch, such as `--partition=gpu`", [])
 
 
 class LaunchConfig(Section):

@@ -53,8 +53,8 @@ EXAMPLES = {
 def write_place(place: Place, config_path: str, overrides: Sequence[str], out: Path) -> int:
     """Write what `place` needs into `out`, and print how to submit it. Raises ConfigErrors, and OutputError."""
     plan, writer = read_plan(config_path, overrides), WRITERS[place]
-    if not re.fullmatch(r"[\w./-]+", str(out)):
-        wanted, remedy = "letters, digits, - _ . and /, which no shell changes", "name another folder"
+    if not re.fullmatch(r"[\w./][\w./-]*", str(out)):
+        wanted, remedy = "letters, digits, _ . and /, later - too, which no shell changes", "name another folder"
         raise ConfigErrors(mistakes=[Mistake(path="--out", found=str(out), wanted=wanted, remedy=remedy)])
     if mistakes := list(writer.mistakes(plan, out)):
         raise ConfigErrors(f"{config_path} does not fit {place}", mistakes=mistakes)

@@ -10,6 +10,7 @@ name on the Hugging Face hub.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -128,7 +129,9 @@ class Plan:
         return dump_yaml(self.learner_values(urls, discovery))
 
     def header(self, place: str) -> str:
-        return HEADER.format(place=place, source=self.source)
+        """Return a comment of one line, whatever the file's name: what follows a line break would be the script's."""
+        source = self.source if self.source.isprintable() else json.dumps(self.source)
+        return HEADER.format(place=place, source=source)
 
 
 def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:

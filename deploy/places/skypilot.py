@@ -32,13 +32,13 @@ for address in $SKYPILOT_NODE_IPS; do
   i=$((i + 1))
 done
 export ROLLOUT_JOB=$SKYPILOT_TASK_ID # a recovered task goes on from its newest checkpoint
-mkdir -p {log_dir}
+mkdir -p -- {log_dir}
 ended={log_dir}/ended-$SKYPILOT_TASK_ID
 
 if ((SKYPILOT_NODE_RANK < {nodes})); then # a learner
   .venv/bin/python -m deploy.wait_ready --config {out}/learner.yaml --timeout-s {timeout_s:g}
   {torchrun}
-  touch "$ended"
+  touch -- "$ended"
   exit
 fi
 

@@ -61,6 +61,7 @@ def predict(options: Options) -> int:
         console.print(f"skipped: {wrong}")
     line = dict(enumerate(inputs.images))
     store = Store.open(options.out, _request(model, options, line), overwrite=options.overwrite)
+    store.done = {place: one for place, one in store.done.items() if place in line}
     try:
         detector = Detector(
             model, asked=options.asked, classes=options.classes, conf=options.conf or LEAST_SCORE, tile=options.tile

@@ -19,13 +19,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
 from learner.detector.boxes import Prediction, ScoredBox
 from learner.run.files import AppendedLines, write_atomically, writing
 from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text
 from shared.errors import ConfigError, OutputError
+from shared.reading import json_in, lines_in
 
 LINES, REQUEST = "predictions.jsonl", "request.json"
 COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES = "predictions.json", "predictions.csv", "index.html", "pictures"
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # wide forms count in some languages
 _COLUMNS = ("file", "image_id", "width", "height", "class", "score", "x1", "y1", "x2", "y2")
 
 
@@ -47,8 +51,8 @@ class Store:
                 (out / LINES).unlink(missing_ok=True)
             elif not written.is_file():
                 _require_free(out)
-            elif _has_lines(out) and written.read_text() != wanted:
-                raise _another_request(out, json.loads(written.read_text()), request)
+            elif _has_lines(out) and (found := _read_request(written)) != json.loads(wanted):
+                raise _another_request(out, found, request)
             write_atomically(written, wanted)
             return cls(dict(_read(out / LINES)), AppendedLines(out / LINES))
 
@@ -65,20 +69,50 @@ class Store:
         return [self.done[place] for place in sorted(self.done)]
 
 
+class _Line(BaseModel):
+    """A line of `predictions.jsonl`."""
+
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False)
+
+    place: int = Field(ge=0)
+    id: int | str
+    name: str
+    source: str
+    width: int = Field(ge=1)
+    height: int = Field(ge=1)
+    boxes: tuple[ScoredBox, ...]
+    truncated: bool = False
+
+
 def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
+    """Yield what was done. A line that is none is left out, so that its image is done again: the last one of a command
+    that was killed, and what a disk or a person damaged."""
     if not file.is_file():
         return
-    for line in file.read_text().splitlines():
+    for _, text in lines_in(file):
         try:
-            row = json.loads(line)
-        except ValueError:  # the last one of a command that was killed
+            line = _Line.model_validate_json(text)
+        except ValidationError:
             continue
-        place = row.pop("place")
-        boxes = (
-            ScoredBox(name, score, tuple(box), tuple(outline), votes)
-            for name, score, box, outline, votes in row.pop("boxes")
-        )
-        yield place, Prediction(**row, boxes=tuple(boxes))
+        values = {name: getattr(line, name) for name in _Line.model_fields if name != "place"}
+        yield line.place, Prediction(**values)
+
+
+def _read_request(file: Path) -> dict[str, object]:
+    """Raises OutputError."""
+    try:
+        found = json_in(file)
+        if isinstance(found, dict):
+            return found
+        why = f"a {type(found).__name__}"
+    except ValueError as error:
+        why = str(error)[:200]
+    raise OutputError(
+        f"{file} cannot be read, so nothing says what the folder's predictions are of",
+        found=why,
+        wanted="the file that predict wrote",
+        remedy="choose another --out, or give --overwrite to have them replaced",
+    )
 
 
 def _has_lines(out: Path) -> bool:
@@ -141,5 +175,11 @@ def _csv(predictions: Sequence[Prediction], conf: float) -> str:
     for one in predictions:
         for box in one.boxes:
             if box.score >= conf:
-                writer.writerow([one.name, one.id, one.width, one.height, box.name, f"{box.score:.4f}", *box.box])
+                shown = (_cell(one.name), _cell(one.id), one.width, one.height, _cell(box.name))
+                writer.writerow([*shown, f"{box.score:.4f}", *box.box])
     return file.getvalue()
+
+
+def _cell(value: str | int) -> str | int:
+    """Return a name as a table's cell: after an apostrophe, if a spreadsheet took it for a formula."""
+    return f"'{value}" if isinstance(value, str) and value.lstrip()[:1] in _FORMULA else value

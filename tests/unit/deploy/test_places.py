@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from deploy import launch
 from deploy.launch_file import NO_IMAGE
-from deploy.places import EXAMPLES, Place, examples, read_plan, write_place
+from deploy.places import EXAMPLES, WRITERS, Place, examples, read_plan, write_place
 from deploy.places.plan import READ, WRITTEN
 from learner.config.load import load_config
 from learner.config.schema import RunConfig
@@ -98,6 +98,9 @@ def test_secrets_stay_names(place: Place, clone: Path, monkeypatch: pytest.Monke
         (Place.SLURM, CLUSTER, ["cluster.time_limit=a day"], ["cluster.time_limit"]),
         (Place.SLURM, CLUSTER, ["learner.via=[srun]"], ["learner.via"]),
         (Place.SLURM, CLUSTER, ["cluster.name=Not a name"], ["cluster.name"]),
+        (Place.SLURM, CLUSTER, ['cluster.sbatch=["--x\\ntouch /tmp/own"]'], ["cluster.sbatch[0]"]),
+        (Place.SLURM, CLUSTER, ['cluster.sbatch=["--x\\rtouch y"]'], ["cluster.sbatch[0]"]),
+        (Place.SLURM, CLUSTER, ["cluster.sbatch=[touch]"], ["cluster.sbatch[0]"]),
         (Place.KUBERNETES, CLUSTER, [], ["cluster.server_image", "cluster.learner_image"]),
         (Place.KUBERNETES, CLUSTER, [IMAGES[0], "cluster.learner_image=learner:latest"], ["cluster.learner_image"]),
         (Place.KUBERNETES, CLUSTER, [IMAGES[0], f"cluster.learner_image={NO_IMAGE}"], ["cluster.learner_image"]),
@@ -116,11 +119,26 @@ def test_what_a_place_cannot_do_is_named(
     assert not Path("out").exists()
 
 
-@pytest.mark.parametrize(("place", "out"), [(Place.SKYPILOT, "/tmp/x"), (Place.SKYPILOT, "../x"), (Place.SLURM, "a b")])
+FOLDERS = [(Place.SKYPILOT, "/tmp/x"), (Place.SKYPILOT, "../x"), (Place.SLURM, "a b"), (Place.SLURM, "-rf")]
+
+
+@pytest.mark.parametrize(("place", "out"), [*FOLDERS, (Place.COMPOSE, "--out"), (Place.SLURM, "a\nb")])
 def test_a_folder_that_the_place_would_not_find(place: Place, out: str, clone: Path) -> None:
     with pytest.raises(ConfigErrors) as raised:
         write_place(place, CLUSTER, STORAGE.get(place, ()), Path(out))
     assert [mistake.path for mistake in raised.value.mistakes] == ["--out"]
+
+
+@pytest.mark.parametrize("place", list(Place))
+@pytest.mark.parametrize("break_", ["\n", "\r", "\u2028", "\x85"])
+def test_the_name_of_a_launch_file_is_no_command(place: Place, break_: str, clone: Path) -> None:
+    named = ONE if place == Place.COMPOSE else CLUSTER
+    path = f"a{break_}touch own: 1 #.yaml"
+    Path(path).write_text(Path(named).read_text())
+    writer = WRITERS[place]
+    plain = writer.files(read_plan(named, STORAGE.get(place, ())), Path("out"))
+    for name, text in writer.files(read_plan(path, STORAGE.get(place, ())), Path("out")).items():
+        assert len(text.splitlines()) == len(plain[name].splitlines())
 
 
 def test_a_learner_that_needs_no_servers_is_refused(clone: Path) -> None:
