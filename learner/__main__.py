@@ -255,7 +255,7 @@ def export(
 
     def work() -> int:
         from learner.detector.card import notes_of
-        from learner.detector.model import model_folder
+        from learner.detector.model import model_folder, only_its_files
         from learner.run.best import only_worse
         from learner.wiring.build import export
 
@@ -263,8 +263,11 @@ def export(
         if (worse := only_worse(model)) is not None:
             print(f"warning: {model}: {worse}; its newest weights are written, {folder.name}", file=sys.stderr)
         notes = notes_of(folder, out.resolve().name, config=config, tell=_warn)
-        export(folder, out, dtype.value, notes)
+        with only_its_files(folder) as (shown, left_out):
+            export(shown, out, dtype.value, notes)
         print(f"wrote {out}, from {folder}")
+        if left_out:
+            _warn(f"not exported, because they are not the model's own files: {', '.join(left_out)}")
         return 0
 
     _end(work)

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from learner.config.schema import RunConfig
 from learner.config.sections.task import TaskConfig
@@ -25,6 +25,18 @@ CALIBRATION_NAME = "calibration.json"  # it lies beside it and makes scores (`le
 IMAGE = "<image>"
 
 
+def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Raises ValueError if one is no turn of a chat."""
+    for turn in messages:
+        content = turn.get("content")
+        parts = content if isinstance(content, list) else []
+        if not isinstance(turn.get("role"), str) or not isinstance(content, str | list):
+            raise ValueError("turns with a role and a content")
+        if any(not isinstance(part, dict) or not isinstance(part.get("type"), str) for part in parts):
+            raise ValueError("parts of a content with a type")
+    return messages
+
+
 class InferenceSettings(BaseModel):
     """`messages` are the prompt's turns with one `<image>`; `classes` are the names in the training labels."""
 
@@ -32,7 +44,7 @@ class InferenceSettings(BaseModel):
 
     format: Literal[1] = 1
     task: TaskConfig
-    messages: list[dict[str, Any]]
+    messages: Annotated[list[dict[str, Any]], AfterValidator(_turns)]
     classes: list[str] = Field(default_factory=list)
     min_pixels: int | None = None
     max_pixels: int | None = None

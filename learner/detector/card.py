@@ -10,17 +10,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path, PurePath
 
 from huggingface_hub import EvalResult, ModelCardData
 
 from learner.config.inference import CALIBRATION_NAME, IMAGE, INFERENCE_NAME, InferenceSettings
-from learner.detector.model import ModelFiles, can_be_asked, find_model, trained_by
+from learner.detector.model import LICENSES, ModelFiles, can_be_asked, find_model, model_files, trained_by
 from learner.report.read import read_run
 from learner.report.records import EvalPoint, RunRecord
 from learner.report.results import SHOWN, interval
 from learner.report.scores import f1_of, gain_between
 from learner.tasks.detection.scores import read_calibrations
+from shared.reading import bytes_beside
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -46,6 +48,9 @@ def notes_of(
         notes = {INFERENCE_NAME: model.settings.to_json(), CARD: card_of(model, name)}
         for warning in model.warnings:
             tell(warning)
+    for file in model_files(checkpoint)[0]:
+        if any(fnmatchcase(file, pattern) for pattern in LICENSES):
+            notes[file] = bytes_beside(checkpoint / file).decode(errors="replace")
     if (calibrations := read_calibrations(checkpoint)) is not None:
         notes[CALIBRATION_NAME] = calibrations.to_json()
     return notes
@@ -56,10 +61,10 @@ def card_of(model: ModelFiles, name: str) -> str:
     origin = trained_by(model.folder) if model.run is not None else None  # a configuration that may be read (D24)
     run, step = (read_run(origin[0]), origin[1]) if origin else (None, None)
     measured = _measured(run, step) if run else ()
-    settings, repo = model.settings, f"OWNER/{name}"
+    settings, repo = model.settings, f"OWNER/{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-.') or 'model'}"
     parts = [
         f"---\n{_metadata(name, settings, run, measured)}\n---\n",
-        f"# {name}\n\n{_summary(settings, run)}",
+        f"# {_text(name)}\n\n{_summary(settings, run)}",
         *([_figures(run, measured)] if run and measured else []),
         *([_training(run)] if run else []),
         _asking(repo, settings),
@@ -114,8 +119,8 @@ def _summary(settings: InferenceSettings, run: RunRecord | None) -> str:
 
 def _what(settings: InferenceSettings) -> str:
     if settings.task.type != "detection":
-        return f"do the task `{settings.task.type}`"
-    few = ", ".join(settings.classes[:_MAX_CLASSES])
+        return f"do the task {_code(settings.task.type)}"
+    few = ", ".join(map(_text, settings.classes[:_MAX_CLASSES]))
     more = len(settings.classes) - _MAX_CLASSES
     names = f": {few}{f' and {more} more' if more > 0 else ''}" if few else ""
     shape = "polygons" if settings.task.geometry == "poly" else "boxes"
@@ -127,13 +132,13 @@ def _figures(run: RunRecord, measured: Sequence[EvalPoint]) -> str:
     lines = [f"| metric | {' | '.join(heads)} |", f"| --- |{' --- |' * len(heads)}"]
     for name in _names(measured):
         cells = [_cell(point, name) for point in measured]
-        lines.append(f"| {name} | {' | '.join(cells)} |")
+        lines.append(f"| {_text(name)} | {' | '.join(cells)} |")
     text = f"## Measured on {_evaluated_on(run)}\n\n" + "\n".join(lines) + "\n"
     gain = gain_between(measured[0], measured[-1]) if len(measured) > 1 else None
     if gain is not None and gain.low is not None:
         text += f"\nF1@0.5 changed by {gain.value:+.3f}, 95% interval over {gain.num_scenes} images {interval(gain)}.\n"
     if run.test is not None and run.test.metrics and run.test.global_step == measured[-1].global_step:
-        scores = [f"{name} {_cell(run.test, name)}" for name in _names([run.test])]
+        scores = [f"{_text(name)} {_cell(run.test, name)}" for name in _names([run.test])]
         text += f"\nOn held-out test data ({_short(run.setting('data', 'test'))}), scored once: {', '.join(scores)}.\n"
     return text
 
@@ -165,21 +170,21 @@ def _split(run: RunRecord | None) -> object:
 def _short(split: object) -> str:
     """Return the name of annotations: the last two parts of their path."""
     path = split.get("path") if isinstance(split, Mapping) else split
-    return "/".join(PurePath(path).parts[-2:]).lstrip("/") if isinstance(path, str) else "data of its owner"
+    return _text("/".join(PurePath(path).parts[-2:]).lstrip("/")) if isinstance(path, str) else "data of its owner"
 
 
 def _training(run: RunRecord) -> str:
     variant = str(run.setting("custom", "trainer_variant"))
     rows = [
         ("data", _short(run.setting("data", "train")) + (f", {run.data.num_train:,} samples" if run.data else "")),
-        ("method", METHODS.get(variant, f"`{variant}`")),
+        ("method", METHODS.get(variant, _code(variant))),
         ("labels", "completed by objects that the model's own answers agree on")
         if run.setting("labels", "complete")
         else ("", ""),
         ("steps in all", str(run.steps[-1].global_step if run.steps else 0)),
-        ("samples a step", str(run.setting("training", "effective_batch_size"))),
-        ("learning rate", str(run.setting("training", "learning_rate"))),
-        ("adapter", f"LoRA, rank {run.setting('model', 'lora', 'r')}, merged")
+        ("samples a step", _text(str(run.setting("training", "effective_batch_size")))),
+        ("learning rate", _text(str(run.setting("training", "learning_rate")))),
+        ("adapter", f"LoRA, rank {_text(str(run.setting('model', 'lora', 'r')))}, merged")
         if run.setting("model", "lora")
         else ("", ""),
     ]
@@ -193,9 +198,7 @@ def _asking(repo: str, settings: InferenceSettings) -> str:
 
 The prompt that it was trained with; `{IMAGE}` is where the image is:
 
-```text
-{_prompt(settings)}
-```
+{_block(_prompt(settings))}
 
 With transformers:
 
@@ -249,9 +252,33 @@ def _messages(settings: InferenceSettings) -> str:
     turns = []
     for turn in settings.messages:
         before, image, after = str(turn["content"]).partition(IMAGE)
-        parts = [f'{{"type": "text", "text": {json.dumps(before)}}}'] if before else []
+        parts = [f'{{"type": "text", "text": {_literal(before)}}}'] if before else []
         parts += ['{"type": "image", "image": Image.open("photograph.jpg")}'] if image else []
-        parts += [f'{{"type": "text", "text": {json.dumps(after)}}}'] if after else []
+        parts += [f'{{"type": "text", "text": {_literal(after)}}}'] if after else []
         content = "".join(f"        {part},\n" for part in parts)
-        turns.append(f'    {{"role": "{turn["role"]}", "content": [\n{content}    ]}},\n')
+        turns.append(f'    {{"role": {_literal(str(turn["role"]))}, "content": [\n{content}    ]}},\n')
     return "[\n" + "".join(turns) + "]"
+
+
+# ---- names of others, which are no markup and no code --------------------------------------------------------------
+
+
+def _text(value: str) -> str:
+    """Return a name as one line of Markdown, and of a table."""
+    return re.sub(r"([\\`*\[\]<>|&~$#])", r"\\\1", " ".join(value.split()))
+
+
+def _code(value: str) -> str:
+    """Return a name as a span of code."""
+    return f"`{' '.join(value.split()).replace('`', chr(39))}`"
+
+
+def _block(text: str) -> str:
+    """Return a text as a block of code, whose fence is longer than any in it."""
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}text\n{text}\n{fence}"
+
+
+def _literal(text: str) -> str:
+    """Return a text as a literal of Python, which may be part of a Markdown block."""
+    return json.dumps(text, ensure_ascii=False)

@@ -14,10 +14,12 @@ import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from learner.config.inference import (
+    CALIBRATION_NAME,
     INFERENCE_NAME,
     InferenceSettings,
     prompt_messages,
@@ -33,6 +35,7 @@ from learner.records import Sample
 from learner.run.best import kept, only_worse
 from shared.errors import ConfigError, DataError, RequestError
 from shared.generation import render_messages
+from shared.reading import is_inside
 
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 ADAPTER = "adapter_config.json"
@@ -144,6 +147,56 @@ def trained_by(checkpoint: Path) -> tuple[Path, int] | None:
     folder = checkpoint.resolve()
     named = _CHECKPOINT.fullmatch(folder.name)
     return (folder.parent, int(named[1])) if named and _config_beside(folder) else None
+
+
+# These are the files that transformers, vLLM and `predict` read, as patterns of their names.
+BELONGS = (
+    *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "chat_template.*"),
+    *("adapter_config.json", "*processor_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
+    *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken"),
+    *("spiece.model", "sentencepiece.bpe.model", INFERENCE_NAME, CALIBRATION_NAME),
+)
+LICENSES = ("LICENSE*", "NOTICE*")  # an export has them too
+LEARNERS = ("training_state", "trainer_state.json", "manifest.json", "origin.json", "README.md")  # not in an export
+TEMPLATES = "additional_chat_templates"  # the one folder of a model
+
+
+def model_files(folder: Path) -> tuple[list[str], list[str]]:
+    """Return the files of a model's folder that belong to it, by their paths inside, and what is left out, in words: a
+    stranger, or a link that leaves the folder. Hidden files and the learner's own are neither."""
+    files, left_out = [], []
+    templates = () if (folder / TEMPLATES).is_symlink() else folder.glob(f"{TEMPLATES}/*")
+    for path in sorted([*folder.glob("*"), *templates]):
+        inside, is_link = str(path.relative_to(folder)), path.is_symlink()
+        if path.name.startswith(".") or path.name in LEARNERS or (inside == TEMPLATES and not is_link):
+            continue
+        belongs = inside != path.name or any(fnmatchcase(path.name, pattern) for pattern in (*BELONGS, *LICENSES))
+        is_own = path.exists() and is_inside(path.resolve(), folder)
+        if belongs and is_own and path.is_file():
+            files.append(inside)
+        else:
+            left_out.append(inside if is_own or not is_link else f"{inside} (a link that leaves the folder)")
+    return files, left_out
+
+
+@contextmanager
+def only_its_files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
+    """Yield a folder that shows only the files that belong to the model in `folder`, and what was left out, in words.
+    Raises ConfigError if what says which model it is was left out."""
+    files, left_out = model_files(folder)
+    if not {"config.json", ADAPTER} & {*files}:
+        raise ConfigError(
+            f"{folder}: the model cannot be exported",
+            found=", ".join(left_out),
+            wanted="config.json or adapter_config.json in the folder itself",
+            remedy="copy the files to where the links are, or name the folder that has them",
+        )
+    with TemporaryDirectory(prefix="model-") as name:
+        for inside in files:
+            shown = Path(name, inside)
+            shown.parent.mkdir(exist_ok=True)
+            shown.symlink_to((folder / inside).resolve())
+        yield Path(name), left_out
 
 
 @contextmanager

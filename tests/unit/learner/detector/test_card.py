@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 from pathlib import Path
 
@@ -65,3 +66,34 @@ def test_what_nobody_can_ask_has_no_card(tmp_path: Path) -> None:
     (tmp_path / "model").mkdir()
     (tmp_path / "model/config.json").write_text("{}")
     assert notes_of(tmp_path / "model", "cells") == {}
+
+
+HOSTILE = 'x", "content": [__import__("os").system("touch own")], "y": "'
+FENCE = "Find.\n```\n<script>alert(1)</script>\n````\n# Title"
+
+
+def test_names_are_neither_code_nor_markup(tmp_path: Path) -> None:
+    """Whoever copies the program runs it, and the hub renders the page."""
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").write_text("{}")
+    settings = InferenceSettings(
+        task=TaskConfig(),
+        messages=[{"role": HOSTILE, "content": "be \U0001f600 good"}, {"role": "user", "content": f"<image>{FENCE}"}],
+        classes=["<img src=x onerror=alert(1)>", "[a](http://evil.example)", "a\n# b", "a | b"],
+    )
+    (folder / "inference.json").write_text(settings.to_json())
+    card = notes_of(folder, 'm"); import os; ("\n# x; touch own')[CARD]
+    blocks = re.findall(r"^(`{3,})(\w+)\n(.*?)\n\1$", card, re.M | re.S)
+    assert [kind for _, kind, _ in blocks] == ["text", "python", "bash", "bash"]
+    (program,) = [text for _, kind, text in blocks if kind == "python"]
+    calls = [ast.unparse(node.func) for node in ast.walk(ast.parse(program)) if isinstance(node, ast.Call)]
+    assert not {"__import__", "os.system", "import"} & {*calls}
+    (messages,) = [node.value for node in ast.parse(program).body if ast.unparse(node).startswith("messages")]  # type: ignore[attr-defined]
+    assert ast.literal_eval(messages.elts[0])["role"] == HOSTILE
+    assert ast.literal_eval(messages.elts[0])["content"] == [{"type": "text", "text": "be \U0001f600 good"}]
+    prose = re.sub(r"^(`{3,})\w+\n.*?\n\1$", "", card.split("---", 2)[2], flags=re.M | re.S)
+    assert not re.search(r"(?<!\\)[<|]|(?<!\\)\[a|^# b|^# x", prose, re.M)
+    assert all(
+        re.fullmatch(r"[\w ./<>:-]+", line) for _, kind, text in blocks if kind == "bash" for line in text.split("\n")
+    )

@@ -13,7 +13,7 @@ from learner.__main__ import main
 from learner.config.inference import CALIBRATION_NAME, INFERENCE_NAME
 from learner.config.load import RESOLVED_NAME
 from learner.detector.card import notes_of
-from learner.detector.model import find_model, name_of
+from learner.detector.model import find_model, name_of, only_its_files
 from learner.run.best import BEST_FILE, BEST_LINK
 from shared.config.parse import write_yaml
 from shared.errors import ConfigError
@@ -175,3 +175,50 @@ def test_a_model_in_the_cache_of_the_hub_is_read(checkpoint: Path, tmp_path: Pat
     shutil.copy(CHECKPOINT / INFERENCE_NAME, blobs / "abc")
     (snapshot / INFERENCE_NAME).symlink_to("../../blobs/abc")
     assert find_model(snapshot).settings.to_json() == (CHECKPOINT / INFERENCE_NAME).read_text()
+
+
+# ---- what an export copies -------------------------------------------------------------------------------------------
+
+
+def test_only_files_of_a_model_are_exported_and_what_is_left_out_is_said(checkpoint: Path, tmp_path: Path) -> None:
+    """`LICENSE -> ~/.ssh/id_rsa` was published, and so would a chat template be that is such a link."""
+    private = tmp_path / "id_rsa"
+    private.write_text(SECRET)
+    shutil.copy(CHECKPOINT / INFERENCE_NAME, checkpoint)
+    for name in ("LICENSE", "chat_template.jinja", "tokenizer_secrets.txt", "weights.model", "inside.link"):
+        (checkpoint / name).unlink(missing_ok=True)
+    (checkpoint / "LICENSE").symlink_to(private)
+    (checkpoint / "chat_template.jinja").symlink_to(private)
+    (checkpoint / "additional_chat_templates").symlink_to(tmp_path)
+    (checkpoint / "loop.safetensors").symlink_to("loop.safetensors")
+    (checkpoint / "NOTICE.own").write_text("mine")
+    (checkpoint / "NOTICE").symlink_to("NOTICE.own")
+    for stranger in ("tokenizer_secrets.txt", "weights.model", "photograph.jpg"):
+        (checkpoint / stranger).write_text(SECRET)
+    (checkpoint / "training_state").mkdir()
+    with only_its_files(checkpoint) as (shown, left_out):
+        seen = {path.relative_to(shown): path.read_bytes() for path in shown.rglob("*") if path.is_file()}
+    links = ("LICENSE", "additional_chat_templates", "chat_template.jinja", "loop.safetensors")
+    strangers = ("photograph.jpg", "tokenizer_secrets.txt", "weights.model")
+    assert sorted(left_out) == sorted([*(f"{name} (a link that leaves the folder)" for name in links), *strangers])
+    assert {"config.json", "model.safetensors", "NOTICE"} <= {str(path) for path in seen}
+    assert not any(SECRET.encode() in content for content in seen.values())
+    notes = notes_of(checkpoint, "cells")
+    assert (notes["NOTICE"], notes["NOTICE.own"]) == ("mine", "mine")
+    assert not any(SECRET in text for text in notes.values())
+
+
+def test_a_model_that_is_elsewhere_is_not_exported(checkpoint: Path, tmp_path: Path) -> None:
+    (checkpoint / "config.json").rename(tmp_path / "config.json")
+    (checkpoint / "config.json").symlink_to(tmp_path / "config.json")
+    with pytest.raises(ConfigError, match="link"), only_its_files(checkpoint):
+        pass
+
+
+@pytest.mark.parametrize("messages", [[{}], [{"role": "user"}], [{"role": "user", "content": 3}], [{"content": "a"}]])
+def test_settings_without_a_prompt_are_an_error_that_names_the_file(messages: Any, checkpoint: Path) -> None:
+    settings = json.loads((CHECKPOINT / INFERENCE_NAME).read_text())
+    (checkpoint / INFERENCE_NAME).write_text(json.dumps(settings | {"messages": messages}))
+    with pytest.raises(ConfigError, match=INFERENCE_NAME) as raised:
+        find_model(checkpoint)
+    assert "messages" in raised.value.found
