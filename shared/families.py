@@ -111,6 +111,18 @@ def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
         check_family(config, key=key, allow_untested=allow_untested)
 
 
+def text_only(path: str) -> str:
+    """Return the kind of a model in a folder, or of an adapter's base, that takes no images; "" for others, and for
+    what is not on this machine."""
+    adapter = _read(Path(path) / "adapter_config.json")
+    config = _read(Path(str(adapter.get("base_model_name_or_path", "")) if adapter else path) / "config.json")
+    if config is None:
+        return ""
+    family = str(config.get("model_type", ""))
+    sees = any(word in name for name in config for word in ("vision", "image", "visual", "mm_"))
+    return family if family and (TESTED.get(family) == "text" or not (sees or family in TESTED)) else ""
+
+
 def _read(path: Path) -> dict[str, object] | None:
     try:
         found = json_in(path)

@@ -25,8 +25,15 @@ from learner.config.sections.servers import SERVER, WAY_OUT
 from learner.config.sections.training import chosen_by_test
 from learner.doctor.finding import SeenServer
 from learner.doctor.length import length_report
-from learner.doctor.model_folder import adapter_on_tied, no_room_for_prompts, other_than_trained
+from learner.doctor.model_folder import (
+    adapter_on_tied,
+    images_without_eyes,
+    limits_of_images,
+    no_room_for_prompts,
+    other_than_trained,
+)
 from learner.extensions import check_extensions
+from learner.journal.metrics import check_kept_metric
 from learner.journal.trackers import check_trackers
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
@@ -114,7 +121,7 @@ def preflight(
     if advice := [one for one in said if one is not None]:
         report["advice"] = advice
     mistakes = [*_output_dir(config), *_annotations(config), *_family(config)]
-    mistakes += [*no_room_for_prompts(config), *adapter_on_tied(config)]
+    mistakes += [*no_room_for_prompts(config), *adapter_on_tied(config), *limits_of_images(config)]
     report |= memory_report(config, world_size)
     if build_model:
         mistakes += _names_of_model(config)
@@ -129,7 +136,7 @@ def preflight(
 def _check_parts(config: RunConfig) -> None:
     """Check what the configuration names besides files and servers. Raises ConfigErrors."""
     mistakes: list[Mistake] = []
-    for check in (check_extensions, check_trackers):
+    for check in (check_extensions, check_trackers, check_kept_metric):
         try:
             check(config)
         except ConfigErrors as errors:
@@ -193,6 +200,8 @@ def _samples(config: RunConfig, plan: Plan, drawing: DrawRequest | None) -> dict
     checked = {split: check_split(config, split, path) for split, path in splits(config).items()}
     retained = check_retained(config)
     mistakes = [mistake for found in (*checked.values(), *retained.values()) for mistake in found.mistakes]
+    named = {f"data.{name}": found.split for name, found in (checked | retained).items()}
+    mistakes += images_without_eyes(config, {key: split.samples for key, split in named.items() if split is not None})
     if mistakes:
         raise ConfigErrors("annotations cannot be used", mistakes=mistakes)
     everything = checked | retained

@@ -7,13 +7,15 @@ is not on this machine.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from learner.config.modes import ROLLOUT, needs_rollouts
 from learner.config.schema import RunConfig
+from learner.records import Sample
 from shared.config.model import Mistake
 from shared.errors import ConfigError
+from shared.families import text_only
 from shared.reading import json_in
 
 _CONFIG, _SETTINGS = "config.json", "inference.json"
@@ -36,6 +38,38 @@ def no_room_for_prompts(config: RunConfig) -> list[Mistake]:
             wanted="fewer new tokens, so that a prompt fits before them",
             remedy="lower max_new_tokens",
         )
+    ]
+
+
+def limits_of_images(config: RunConfig) -> list[Mistake]:
+    """Return a mistake for each limit of images of a model that takes none."""
+    kind = text_only(config.model.path)
+    given = {name: getattr(config.model, name) for name in ("min_pixels", "max_pixels")}
+    return [
+        Mistake(
+            path=f"model.{name}",
+            found=f"{value}, and model.path is a model of text ({kind})",
+            wanted="a model that takes images, or null",
+            remedy="remove it, or name a vision-language model",
+        )
+        for name, value in given.items()
+        if kind and value is not None
+    ]
+
+
+def images_without_eyes(config: RunConfig, read: Mapping[str, Sequence[Sample]]) -> list[Mistake]:
+    """Return a mistake for each split with images, if the model takes none. `read`: samples by the key that names
+    them."""
+    kind = text_only(config.model.path)
+    return [
+        Mistake(
+            path=key,
+            found=f"images (sample {first.sample_id}), and model.path is a model of text ({kind})",
+            wanted="a model that takes images",
+            remedy="name a vision-language model (model.path), or annotations without images",
+        )
+        for key, samples in read.items()
+        if kind and (first := next((sample for sample in samples if sample.images), None)) is not None
     ]
 
 

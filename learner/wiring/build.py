@@ -40,6 +40,7 @@ from learner.journal.console import Console
 from learner.journal.groups_log import GroupsLog
 from learner.journal.journal import Journal
 from learner.journal.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
+from learner.journal.metrics import check_kept_metric
 from learner.journal.trackers import check_trackers
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
@@ -97,6 +98,7 @@ def joined_ranks(config: RunConfig, environment: Mapping[str, str]) -> Iterator[
     trackers or its model's family cannot be used."""
     check_extensions(config)
     check_trackers(config)
+    check_kept_metric(config)
     check_folder(config.model.path, key="model.path", allow_untested=config.model.allow_untested_family)
     with told_before_the_first_step():
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)

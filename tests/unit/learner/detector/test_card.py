@@ -92,7 +92,7 @@ def test_names_are_neither_code_nor_markup(tmp_path: Path) -> None:
     (messages,) = [node.value for node in ast.parse(program).body if ast.unparse(node).startswith("messages")]  # type: ignore[attr-defined]
     assert ast.literal_eval(messages.elts[0])["role"] == HOSTILE
     assert ast.literal_eval(messages.elts[0])["content"] == [{"type": "text", "text": "be \U0001f600 good"}]
-    prose = re.sub(r"^(`{3,})\w+\n.*?\n\1$", "", card.split("---", 2)[2], flags=re.M | re.S)
+    prose = re.sub(r"^(`{3,})\w+\n.*?\n\1$", "", card.split("---", 2)[2], flags=re.M | re.S).replace("`<image>`", "")
     assert not re.search(r"(?<!\\)[<|]|(?<!\\)\[a|^# b|^# x", prose, re.M)
     assert all(
         re.fullmatch(r"[\w ./<>:-]+", line) for _, kind, text in blocks if kind == "bash" for line in text.split("\n")
