@@ -15,7 +15,9 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import selectors
 import signal
+import stat
 import subprocess
 import time
 from collections.abc import Mapping
@@ -100,7 +102,10 @@ def parse(content: bytes, group_port: int) -> Listed:
 
 def _content(path: Path) -> bytes:
     try:
-        with path.open("rb") as stream:
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+        with os.fdopen(handle, "rb") as stream:
+            if not stat.S_ISREG(os.fstat(handle).st_mode):
+                raise _not_a_list(f"{path}: no file")
             content = stream.read(MAX_BYTES + 1)
     except OSError as error:
         raise _not_a_list(f"{path}: {error.strerror}") from error
@@ -120,7 +125,7 @@ def _output(config: DiscoveryConfig) -> bytes:
         raise _not_a_list(f"{argv[0]}: {error.strerror}") from error
     with process:
         try:
-            output, said = process.communicate(timeout=config.timeout_s)
+            output, said = _read_both(process, argv[0], config.timeout_s)
         except subprocess.TimeoutExpired:
             raise DeadlineError(
                 "the command that lists the servers did not end",
@@ -132,11 +137,36 @@ def _output(config: DiscoveryConfig) -> bytes:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
-        last_words = said.decode(errors="replace")[-300:]
+        last_words = said.decode(errors="replace")
         raise _not_a_list(f"{argv[0]} ended with exit code {process.returncode}: {last_words}")
-    if len(output) > MAX_BYTES:
-        raise _not_a_list(f"{argv[0]}: more than {MAX_BYTES} bytes")
     return output
+
+
+def _read_both(process: subprocess.Popen[bytes], name: str, within_s: float) -> tuple[bytes, bytes]:
+    """Return the output and the last words of a command that ends. Raises ConfigError as soon as the output is too
+    long, TimeoutExpired."""
+    assert process.stdout is not None
+    assert process.stderr is not None
+    deadline, output, said = time.monotonic() + within_s, bytearray(), b""
+    with selectors.DefaultSelector() as streams:
+        streams.register(process.stdout, selectors.EVENT_READ)
+        streams.register(process.stderr, selectors.EVENT_READ)
+        while streams.get_map():
+            ready = streams.select(max(0.0, deadline - time.monotonic()))
+            if time.monotonic() >= deadline:
+                raise subprocess.TimeoutExpired(name, within_s)
+            for key, _ in ready:
+                chunk = os.read(key.fd, 1 << 16)
+                if not chunk:
+                    streams.unregister(key.fileobj)
+                elif key.fileobj is process.stderr:
+                    said = (said + chunk)[-300:]
+                elif len(output) + len(chunk) > MAX_BYTES:
+                    raise _not_a_list(f"{name}: more than {MAX_BYTES} bytes")
+                else:
+                    output += chunk
+    process.wait(max(0.0, deadline - time.monotonic()))
+    return bytes(output), said
 
 
 def _not_a_list(found: str) -> ConfigError:

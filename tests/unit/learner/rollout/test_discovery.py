@@ -4,6 +4,8 @@ tests/unit/learner/test_failover.py."""
 from __future__ import annotations
 
 import math
+import os
+import resource
 import sys
 import time
 from pathlib import Path
@@ -119,6 +121,24 @@ def test_commands_that_list_nothing(tmp_path: Path) -> None:
     for missing in (DiscoveryConfig(command=[str(tmp_path / "no")]), DiscoveryConfig(file=str(tmp_path / "no"))):
         with pytest.raises(ConfigError, match="No such file"):
             read(missing)
+
+
+def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
+    """Nobody writes to the pipe, and the thread that waited kept the process from ending."""
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
+        with pytest.raises(ConfigError, match=r"no file|directory"):
+            read(DiscoveryConfig(file=str(path)))
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+def test_a_command_that_never_stops_talking_is_ended(stream: str) -> None:
+    """946 MB were read in 3 s, before the limit was looked at."""
+    program = f"import sys\nwhile True: sys.{stream}.write('x' * 65536)"
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    with pytest.raises(ConfigError if stream == "stdout" else DeadlineError):
+        read(python(program, timeout_s=2.0))
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 64 << 10  # KiB
 
 
 def test_a_file_that_is_too_long_is_no_list(tmp_path: Path) -> None:
