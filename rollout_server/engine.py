@@ -380,6 +380,8 @@ class VllmEngine:
         try:
             yield
         except (EngineDeadError, EngineGenerateError) as error:
+            if not self.dead and isinstance(error.__cause__, ValueError):  # of the request, such as an image's shape
+                raise RequestError("the engine refuses the request", found=str(error.__cause__)[:500]) from error
             raise ServerError(
                 "the engine died" if self.dead else "the engine failed on this request",
                 found=f"{type(error).__name__}: {error.__cause__ or error}",

@@ -15,6 +15,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter, ValidationError
+
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
 from learner.detector.answers import Answers, AnswerSettings
@@ -31,6 +33,8 @@ from learner.tasks.detection.scores import ScoredObject, read_calibration, score
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
 from shared.errors import DataError, OutputError
+from shared.reading import json_in
+from shared.validation import first_wrong
 
 SUGGESTIONS, DECISIONS = "suggestions.json", "decisions.json"
 
@@ -185,22 +189,43 @@ def _reason(error: Exception) -> str:
 
 def key_of(folder: Path) -> str:
     """Return the key under `data` that the next run names what `write` made with. Raises DataError."""
-    read_folder(folder)
-    key = json.loads((folder / SUGGESTIONS).read_text()).get("key")
+    key = _content(folder).get("key")
     return key if key in ("val", "test") else "train"
 
 
 def read_folder(folder: Path) -> tuple[DataConfig, list[dict[str, Any]]]:
     """Return the annotations' settings, and the suggestions, best first. Raises DataError."""
-    path = folder / SUGGESTIONS
+    content = _content(folder)
     try:
-        content = json.loads(path.read_text())
-        suggestions: list[dict[str, Any]] = content["suggestions"]
-        return DataConfig.model_validate(content["data"]), suggestions
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            "no suggestions can be read",
-            found=f"{path}: {_reason(error)}",
-            wanted="a folder that find-missing suggest wrote",
-            remedy="correct the folder, or make suggestions: rollout-learner find-missing suggest --help",
-        ) from error
+        data = DataConfig.model_validate(content["data"])
+        suggestions = _SUGGESTIONS.validate_python(content["suggestions"])
+    except (KeyError, ValidationError) as error:
+        raise _unreadable(folder, error) from error
+    return data, [asdict(one) for one in suggestions]
+
+
+_SUGGESTIONS: TypeAdapter[list[Suggestion]] = TypeAdapter(list[Suggestion])
+
+
+def _content(folder: Path) -> dict[str, Any]:
+    try:
+        content = json_in(folder / SUGGESTIONS)
+        if not isinstance(content, dict):
+            raise ValueError(f"a {type(content).__name__}, not an object")
+    except (OSError, ValueError) as error:
+        raise _unreadable(folder, error) from error
+    return content
+
+
+def _unreadable(folder: Path, error: Exception) -> DataError:
+    if isinstance(error, ValidationError):
+        found, wanted = first_wrong(error, "the file")
+        reason = f"{found} (wanted: {wanted})"
+    else:
+        reason = _reason(error)
+    return DataError(
+        "no suggestions can be read",
+        found=f"{folder / SUGGESTIONS}: {reason}",
+        wanted="a folder that find-missing suggest wrote",
+        remedy="correct the folder, or make suggestions: rollout-learner find-missing suggest --help",
+    )

@@ -315,13 +315,16 @@ def verify(path: Path) -> None:
         raise damaged(path, f"{', '.join(sorted(wrong))} missing or not as written")
 
 
+_TOO_MANY = 1 << 53  # steps: the first number that is no exact float
+
+
 def _read_state(path: Path) -> tuple[TrainerState, str]:
     """Read the trainer's state, and the digest of the configuration that it was written under. Raises
     CheckpointError."""
     try:
         stored = json_in(path / STATE)
         step, ver = operator.index(stored["global_step"]), operator.index(stored["ver"])
-        if step < 0 or ver < 0 or not isinstance(stored["cursor"], dict):
+        if not (0 <= step < _TOO_MANY and 0 <= ver < _TOO_MANY) or not isinstance(stored["cursor"], dict):
             raise ValueError(f"global_step {step}, ver {ver}, cursor {stored['cursor']!r:.60}")
         return TrainerState(global_step=step, ver=ver, cursor=stored["cursor"]), str(stored["config_digest"])
     except (OSError, ValueError, KeyError, TypeError) as error:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from shapely.geometry.base import BaseGeometry
 
 _TOLERANCE = 1.0  # pixels by which a polygon may leave the stairs of a mask's edge
+MOST_RUNS = 1 << 16  # of one mask: each costs 33 us
 _MOST_CHARACTERS = 7  # a run length in text form has no more: 35 bits
 
 
@@ -63,7 +64,11 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
         raise ValueError(f"a mask of more than data.max_image_pixels ({max_pixels}) pixels")
     if not isinstance(counts, list | str):
         raise ValueError("no run lengths (`counts`)")
+    if len(counts) > (MOST_RUNS if isinstance(counts, list) else MOST_RUNS * _MOST_CHARACTERS):
+        raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     runs = [whole(value) for value in counts] if isinstance(counts, list) else _runs_in(counts)
+    if len(runs) > MOST_RUNS:
+        raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     if sum(runs) != width * height:
         raise ValueError(f"run lengths of {sum(runs)} pixels in all, of an image of {width * height}")
     return np.repeat(np.arange(len(runs), dtype=np.int8) % 2, runs).reshape(width, height).T

@@ -75,6 +75,11 @@ print(-multiply(1, 50) + multiply(50, 450))
     assert float(found.stdout) < 40, found.stdout
 
 
+def because(error: Exception, cause: Exception) -> Exception:
+    error.__cause__ = cause
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "wanted"),
     [
@@ -82,6 +87,8 @@ print(-multiply(1, 50) + multiply(50, 450))
         (exceptions.VLLMValidationError("longer than the maximum model length of 512"), PromptTooLongError),
         (ValueError("no such modality"), RequestError),
         (EngineGenerateError("out of memory"), ServerError),
+        (because(EngineGenerateError(), ValueError("absolute aspect ratio must be smaller than 200")), RequestError),
+        (because(EngineGenerateError(), RuntimeError("CUDA error")), ServerError),
     ],
 )
 def test_what_vllm_refuses_is_the_request_s_fault(error: Exception, wanted: type[Exception]) -> None:

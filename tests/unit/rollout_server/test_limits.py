@@ -107,6 +107,9 @@ ROWS = {
     "deep lists": Row(body=lambda: b"[" * NUM_BYTES),
     "50 MB of numbers": Row(body=lambda: wrong_items("1", num_bytes=HUGE)),
     "50 MB of text": Row(body=lambda: b'{"infer_requests":["%s"]}' % (b"A" * HUGE), mib=600.0, cpu_s=10.0),
+    "50 MB of escaped text": Row(
+        body=lambda: b'{"infer_requests":["%s"]}' % (b"\\u20ac" * (HUGE // 6)), mib=150.0, stall_s=0.25, cpu_s=2.0
+    ),
     "149,000 parts": Row(
         body=lambda: wrong_items(
             '{"type":"text","text":""}',

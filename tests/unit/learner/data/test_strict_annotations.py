@@ -12,7 +12,7 @@ import pytest
 from pycocotools import mask as coco_mask
 
 from learner.data.formats.coco import category_ids
-from learner.data.formats.masks import mask_of
+from learner.data.formats.masks import MOST_RUNS, mask_of
 from learner.records import GeometryKind
 from shared.errors import DataError
 from tests.unit.learner.data.annotations import (
@@ -327,6 +327,13 @@ def test_run_lengths_as_text_are_those_of_the_reference() -> None:
         rle = coco_mask.encode(np.asfortranarray(mask))
         read = mask_of({"size": list(mask.shape), "counts": rle["counts"].decode()}, mask.shape[1], mask.shape[0], 8100)
         assert np.array_equal(read, mask)
+
+
+@pytest.mark.parametrize("counts", [[1] * (MOST_RUNS + 1), "1" * (MOST_RUNS + 1), "1" * (8 * MOST_RUNS)])
+def test_a_mask_of_too_many_runs_is_refused_before_it_is_drawn(counts: Any) -> None:
+    """Each costs 33 us."""
+    with pytest.raises(ValueError, match="runs"):
+        mask_of({"size": [1, MOST_RUNS + 1], "counts": counts}, MOST_RUNS + 1, 1, 1 << 30)
 
 
 @pytest.mark.parametrize("value", [float("nan"), 1e999, -1e999, 1e300, "12", None, True, []])

@@ -241,6 +241,19 @@ def test_decisions_that_cannot_be_read_are_not_written_over(tmp_path: Path) -> N
         make_app(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("text", ["", "[]", "3", "{}", "[" * 100_000, '{"data": {"train": "a"}, "suggestions": [{}]}'])
+@pytest.mark.parametrize("name", [SUGGESTIONS, DECISIONS])
+def test_damaged_files_are_errors_that_name_them(name: str, text: str, tmp_path: Path) -> None:
+    folder, out = folder_of(tmp_path)
+    (folder / name).write_text(text)
+    if (name, text) == (DECISIONS, "{}"):
+        return
+    with pytest.raises(DataError, match=name):
+        make_app(folder)
+    with pytest.raises(DataError, match=name):
+        write_reviewed(folder, out)
+
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking")
 # Accept the first with another name, reject the second, take that back, reject it again; then say how wide the page is.
