@@ -16,12 +16,14 @@ import logging
 import os
 import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
+from shared.private import locked_folder
 from shared.version import Version
 
 # This is longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of
@@ -60,7 +62,9 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     logging.disable(logging.ERROR)  # hides torchrun's own report of a failure; ranks log in their own processes
     try:
         numbers = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
-        run.run(run.parse_args(["--standalone", *numbers, *command]))
+        # Torchrun makes a folder for its ranks' error files, and a killed one leaves it.
+        folder = locked_folder("torchrun-", Path(tempfile.gettempdir()))
+        run.run(run.parse_args(["--standalone", *numbers, "--log-dir", folder, *command]))
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
         print(f"torchrun: rank {rank} {describe(failure.exitcode)}", file=sys.stderr)

@@ -9,8 +9,7 @@ configuration as one JSON object, and imports neither vLLM nor torch. Only this 
 from __future__ import annotations
 
 import asyncio
-import atexit
-import fcntl
+import contextlib
 import json
 import os
 import shutil
@@ -25,19 +24,20 @@ from typing import Annotated, NoReturn, TextIO
 import typer
 
 from rollout_server.config import ServerConfig, load_server_config
-from rollout_server.processes import SERVER_PID_VARIABLE
+from rollout_server.processes import SERVER_PID_VARIABLE, descendants
 from shared.config.json_schema import schema_option
 from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
 from shared.masking import masked, masked_in
 from shared.packages import missing_package
-from shared.private import cache_folder, unlinked
+from shared.private import cache_folder, locked_folder, unlinked
 from shared.processes import FEW_SHAPES, held_back, leave_lost_output, stop_signals
 from shared.tokens import read_token
 from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
 
-_FOLDER, _LOCK = "rs-", "rollout_server.lock"
+_FOLDER, _PIDS = "rs-", "pids"
+SHARED_MEMORY = Path("/dev/shm")
 _LONGEST_FOLDER = 55  # two random names follow, and the path of a Unix socket has at most 107 characters
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -108,10 +108,12 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     # A terminal sends SIGHUP to the engine's processes too, which have calls to answer.
     with held_back(signal.SIGHUP):
         engine = VllmEngine(config)
+    _note_processes(folder)
     try:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))
     finally:
         engine.shutdown()
+        _remove_semaphores(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -123,36 +125,27 @@ def _temporary_folder() -> str:
     # Torch's compiled programs outlive the server. Torch's own folder for them is one that another user can make first.
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(os.environ, "rollout-server"))
-    _remove_left(Path(around))
-    folder = tempfile.mkdtemp(prefix=_FOLDER, dir=around)
-    while _lock(Path(folder, _LOCK), new=True) is None:  # taken by a server that started at the same moment
-        folder = tempfile.mkdtemp(prefix=_FOLDER, dir=around)
-    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # an engine that does not start
-    os.register_at_fork(after_in_child=lambda: atexit.unregister(shutil.rmtree))
+    folder = locked_folder(_FOLDER, Path(around), leave=_remove_semaphores)
     os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     return folder
 
 
-def _remove_left(around: Path) -> None:
-    """Remove the folders whose server was killed: nobody holds their lock."""
-    for lock in around.glob(f"{_FOLDER}*/{_LOCK}"):
-        if (handle := _lock(lock)) is not None:
-            shutil.rmtree(lock.parent, ignore_errors=True)
-            os.close(handle)
+def _note_processes(folder: str) -> None:
+    """Write down the processes of this server, whose semaphores stay in shared memory if they are killed."""
+    Path(folder, _PIDS).write_text("\n".join(map(str, {os.getpid(), *descendants(os.getpid())})))
 
 
-def _lock(path: Path, *, new: bool = False) -> int | None:
-    """Return the file, open and locked until this process and those that it forked have ended. None if another process
-    holds it, or it is another user's."""
-    handle = -1
+def _remove_semaphores(folder: Path) -> bool:
+    """Remove what the server's processes left in shared memory. Returns False if one still runs."""
     try:
-        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if new else 0), 0o600)
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        if handle >= 0:
-            os.close(handle)
-        return None
-    return handle
+        pids = [int(line) for line in (folder / _PIDS).read_text().split()]
+    except (OSError, ValueError):  # it ended before its engine had started
+        return True
+    ended = [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
+    for file in (file for pid in ended for file in SHARED_MEMORY.glob(f"sem.loky-{pid}-*")):
+        with contextlib.suppress(OSError):  # another user's
+            file.unlink()
+    return len(ended) == len(pids)
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -5,11 +5,12 @@ name first decides what lies there.
 from __future__ import annotations
 
 import atexit
+import fcntl
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -56,3 +57,35 @@ def is_private(folder: Path) -> bool:
         others_write |= bool(about.st_mode & stat.S_IWOTH)
     about = real.stat()
     return about.st_uid == os.geteuid() and not about.st_mode & _OTHERS_WRITE
+
+
+LOCK = "process.lock"
+
+
+def locked_folder(prefix: str, around: Path, *, leave: Callable[[Path], bool] = lambda _: True) -> str:
+    """Make a folder for the temporary files of this process and those that it forks. It is removed at this process's
+    end; after SIGKILL by the next call with the same `prefix`, if `leave` says so of the folder that was left."""
+    for lock in around.glob(f"{prefix}*/{LOCK}"):
+        if (handle := _lock(lock)) is not None:
+            if leave(lock.parent):
+                shutil.rmtree(lock.parent, ignore_errors=True)
+            os.close(handle)
+    folder = tempfile.mkdtemp(prefix=prefix, dir=around)
+    while _lock(Path(folder, LOCK), new=True) is None:  # taken by a process that started at the same moment
+        folder = tempfile.mkdtemp(prefix=prefix, dir=around)
+    atexit.register(_remove_own, folder, os.getpid())
+    return folder
+
+
+def _lock(path: Path, *, new: bool = False) -> int | None:
+    """Return the file, open and locked until this process and those that it forked have ended. None if another process
+    holds it, or it is another user's."""
+    handle = -1
+    try:
+        handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if new else 0), 0o600)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        if handle >= 0:
+            os.close(handle)
+        return None
+    return handle

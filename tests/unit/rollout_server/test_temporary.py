@@ -12,6 +12,9 @@ from pathlib import Path
 
 import pytest
 
+from rollout_server import __main__ as program
+from shared.private import locked_folder
+
 START = """
 import os, subprocess, tempfile, time
 from rollout_server.__main__ import _temporary_folder
@@ -65,3 +68,34 @@ def test_what_is_not_such_a_folder_stays(temporary: Path) -> None:
     with started(temporary) as (_, folder):
         assert folder.parent == temporary
         assert all(path.exists() for path in (*[one / "notes.txt" for one in of_others], link))
+
+
+def test_semaphores_of_a_killed_server_are_removed_by_the_next_one(
+    temporary: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each killed engine left some in shared memory. Those of a process that runs are not touched."""
+    monkeypatch.setattr(program, "SHARED_MEMORY", temporary)
+    engine = subprocess.Popen(["sleep", "60"])
+    (temporary / program._PIDS).write_text(f"{os.getpid()}\n{engine.pid}")
+    files = [temporary / f"sem.loky-{pid}-abc" for pid in (engine.pid, os.getpid(), 4_000_000)]
+    for file in files:
+        file.touch()
+    try:
+        assert not program._remove_semaphores(temporary), "both run"
+        assert all(file.exists() for file in files)
+    finally:
+        engine.kill()
+        engine.wait()
+    assert not program._remove_semaphores(temporary)
+    assert [file.exists() for file in files] == [False, True, True], "nobody wrote the last one down"
+
+
+def test_a_folder_is_left_while_its_processes_run(temporary: Path) -> None:
+    code = "import os, sys; from shared.private import *; from pathlib import Path; "
+    code += "print(locked_folder('x-', Path(sys.argv[1])), flush=True); os.kill(os.getpid(), 9)"
+    killed = subprocess.run([sys.executable, "-c", code, str(temporary)], capture_output=True, text=True)
+    left = Path(killed.stdout.strip())
+    first = locked_folder("x-", temporary, leave=lambda _: False)
+    assert left.is_dir()
+    second = locked_folder("x-", temporary)
+    assert (left.exists(), Path(first).is_dir(), Path(second).is_dir()) == (False, True, True)
