@@ -207,7 +207,8 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
         f"the server at {base_url} was not ready in time",
         found=f"{said} from /ready/ after {timeout_s:g} s; last words: {_last_words(server.log)}",
         wanted="a ready server",
-        remedy=f"see {server.log}, or raise ready_timeout_s",
+        remedy=f"see {server.log}, or raise ready_timeout_s. If it was downloading its model, start again: what is "
+        "there stays",
     )
 
 

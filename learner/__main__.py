@@ -49,7 +49,7 @@ from learner.run.environment import (
     shorten_turns,
 )
 from shared.errors import CollectiveError, ConfigError, ProjectError
-from shared.packages import missing_package
+from shared.packages import check_compiler, missing_package
 from shared.processes import FEW_SHAPES, end_with_parent
 from shared.reading import is_utf8
 from shared.version import Version
@@ -722,6 +722,7 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
         end_with_parent(signal.SIGTERM)  # torchrun is gone: a checkpoint, and the end
     config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
+        check_compiler(os.environ)
         prepare_for_vllm(os.environ)
     if config.model.compile:
         keep_compiled(os.environ)

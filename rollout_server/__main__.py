@@ -29,7 +29,7 @@ from shared.config.json_schema import schema_option
 from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
 from shared.masking import masked, masked_in
-from shared.packages import missing_package
+from shared.packages import check_compiler, missing_package
 from shared.private import cache_folder, locked_folder, unlinked
 from shared.processes import FEW_SHAPES, held_back, leave_lost_output, stop_signals
 from shared.tokens import read_token
@@ -63,6 +63,7 @@ def serve(
     try:
         token = read_token(os.environ)
         config = load_server_config(config_path, has_token=token is not None, overrides=overrides or ())
+        check_compiler(os.environ)
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))
             return

@@ -78,7 +78,8 @@ async def serve(
     watching = [asyncio.create_task(_stop_when_dead(engine, server)), asyncio.create_task(engine.watch())]
     listener.listen(_BACKLOG)
     server.listen_to_signals()
-    print(f"[rollout_server] serving at {masked(config.base_url)}/", file=console, flush=True)
+    bound = f", bound to {config.host}:{config.port}" if config.host not in config.base_url else ""
+    print(f"[rollout_server] serving at {masked(config.base_url)}/{bound}", file=console, flush=True)
     try:
         await server.serve(sockets=[listener])
     except asyncio.CancelledError:

