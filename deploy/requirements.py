@@ -52,6 +52,7 @@ REQUIREMENTS = {
     "R45": "Learner and server are shown to see the same pixels of every request.",
     "R46": "One launch file for this machine, Slurm, Kubernetes and SkyPilot.",
     "R48": "Labels with gaps are completed by what the model's own answers agree on.",
+    "R50": "A vision-language model finds what is named without training; its boxes become suggestions to review.",
     "R52": "Results of other detectors are checked (names, numbering, unit, coverage) before they are scored.",
     "R49": "One command chooses the methods of a run within a given time, and never ends below its start.",
     "R51": "Compose on a laptop: images and files without a GPU, tried end to end where an engine can be started.",

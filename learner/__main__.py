@@ -93,6 +93,14 @@ ModelConfigOption = Annotated[
 ]
 
 
+class AnswersBy(StrEnum):
+    vllm = "vllm"
+    hf = "hf"
+
+
+BackendOption = Annotated[AnswersBy, typer.Option(help="vLLM in this process, or transformers' generate.")]
+
+
 class Dtype(StrEnum):
     bfloat16 = "bfloat16"
     float32 = "float32"
@@ -123,6 +131,11 @@ def init(
     folder: Annotated[Path, typer.Argument(help="Photographs and annotations: YOLO, COCO, VOC, JSONL or Roboflow's.")],
     out: Annotated[Path, typer.Option(help="The folder for run.yaml and server.yaml.")] = Path(),
     image_root: Annotated[Path | None, typer.Option(help="Where the images are, if not near the annotations.")] = None,
+    label_with: Annotated[
+        Path | None, typer.Option(metavar="MODEL", help="Photographs have no labels: suggest some by this model.")
+    ] = None,
+    classes: Annotated[str, typer.Option(help="With --label-with: names to look for, separated by commas.")] = "",
+    backend: BackendOption = AnswersBy.vllm,
 ) -> None:
     """Look at a folder of photographs, and write run.yaml and server.yaml for it.
 
@@ -130,6 +143,10 @@ def init(
     """
 
     def work() -> int:
+        if label_with is not None:
+            from learner.missing.first_labels import label
+
+            return label(folder, out, label_with, _listed(classes), _answers(backend, None))
         from learner.doctor.init import init
 
         return init(folder, out, image_root=image_root)
@@ -277,18 +294,12 @@ def _warn(text: str) -> None:
     print(f"warning: {text}", file=sys.stderr)
 
 
-class AnswersBy(StrEnum):
-    vllm = "vllm"
-    hf = "hf"
-
-
 class ComputesIn(StrEnum):
     auto = "auto"
     bfloat16 = "bfloat16"
     float32 = "float32"
 
 
-BackendOption = Annotated[AnswersBy, typer.Option(help="vLLM in this process, or transformers' generate.")]
 ServerOption = Annotated[str | None, typer.Option(help="URL of a rollout server that serves this model.")]
 MaxNewTokens = Annotated[int | None, typer.Option(min=1, help="Longest answer; default: as in training.")]
 DtypeOption = Annotated[ComputesIn, typer.Option(help="auto: bfloat16 on a GPU, float32 without.")]
@@ -307,7 +318,7 @@ def predict(
     conf: Annotated[
         float | None, typer.Option(min=0.0, max=1.0, help="Least score; default: the best on validation.")
     ] = None,
-    classes: Annotated[str | None, typer.Option(help="Only these, separated by commas.")] = None,
+    classes: Annotated[str | None, typer.Option(help="Only these, by commas; a base model is asked for them.")] = None,
     tile: Annotated[
         int | None, typer.Option(min=32, help="Cut larger photographs into tiles of so many pixels.")
     ] = None,
@@ -326,7 +337,6 @@ def predict(
         from learner.detector.command import Options, predict
 
         asked = _answers(backend, server, samples=samples, max_new_tokens=max_new_tokens, dtype=dtype)
-        names = tuple(name.strip() for name in classes.split(",") if name.strip()) if classes else ()
         options = Options(
             model=model,
             inputs=tuple(inputs),
@@ -335,7 +345,7 @@ def predict(
             config=config,
             prompt=prompt,
             conf=conf,
-            classes=names,
+            classes=_listed(classes or ""),
             tile=tile,
             overwrite=overwrite,
         )
@@ -441,6 +451,10 @@ def evaluate(
         return evaluate(options)
 
     _end(work)
+
+
+def _listed(names: str) -> tuple[str, ...]:
+    return tuple(name.strip() for name in names.split(",") if name.strip())
 
 
 def _answers(

@@ -54,7 +54,7 @@ def predict(options: Options) -> int:
     """Returns the exit code. Raises ConfigError, DataError, ServerError, RolloutError, OutputError."""
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
-    model = find_model(options.model, config=options.config, prompt=options.prompt)
+    model = find_model(options.model, config=options.config, prompt=options.prompt, classes=options.classes)
     tell_warnings(model, console)
     inputs = find_inputs(options.inputs, *reading(model, options.inputs, named=options.config is not None))
     for wrong in inputs.bad:

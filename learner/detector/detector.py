@@ -24,10 +24,11 @@ from PIL import Image
 
 from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.boxes import Prediction, ScoredBox, Tile, in_pixels, merge, tiles_of
+from learner.detector.first_boxes import FirstReader
 from learner.detector.inputs import InputImage
 from learner.detector.model import ModelFiles, find_model, require_boxes, require_classes, require_one_image_prompt
 from learner.records import Rollout, Sample
-from learner.tasks.detection.scores import Calibration, read_calibration, scored_objects
+from learner.tasks.detection.scores import Calibration, ScoredObject, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
 from shared.errors import ConfigError, DataError, MediaError, RequestError
@@ -70,11 +71,12 @@ class Detector:
         **options: Any,
     ) -> None:
         """`options` are fields of `AnswerSettings`, such as `samples=4` or `backend="hf"`. `conf`: boxes with a lower
-        score are left out. `classes`: only these; () for all. `tile`: side of the tiles of larger photographs, in
+        score are left out. `classes`: only these; () for all. A model
+        that was not trained here is asked for them. `tile`: side of the tiles of larger photographs, in
         pixels.
 
         Raises ConfigError."""
-        self.model = path if isinstance(path, ModelFiles) else find_model(path)
+        self.model = path if isinstance(path, ModelFiles) else find_model(path, classes=classes)
         require_boxes(self.model)
         require_classes(self.model, classes)
         self.asked = asked or AnswerSettings(**options)
@@ -83,6 +85,8 @@ class Detector:
         self.answers = Answers(self.model, self.asked)
         self.task = DetectionTask(self.model.settings.task, self.answers.encoder.tokenizer)
         self._pieces = pieces_of(self.task.tokenizer)
+        settings, unit = self.model.settings, self.model.writes
+        self._first = FirstReader(self.model.folder, settings, unit, self._pieces) if unit is not None else None
         self._images = Images(ImageRules())
         self._is_open = False
 
@@ -234,7 +238,12 @@ class Detector:
 
     def _boxes(self, tile: Tile, answers: Sequence[Rollout], number: int | None = None) -> list[ScoredBox]:
         """Return the boxes, best first. `number`: the image that they are of, if the answers are to several."""
-        found = scored_objects([self.task.parse(answer) for answer in answers], self._pieces, self.calibration)
+        found: list[ScoredObject] = []
+        if self._first is not None:  # of a model that was not trained here
+            size = tile.right - tile.left, tile.bottom - tile.top
+            found = [ScoredObject(obj, score, None) for obj, score in self._first.objects(answers[0], size)]
+        else:
+            found = scored_objects([self.task.parse(answer) for answer in answers], self._pieces, self.calibration)
         boxes = [
             ScoredBox(one.object.desc, one.score, *in_pixels(one.object, tile), one.votes)
             for one in found

@@ -30,13 +30,15 @@ from learner.config.load import RESOLVED_NAME, load_config, load_found
 from learner.config.schema import RunConfig
 from learner.config.sections.data import DataConfig
 from learner.data.splits import read_split
+from learner.detector.first_boxes import first_settings
 from learner.detector.inputs import Anything
-from learner.records import Sample
+from learner.records import Sample, Unit
 from learner.run.best import kept, only_worse
 from shared.errors import ConfigError, DataError, RequestError
 from shared.generation import render_messages
 from shared.reading import is_inside
 
+_ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 ADAPTER = "adapter_config.json"
 BESIDE = "config.yaml beside the model"
@@ -49,6 +51,7 @@ class ModelFiles:
     settings: InferenceSettings
     run: RunConfig | None = None  # the run that wrote it, if it is known
     prompted: bool = False  # True: asked with another prompt than that of training
+    writes: Unit | None = None  # it was not trained here, and writes boxes as its family does, in this unit
     warnings: tuple[str, ...] = ()  # why `run` is None although there is one, and why the weights may be poor
 
     @property
@@ -56,14 +59,22 @@ class ModelFiles:
         return (self.folder / ADAPTER).is_file()
 
 
-def find_model(path: str | Path, *, config: str | None = None, prompt: str | None = None) -> ModelFiles:
-    """Raises ConfigError if it is no model, or nothing says how to ask it."""
-    folder = model_folder(Path(path))
+def find_model(
+    path: str | Path, *, config: str | None = None, prompt: str | None = None, classes: Sequence[str] = ()
+) -> ModelFiles:
+    """Find the files of a model. One that nothing says how to ask is asked for `classes`, in the words of its family;
+    then it may be a name on the Hugging Face hub, too.
+
+    Raises ConfigError if it is no model, or nothing says how to ask it."""
+    folder = model_folder(_downloaded(path) if classes else Path(path))
     worse = only_worse(Path(path))
     warnings = [f"{path}: {worse}; its newest weights are asked, {folder.name}"] if worse is not None else []
     settings = None if config else read_settings(folder)
     run, warning = (load_config(config), "") if config else _found_run(folder, needed=settings is None)
     warnings += [warning] if warning else []
+    writes: Unit | None = None
+    if settings is None and config is None and classes and (run is None or run.data.prompt is None):
+        settings, writes = first_settings(folder, classes)
     if settings is None:
         if run is None or (config is None and run.data.prompt is None):
             found = "inference.json in it nor a run's config.yaml beside it"
@@ -71,12 +82,39 @@ def find_model(path: str | Path, *, config: str | None = None, prompt: str | Non
                 f"{folder}: nothing says how to ask this model",
                 found=f"neither {found}" if run is None else f"no inference.json in it, and no data.prompt in {BESIDE}",
                 wanted="the prompt, the task and the limits of images that it was trained with",
-                remedy="name the run's configuration: --config run.yaml",
+                remedy="name the run's configuration: --config run.yaml; or what to look for, if it was not "
+                "trained here: predict --classes raccoon,dog",
             )
         settings = settings_of(run, _first_samples(run.data, run) if config else ())
     if prompt is not None:
         settings = settings.model_copy(update={"messages": prompt_messages(prompt)})
-    return ModelFiles(folder=folder, settings=settings, run=run, prompted=prompt is not None, warnings=tuple(warnings))
+    return ModelFiles(
+        folder=folder,
+        settings=settings,
+        run=run,
+        prompted=prompt is not None,
+        writes=writes,
+        warnings=tuple(warnings),
+    )
+
+
+def _downloaded(path: str | Path) -> Path:
+    """Return the folder of a model that is named as on the Hugging Face hub, which is fetched if it has to be; any
+    other path as it is. Raises ConfigError."""
+    name = str(path)
+    if Path(path).exists() or not _ON_HUB.fullmatch(name):
+        return Path(path)
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name))
+    except Exception as error:  # the hub's client and what is below it raise all kinds
+        raise ConfigError(
+            "there is no model",
+            found=f"{name}: no such folder, and from the hub: {type(error).__name__}: {str(error)[:200]}",
+            wanted="a folder, or a name on the Hugging Face hub",
+            remedy="correct --model",
+        ) from error
 
 
 def _found_run(folder: Path, *, needed: bool) -> tuple[RunConfig | None, str]:

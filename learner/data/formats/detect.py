@@ -61,7 +61,7 @@ def format_of(data: DataConfig, path: str) -> Format:
             "classes.txt), Labelme (a folder of .json), a folder with one of them per split, or a saved Hugging Face "
             "data set",
             remedy="set data.format, or correct the path, down to the file if there are several; photographs alone "
-            "have to be labelled first, with any tool that exports one of these formats",
+            "need labels first: of any tool that exports one of these formats, or init --label-with MODEL",
         )
     return found
 
