@@ -356,8 +356,9 @@ class Caller:
         path: str = "/infer/",
         body: dict[str, Any] | None = None,
     ) -> None:
-        requests = [request(text) for text in texts]
-        self._body = json.dumps(body or {"infer_requests": requests}).encode()
+        requests = [RolloutInferRequest.model_validate(request(text)) for text in texts]
+        infer = InferCall(infer_requests=requests).model_dump_json()  # with uuids of their own
+        self._body = (infer if body is None else json.dumps(body)).encode()
         self._sent, self.gone = False, asyncio.Event()
         self.status, self.content_type, self.lines = 0, "", list[dict[str, Any]]()
         headers = [*JSON, (b"accept", accept)]

@@ -242,6 +242,7 @@ def test_a_newcomer_that_hangs_holds_a_step_only_briefly(
     assert len(receipt.repeated) == 1
     assert receipt.seconds < DEADLINE_S / 2
     servers[1].hangs = ""
+    monkeypatch.setattr(server_delivery, "NEWCOMER_S", DEADLINE_S)
     wait_until(lambda: members.returning.ready() == [URLS[1]])
     assert sync.sync().repeated == ()
     assert [member.base_url for member in backends[0].membership.serving] == URLS
