@@ -242,7 +242,6 @@ class Segment:
     ver: int | None = None  # None: ground truth, not a rollout
     stats: Mapping[str, float] = field(default_factory=dict)  # matched, missed, ... for the step's metrics
     policy: PolicyTokens | None = None  # None: its tokens are taught, not reinforced
-    extra_weight: float = 0.0  # counts as loss weight of the step, but is no token's
 
     def __len__(self) -> int:
         return len(self.input_ids)

@@ -1,4 +1,4 @@
-"""`data` as it applies to one split: `val` and `test` may have a format, a reader and folders of their own."""
+"""`data` as it applies to one split: `val` and `test` may have a format, a reader and a folder of their own."""
 
 from __future__ import annotations
 
@@ -18,7 +18,6 @@ def _own_keys(own: SplitConfig) -> dict[str, object]:
         "format": own.format,
         "reader": own.reader,
         "image_root": own.image_root,
-        "annotation_root": own.annotation_root,
         "coordinates": own.coordinates,
         "prompt": own.prompt,
     }

@@ -29,19 +29,20 @@ from learner.tasks.supervision import IGNORED
 from learner.tasks.tokens import TokenPieces, pieces_of
 
 NAME = "answers.json"
+NEWEST = 6  # answers that are kept
 WRITE_EVERY_S = 2.0
 MAX_TOKENS = 1500  # an answer and its tail have so many each; the rest is left out
 Token = list[str]  # its text, its kind, and a note: a label, or why it was dropped
 
 
 class AnswersLog:
-    """Keeps the last `size` answers; 0: none."""
+    """Keeps the last `size` answers."""
 
     def __init__(
         self,
         run_dir: Path,
         tokenizer: Tokenizer,
-        size: int,
+        size: int = NEWEST,
         *,
         kept: Callable[[Assignment], Sequence[int]] = lambda _: (),
     ) -> None:

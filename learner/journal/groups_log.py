@@ -23,6 +23,7 @@ from learner.run.files import AppendedLines
 
 NAME = "groups.jsonl"
 DIGITS = 4
+EVERY = 10  # steps from one group with its answers to the next
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -37,9 +38,9 @@ class ScoredAnswer:
 
 
 class GroupsLog:
-    """The log of groups. `every` is the number of steps from one group with its answers to the next."""
+    """The log of groups: all rewards, and every `every` steps a group with its answers."""
 
-    def __init__(self, run_dir: Path, task: Task, every: int) -> None:
+    def __init__(self, run_dir: Path, task: Task, every: int = EVERY) -> None:
         """Raises OutputError."""
         self._task, self._every = task, every
         self._lines = AppendedLines(run_dir / NAME)

@@ -109,9 +109,9 @@ GRPO = (
     Metric("grpo/entropy", "nats", "entropy of the policy at a token; mean"),
     Metric("grpo/gap", "nats", "|log-probability by the learner - by the engine| before the update; mean"),
     Metric("grpo/importance", "", "probability by the learner over that of the rollout, not truncated; mean"),
-    Metric("grpo/truncated", "share", "tokens whose importance exceeds `tis_cap`"),
+    Metric("grpo/truncated", "share", "tokens whose importance exceeds 2"),
     Metric("grpo/ratio", "", "probability now over that before the first update on the rollout; mean"),
-    Metric("grpo/clipped", "share", "tokens that `clip_low` or `clip_high` keeps from being learned further"),
+    Metric("grpo/clipped", "share", "tokens that have moved too far to be learned further"),
     Metric("grpo/kl", "nats", "divergence from the model without its adapter; mean; 0 without `kl_weight`"),
 )
 

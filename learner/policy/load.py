@@ -161,7 +161,7 @@ class Policy:
         Raises LossError if a supervised token is outside the assistant span.
         """
         if not row.segments and self._grpo is not None:  # lets an empty row run the program of the other rows
-            row = replace(row, share_prompts=self._grpo.share_prompts)
+            row = replace(row, share_prompts=True)
         inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
         sums: list[torch.Tensor] = []
 
@@ -192,8 +192,11 @@ class Policy:
             hidden[inputs.predict_at], self._head, inputs.targets, compiled=not self.why_not_compiled
         )
         write_first_logprobs(row.segments, inputs.supervised, now)
-        reference = self._reference_logprobs(inputs) if self._grpo.kl_weight else None
-        return policy_loss(now, inputs.weights, inputs.policy, self._grpo, entropy=entropy, reference=reference)
+        kl_weight = self._grpo.kl_weight
+        reference = self._reference_logprobs(inputs) if kl_weight else None
+        return policy_loss(
+            now, inputs.weights, inputs.policy, entropy=entropy, reference=reference, kl_weight=kl_weight
+        )
 
     @torch.no_grad()
     def _reference_logprobs(self, inputs: PackedInputs) -> torch.Tensor:

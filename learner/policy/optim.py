@@ -19,6 +19,7 @@ from learner.config.sections.training import TrainingConfig
 from learner.policy.sharding import is_part, part_of, whole, whole_on_host
 from shared.errors import CheckpointError, LossError
 
+_BETAS = (0.9, 0.95)
 Schedule = Literal["constant", "linear", "cosine"]
 _MOMENTS = ("exp_avg", "exp_avg_sq")  # same shape as the parameter, and sharded like it
 
@@ -49,8 +50,7 @@ class Optimizer:
         self._adamw = torch.optim.AdamW(
             [{"params": matrices, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}],
             lr=config.learning_rate,
-            betas=(config.adam_beta1, config.adam_beta2),
-            eps=config.adam_epsilon,
+            betas=_BETAS,
             fused=True,
         )
 

@@ -87,7 +87,7 @@ def pack_inputs(
         predict_at=to_device(torch.from_numpy(predict_at), device),
         targets=to_device(_gather([s.labels for s in segments], supervised), device),
         weights=to_device(weights, device),
-        weight_sum=float(weights.double().sum()) + sum(s.extra_weight for s in segments),
+        weight_sum=float(weights.double().sum()),
         supervised=tuple(supervised),
         policy=_policy(segments, supervised, device),
     )

@@ -3,9 +3,9 @@
 Three log-probabilities of a token that was drawn: `rollout`, by the weights that drew it; `first`, by the learner
 before its first update on the rollout; `now`, with gradient.
 
-    importance  w = min(exp(first - rollout), tis_cap)     the rollout's weights were others, or computed otherwise
+    importance  w = min(exp(first - rollout), cap)         the rollout's weights were others, or computed otherwise
     ratio       r = exp(now - first)                       1 in the first update
-    surrogate   w x min(r A, clip(r, 1 - clip_low, 1 + clip_high) A)
+    surrogate   w x min(r A, clip(r, 1 - low, 1 + high) A)
     loss        weight x (-surrogate + kl_weight x k3)               k3 = exp(ref - now) - (ref - now) - 1
 
 In the first update the gradient is exactly -weight x w x A x grad(now). Tokens that are taught (`is_policy` false) keep
@@ -20,12 +20,21 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from learner.config.sections.grpo import GrpoConfig
 from learner.records import Segment
 
 SUMS = ("tokens", "entropy", "importance", "truncated", "ratio", "clipped", "gap", "drawn_elsewhere", "kl")
 PREFIX = "grpo/"
 _PER_TOKEN = ("entropy", "importance", "truncated", "ratio", "clipped", "kl")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Bounds:
+    """How far a token is followed. `cap`: largest importance (TIS). `low` and `high`: once its probability has moved by
+    these shares since the first update, it gains no more (DAPO)."""
+
+    cap: float = 2.0
+    low: float = 0.2
+    high: float = 0.28
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -66,10 +75,11 @@ def policy_loss(
     now: torch.Tensor,  # [N] nats, with gradient
     weights: torch.Tensor,  # [N]
     policy: PolicyInputs,
-    config: GrpoConfig,
     *,
     entropy: torch.Tensor,  # [N] nats
     reference: torch.Tensor | None = None,  # [N] nats
+    kl_weight: float = 0.0,
+    bounds: Bounds = Bounds(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The summed loss (scalar), and the sums of SUMS over the policy's tokens [len(SUMS)], without gradient."""
     held, ours = now.detach(), policy.is_policy
@@ -81,20 +91,20 @@ def policy_loss(
     importance = gap.exp()
     advantages = torch.where(ours, policy.advantages, 0.0)
     ratio = (now - first).exp()
-    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
-    surrogate = importance.clamp(max=config.tis_cap) * torch.minimum(ratio * advantages, clipped * advantages)
+    clipped = ratio.clamp(1 - bounds.low, 1 + bounds.high)
+    surrogate = importance.clamp(max=bounds.cap) * torch.minimum(ratio * advantages, clipped * advantages)
     loss = torch.where(ours, -surrogate, -now)
     kl = torch.zeros_like(held)
     if reference is not None:
         kl = (reference - now).exp() - (reference - now) - 1
-        loss = loss + config.kl_weight * torch.where(ours, kl, 0.0)
+        loss = loss + kl_weight * torch.where(ours, kl, 0.0)
     with torch.no_grad():
         lost = (ratio * advantages > clipped * advantages) & ours
         sums = (
             torch.ones_like(held),
             entropy,
             importance,
-            importance > config.tis_cap,
+            importance > bounds.cap,
             ratio,
             lost,
             gap.abs(),

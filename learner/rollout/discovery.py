@@ -30,6 +30,8 @@ from learner.rollout.membership import Membership
 from shared.errors import ConfigError, DeadlineError, ProjectError
 from shared.masking import bare_url
 
+GROUP_PORT = 51216  # of a server whose line names none
+COMMAND_S = 10.0  # deadline of the command; no step waits for it
 MAX_BYTES = 1 << 20  # a list that is longer counts as none
 Listed = Mapping[str, int]  # base_url -> group port
 log = logging.getLogger("learner.rollout")
@@ -81,18 +83,18 @@ def read(config: DiscoveryConfig) -> Listed:
     """Return the list as it is now. Raises ConfigError if it is not one, DeadlineError if the command does not end in
     time."""
     content = _output(config) if config.command else _content(Path(config.file or ""))
-    return parse(content, config.group_port)
+    return parse(content)
 
 
-def parse(content: bytes, group_port: int) -> Listed:
-    """Read one server a line: its URL, and its group port where that is not `group_port`. `#` begins a comment. Raises
+def parse(content: bytes) -> Listed:
+    """Read one server a line: its URL, and its group port where that is not GROUP_PORT. `#` begins a comment. Raises
     ConfigError."""
     listed: dict[str, int] = {}
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         fields = line.partition("#")[0].split()
         if not fields:
             continue
-        url, port = fields[0].rstrip("/"), fields[1] if len(fields) > 1 else str(group_port)
+        url, port = fields[0].rstrip("/"), fields[1] if len(fields) > 1 else str(GROUP_PORT)
         is_port = port.isascii() and port.isdecimal()
         if len(fields) > 2 or not is_port or entry_mistakes(url, int(port)):
             raise _not_a_list(f"line {number}: {' '.join([bare_url(url), *fields[1:]])[:200]!r}")
@@ -125,13 +127,13 @@ def _output(config: DiscoveryConfig) -> bytes:
         raise _not_a_list(f"{argv[0]}: {error.strerror}") from error
     with process:
         try:
-            output, said = _read_both(process, argv[0], config.timeout_s)
+            output, said = _read_both(process, argv[0], COMMAND_S)
         except subprocess.TimeoutExpired:
             raise DeadlineError(
                 "the command that lists the servers did not end",
-                found=f"{argv[0]} was still running after {config.timeout_s:g} s",
-                wanted="a list within custom.extra.rollout_matching.vllm.server.discovery.timeout_s",
-                remedy="raise it, or let the command have a deadline of its own",
+                found=f"{argv[0]} was still running after {COMMAND_S:g} s",
+                wanted=f"a list within {COMMAND_S:g} s",
+                remedy="let the command have a deadline of its own",
             ) from None
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -173,6 +175,6 @@ def _not_a_list(found: str) -> ConfigError:
     return ConfigError(
         "the servers of custom.extra.rollout_matching.vllm.server.discovery could not be listed",
         found=found,
-        wanted="one server a line: its URL, and its group port if it is not discovery.group_port",
+        wanted=f"one server a line: its URL, and its group port if it is not {GROUP_PORT}",
         remedy="correct the file or the command",
     )

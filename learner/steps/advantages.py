@@ -46,11 +46,3 @@ def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.
     totals = np.nansum(to_go, axis=0) - np.where(came, to_go, 0.0)
     expected = np.divide(totals, others, out=np.where(came, to_go, 0.0), where=others > 0)  # alone: nothing to tell
     return [(row - wanted)[: len(value)] for row, wanted, value in zip(to_go, expected, values, strict=True)]
-
-
-def overlong_penalty(num_tokens: int, *, most: int, buffer: int, penalty: float) -> float:
-    """Return what an answer loses for its length (DAPO, arXiv:2503.14476): 0 up to `most - buffer` tokens, then
-    linearly up to `penalty` at `most`."""
-    if not buffer:
-        return 0.0
-    return penalty * min(1.0, max(0.0, (num_tokens - (most - buffer)) / buffer))

@@ -29,7 +29,7 @@ from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PolicyTokens, Rollout, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream
-from learner.steps.advantages import object_advantages, overlong_penalty, sequence_advantages
+from learner.steps.advantages import object_advantages, sequence_advantages
 from learner.steps.segments import RolloutSource, SegmentStream, in_groups, silent
 from learner.tasks.rewards import Rewards
 from learner.tasks.supervision import build_segment, own_target
@@ -45,20 +45,13 @@ class _Scored:
     """One rollout with its rewards."""
 
     def __init__(self, rollout: Rollout, source: GroupSource) -> None:
-        settings = source.grpo
         self.rollout = rollout
         self.assignment = source.task.match(source.task.parse(rollout))
         self.parts = source.rewards.parts(rollout, self.assignment)
         self.num_tokens = len(rollout.response_token_ids) + (rollout.stop_token_id is not None)
-        penalty = overlong_penalty(
-            len(rollout.response_token_ids),
-            most=source.max_new_tokens,
-            buffer=settings.overlong_tokens,
-            penalty=settings.overlong_penalty,
-        )
-        self.reward = source.rewards.total(self.parts) - penalty
+        self.reward = source.rewards.total(self.parts)
         self.by_object: PrefixRewards | None = None
-        if settings.credit == "object":
+        if source.grpo.credit == "object":
             self.by_object = source.rewards.by_object(self.assignment)
             if self.by_object is None:
                 raise ConfigError(
@@ -77,8 +70,7 @@ class _StepStandard(NamedTuple):
 
 
 class GroupSource(RolloutSource):
-    """`max_new_tokens` is the longest answer that is asked for. With `advantage: batch`, making segments is collective:
-    it must happen on the thread of the trainer."""
+    """With `advantage: batch`, making segments is collective: it must happen on the thread of the trainer."""
 
     def __init__(
         self,
@@ -87,7 +79,6 @@ class GroupSource(RolloutSource):
         rewards: Rewards,
         *,
         grpo: GrpoConfig,
-        max_new_tokens: int,
         loss: LossConfig,
         ranks: Ranks,
         on_answer: Callable[[Any, Target], None] | None = None,
@@ -96,7 +87,7 @@ class GroupSource(RolloutSource):
     ) -> None:
         super().__init__(backend, task, rewards, loss=loss, on_answer=on_answer, image_processing=image_processing)
         self._ranks, self._on_group = ranks, on_group
-        self.task, self.rewards, self.grpo, self.max_new_tokens = task, rewards, grpo, max_new_tokens
+        self.task, self.rewards, self.grpo = task, rewards, grpo
         # With `advantage: batch`, this holds the window's groups by global_step and micro_step_idx, and their standard.
         self._scored: dict[tuple[int, int], list[list[_Scored]]] = {}
         self._standard: _StepStandard | None = None
@@ -134,7 +125,7 @@ class GroupSource(RolloutSource):
             deviation = float(np.std([one.reward for one in group]))
             counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: deviation}
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
-            found += segments if has_signal or not self.grpo.skip_no_signal else map(silent, segments)
+            found += segments if has_signal or not self.grpo.max_refills else map(silent, segments)
             if self._on_group is not None:
                 self._on_group([_scored_answer(*one) for one in zip(group, per_token, strict=True)])
         return found
@@ -186,8 +177,7 @@ class GroupSource(RolloutSource):
     def _segment(self, one: _Scored, prompt: EncodedPrompt, advantages: NDArray[np.float64]) -> Segment:
         rollout = one.rollout
         self._check(prompt, rollout)
-        weight, extra = self._weights(one.num_tokens)
-        target = own_target(rollout, weight)
+        target = own_target(rollout)
         if self._on_answer is not None:
             self._on_answer(one.assignment, target)
         stats = {
@@ -196,17 +186,7 @@ class GroupSource(RolloutSource):
             **self.rewards.counts(one.parts),
         }
         segment = build_segment(prompt, target, sample_id=rollout.sample.sample_id, ver=rollout.ver, stats=stats)
-        return replace(segment, policy=_policy_tokens(segment, advantages, rollout.logprobs), extra_weight=extra)
-
-    def _weights(self, length: int) -> tuple[float, float]:
-        """Return the weight of each token, and the weight that is no token's. A step's loss is divided by all of
-        them."""
-        if self.grpo.loss == "token":
-            return 1.0, 0.0
-        if self.grpo.loss == "sequence":
-            return 1.0 / max(1, length), 0.0
-        longest = self.max_new_tokens + 1  # the stop token
-        return 1.0 / longest, 1.0 - length / longest
+        return replace(segment, policy=_policy_tokens(segment, advantages, rollout.logprobs))
 
     # ---- as the step sources ask -----------------------------------------------------------------------------------
 
@@ -241,8 +221,7 @@ class GroupSource(RolloutSource):
     def _taught(self, group: Sequence[_Scored], prompt: EncodedPrompt, target: Target, factor: float) -> list[Segment]:
         """Return a segment that weighs `factor` times its group, also if that is skipped for want of a signal; none if
         nothing of it has a weight."""
-        lengths = [rollout.num_tokens for rollout in group]
-        weight = sum(length * each + extra for length in lengths for each, extra in [self._weights(length)])
+        weight = sum(rollout.num_tokens for rollout in group)
         sample_id = group[0].rollout.sample.sample_id
         segment = build_segment(prompt, target, sample_id=sample_id, stats={TAUGHT: 1.0})
         scale = factor * weight / max(float(segment.loss_weights.sum()), 1e-6)

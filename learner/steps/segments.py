@@ -192,5 +192,4 @@ def silent(segment: Segment) -> Segment:
         prompt_length=1,
         vision=None,
         policy=None,
-        extra_weight=0.0,
     )

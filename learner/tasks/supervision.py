@@ -52,14 +52,14 @@ def _error(what: str, segment: Segment, index: int, wanted: str) -> LossError:
     )
 
 
-def own_target(rollout: Rollout, weight: float = 1.0) -> Target:
-    """Return the rollout's own tokens, the stop token included, each its own label."""
+def own_target(rollout: Rollout) -> Target:
+    """Return the rollout's own tokens, the stop token included, each its own label, of weight 1."""
     stop = [] if rollout.stop_token_id is None else [rollout.stop_token_id]
     token_ids = np.array([*rollout.response_token_ids, *stop], dtype=np.int64)
     return Target(
         token_ids=token_ids,
         labels=token_ids.copy(),
-        loss_weights=np.full(len(token_ids), weight, dtype=np.float32),
+        loss_weights=np.ones(len(token_ids), dtype=np.float32),
         prefix_length=len(rollout.response_token_ids),
     )
 

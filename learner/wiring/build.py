@@ -561,7 +561,7 @@ def _overlap(config: RunConfig, rollouts: SegmentSource) -> Overlap:
 
 
 def _shares_prompts(config: RunConfig) -> bool:
-    return config.custom.trainer_variant == "grpo" and config.grpo.share_prompts
+    return config.custom.trainer_variant == "grpo"
 
 
 def _share_reader(basis: Basis) -> ShareReader:
@@ -596,28 +596,21 @@ def _closing(source: StepSource) -> Callable[..., None]:
 
 
 def _answers(basis: Basis) -> AnswersLog | None:
-    """Return the log of rank 0's newest answers; None for other ranks, other tasks than detection, and if none are
-    kept."""
-    size = basis.config.logging.answers
-    if (
-        not size
-        or not isinstance(basis.task, DetectionTask)
-        or not basis.ranks.is_main
-        or not learns_rollouts(basis.config)
-    ):
+    """Return the log of rank 0's newest answers; None for other ranks, and for other tasks than detection."""
+    if not isinstance(basis.task, DetectionTask) or not basis.ranks.is_main or not learns_rollouts(basis.config):
         return None
     run_dir, task = Path(basis.config.training.output_dir), basis.task
     if not basis.config.loss.keep_unmatched:
-        return AnswersLog(run_dir, basis.policy.tokenizer, size)
-    return AnswersLog(run_dir, basis.policy.tokenizer, size, kept=lambda assignment: without_label(assignment, task))
+        return AnswersLog(run_dir, basis.policy.tokenizer)
+    return AnswersLog(run_dir, basis.policy.tokenizer, kept=lambda assignment: without_label(assignment, task))
 
 
 def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:
     """Return where rank 0's rewards and groups go."""
     config = basis.config
-    if not config.logging.groups or config.custom.trainer_variant != "grpo" or not basis.ranks.is_main:
+    if config.custom.trainer_variant != "grpo" or not basis.ranks.is_main:
         return None
-    log = GroupsLog(Path(config.training.output_dir), basis.task, config.logging.groups)
+    log = GroupsLog(Path(config.training.output_dir), basis.task)
     stack.callback(log.close)
     return log
 
@@ -662,7 +655,6 @@ def _segment_source(basis: Basis, backend: RolloutBackend | None, journal: Journ
         basis.task,
         basis.rewards,
         grpo=config.grpo,
-        max_new_tokens=config.rollout_matching.decoding.max_new_tokens,
         loss=config.loss,
         ranks=basis.ranks,
         on_answer=on_answer,

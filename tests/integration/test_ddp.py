@@ -66,7 +66,7 @@ def reinforce(one: Segment, seed: int) -> Segment:
     advantages, drawn = rng.normal(size=(2, len(one))).astype(np.float32)
     unknown = np.full(len(one), np.nan, np.float32)
     tokens = PolicyTokens(advantages=advantages, rollout_logprobs=drawn - 7, first_logprobs=unknown)
-    return replace(one, policy=tokens, extra_weight=0.5)
+    return replace(one, policy=tokens)
 
 
 def one_step_with_a_reference(model: Path, out: Path, ranks: Ranks) -> None:

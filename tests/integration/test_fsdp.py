@@ -45,9 +45,11 @@ def make(model: Path, ranks: Ranks, *, sharded: bool, **settings: Any) -> tuple[
     config = ModelConfig(path=str(model), **settings)
     policy = load_policy(config, device=ranks.device, shard_over=ranks if sharded else None)
     policy.broadcast(ranks)
-    # A large epsilon: else noise decides the direction in which weights without a gradient go.
-    training = TrainingConfig(output_dir="unused", learning_rate=1e-2, adam_epsilon=1e-2, weight_decay=0.1)
-    return policy, Optimizer(policy.trainable, training, total_steps=STEPS)
+    training = TrainingConfig(output_dir="unused", learning_rate=1e-2, weight_decay=0.1)
+    optimizer = Optimizer(policy.trainable, training, total_steps=STEPS)
+    for group in optimizer._adamw.param_groups:
+        group["eps"] = 1e-2  # large: else noise decides the direction in which weights without a gradient go
+    return policy, optimizer
 
 
 def learn(policy: Policy, optimizer: Optimizer, ranks: Ranks, step: int) -> dict[str, torch.Tensor]:

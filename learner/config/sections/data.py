@@ -81,7 +81,6 @@ class SplitConfig(Section):
     )
     reader: str | None = key("as `data.reader`, of this split", None, min_length=1, req="R38")
     image_root: str | None = key("as `data.image_root`, of this split", None, req="R41")
-    annotation_root: str | None = key("as `data.annotation_root`, of this split", None, req="R41")
     coordinates: Coordinates | None = key("as `data.coordinates`, of this split", None, req="D23")
     prompt: str | None = key("as `data.prompt`, of this split", None, req="R41")
 
@@ -111,7 +110,7 @@ class DataConfig(Section):
     )
     val: str | SplitConfig | None = key(
         "annotations that training evaluates on; null: `test`. A path, or a mapping with a `path`, if they have a "
-        "format, a reader or a folder of images of their own",
+        "format, a reader, a prompt or a folder of images of their own",
         None,
         req="R41",
     )
@@ -179,11 +178,6 @@ class DataConfig(Section):
     allowed_image_hosts: list[str] = key(
         "image URLs may be fetched from these hosts; empty: no URLs. Servers have a list of their own", [], req="D13"
     )
-    image_timeout_s: float = key("time limit for fetching one image", 10.0, unit="s", gt=0.0)
-    image_cache_bytes: int = key(
-        "fetched images that each process keeps in memory; 0: none", 256 << 20, unit="bytes", ge=0
-    )
-    max_image_bytes: int = key("largest encoded image", 32 << 20, unit="bytes", ge=1)
     max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
 
     pixel_check: Literal["all", "off"] | Annotated[float, Field(ge=0.0, le=1.0)] = key(
@@ -209,13 +203,7 @@ class DataConfig(Section):
         """Local images may be anywhere: the data set is the user's own."""
         from shared.images import ImageRules
 
-        return ImageRules(
-            hosts=tuple(self.allowed_image_hosts),
-            timeout_s=self.image_timeout_s,
-            max_bytes=self.max_image_bytes,
-            max_pixels=self.max_image_pixels,
-            cache_bytes=self.image_cache_bytes,
-        )
+        return ImageRules(hosts=tuple(self.allowed_image_hosts), max_pixels=self.max_image_pixels)
 
     @property
     def bad_records(self) -> BadRecordConfig:

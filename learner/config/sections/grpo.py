@@ -34,27 +34,6 @@ class GrpoConfig(Section):
         "sequence",
         req="R37",
     )
-    loss: Literal["token", "sequence", "dr_grpo"] = key(
-        "`token`: mean over all tokens (DAPO); `sequence`: mean over rollouts of each one's mean (GRPO); `dr_grpo`: "
-        "mean over rollouts of each one's sum, divided by `max_new_tokens`",
-        "token",
-        req="R37",
-    )
-    tis_cap: float = key(
-        "largest importance weight of a token: the learner's probability before the update over the rollout's",
-        2.0,
-        req="R37",
-        ge=1.0,
-    )
-    clip_low: float = key(
-        "with a `rollout_buffer`, whose later updates learn older rollouts: a token's probability gains nothing from "
-        "falling below 1 - this of what it was before the first update",
-        0.2,
-        req="R37",
-        gt=0.0,
-        lt=1.0,
-    )
-    clip_high: float = key("as `clip_low`, from rising above 1 + this", 0.28, req="R37", gt=0.0)
     kl_weight: float = key(
         "weight of the divergence from the model without its adapter, per token; above 0 needs `model.lora`",
         0.0,
@@ -62,30 +41,11 @@ class GrpoConfig(Section):
         req="R37",
         ge=0.0,
     )
-    overlong_tokens: int = key(
-        "answers longer than `max_new_tokens` minus this lose up to `overlong_penalty` of their reward, linearly; "
-        "0: none",
-        0,
-        unit="tokens",
-        req="R37",
-        ge=0,
-    )
-    overlong_penalty: float = key("what an answer of `max_new_tokens` loses", 1.0, unit="reward", req="R37", ge=0.0)
-    skip_no_signal: bool = key(
-        "groups whose rollouts all have the same reward do not count in the mean; false: they count, with gradient 0",
-        False,
-        req="R37",
-    )
-    share_prompts: bool = key(
-        "learn a group's prompt and images once for all of its answers in a row. Losses and gradients are the same; "
-        "a packed row holds more answers",
-        True,
-        req="R47",
-    )
     max_refills: int = key(
         "dynamic sampling (DAPO): while fewer groups have a signal than a step has groups, the step takes another "
-        "micro-batch of the data, at most this many; 0: none. Every sample that was drawn counts as used. Needs "
-        "`skip_no_signal` and `training.max_steps`; not with `stage2_ab` or a `rollout_buffer`",
+        "micro-batch of the data, at most this many, and groups whose rollouts all have the same reward do not count "
+        "in the mean; 0: none, and they count with gradient 0. Every sample that was drawn counts as used. Needs "
+        "`training.max_steps`; not with `stage2_ab` or a `rollout_buffer`",
         0,
         unit="micro-batches per step",
         req="R37",
@@ -193,15 +153,6 @@ def grpo_reference(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path="grpo.kl_weight", found=found, wanted="model.sharding: none", remedy="set grpo.kl_weight: 0")
 
 
-def grpo_overlong(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo.overlong_tokens` is below `decoding.max_new_tokens` (R37)."""
-    longest = config.rollout_matching.decoding.max_new_tokens
-    if config.custom.trainer_variant == "grpo" and config.grpo.overlong_tokens >= longest:
-        wanted = f"fewer than {ROLLOUT}.decoding.max_new_tokens ({longest}): the end of an answer, not all of it"
-        found = given(config.grpo, "overlong_tokens")
-        yield Mistake(path="grpo.overlong_tokens", found=found, wanted=wanted, remedy="lower it")
-
-
 def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
     """`grpo.sft_weight` and `grpo.matching_weight` mix within a step; with the section `stage2_ab` Channel-A is the
     teacher forcing, and Channel-B has one segment per rollout (R37)."""
@@ -221,15 +172,12 @@ def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
 
 
 def grpo_refills(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo.max_refills` needs `grpo.skip_no_signal` and `training.max_steps`, and goes neither with `stage2_ab`, whose
-    steps are shares of an epoch, nor with a `rollout_buffer`, whose windows have a fixed size (R37)."""
+    """`grpo.max_refills` needs `training.max_steps`, and goes neither with `stage2_ab`, whose steps are shares of an
+    epoch, nor with a `rollout_buffer`, whose windows have a fixed size (R37)."""
     if config.custom.trainer_variant != "grpo" or not config.grpo.max_refills:
         return
     path, found, off = "grpo.max_refills", given(config.grpo, "max_refills"), "set grpo.max_refills: 0"
     buffer = config.rollout_matching.rollout_buffer
-    if not config.grpo.skip_no_signal:
-        wanted = "true with grpo.max_refills: groups that are replaced must not count in the mean"
-        yield Mistake(path="grpo.skip_no_signal", found="false", wanted=wanted, remedy=f"set it to true, or {off}")
     if config.training.max_steps is None:
         wanted = "training.max_steps: a step takes as much data as it needs, so epochs do not tell the run's length"
         remedy = f"replace training.num_train_epochs, or {off}"
@@ -249,7 +197,6 @@ RULES: tuple[Rule, ...] = (
     grpo_whole_step,
     grpo_samples,
     grpo_reference,
-    grpo_overlong,
     grpo_mix,
     grpo_refills,
 )

@@ -30,12 +30,3 @@ class LoggingConfig(Section):
         gt=0.0,
     )
     progress_bar: bool = key("show a progress bar", True)
-    answers: int = key("newest answers kept in `answers.json` (detection only), for `report --live`; 0: none", 6, ge=0)
-    groups: int = key(
-        "`grpo`: rank 0's rewards are kept in `groups.jsonl`, and every so many steps a group with its answers, for "
-        "the report; 0: neither",
-        10,
-        unit="optimizer steps",
-        req="R37",
-        ge=0,
-    )

@@ -38,12 +38,6 @@ class LossConfig(Section):
     desc_weight: float = key(
         "weight of description text in the appended part; structure and boxes have weight 1", 1.0, ge=0.0
     )
-    matched_coordinate_weight: float = key(
-        "weight of the coordinates of a matched prediction. The target is the ground truth, in the rollout's own "
-        "context",
-        1.0,
-        ge=0.0,
-    )
     matched_desc_weight: float = key(
         "weight of the description of a matched prediction, with the same target; 0: no loss. Matching compares boxes "
         "only, so with 0 a wrong name on a right box is not corrected",

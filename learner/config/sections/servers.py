@@ -51,9 +51,7 @@ class DiscoveryConfig(Section):
     command: list[str] | None = key(
         "a program and its arguments; its output lists them. No shell is used", None, req="R40", min_length=1
     )
-    group_port: Port = key("TCP port of the weight sync of a server whose line names none", 51216, req="R40")
     every_s: float = key("time between two looks at the list", 15.0, unit="s", req="R40", gt=0.0)
-    timeout_s: float = key("deadline of the command; no step waits for it", 10.0, unit="s", req="R40", gt=0.0)
 
 
 class ServerClientConfig(Section):

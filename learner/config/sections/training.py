@@ -56,9 +56,6 @@ class TrainingConfig(Section):
     )
     warmup_steps: int = key("linear warm-up of the learning rate", 0, unit="optimizer steps", ge=0)
     weight_decay: float = key("decoupled weight decay of AdamW", 0.0, ge=0.0)
-    adam_beta1: float = key("decay of AdamW's first moment", 0.9, ge=0.0, lt=1.0)
-    adam_beta2: float = key("decay of AdamW's second moment", 0.95, ge=0.0, lt=1.0)
-    adam_epsilon: float = key("epsilon of AdamW", 1e-8, gt=0.0)
     max_grad_norm: float = key("gradients are clipped to this global norm", 1.0, gt=0.0)
     bf16: bool = key("run the forward pass in bfloat16 autocast", False)
     packing: bool = key(

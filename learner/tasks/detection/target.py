@@ -58,13 +58,12 @@ def build_target(
     prefix = parsed.token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, factors)
     read = target.token_ids[: len(prefix) + 1]  # the number at the prefix's end may differ in the next token
-    if loss.matched_coordinate_weight:
-        positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
-        target.labels[positions] = labels
-        target.loss_weights[positions] = loss.matched_coordinate_weight
-        for factor, completed in _matched_by_factor(assignment):
-            positions, _ = coordinate_labels(completed, read, task.coordinate_text, tokenizer)
-            target.loss_weights[positions] = factor * loss.matched_coordinate_weight
+    positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
+    target.labels[positions] = labels
+    target.loss_weights[positions] = 1.0
+    for factor, completed in _matched_by_factor(assignment):
+        positions, _ = coordinate_labels(completed, read, task.coordinate_text, tokenizer)
+        target.loss_weights[positions] = factor
     if loss.matched_desc_weight:
         for factor, some in (*_matched_by_factor(assignment), (1.0, assignment)):
             for position, label in description_labels(some, task.desc_text, tokenizer):

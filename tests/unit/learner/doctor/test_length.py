@@ -85,7 +85,7 @@ def test_steps_and_epochs_follow_from_each_other(tmp_path: Path) -> None:
 
 
 def test_replaced_groups_make_the_epochs_uncertain() -> None:
-    config, plan = run_of({**GROUPS, "grpo.skip_no_signal": True, "grpo.max_refills": 2})
+    config, plan = run_of({**GROUPS, "grpo.max_refills": 2})
     assert length_report(config, plan, 4)["length"]["epochs_are_about"]
     assert "about 5 epochs" in words(config, plan, 4)[0]
 

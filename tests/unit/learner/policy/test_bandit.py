@@ -10,17 +10,16 @@ import math
 
 import torch
 
-from learner.config.sections.grpo import GrpoConfig
-from learner.policy.policy_gradient import PolicyInputs, policy_loss
+from learner.policy.policy_gradient import Bounds, PolicyInputs, policy_loss
 
 REWARDS = torch.tensor([0.1, 0.5, 0.3, 1.0], dtype=torch.float64)
 OLD = torch.tensor([1.0, 0.5, 0.0, -1.0], dtype=torch.float64)  # logits that rarely pull the best arm
 NOW = torch.tensor([0.2, 0.3, 0.1, 0.4], dtype=torch.float64)
-UNCAPPED = GrpoConfig(tis_cap=1e6)
+UNCAPPED = Bounds(cap=1e6)
 
 
 def loss_of(
-    logits: torch.Tensor, drawn_by: torch.Tensor, arms: torch.Tensor, config: GrpoConfig, *, is_corrected: bool
+    logits: torch.Tensor, drawn_by: torch.Tensor, arms: torch.Tensor, bounds: Bounds, *, is_corrected: bool
 ) -> torch.Tensor:
     """Return the loss per pull. Rewards themselves are the advantages: no baseline that could hide a bias."""
     logprobs, old = logits.log_softmax(-1)[arms], drawn_by.log_softmax(-1)[arms]
@@ -32,12 +31,12 @@ def loss_of(
         first_logprobs=unknown,
     )
     weights = torch.full_like(old, 1 / len(arms))
-    return policy_loss(logprobs, weights, policy, config, entropy=torch.zeros_like(old))[0]
+    return policy_loss(logprobs, weights, policy, entropy=torch.zeros_like(old), bounds=bounds)[0]
 
 
-def estimate(arms: torch.Tensor, config: GrpoConfig = UNCAPPED, *, is_corrected: bool) -> torch.Tensor:
+def estimate(arms: torch.Tensor, bounds: Bounds = UNCAPPED, *, is_corrected: bool) -> torch.Tensor:
     logits = NOW.clone().requires_grad_()
-    loss_of(logits, OLD, arms, config, is_corrected=is_corrected).backward()
+    loss_of(logits, OLD, arms, bounds, is_corrected=is_corrected).backward()
     assert logits.grad is not None
     return -logits.grad
 
@@ -67,11 +66,11 @@ def test_importance_weights_make_the_gradient_of_old_rollouts_unbiased() -> None
 def test_a_truncated_weight_bounds_a_pull_and_costs_little() -> None:
     """The rare arm weighs 2 instead of more than 4: a step's size is bounded, and its direction still gains."""
     arms = pulls(OLD, 100_000, torch.Generator().manual_seed(1))
-    capped = estimate(arms, GrpoConfig(tis_cap=2.0), is_corrected=True)
+    capped = estimate(arms, Bounds(cap=2.0), is_corrected=True)
     whole = estimate(arms, is_corrected=True)
     assert not torch.allclose(capped, whole, atol=0.02)
     assert capped @ exact() > 0
-    (rare,) = estimate(torch.tensor([3]), GrpoConfig(tis_cap=2.0), is_corrected=True)[3:]
+    (rare,) = estimate(torch.tensor([3]), Bounds(cap=2.0), is_corrected=True)[3:]
     torch.testing.assert_close(rare, 2.0 * (1 - NOW.softmax(-1)[3]))
 
 
@@ -84,7 +83,7 @@ def learn(*, lag: int, is_corrected: bool, steps: int = 300, seed: int = 0) -> f
         drawn_by = history[max(0, len(history) - 1 - lag)]
         arms = pulls(drawn_by, 64, generator)
         (grad,) = torch.autograd.grad(
-            loss_of(logits, drawn_by, arms, GrpoConfig(tis_cap=8.0), is_corrected=is_corrected), logits
+            loss_of(logits, drawn_by, arms, Bounds(cap=8.0), is_corrected=is_corrected), logits
         )
         with torch.no_grad():
             logits -= 0.5 * grad

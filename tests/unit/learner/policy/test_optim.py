@@ -47,7 +47,7 @@ def test_a_quarter_of_the_way(schedule: str, wanted: float) -> None:
 def test_update_is_adamw_with_decay_on_matrices_only() -> None:
     torch.manual_seed(0)
     matrix, vector = torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(4))
-    settings = config(learning_rate=0.1, weight_decay=0.5, adam_beta1=0.8, adam_beta2=0.9, max_grad_norm=1e9)
+    settings = config(learning_rate=0.1, weight_decay=0.5, max_grad_norm=1e9)
     optimizer = Optimizer([("m", matrix), ("v", vector)], settings, total_steps=10)
     expected = {p: p.detach().double().clone() for p in (matrix, vector)}
     moments = {p: [torch.zeros_like(v), torch.zeros_like(v)] for p, v in expected.items()}
@@ -56,10 +56,10 @@ def test_update_is_adamw_with_decay_on_matrices_only() -> None:
         for p, value in expected.items():
             p.grad = grads[p].clone()
             first, second = moments[p]
-            first.mul_(0.8).add_(0.2 * grads[p])
-            second.mul_(0.9).add_(0.1 * grads[p] ** 2)
+            first.mul_(0.9).add_(0.1 * grads[p])
+            second.mul_(0.95).add_(0.05 * grads[p] ** 2)
             value *= 1 - 0.1 * (0.5 if p is matrix else 0.0)
-            value -= 0.1 * (first / (1 - 0.8 ** (step + 1))) / ((second / (1 - 0.9 ** (step + 1))).sqrt() + 1e-8)
+            value -= 0.1 * (first / (1 - 0.9 ** (step + 1))) / ((second / (1 - 0.95 ** (step + 1))).sqrt() + 1e-8)
         rate, norm = optimizer.update(step)
         assert rate == 0.1
         assert norm == pytest.approx(math.sqrt(sum(float((g**2).sum()) for g in grads.values())), rel=1e-5)

@@ -23,13 +23,14 @@ from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
-from learner.policy.policy_gradient import PREFIX, SUMS, PolicyInputs, policy_loss, policy_metrics
+from learner.policy.policy_gradient import PREFIX, SUMS, Bounds, PolicyInputs, policy_loss, policy_metrics
 from learner.records import PackedRow, PolicyTokens, Segment
 from learner.steps.buffered import copy_row
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
 NAN = math.nan
-CONFIG = GrpoConfig(clip_low=0.2, clip_high=0.3, tis_cap=1.5, kl_weight=0.1)
+BOUNDS, KL_WEIGHT = Bounds(low=0.2, high=0.3, cap=1.5), 0.1
+CONFIG = GrpoConfig(kl_weight=KL_WEIGHT)
 
 
 # ---- per token -----------------------------------------------------------------------------------------------------
@@ -41,17 +42,17 @@ def token_loss(now: torch.Tensor, weight: float, token: Sequence[float], referen
     if math.isnan(advantage):
         return -weight * now
     start = float(now.detach()) if math.isnan(first) else first
-    importance = 1.0 if math.isnan(rollout) else min(math.exp(start - rollout), CONFIG.tis_cap)
+    importance = 1.0 if math.isnan(rollout) else min(math.exp(start - rollout), BOUNDS.cap)
     ratio = (now - start).exp()
-    if advantage > 0 and float(ratio.detach()) > 1 + CONFIG.clip_high:
-        surrogate = now * 0 + (1 + CONFIG.clip_high) * advantage
-    elif advantage < 0 and float(ratio.detach()) < 1 - CONFIG.clip_low:
-        surrogate = now * 0 + (1 - CONFIG.clip_low) * advantage
+    if advantage > 0 and float(ratio.detach()) > 1 + BOUNDS.high:
+        surrogate = now * 0 + (1 + BOUNDS.high) * advantage
+    elif advantage < 0 and float(ratio.detach()) < 1 - BOUNDS.low:
+        surrogate = now * 0 + (1 - BOUNDS.low) * advantage
     else:
         surrogate = ratio * advantage
     loss = -importance * surrogate
     if reference is not None:
-        loss = loss + CONFIG.kl_weight * ((reference - now).exp() - (reference - now) - 1)
+        loss = loss + KL_WEIGHT * ((reference - now).exp() - (reference - now) - 1)
     return weight * loss
 
 
@@ -71,9 +72,10 @@ def loss_of(
         leaf,
         torch.tensor(weights, dtype=torch.float64),
         inputs_of(tokens),
-        CONFIG,
         entropy=torch.full((len(now),), 0.5, dtype=torch.float64),
         reference=None if reference is None else torch.tensor(reference, dtype=torch.float64),
+        kl_weight=KL_WEIGHT,
+        bounds=BOUNDS,
     )
     (gradient,) = torch.autograd.grad(loss, leaf)
     return loss.detach(), gradient, dict(zip(SUMS, sums.tolist(), strict=True))
@@ -131,7 +133,7 @@ def test_a_token_that_has_moved_far_enough_gains_no_more(moved: float, advantage
 def test_importance_is_truncated_and_both_are_counted() -> None:
     drawn = [(1.0, -2.0, NAN), (1.0, -1.1, NAN), (1.0, NAN, NAN)]
     _, gradient, counts = loss_of([-1.0] * 3, [1.0] * 3, drawn)
-    assert gradient.tolist() == pytest.approx([-CONFIG.tis_cap, -math.exp(0.1), -1.0])
+    assert gradient.tolist() == pytest.approx([-BOUNDS.cap, -math.exp(0.1), -1.0])
     assert (counts["truncated"], counts["drawn_elsewhere"]) == (1.0, 2.0)
     assert counts["gap"] == pytest.approx(1.1)
     assert counts["importance"] == pytest.approx(math.exp(1.0) + math.exp(0.1) + 1.0)
@@ -142,8 +144,8 @@ def test_importance_is_truncated_and_both_are_counted() -> None:
 def test_k3_is_never_negative_and_pulls_towards_the_reference(now: float, reference: float) -> None:
     loss, gradient, counts = loss_of([now], [1.0], [(0.0, NAN, NAN)], [reference])
     assert counts["kl"] >= -1e-12
-    assert loss.item() == pytest.approx(CONFIG.kl_weight * counts["kl"], rel=1e-6, abs=1e-9)
-    assert gradient.item() == pytest.approx(CONFIG.kl_weight * (1 - math.exp(reference - now)), abs=1e-9)
+    assert loss.item() == pytest.approx(KL_WEIGHT * counts["kl"], rel=1e-6, abs=1e-9)
+    assert gradient.item() == pytest.approx(KL_WEIGHT * (1 - math.exp(reference - now)), abs=1e-9)
 
 
 def test_metrics_are_means_over_tokens_groups_and_tokens_drawn_elsewhere() -> None:

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from learner.steps.advantages import Baseline, object_advantages, overlong_penalty, sequence_advantages
+from learner.steps.advantages import Baseline, object_advantages, sequence_advantages
 
 REWARDS = hnp.arrays(
     np.float64, st.tuples(st.integers(1, 4), st.integers(2, 8)), elements=st.integers(-10, 10).map(lambda v: v / 7)
@@ -81,17 +81,3 @@ def test_a_duplicate_costs_and_closing_in_its_place_pays() -> None:
 def test_one_answer_without_objects_beside_one_with() -> None:
     empty, found = object_advantages([np.array([0.0]), np.array([0.0, 1.0])])
     assert (empty.tolist(), found.tolist()) == ([-1.0], [1.0, 0.0])
-
-
-# ---- length --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("num_tokens", "lost"), [(0, 0.0), (79, 0.0), (80, 0.0), (85, 0.5), (90, 1.0), (100, 2.0), (101, 2.0)]
-)
-def test_the_last_tokens_cost_more_and_more(num_tokens: int, lost: float) -> None:
-    assert overlong_penalty(num_tokens, most=100, buffer=20, penalty=2.0) == pytest.approx(lost)
-
-
-def test_without_a_buffer_length_is_free() -> None:
-    assert overlong_penalty(10**6, most=100, buffer=0, penalty=2.0) == 0.0

@@ -97,7 +97,7 @@ def config_for(case: Case, num_ranks: int) -> RunConfig:
                 "per_device_train_batch_size": per_device,
             },
             "custom": {"trainer_variant": "grpo", "extra": {"rollout_matching": {"rollout_backend": "hf"}}},
-            "grpo": {"num_generations": SIZE, "max_refills": case.max_refills, "skip_no_signal": True},
+            "grpo": {"num_generations": SIZE, "max_refills": case.max_refills},
         }
     )
 
@@ -224,7 +224,7 @@ def test_a_run_with_refills_learns_more_groups(
     values["training"] |= {"effective_batch_size": 8}
     values["custom"]["trainer_variant"] = "grpo"
     values["custom"]["extra"]["rollout_matching"]["decoding"]["temperature"] = 1.0
-    values["grpo"] = {"num_generations": 2, "max_refills": 3, "skip_no_signal": True}
+    values["grpo"] = {"num_generations": 2, "max_refills": 3}
     seen: list[Seen] = run(config_of(values), monkeypatch, world_size)
     steps = events_of(tmp_path, "step")
     assert any(step["metrics"][REFILLS] for step in steps), "every step had a signal: the test shows nothing"

@@ -132,10 +132,10 @@ def test_nothing_in_nothing_out() -> None:
 
 def test_a_silent_segment_costs_one_token_and_keeps_its_counts() -> None:
     """No loss and no weight of it may be left, and all its arrays have one length."""
-    whole = replace(segments(GroundTruthSource(TASK, loss=LossConfig()))[0], stats={"matched": 2.0}, extra_weight=0.5)
+    whole = replace(segments(GroundTruthSource(TASK, loss=LossConfig()))[0], stats={"matched": 2.0})
     found = silent(whole)
     assert found.input_ids.tolist() == [whole.input_ids[whole.prompt_length - 1]]
     assert found.labels.tolist() == [IGNORED]
     assert found.loss_weights.tolist() == [0.0]
-    assert (found.prompt_length, found.extra_weight, found.policy, found.vision) == (1, 0.0, None, None)
+    assert (found.prompt_length, found.policy, found.vision) == (1, None, None)
     assert (found.sample_id, found.stats) == (whole.sample_id, whole.stats)

@@ -12,7 +12,6 @@ from learner.records import Assignment, DetectionObject
 from learner.tasks.detection.labels import description_labels
 from learner.tasks.detection.target import build_target
 from learner.tasks.detection.task import DetectionTask
-from learner.tasks.supervision import IGNORED
 from tests.examples import examples
 from tests.unit.learner.tasks.detection.answers import CONTAINERS, COORDINATES
 from tests.unit.learner.tasks.fakes import CuttingTokenizer, box, make_rollout, make_task
@@ -83,14 +82,6 @@ def test_names_have_their_weight_and_nothing_else_changes(weight: float) -> None
     assert changed.tolist() == (names if weight else [])
     assert (target.loss_weights[changed] == weight).all()
     assert {tokenizer.piece(int(label)) for label in target.labels[changed]} <= {b"six"}
-
-
-def test_coordinates_of_weight_zero_are_not_supervised() -> None:
-    task, tokenizer = make_task()
-    assignment, _ = paired(task, tokenizer, ["seven"], ["seven"])
-    target = build_target(assignment, task, tokenizer, loss=LossConfig(matched_coordinate_weight=0.0))
-    assert (target.labels[: target.prefix_length] == IGNORED).all()
-    assert (target.loss_weights[target.prefix_length :] == 1).all()
 
 
 def test_a_random_order_is_the_samples_own_and_loses_nothing() -> None:

@@ -259,14 +259,14 @@ def test_a_label_that_the_model_completed_counts_by_its_weight() -> None:
     ]
     ids = tokenizer.encode(task.serialize(truth[:3], after=None).text)
     assignment = pair_up(task, ids, truth)
-    loss = LossConfig(matched_coordinate_weight=2.0, matched_desc_weight=3.0)
+    loss = LossConfig(matched_desc_weight=3.0)
     target = build_target(assignment, task, tokenizer, loss=loss)
     parsed = assignment.parsed
     for found, weight in zip(parsed.objects, weights, strict=False):
         starts = [parsed.slots.start[slot] for slot in found.slots]
-        assert [target.loss_weights[at] for at in starts] == [2.0 * weight] * 4
-    named = np.flatnonzero(target.loss_weights[: target.prefix_length] % 2)
-    names = [at for at in named if tokenizer.piece(int(target.token_ids[at])) in (b"K", b"Q", b"V")]
+        assert [target.loss_weights[at] for at in starts] == [weight] * 4
+    taught = np.flatnonzero(target.loss_weights[: target.prefix_length])
+    names = [at for at in taught if tokenizer.piece(int(target.token_ids[at])) in (b"K", b"Q", b"V")]
     assert [target.loss_weights[at] for at in names] == [3.0, 1.5, 0.75]
     rest = range(target.prefix_length, len(target.token_ids))
     tail = [(tokenizer.piece(int(target.token_ids[at])), target.loss_weights[at]) for at in rest]
