@@ -42,6 +42,7 @@ from bench.experiment.gaps import KINDS, Row, read_kind, with_gaps
 from bench.experiment.results import (
     BEST,
     REFERENCE,
+    audit_of,
     found_of,
     objects_of,
     read_results,
@@ -70,8 +71,9 @@ def _complete(**settings: Any) -> Mapping[str, Any]:
     return {"rollouts": ROLLOUTS, **settings}
 
 
-# Those that take longest come first, so that no slot waits at the end.
+# Those that others wait for come first, then those that take longest.
 ARMS: Mapping[str, Arm] = {
+    "find-missing": Arm(does="finds"),
     COMPLETED: Arm(complete=_complete(min_votes=3)),
     "grpo on completed labels": Arm(variant="grpo", grpo={}, complete=_complete(min_votes=3)),
     "keep_unmatched": Arm(variant="rollout_matching_sft", loss=KEPT),
@@ -79,11 +81,12 @@ ARMS: Mapping[str, Arm] = {
     "completed, 2 votes": Arm(complete=_complete(min_votes=2)),
     "completed, 4 votes": Arm(complete=_complete(min_votes=4)),
     "completed, by probability": Arm(complete=_complete(accept="probability")),
+    "completed, 60 verdicts": Arm(complete=_complete(accept="probability"), after="find-missing", verdicts=60),
+    "completed, 150 verdicts": Arm(complete=_complete(accept="probability"), after="find-missing", verdicts=150),
     BETTER: Arm(complete=_complete(min_votes=3), does="relabels", after=COMPLETED),
     "completed twice": Arm(after=BETTER),
     REFERENCE: Arm(),
     BEST: Arm(learns="all"),
-    "find-missing": Arm(does="finds"),
     "find-missing, better model": Arm(does="finds", after=COMPLETED),
 }
 LENDS_WEIGHTS = frozenset(arm.after for arm in ARMS.values() if arm.after and ARMS[arm.after].does == "train")
@@ -160,7 +163,8 @@ class StudyRun:
     @property
     def first(self) -> StudyRun | None:
         """The run whose weights or labels this one needs."""
-        return replace(self, arm=self.method.after) if self.method.after else None
+        seed = FIRST_SEED if self.method.verdicts else self.seed  # the start answers once
+        return replace(self, arm=self.method.after, seed=seed) if self.method.after else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -381,6 +385,11 @@ def run_config(study: Study, run: StudyRun) -> dict[str, Any]:
     )
     if relabels:
         config["labels"]["complete"]["write"] = str(_written(study, run))
+    if method.verdicts and run.first is not None:
+        finds = json.loads(run.first.result(study.out).read_text())["finds"]
+        audit = study.runs_dir / f"{run.folder}.audit.json"
+        write_atomically(audit, json.dumps(audit_of(finds, method.verdicts, run.seed)) + "\n")
+        config["labels"]["complete"]["audit"] = str(audit)
     return config
 
 
@@ -400,7 +409,7 @@ def keep(study: Study, run: StudyRun) -> None:
         suggestions = json.loads((study.run_dir(run) / "suggestions.json").read_text())["suggestions"]
         found = found_of(suggestions, given, truth)
         write_atomically(path, json.dumps({"arm": run.arm, "seed": run.seed, **found}) + "\n")
-        say(f"{run.folder}: {found}")
+        say(f"{run.folder}: {found['recall_at_precision_0.9']} of what is missing at a precision of 0.9")
         return
     if run.method.does == "relabels":
         shutil.copyfile(_written(study, run), path)
@@ -456,7 +465,7 @@ def _added(
     study: Study, run: StudyRun, given: Mapping[str, Sequence[DetectionObject]]
 ) -> Mapping[str, Sequence[DetectionObject]] | None:
     """Return the labels that the run learned beside those that it was given; None where none could be added."""
-    if run.first is not None:
+    if run.first is not None and run.first.method.does == "relabels":
         learned = objects_by_scene(run.first.result(study.out))
     elif run.method.complete is not None:
         (*_, newest) = sorted((study.run_dir(run) / "labels").glob("step_*.json"))
@@ -484,8 +493,8 @@ def report(out: Path) -> None:
         found[folder.name] = summarize(read_results(folder))
         text += f"\n{folder.name}\n\n{table(found[folder.name])}\n"
         if missing := read_results(out / "found" / folder.name):
-            found[folder.name]["found"] = missing
-            keys = [key for key in missing[0] if key not in ("arm", "seed")]
+            found[folder.name]["found"] = [{key: one[key] for key in one if key != "finds"} for one in missing]
+            keys = [key for key in missing[0] if key not in ("arm", "seed", "finds")]
             rows = [[one["arm"], str(one["seed"]), *(str(one[key]) for key in keys)] for one in missing]
             text += "\n" + "\n".join(markdown_table(["", "seed", *keys], rows)) + "\n"
     if found:

@@ -27,7 +27,7 @@ class Arm:
     """Keys of the configuration by section, and whose labels are learned.
 
     `learns`: labels with gaps, or all of them. `after`: an arm whose last weights make the labels (`relabels`), answer
-    (`finds`), or made the labels that this arm learns.
+    (`finds`), or made the labels that this arm learns. `verdicts`: so many finds of `after` are audited.
     """
 
     variant: str = "sft"
@@ -37,6 +37,7 @@ class Arm:
     learns: Literal["gaps", "all"] = "gaps"
     does: Literal["train", "relabels", "finds"] = "train"
     after: str = ""
+    verdicts: int = 0
 
     @property
     def group(self) -> int:

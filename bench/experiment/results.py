@@ -109,14 +109,16 @@ def _pairs(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> list[t
 
 def found_of(suggestions: Sequence[Row], given: Truth, truth: Truth) -> Row:
     """Return what a list of suggestions, the best first, is worth: how many are right, and the largest share of the
-    objects without a label that its first ones have at a precision of 0.9 or more."""
+    objects without a label that its first ones have at a precision of 0.9 or more. `finds` says of each what an audit
+    needs: votes, answers, its probability, and whether it is right."""
     left = {name: unlabelled(given[name], truth[name]) for name in truth}
-    missing, right, recall, number = sum(map(len, left.values())), 0, 0.0, 0
+    missing, right, recall, number, finds = sum(map(len, left.values())), 0, 0.0, 0, []
     for i, one in enumerate(suggestions, 1):
         box = DetectionObject(one["name"], "bbox_2d", to_bins(one["box"], one["width"], one["height"]))
         here = left[one["sample_id"]]
         iou = iou_matrix([box], here)[0] if here else np.zeros(0)
         near = [j for j in np.argsort(-iou) if iou[j] >= 0.5 and here[j].desc == box.desc]
+        finds.append([one["votes"], one["answers"], one.get("probability"), bool(near)])
         if near:
             del here[near[0]]
             right += 1
@@ -129,7 +131,25 @@ def found_of(suggestions: Sequence[Row], given: Truth, truth: Truth) -> Row:
         "recall": round(right / max(1, missing), 4),
         "first_at_precision_0.9": number,
         "recall_at_precision_0.9": round(recall, 4),
+        "finds": finds,
     }
+
+
+def audit_of(finds: Sequence[Sequence[Any]], number: int, seed: int) -> Row:
+    """Return an `audit.json` as a person without mistakes would make it of `number` finds, drawn by the square root of
+    how many have as many votes."""
+    votes = np.array([one[0] for one in finds])
+    weights = 1 / np.sqrt(np.bincount(votes)[votes])
+    places = np.random.default_rng(seed).choice(
+        len(finds), min(number, len(finds)), replace=False, p=weights / weights.sum()
+    )
+    rows = []
+    for place in places.tolist():
+        found, answers, probability, right = finds[place]
+        verdict = "right" if right else "nothing there"
+        known = {"votes": found, "answers": answers, "probability": probability}
+        rows.append({"place": place, **known, "verdict": verdict})
+    return {"finds": rows}
 
 
 # ---- arms ------------------------------------------------------------------------------------------------------------

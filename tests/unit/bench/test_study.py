@@ -58,11 +58,12 @@ def made(folder: Path) -> Study:
 @pytest.mark.parametrize("arm", TRAINED)
 def test_every_arm_is_a_configuration_that_the_learner_takes(arm: str, tmp_path: Path) -> None:
     method, one = ARMS[arm], made(tmp_path)
-    unknown = (method.complete or {}).keys() - CompleteConfig.model_fields.keys()
+    unknown = {*(method.complete or {}), *(["audit"] * bool(method.verdicts))} - CompleteConfig.model_fields.keys()
     run = StudyRun(REAL, arm, 17)
     if run.first is not None:
         run.first.result(one.out).parent.mkdir(parents=True, exist_ok=True)
-        run.first.result(one.out).write_text(one.rows(REAL, "train", "all").read_text())
+        text = one.rows(REAL, "train", "all").read_text()
+        run.first.result(one.out).write_text('{"finds": [[2, 8, null, true]]}' if method.verdicts else text)
     config = run_config(one, run)
     assert Path(config["data"]["train"]).is_file()
     path = tmp_path / "run.yaml"

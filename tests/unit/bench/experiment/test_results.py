@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from bench.experiment.gaps import Row
-from bench.experiment.results import found_of, objects_of, right_of, scored, summarize, table, unlabelled
+from bench.experiment.results import audit_of, found_of, objects_of, right_of, scored, summarize, table, unlabelled
 from learner.records import DetectionObject
 
 
@@ -54,10 +54,11 @@ def test_an_added_label_is_right_where_an_object_has_none() -> None:
 def test_suggestions_count_as_far_as_they_are_precise() -> None:
     objects = [("a", [10.0 * i, 0.0, 10.0 * i + 8, 8.0]) for i in range(10)] + [("a", [0.0, 50.0, 9.0, 60.0])]
     suggestions = [
-        {"sample_id": "x", "name": name, "box": box, "width": 100, "height": 100}
+        {"sample_id": "x", "name": name, "box": box, "width": 100, "height": 100, "votes": 2, "answers": 8}
         for name, box in [*objects[:9], ("a", [50, 80, 60, 90]), ("b", objects[9][1]), objects[9]]
     ]
     found = found_of(suggestions, {"x": []}, {"x": objects_of(row(*objects))})
+    assert [right for *_, right in found.pop("finds")] == [True] * 9 + [False, False, True]
     assert found == {
         "missing": 11,
         "suggestions": 12,
@@ -68,6 +69,16 @@ def test_suggestions_count_as_far_as_they_are_precise() -> None:
     }
     twice = found_of([suggestions[0]] * 2, {"x": []}, {"x": objects_of(row(*objects))})
     assert twice["right"] == 1, "an object is found once"
+
+
+def test_an_audit_sees_rare_votes_too() -> None:
+    finds = [[1, 8, 0.2, False]] * 900 + [[8, 8, 0.9, True]] * 100
+    rows = audit_of(finds, 80, seed=1)["finds"]
+    assert len({row["place"] for row in rows}) == len(rows) == 80
+    assert sum(row["votes"] == 8 for row in rows) == pytest.approx(20, abs=8), "by the square root: 30 to 10"
+    assert all((row["verdict"] == "right") == (row["votes"] == 8) for row in rows)
+    assert audit_of(finds, 80, seed=1)["finds"] == rows
+    assert len(audit_of(finds[:5], 60, seed=1)["finds"]) == 5
 
 
 def result(arm: str, seed: int, hits: Sequence[float], by_gaps: Sequence[float] = (0.1, 0.2)) -> Row:
