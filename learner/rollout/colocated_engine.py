@@ -252,19 +252,19 @@ class ColocatedEngine:
         """Free the engine's memory, and leave the process group that it made if the job has none."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-        if self._asleep:  # vLLM's allocator reports an error when it frees memory that is not mapped
-            with self._offload.away():  # a card that holds both in turn does not hold both
+        with self._offload.away():  # a card that holds both in turn never holds both
+            if self._asleep:  # vLLM's allocator reports an error when it frees memory that is not mapped
                 torch.cuda.empty_cache()
                 self._wake_up()
-        self._threads.shutdown()
-        self._llm.llm_engine.engine_core.shutdown()
-        del self._llm, self._images, self._copies  # the recorded copies hold the model's parameters
-        if self._ranks.world_size == 1:
-            destroy_model_parallel()
-            destroy_distributed_environment()
-        gc.collect()  # vLLM's objects hold each other
-        if self._ranks.device.type == "cuda":
-            torch.cuda.empty_cache()
+            self._threads.shutdown()
+            self._llm.llm_engine.engine_core.shutdown()
+            del self._llm, self._images, self._copies  # the recorded copies hold the model's parameters
+            if self._ranks.world_size == 1:
+                destroy_model_parallel()
+                destroy_distributed_environment()
+            gc.collect()  # vLLM's objects hold each other
+            if self._ranks.device.type == "cuda":
+                torch.cuda.empty_cache()
 
     def _start(self, folder: str) -> LLM:
         from vllm import LLM
