@@ -196,7 +196,7 @@ record "built again after a change of a source file in $((SECONDS - before)) s"
 for image in "$PYTHON_IMAGE" "try-$$-server-0" "try-$$-learner"; do
   record "$image: $(docker image inspect --format '{{.Size}}' "$image") bytes"
 done
-docker history --no-trunc=false --format '  {{.Size}}  {{.CreatedBy}}' "try-$$-learner" | grep -v ' 0B ' >> "$results" || true
+docker history --no-trunc=false --format '{{.Size}}  {{.CreatedBy}}' "try-$$-learner" | grep -v '^0B' >> "$results" || true
 
 # ---- the documented command; a server is killed in the middle ----
 export ROLLOUT_JOB=try

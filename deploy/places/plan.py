@@ -138,7 +138,8 @@ def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
     """Read the run that a launch file describes. Raises ConfigErrors."""
     whole = for_program(load_yaml(path, overrides=overrides), "launcher")
     launch = parse(LaunchConfig, whole, rules=(rank_devices, nothing_elsewhere))
-    servers, secrets, paths = [], {TOKEN_VARIABLE}, []
+    servers, secrets = [], {TOKEN_VARIABLE}
+    paths: list[NamedPath] = []
     for entry in launch.servers:
         document = for_program(load_yaml(entry.config), "server")
         secrets |= _secrets(document)
