@@ -73,7 +73,7 @@ doctor:  ## what usually goes wrong, checked before a run: make doctor CONFIG=ru
 	@$(PY) -m learner doctor --config $(CONFIG)
 
 docs: setup  ## write CONFIG.md, the JSON Schemas and the site's reference pages from the code
-	@$(PY) -m deploy.docs
+	@$(PY) -m tools.docs
 
 site: setup  ## build the documentation into site/, without network
 	@NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --quiet --clean

@@ -36,11 +36,11 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from bench.demo_model import build as build_small_model
 from bench.figures import circumstances
 from bench.models import build_photograph_model
 from bench.photographs import LORA, LOSS, PROMPT, photographs, server_config
 from bench.runs import Server, last_words, learner_config, read_events, say, served_by
-from deploy.demo.model import build as build_small_model
 from deploy.launch import server_argv, supervised
 from learner.sync import server_delivery
 from learner.sync.sync import Sync

@@ -28,11 +28,11 @@ from transformers import (
     Qwen3VLVideoProcessor,
 )
 
+from bench.demo_model import Size as VisionSize
+from bench.demo_model import build as build_vision_model
+from bench.tiny import CHAT_TEMPLATE, EOS, PAD, build_tokenizer, vision_token_ids
 from deploy.demo.build_data import Build
 from deploy.demo.build_data import build as build_data
-from deploy.demo.model import Size as VisionSize
-from deploy.demo.model import build as build_vision_model
-from learner.tiny import CHAT_TEMPLATE, EOS, PAD, build_tokenizer, vision_token_ids
 
 Size = Literal["0.6B", "4B", "tiny"]
 PhotographSize = Literal["2B", "4B", "8B", "small"]

@@ -27,12 +27,12 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
+from bench.demo_model import build as build_small_model
 from bench.figures import circumstances
 from bench.models import build_photograph_model
 from bench.runs import Server, learner_config, read_events, say, served_by, start_learner, steps_of
 from bench.topologies import Topology, Workload, serve_all
 from bench.watch import GpuUse, gpu_use
-from deploy.demo.model import build as build_small_model
 from deploy.launch import Processes, supervised
 from shared.errors import ProjectError
 

@@ -35,13 +35,13 @@ from xml.etree import ElementTree
 import typer
 from PIL import Image
 
+from bench.demo_model import build as build_small_model
 from bench.figures import check_options, circumstances, markdown_table
 from bench.models import build_photograph_model
 from bench.photographs import LORA, PROMPT, Size
 from bench.photographs import photographs as section_of
 from bench.runs import Events, last_words, learner_config, read_events, say, start_learner, steps_of, visible
 from bench.watch import GpuUse, gpu_use
-from deploy.demo.model import build as build_small_model
 from deploy.launch import Process, Processes, supervised
 from learner.run.files import write_atomically
 from shared.addresses import free_port

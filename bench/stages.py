@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from bench.figures import Figure, sampled
+from bench.tiny import build_tokenizer
 from deploy.demo.scenes import DIGIT_WORDS
 from learner.config.sections.task import TaskConfig
 from learner.extensions import Tokenizer
@@ -22,7 +23,6 @@ from learner.records import DetectionObject, Rollout, Sample
 from learner.tasks.detection.bins import canonical_order
 from learner.tasks.detection.target import build_target
 from learner.tasks.detection.task import DetectionTask
-from learner.tiny import build_tokenizer
 
 WANTED_PER_S = 1500.0
 KEPT = 0.8  # share of the true objects that an answer finds

@@ -31,8 +31,8 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
-from deploy.demo.model import build
-from learner.tiny import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_tokenizer, vision_token_ids
+from bench.demo_model import build
+from bench.tiny import CHAT_TEMPLATE, MERGE_SIZE, PATCH_SIZE, build_tokenizer, vision_token_ids
 
 
 def build_qwen3_vl(path: Path) -> None:

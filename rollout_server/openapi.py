@@ -2,7 +2,7 @@
 
 In: the routes that the app serves. Out: `/openapi.json`, and `/docs` as HTML. The page loads nothing from anywhere (the
 usual viewers come from a content delivery network), so it also works on a machine without internet. The site's page of
-endpoints (`deploy/reference.py`) is made from the same document.
+endpoints (`tools/reference.py`) is made from the same document.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ LONGEST = (
     "unit/learner/policy/test_compiled.py",
     "unit/learner/test_failover.py",
     "unit/learner/run/test_checkpoint.py",
-    "unit/learner/config/test_docs.py",
+    "unit/docs/test_generated.py",
     "unit/rollout_server/test_config.py",
     "unit/learner/data/test_batches.py",
     "unit/learner/test_trainer.py",

@@ -30,7 +30,6 @@ FLOORS = (
     "learner.data",
     "learner.policy",
     "learner.run",
-    "learner.tiny",
     "learner.journal",
     "learner.rollout",
     "learner.sync",
@@ -46,6 +45,7 @@ FLOORS = (
     "learner.doctor",
     "learner.__main__",
     "deploy",
+    "tools",
     "examples",
     "bench",
     "tests",
@@ -139,7 +139,7 @@ def edges(*, typing: bool = True) -> tuple[tuple[str, str], ...]:
     """Return who imports whom among this project's modules, with `typing` also for types only. Empty packages are left
     out."""
     found: set[tuple[str, str]] = set()
-    for path in modules("shared", "rollout_server", "learner", "deploy", "examples", "bench", "tests"):
+    for path in modules("shared", "rollout_server", "learner", "deploy", "tools", "examples", "bench", "tests"):
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
         for name in {one.module for one in imports(ROOT / path) if typing or not one.typing}:
             target = path_of(name)
@@ -202,7 +202,7 @@ def loaded_with(module: str) -> set[str]:
         ("rollout_server", ("learner", "deploy", "tests")),
         ("learner", ("rollout_server", "deploy", "tests")),
         ("shared", ("rollout_server", "learner", "deploy", "tests")),
-        ("deploy", ("bench", "tests")),
+        ("deploy", ("tools", "bench", "tests")),
         ("bench", ("tests",)),
     ],
 )

@@ -11,7 +11,7 @@ scenes() { "$python" -m deploy.demo.build_data --val 0 --test 0 "$@"; }
 train() { "$python" -m deploy.torchrun --nproc 1 -- -m learner --config "$1"; }
 export_model() { "$python" -m learner export --model "$1" --out "$2"; }
 
-"$python" -m deploy.demo.model --size demo --out runs/stage1/init
+"$python" -m bench.demo_model --size demo --out runs/stage1/init
 scenes --out runs/stage1/data --train 40000 --annotation-dropout 0.55
 train deploy/demo/stage1.yaml
 export_model runs/stage1/run/checkpoint-3200 runs/stage1/leg1

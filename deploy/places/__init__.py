@@ -3,7 +3,7 @@
 A place is a module with three functions: `mistakes(plan, out)`, what it cannot do; `files(plan, out)`, name to text;
 and `submit(plan, out)`, how to start what was written. They read a `Plan` and nothing else. The files under
 deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose are what they write for `EXAMPLES`;
-`python -m deploy.docs` writes them again, and a test compares.
+`python -m tools.docs` writes them again, and a test compares.
 """
 
 from __future__ import annotations

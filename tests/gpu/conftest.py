@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from deploy.demo.model import build
+from bench.demo_model import build
 from tests.gpu.devices import FOUND, PROCESS_SHARE
 
 

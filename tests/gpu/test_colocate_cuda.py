@@ -11,8 +11,8 @@ from typing import Any, NoReturn
 import pytest
 import torch
 
+from bench.demo_model import build
 from bench.engines import colocate_sync, colocated_engine
-from deploy.demo.model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.rollout_matching import OffloadConfig, RolloutMatchingConfig
 from learner.config.sections.training import TrainingConfig

@@ -10,7 +10,7 @@ import pytest
 import torch
 from peft.tuners.lora import LoraLayer
 
-from deploy.demo.model import build
+from bench.demo_model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.policy.canary_scores import CanaryScorer, RepeatedLogprobs
 from learner.policy.load import Policy, load_policy

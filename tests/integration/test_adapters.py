@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from bench.demo_model import build
 from deploy.demo import build_data
-from deploy.demo.model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from bench.demo_model import build
 from bench.engines import colocate_sync, colocated_engine
-from deploy.demo.model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.load import Policy, load_policy

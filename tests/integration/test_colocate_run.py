@@ -17,8 +17,8 @@ import yaml
 from safetensors.torch import load_file
 
 from bench import forked
+from bench.demo_model import build
 from deploy.demo import build_data
-from deploy.demo.model import build
 from shared.seeds import request_seed
 from tests.integration.test_adapters import LANGUAGE, NUM_LAYERS
 from tests.ranks import learner

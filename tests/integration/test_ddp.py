@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deploy.demo.model import build
+from bench.demo_model import build
 from learner.config.sections.grpo import GrpoConfig
 from learner.config.sections.model import LoraConfig
 from learner.config.sections.training import TrainingConfig

@@ -20,8 +20,8 @@ import pytest
 import yaml
 from PIL import Image
 
+from bench.demo_model import build
 from bench.forked import LEARNER, Forked, start
-from deploy.demo.model import build
 from learner.run.checkpoint import verify
 from shared.addresses import free_ports
 from tests import runs

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.distributed.tensor import DTensor
 
-from deploy.demo.model import build
+from bench.demo_model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.config.sections.training import TrainingConfig
 from learner.policy.load import Policy, load_policy

@@ -12,7 +12,7 @@ import respx
 import torch
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from deploy.demo.model import build
+from bench.demo_model import build
 from learner.config.sections.model import LoraConfig, ModelConfig
 from learner.policy.load import load_policy
 from learner.policy.parallel import Ranks, init_ranks

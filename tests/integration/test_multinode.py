@@ -20,9 +20,9 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.demo_model import build
 from bench.forked import SERVER, Forked, start
 from deploy.demo import build_data
-from deploy.demo.model import build
 from tests import runs
 from tests.namespaces import Node, network
 from tests.servers import DEFAULTS, stop

@@ -16,7 +16,7 @@ import pytest
 import yaml
 from PIL import Image
 
-from deploy.demo.model import build
+from bench.demo_model import build
 from rollout_server.processes import descendants
 from tests import runs
 from tests.unit.learner.trainer_world import write_data

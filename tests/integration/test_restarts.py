@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from deploy.demo.model import build
+from bench.demo_model import build
 from learner.config.load import write_resolved
 from rollout_server.processes import descendants
 from tests.runs import events, steps

@@ -32,8 +32,8 @@ from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
+from bench import demo_model
 from bench.listening import tcp_listeners, unix_listeners
-from deploy.demo import model as demo_model
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError
 from shared.sync import buckets as weights

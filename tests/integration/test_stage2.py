@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import yaml
 
+from bench.demo_model import build
 from deploy.demo import build_data
-from deploy.demo.model import build
 from learner.report.page import render
 from learner.report.read import read_run, read_runs
 from shared.addresses import free_port

@@ -13,7 +13,7 @@ import pytest
 import torch
 from PIL import Image
 
-from deploy.demo.model import build
+from bench.demo_model import build
 from learner.config.sections.model import ModelConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.data.prompt import check_prompt_prefix

@@ -22,8 +22,8 @@ import yaml
 from safetensors.torch import load_file
 from transformers import AutoModelForImageTextToText, AutoProcessor
 
+from bench.demo_model import build
 from deploy.demo import build_data
-from deploy.demo.model import build
 from learner.data.sampler import DistributedSampler
 from shared.addresses import free_port
 from shared.seeds import request_seed

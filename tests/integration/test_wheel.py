@@ -150,14 +150,6 @@ def test_the_python_of_the_documentation_runs_without_a_clone(installed: Install
     assert done.returncode == 0, done.stderr
 
 
-def test_the_notebook_runs_without_a_clone(installed: Installed) -> None:
-    cells = json.loads((ROOT / "docs/notebooks/library.ipynb").read_text())["cells"]
-    code = ["".join(cell["source"]) for cell in cells if cell["cell_type"] == "code"]
-    done = installed.run(sys.executable, "-P", "-c", "\n".join(code))
-    assert done.returncode == 0, done.stderr
-    assert "found: []" in done.stdout
-
-
 def test_the_report_finds_its_templates(installed: Installed) -> None:
     done = installed.run("rollout-learner", "report", "no_such_run")
     assert done.returncode == 2

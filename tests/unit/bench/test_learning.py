@@ -8,10 +8,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from bench.learning import draw_segments, model_flops, num_patches, tower_flops, with_photographs
+from bench.tiny import tiny_model
 from learner.policy.load import Policy
 from learner.records import PackedRow
 from learner.steps.packing import pack_all
-from learner.tiny import tiny_model
 from tests.unit.learner.policy.rows import policy_of
 
 CAPACITY = 2048

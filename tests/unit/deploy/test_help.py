@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[3]
 MODULES = ("deploy.demo.run", "deploy.launch", "deploy.torchrun", "deploy.wait_ready", "rollout_server")
 
 
-@pytest.mark.parametrize("module", [*MODULES, "deploy.docs"])
+@pytest.mark.parametrize("module", [*MODULES, "tools.docs"])
 def test_help_starts_nothing(module: str, tmp_path: Path) -> None:
     assert "Usage:" in said(module, "--help", tmp_path)
 

@@ -21,7 +21,6 @@ from pydantic import BaseModel
 from deploy import launch
 from deploy.launch_file import LaunchConfig, load_launch_config
 from deploy.places.plan import read_plan
-from deploy.reference import api
 from learner import __main__ as learner_command
 from learner.config.load import load_config
 from learner.config.schema import RunConfig
@@ -35,6 +34,7 @@ from shared.config.model import dotted, walk_keys
 from shared.config.parse import load_yaml, write_yaml
 from tests.unit.docs.blocks import LANGUAGES, PAGES, ROOT, Block, blocks, commands
 from tests.unit.learner.config.examples import minimal, stage2
+from tools.reference import api
 
 ALL = list(blocks())
 UNCHECKED = 5  # blocks that say why they cannot be checked: raise it only with a good reason
@@ -57,7 +57,7 @@ def test_every_block_says_what_it_is() -> None:
 @pytest.fixture
 def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Enter a working directory from which the repository's files have the names that the documentation uses."""
-    for name in ("deploy", "bench"):
+    for name in ("deploy", "tools", "bench"):
         (tmp_path / name).symlink_to(ROOT / name)
     (tmp_path / "data" / "images").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)

@@ -12,16 +12,6 @@ import pytest
 from mkdocs.exceptions import PluginError
 from PIL import Image
 
-from deploy.reference import api
-from deploy.requirements import REQUIREMENTS
-from deploy.site import (
-    fetched_from_elsewhere,
-    notebook_page,
-    on_page_markdown,
-    on_post_page,
-    stacked_tables,
-    whole_names,
-)
 from learner.__main__ import main
 from learner.steps import ahead, shares
 from rollout_server.openapi import JSON
@@ -33,6 +23,16 @@ from tests.unit.docs.blocks import ROOT, blocks
 from tests.unit.learner.config.model_sizes import MODELS
 from tests.unit.rollout_server.fakes import FakeEngine
 from tests.unit.rollout_server.test_app import serve
+from tools.reference import api
+from tools.requirements import REQUIREMENTS
+from tools.site import (
+    fetched_from_elsewhere,
+    notebook_page,
+    on_page_markdown,
+    on_post_page,
+    stacked_tables,
+    whole_names,
+)
 
 LOADED = (ahead, shares)  # they define errors of their own
 
@@ -49,7 +49,7 @@ def test_every_error_is_listed_with_its_cause_and_its_way_out() -> None:
 def test_every_cited_requirement_is_explained() -> None:
     """Cited: as words in comments, docstrings and pages, such as R07."""
     cited: set[str] = set()
-    for folder in ("shared", "learner", "rollout_server", "deploy", "bench", "tests"):
+    for folder in ("shared", "learner", "rollout_server", "deploy", "tools", "bench", "tests"):
         for path in (ROOT / folder).rglob("*.py"):
             cited |= set(re.findall(r"\b(?:R\d\d|D\d\d?)\b", path.read_text(encoding="utf-8")))
     assert len(cited) > 30

@@ -10,9 +10,9 @@ import nbclient
 import nbformat
 import pytest
 
+from bench.tiny import build_tokenizer
 from learner import api
 from learner.api import LossConfig, load_task, pack, rollout_of, sample_of, segment_of
-from learner.tiny import build_tokenizer
 from shared.errors import ConfigError, DataError, LossError
 
 ROOT = Path(__file__).parents[3]

@@ -252,10 +252,10 @@ def test_a_broken_coco_file_is_refused_with_id_and_reason(tmp_path: Path, coco: 
 
 def test_the_demo_reads_alike_from_both_files(tmp_path: Path) -> None:
     """The demo's JSONL and COCO files give the same objects for the same images, through the real task."""
+    from bench.tiny import build_tokenizer
     from deploy.demo.build_data import Build, build
     from learner.config.sections.task import TaskConfig
     from learner.tasks.detection.task import DetectionTask
-    from learner.tiny import build_tokenizer
 
     build(Build(train=20, val=0, test=0), tmp_path)
     task = DetectionTask(TaskConfig(), build_tokenizer())

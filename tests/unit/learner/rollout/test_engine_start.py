@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from bench.tiny import build_tokenizer
 from learner.rollout.engine_start import learner_set_aside, sharing_tokenizers
-from learner.tiny import build_tokenizer
 
 
 @pytest.fixture

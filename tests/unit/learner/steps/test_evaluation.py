@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
+from bench.tiny import build_tokenizer
 from learner.config.sections.task import TaskConfig
 from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Rollout, Sample
@@ -23,7 +24,6 @@ from learner.steps.pictures import draw_scenes
 from learner.tasks.detection.scores import CalibrationFile, scored_objects, token_scores
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
-from learner.tiny import build_tokenizer
 from shared.images import ImageRules
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bench.tiny import build_tokenizer
 from learner.config.sections.loss import LossConfig
 from learner.config.sections.task import TaskConfig
 from learner.journal.log import PhaseClock
@@ -18,7 +19,6 @@ from learner.rollout.backend import MicroStep
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource, silent
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards
-from learner.tiny import build_tokenizer
 from shared.errors import PromptMismatchError
 
 TOKENIZER: Any = build_tokenizer()

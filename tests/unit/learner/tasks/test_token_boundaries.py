@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Regex, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from bench.tiny import build_tokenizer
 from learner.tasks.tokens import TokenBoundaries, TokenPieces, _splitting_tokens
-from learner.tiny import build_tokenizer
 from tests.examples import examples
 
 COORDS = ["<|coord_0|>", "<|coord_77|>", "<|coord_999|>", "<|coord_1000|>", "<|im_end|>"]

@@ -8,8 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
+from bench.tiny import build_tokenizer
 from learner.tasks.tokens import TokenPieces
-from learner.tiny import build_tokenizer
 
 
 def test_what_others_set_on_the_tokenizer_does_not_reach_targets() -> None:

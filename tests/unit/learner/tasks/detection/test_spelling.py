@@ -8,11 +8,11 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from bench.tiny import build_tokenizer
 from learner.config.sections.task import TaskConfig
 from learner.tasks.detection.spelling import NO_TOKEN, Numbers, Spelling
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import TokenPieces
-from learner.tiny import build_tokenizer
 from tests.examples import examples
 from tests.unit.learner.tasks.detection.answers import CONTAINERS, answers
 from tests.unit.learner.tasks.fakes import make_rollout

@@ -1,6 +1,6 @@
-"""Write the demo's Qwen3-VL, randomly initialised, to a folder: `python -m deploy.demo.model --size demo --out DIR`.
+"""Write the demo's Qwen3-VL, randomly initialised, to a folder: `python -m bench.demo_model --size demo --out DIR`.
 
-In: a size ("tiny" for tests, "demo" for the digit demo, "0.5B" for measurements) and a seed. `learner.tiny` makes it.
+In: a size ("tiny" for tests, "demo" for the digit demo, "0.5B" for measurements) and a seed. `bench.tiny` makes it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 import typer
 from transformers import Qwen3VLForConditionalGeneration
 
-from learner.tiny import TINY, TinyShape, build_config, build_tokenizer, write_model
+from bench.tiny import TINY, TinyShape, build_config, build_tokenizer, write_model
 
 Size = Literal["tiny", "demo", "0.5B"]
 

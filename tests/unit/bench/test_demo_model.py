@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from PIL import Image
 from transformers import AutoModelForImageTextToText, AutoProcessor, PreTrainedTokenizerFast
 
-from deploy.demo.model import build, count_parameters
+from bench.demo_model import build, count_parameters
+from bench.tiny import NUM_COORDS, PIECES, SPECIAL_TOKENS, build_tokenizer
 from deploy.demo.scenes import DIGIT_WORDS
-from learner.tiny import NUM_COORDS, PIECES, SPECIAL_TOKENS, build_tokenizer
 from tests.examples import examples
 
 ANSWER = (

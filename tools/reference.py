@@ -1,7 +1,7 @@
 """The site's reference pages that are made from code: metrics, endpoints, commands, requirement ids.
 
 In: the declared metrics, the server's OpenAPI document, the programs' commands, the configuration's keys. Out:
-`pages()`, file name to text. `deploy.docs` writes them.
+`pages()`, file name to text. `tools.docs` writes them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import typer
 
 from deploy import launch
 from deploy.launch import LaunchConfig
-from deploy.requirements import REQUIREMENTS
 from learner import __main__ as learner_command
 from learner.config.schema import RunConfig
 from learner.journal import metrics
@@ -32,6 +31,7 @@ from rollout_server.openapi import JSON, Schema, in_words
 from rollout_server.service import RolloutService
 from rollout_server.updates import SyncTotals
 from shared.config.model import dotted, walk_keys
+from tools.requirements import REQUIREMENTS
 
 MADE = "<!-- Made by `make docs`, so do not edit it. A test compares the two. -->\n\n"
 

@@ -1,6 +1,6 @@
-"""CONFIG.md, the JSON Schemas and the site's reference pages, from the code: `python -m deploy.docs` (`make docs`).
+"""CONFIG.md, the JSON Schemas and the site's reference pages, from the code: `python -m tools.docs` (`make docs`).
 
-In: `RunConfig`, `ServerConfig`, the learner's rules, and what `deploy.reference` reads. Out: `documents()`, file name
+In: `RunConfig`, `ServerConfig`, the learner's rules, and what `tools.reference` reads. Out: `documents()`, file name
 to text. `main` writes them into the working directory. A test compares the committed files with `documents()`.
 """
 
@@ -19,11 +19,11 @@ from pydantic.fields import FieldInfo
 
 from deploy.launch import LaunchConfig
 from deploy.places import examples
-from deploy.reference import pages
 from learner.config.load import RETIRED
 from learner.config.schema import RULES, RunConfig
 from rollout_server.config import ServerConfig
 from shared.config.model import describe_field, dotted, item_of, section_of, walk_keys
+from tools.reference import pages
 
 INTRO = """\
 # Configuration

@@ -12,7 +12,7 @@ import typer
 from jsonschema import Draft202012Validator
 from typer.testing import CliRunner
 
-from deploy import docs, launch
+from deploy import launch
 from learner import __main__ as learner_command
 from learner.config.load import RETIRED, load_config
 from learner.config.schema import RunConfig
@@ -22,8 +22,9 @@ from shared.config.json_schema import json_schema
 from shared.config.model import describe_field, walk_keys
 from shared.config.yaml import parse_text
 from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, changed, everything, minimal, stage2
+from tools import docs
 
-ROOT = Path(__file__).parents[4]
+ROOT = Path(__file__).parents[3]
 documents = functools.cache(docs.documents)  # seconds each time
 
 
