@@ -284,6 +284,7 @@ class HfBackend(RolloutBackend):
         record: RolloutCallLog,
     ) -> list[Rollout]:
         """Return the rollouts of one batch."""
+        assert record.global_step is not None, "the trained model itself never runs ahead"
         with local_call(record, batch, name=NAME):
             answers = self._decode(prompts, batch.seeds, decoding, mode, with_logprobs)
         return [
