@@ -1,8 +1,8 @@
-"""Fit what `predict-gain` predicts: `python -m bench.calibrate --study DIR --out learner/predict/calibration.json`.
+"""Fit F1 points to features: `python -m bench.calibrate --study DIR --out learner/predict/calibration.json`.
 
 In: DIR with the `study.json` of `bench.study` until commit dc904df6, and per regime `features/REGIME.json`: what
-`rollout-learner predict-gain --json` measured of the regime's base model on its training data. With several studies
-(`--study` again), each adds its regimes: gains are differences within one study.
+`rollout-learner recipe --only-measure --json` measured of the regime's base model on its training data. With several
+studies (`--study` again), each adds its regimes: gains are differences within one study.
 
 Out: a linear formula per arm for its gain over early-stopped `sft` (F1@0.5 on test scenes), with its R2 and its error
 over regimes that were left out, each in turn (`learner.predict.gain`). An arm that was run on too few regimes, or whose
@@ -10,7 +10,7 @@ gain the features do not tell (an R2 below LEAST_R2), gets none, and is named.
 
 The features of a regime, with any run's YAML:
 
-    rollout-learner predict-gain --config RUN.yaml model.path=BASE data.train=TRAIN data.val=VAL \\
+    rollout-learner recipe --only-measure --config RUN.yaml model.path=BASE data.train=TRAIN data.val=VAL \\
         --json DIR/features/REGIME.json
 """
 
@@ -64,7 +64,7 @@ def read_studies(folders: Sequence[Path]) -> list[Regime]:
             "no regime to calibrate on",
             found=f"no features/REGIME.json for a regime of {', '.join(str(one / 'study.json') for one in folders)}",
             wanted="the features of each regime",
-            remedy="rollout-learner predict-gain --config RUN.yaml --json DIR/features/REGIME.json",
+            remedy="rollout-learner recipe --only-measure --config RUN.yaml --json DIR/features/REGIME.json",
         )
     return found
 

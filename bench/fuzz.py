@@ -7,7 +7,7 @@ a ProjectError, which a user sees as one message. Anything else is a traceback, 
 - a run's folder: `checkpoint` (manifest.json, trainer_state.json), `report` (metrics.jsonl, the resolved configuration,
   eval, groups), `servers` (state.json, requests)
 - `config`: the YAML of a run
-- `fields`: JSONL of `key_value`; `calibration`: of predict-gain
+- `fields`: JSONL of `key_value`; `calibration`: of `recipe --only-measure`
 
 A case damages bytes (cut, flipped, repeated, inserted), or values: a number or a JSON value becomes another one (NaN,
 1e999, -1, true, null, "", a lone surrogate, a list), moves, doubles or goes. In YAML a value gets a tag. Sometimes the

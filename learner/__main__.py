@@ -5,7 +5,6 @@
     torchrun --no-python rollout-learner train --config run.yaml train, torchrun's ranks
     rollout-learner check --config run.yaml [--draw N]           validate configuration and data; draw labels
     rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
-    rollout-learner predict-gain --config run.yaml [--samples N] measure what training could gain, and by which method
     rollout-learner export --model DIR --out DIR                 write a checkpoint's merged weights, with a card
     rollout-learner predict --model DIR INPUT... --out DIR       find objects in photographs, with a score for each
     rollout-learner calibrate --model DIR ANNOTATIONS            fit these scores on validation images
@@ -63,7 +62,7 @@ if TYPE_CHECKING:
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
-    *("init", "train", "recipe", "check", "doctor", "predict-gain", "export", "predict", "calibrate"),
+    *("init", "train", "recipe", "check", "doctor", "export", "predict", "calibrate"),
     *("evaluate", "find-missing", "report", "servers", "schema"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
@@ -173,15 +172,48 @@ def train(
 @app.command(epilog=OTHERS)
 def recipe(
     config: ConfigOption,
-    minutes: Annotated[float, typer.Option(help="The time for all stages together.", min=0.05, max=1e5)],
+    minutes: Annotated[
+        float | None, typer.Option(help="The time for all stages together.", min=0.05, max=1e5, show_default=False)
+    ] = None,
     overrides: Overrides = None,
+    only_measure: Annotated[
+        bool, typer.Option("--only-measure", help="Train nothing: measure what training could gain, and how.")
+    ] = False,
+    samples: Annotated[
+        int, typer.Option(help="With --only-measure: scenes of each split, drawn with a fixed seed.", min=2)
+    ] = 100,
+    generations: Annotated[
+        int, typer.Option(help="With --only-measure: answers drawn to each scene at temperature 1: K.", min=2)
+    ] = 8,
+    agreement: Annotated[
+        float, typer.Option(help="With --only-measure: share of the K answers that make an object.", min=0.0, max=1.0)
+    ] = 0.5,
+    json: Annotated[Path | None, typer.Option(help="With --only-measure: write the features to this file too.")] = None,
+    calibration: Annotated[
+        Path | None, typer.Option(help="With --only-measure: a file of bench.calibrate, to predict F1 points.")
+    ] = None,
 ) -> None:
     """Choose the methods and train: sft on completed labels, then grpo where it pays.
 
     Measures, decides, and reports why, in one run directory. Validation decides; the result is never below the start.
     The same command goes on after an interruption. torchrun starts several ranks.
+
+    With --only-measure the run's model answers some scenes, without a server, and nothing is trained: features, a
+    recommendation, and its reasons are printed.
     """
-    _end(lambda: _recipe(config, overrides or (), minutes))
+    if only_measure == (minutes is not None):
+        raise typer.BadParameter("give either --minutes, or --only-measure")
+    if not only_measure and (json is not None or calibration is not None):
+        raise typer.BadParameter("--json and --calibration go with --only-measure")
+
+    def measure() -> int:
+        from learner.predict.command import predict_gain
+        from learner.predict.measure import MeasureSettings
+
+        asked = MeasureSettings(num_samples=samples, num_generations=generations, agreement=agreement)
+        return predict_gain(config, overrides or (), asked=asked, json_path=json, calibration=calibration)
+
+    _end(measure if minutes is None else lambda: _recipe(config, overrides or (), minutes))
 
 
 @app.command(epilog=OTHERS)
@@ -227,33 +259,6 @@ def doctor(
             environment=os.environ,
             people=not json,
         )
-
-    _end(work)
-
-
-@app.command("predict-gain", epilog=OTHERS)
-def predict_gain(
-    config: ConfigOption,
-    overrides: Overrides = None,
-    samples: Annotated[int, typer.Option(help="Scenes of each split, drawn with a fixed seed.", min=2)] = 100,
-    generations: Annotated[int, typer.Option(help="Answers drawn to each scene at temperature 1: K.", min=2)] = 8,
-    agreement: Annotated[
-        float, typer.Option(help="Share of the K answers that must have an object to believe it.", min=0.0, max=1.0)
-    ] = 0.5,
-    json: Annotated[Path | None, typer.Option(help="Write the features to this file too.")] = None,
-    calibration: Annotated[Path | None, typer.Option(help="A file of bench.calibrate, to predict F1 points.")] = None,
-) -> None:
-    """Measure what training could gain on the run's data, and by which method.
-
-    The run's model answers some scenes. No server, nothing is trained. Features, a recommendation, and its reasons.
-    """
-
-    def work() -> int:
-        from learner.predict.command import predict_gain
-        from learner.predict.measure import MeasureSettings
-
-        asked = MeasureSettings(num_samples=samples, num_generations=generations, agreement=agreement)
-        return predict_gain(config, overrides or (), asked=asked, json_path=json, calibration=calibration)
 
     _end(work)
 

@@ -1,4 +1,4 @@
-"""`rollout-learner predict-gain`: what could training improve in this model, on this data, and by which method?
+"""`rollout-learner recipe --only-measure`: what could training improve in this model, and by which method?
 
     measure.py    runs the model over a sample of the data -> `Measured`, counts scene by scene
     exposure.py   nats after the model's own words and after the truth's

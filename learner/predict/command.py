@@ -1,4 +1,4 @@
-"""`rollout-learner predict-gain --config run.yaml`: measures, and prints what was found, a method, and its reasons.
+"""`rollout-learner recipe --only-measure`: measures, and prints what was found, a method, and its reasons.
 
 The configuration is that of the run that is planned: its model, data and task, its decoding's length and batch size.
 The trainer variant, servers and the training section's lengths do not matter. Nothing is written but `--json`.

@@ -1,4 +1,4 @@
-"""Run a model over a sample of its data, as `predict-gain` needs it.
+"""Run a model over a sample of its data, as `recipe --only-measure` needs it.
 
 In: a run's configuration (`model`, `data`, `task`, decoding). Out: `Measured`, all of it scene by scene, so that
 intervals can be drawn over scenes. The training data are what training would see, so answers are drawn there. A
@@ -50,7 +50,7 @@ def measure(config: RunConfig, asked: MeasureSettings, tell: Callable[[str], Non
     """
     if not issubclass(task_class(config.task), DetectionTask):
         raise ConfigError(
-            "predict-gain compares objects, and this task has none",
+            "recipe --only-measure compares objects, and this task has none",
             found=f"task.type: {config.task.type}",
             wanted="task.type: detection",
             remedy="make a short run of each method, and compare them: rollout-learner report RUN --compare RUN2",

@@ -44,8 +44,8 @@ def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
 def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
     """Return True if `grpo` is likely to gain: the estimate is above the threshold, and the interval above 0.
 
-    `predict-gain` asks for the whole interval above the threshold, because it sends a user off for hours. A recipe has
-    the time already, and keeps the weights that validation prefers. Where both tied, 0.017 was measured.
+    `recipe --only-measure` asks for the whole interval above the threshold, because it sends a user off for hours. A
+    recipe has the time already, and keeps the weights that validation prefers. Where both tied, 0.017 was measured.
 
     Not for completed labels: they still hide what nobody labelled. `grpo` gains with 60% missing, where 0.040 [0.012,
     0.071] and 0.018 [-0.013, 0.048] were measured, and with 40% missing of 32 scenes: 0.010 [0.000, 0.025].

@@ -1,4 +1,4 @@
-"""`rollout-learner predict-gain` on the shipped checkpoint and real scenes, some of whose labels were removed."""
+"""`recipe --only-measure` on the shipped checkpoint and real scenes, some of whose labels were removed."""
 
 from __future__ import annotations
 
@@ -41,7 +41,16 @@ def test_missing_labels_are_found_by_the_shipped_checkpoint(tmp_path: Path, caps
     formula = Formula(intercept=0.01, coefficients={"missing_labels": 0.0}, r2=0.5, rmse=0.02, num_regimes=12)
     write_calibration({"grpo": formula}, tmp_path / "calibration.json")
     out = tmp_path / "found" / "features.json"
-    arguments = ["predict-gain", "--config", str(run_file(tmp_path)), "--generations", "4", "--json", str(out)]
+    arguments = [
+        "recipe",
+        "--only-measure",
+        "--config",
+        str(run_file(tmp_path)),
+        "--generations",
+        "4",
+        "--json",
+        str(out),
+    ]
     assert main([*arguments, "--calibration", str(tmp_path / "calibration.json")]) == 0
     shown, told = capsys.readouterr(), json.loads(out.read_text())
     found = told["features"]
@@ -111,7 +120,7 @@ def test_what_cannot_be_measured_is_one_message(
     arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     build_data.build(build_data.Build(train=2, val=2, test=0), tmp_path)
-    assert main(["predict-gain", "--config", str(run_file(tmp_path)), *arguments]) == 2
+    assert main(["recipe", "--only-measure", "--config", str(run_file(tmp_path)), *arguments]) == 2
     shown = capsys.readouterr().err
     assert said in shown
     assert "Traceback" not in shown
@@ -119,5 +128,5 @@ def test_what_cannot_be_measured_is_one_message(
 
 def test_one_sample_has_no_interval(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     build_data.build(build_data.Build(train=1, val=2, test=0), tmp_path)
-    assert main(["predict-gain", "--config", str(run_file(tmp_path))]) == 2
+    assert main(["recipe", "--only-measure", "--config", str(run_file(tmp_path))]) == 2
     assert "too few samples" in capsys.readouterr().err

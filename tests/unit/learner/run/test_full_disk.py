@@ -207,7 +207,7 @@ def scenes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("command", ["calibrate", "evaluate", "find-missing", "predict-gain"])
+@pytest.mark.parametrize("command", ["calibrate", "evaluate", "find-missing", "recipe"])
 def test_a_folder_that_cannot_be_written_is_said_before_a_model_answers(
     scenes: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
 ) -> None:
@@ -220,7 +220,7 @@ def test_a_folder_that_cannot_be_written_is_said_before_a_model_answers(
         "calibrate": ["calibrate", some, *model, *out],
         "evaluate": ["evaluate", some, "--model", f"ours={CHECKPOINT}", *out],
         "find-missing": ["find-missing", "suggest", some, *model, *out],
-        "predict-gain": ["predict-gain", "--config", str(tmp_path / "run.yaml"), "--json", out[1]],
+        "recipe": ["recipe", "--only-measure", "--config", str(tmp_path / "run.yaml"), "--json", out[1]],
     }
     assert main(arguments[command]) == 2
     told = capsys.readouterr().err
