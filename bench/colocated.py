@@ -109,15 +109,15 @@ class World:
         return time.perf_counter() - began
 
     def sync(self) -> None:
-        assert self.trainer.sync is not None
-        receipt = self.trainer.sync.sync()
+        assert self.trainer.syncs.sync is not None
+        receipt = self.trainer.syncs.sync.sync()
         self.parts = dict(receipt.parts)
         self.gaps = {"canary_gap": receipt.canary_gap, "merge_gap": receipt.merge_gap}
 
     @property
     def _delivery(self) -> Any:
-        assert self.trainer.sync is not None
-        return self.trainer.sync._delivery
+        assert self.trainer.syncs.sync is not None
+        return self.trainer.syncs.sync._delivery
 
     @property
     def _scorers(self) -> list[Any]:

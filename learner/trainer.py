@@ -33,7 +33,7 @@ from learner.policy.load import Policy
 from learner.policy.loss import is_out_of_memory
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks
-from learner.records import LearnedRow, PackedRow, Sample, StepResult, SyncReceipt
+from learner.records import LearnedRow, PackedRow, Sample, StepResult
 from learner.rollout.backend import RolloutBackend
 from learner.run.best import BestEvaluation, only_worse
 from learner.run.callbacks import Callbacks
@@ -43,7 +43,8 @@ from learner.run.stopping import Stopped, StopRequest, TimeLimit
 from learner.steps.completing import LabelCompletion
 from learner.steps.evaluation import Evaluation, Retained, evaluate, write_evaluation
 from learner.steps.pictures import draw_scenes
-from learner.steps.source import Fence, StepSource, in_lockstep, padded
+from learner.steps.source import StepSource, in_lockstep, padded
+from learner.steps.syncs import StepSyncs
 from learner.steps.totals import StepTotals
 from learner.sync.sync import Sync
 from learner.tasks.rewards import Rewards
@@ -140,18 +141,16 @@ class Trainer:
         self.policy, self.optimizer, self.source = policy, optimizer, source
         self.task, self.rewards = task, rewards
         self.train_samples = train_samples  # completed labels included, where these are completed
-        self.eval_samples, self.test_samples, self.backend, self.sync = eval_samples, test_samples, backend, sync
+        self.eval_samples, self.test_samples, self.backend = eval_samples, test_samples, backend
         self.checkpoints, self.stop, self.journal, self.clock = checkpoints, stop, journal, journal.clock
         self.labels, self.retained = labels, retained
+        self.syncs = StepSyncs(sync, source, journal, rolls_out=backend is not None, is_sharded=policy.is_sharded)
         training = config.training
         self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
         self.best = BestEvaluation.of(kept_metric(config), training, ranks)
         self.time_limit = TimeLimit(ranks, training.max_minutes, ends_by_evaluating=training.eval_on_end)
         self.callbacks = Callbacks(config, ranks)
         self.state = TrainerState()
-        self._synced_at: int | None = None  # global_step of the weights that the servers have
-        self._receipt: SyncReceipt | None = None  # of the sync that the present step wanted
-        self._sync_waits = False  # for rollouts in flight, while the step is learned
         self._evaluated_at: int | None = None
         self._evaluation: Evaluation | None = None  # the one of `_evaluated_at`
         self._calibration: tuple[int, str | None] | None = None  # a step, and what was fitted on its evaluation
@@ -202,10 +201,10 @@ class Trainer:
                     self.journal.note(f"training.max_minutes: the time is up after step {self.state.global_step}")
                     break
                 self.complete_labels()
-                self.sync_if_wanted()
+                self.syncs.before(self.state.global_step)
                 result, rows = self.step()
-                self.journal.step(result, self._receipt, rows)
-                self.agree_on_servers()
+                self.journal.step(result, self.syncs.receipt, rows)
+                self.syncs.agree(self.state.global_step)
                 self.callbacks.step(result)
                 after_step()
                 if self.cadence.is_due(result.global_step):
@@ -237,14 +236,14 @@ class Trainer:
     def step(self) -> tuple[StepResult, Sequence[LearnedRow]]:
         """One parameter update, and the rows that it learned, on all ranks."""
         self.stop.check()
-        training, ver = self.config.training, self.generator_ver()
+        training, ver = self.config.training, self.syncs.ver(self.state.global_step)
         totals = StepTotals(min_fill=training.packing_min_fill_ratio if training.packing else None)
         channel = self.source.begin(self.state.global_step)
         shortfall = self.source.shortfall()
         for rows in self.source.micro_steps():
             self.stop.check()
             self.training_step(rows, totals)
-        self.sync_if_waiting(at_once=True)  # the weights change now
+        self.syncs.within(self.state.global_step, at_once=True)  # the weights change now
         metrics = self.source.metrics()
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
@@ -275,50 +274,14 @@ class Trainer:
         """Run one micro-step: learn its rows as they come, and empty ones until every rank has run as many passes (D5).
         Gradients are accumulated, without an update. Passes of a sharded model wait for each other, and so its rows do
         too, as do those between which a sync may come."""
-        evened = in_lockstep if self.policy.is_sharded or self._sync_waits else padded
+        evened = in_lockstep if self.policy.is_sharded or self.syncs.waits else padded
         with closing(rows):  # an error here must end the rollouts under way too
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
                 with self.clock.phase("learn"), memory_errors(row):
                     totals.add(row, self.policy.backward(row))
-                self.sync_if_waiting()
+                self.syncs.within(self.state.global_step)
 
     # ---- between steps ---------------------------------------------------------------------------------------------
-
-    def generator_ver(self) -> int:
-        """Return the version of the weights that rollouts are made by: syncs so far. A backend that has the trained
-        weights themselves needs no sync; its version is the number of updates."""
-        if self.sync is not None:
-            return self.sync.ver
-        return self.state.global_step if self.backend is not None else 0
-
-    def sync_if_wanted(self) -> None:
-        """Bring the servers to the present weights, if the step wants that and they do not have them. Where rollouts in
-        flight would have to be waited for, the step may begin first. Collective."""
-        self._receipt, step = None, self.state.global_step
-        if self.sync is None or self._synced_at == step or not self.source.wants_sync(step):
-            return
-        # A sharded model's weights are not gathered between two of its passes.
-        self._sync_waits = not self.policy.is_sharded and self.source.postpones_sync(step)
-        if not self._sync_waits:
-            self._sync_now(self.sync)
-
-    def sync_if_waiting(self, *, at_once: bool = False) -> None:
-        """Run the sync that waits for rollouts in flight, if none is left or `at_once`. Collective."""
-        if self.sync is not None and self._sync_waits and (at_once or self.source.is_quiet()):
-            self._sync_waits = False
-            self._sync_now(self.sync)
-
-    def _sync_now(self, sync: Sync) -> None:
-        with self.source.fence() as fence:
-            self._receipt = self._sync_behind(sync, fence)
-
-    def _sync_behind(self, sync: Sync, fence: Fence) -> SyncReceipt:
-        with self.clock.phase("sync"):
-            receipt = sync.sync()
-        fence.synced(receipt.ver, updates=self.state.global_step)
-        self._synced_at = self.state.global_step
-        self.journal.sync(receipt, step=self.state.global_step)
-        return receipt
 
     def complete_labels(self) -> None:
         """Complete the labels by the present weights, if it is due before this step. Collective."""
@@ -327,18 +290,10 @@ class Trainer:
             return
         self.stop.check()
         with self.source.fence() as fence:  # no rollout is in flight whose sample would have other labels now
-            if self.sync is not None and self._synced_at != step:
-                self._sync_behind(self.sync, fence)
+            self.syncs.behind(fence, step)
             with self.clock.phase("labels"):
-                completion = self.labels.complete(step, self.generator_ver())
+                completion = self.labels.complete(step, self.syncs.ver(step))
         self.journal.labels(completion.to_json(), str(completion), step=step)
-
-    def agree_on_servers(self) -> None:
-        """Agree on the servers that go on, and report changes. Collective. Raises ServerError if too few are left."""
-        if self.sync is None:
-            return
-        for change in self.sync.agree():
-            self.journal.server(change, step=self.state.global_step)
 
     def evaluate(self) -> None:
         """Roll out the evaluation samples with the present weights; once per step at most. The best weights so far are
@@ -409,8 +364,7 @@ class Trainer:
         step = self.state.global_step
         # encloses the rollouts, too: the servers hold no more of them than one call's
         with self.source.fence() as fence:
-            if self.sync is not None and self._synced_at != step:
-                self._sync_behind(self.sync, fence)
+            self.syncs.behind(fence, step)
             with self.clock.phase("eval"):
                 evaluation = evaluate(
                     self.backend,

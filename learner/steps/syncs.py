@@ -1,0 +1,68 @@
+"""The syncs of a run: before a step that needs them, between two of its rows, or for an evaluation (R10).
+
+In: a `Sync`, and the step source whose rollouts must not be in flight meanwhile. Out: the generators have the weights
+of a step, and the journal says so. Invariants: a step's weights are synced once; every rank enters a sync or none does.
+"""
+
+from __future__ import annotations
+
+from learner.journal.journal import Journal
+from learner.records import SyncReceipt
+from learner.steps.source import Fence, StepSource
+from learner.sync.sync import Sync
+
+
+class StepSyncs:
+    """`sync` None: nothing has to be synced. `rolls_out` False: nothing generates either. `is_sharded`: the weights of
+    the policy are parts, which are not gathered between two of its passes. A `step` is the number of updates so far."""
+
+    def __init__(
+        self, sync: Sync | None, source: StepSource, journal: Journal, *, rolls_out: bool, is_sharded: bool
+    ) -> None:
+        self.receipt: SyncReceipt | None = None  # of the sync that the present step wanted
+        self.waits = False  # for rollouts in flight, while the step is learned
+        self.sync, self._source, self._journal = sync, source, journal
+        self._rolls_out, self._is_sharded = rolls_out, is_sharded
+        self._synced_at: int | None = None  # the step of the weights that the generators have
+
+    def ver(self, step: int) -> int:
+        """Return the version of the weights that rollouts are made by: syncs so far. A backend that has the trained
+        weights themselves needs no sync; its version is the number of updates."""
+        if self.sync is not None:
+            return self.sync.ver
+        return step if self._rolls_out else 0
+
+    def before(self, step: int) -> None:
+        """Sync if the step wants that and the generators do not have its weights. Where rollouts in flight would have
+        to be waited for, the step may begin first. Collective."""
+        self.receipt = None
+        if self.sync is None or self._synced_at == step or not self._source.wants_sync(step):
+            return
+        self.waits = not self._is_sharded and self._source.postpones_sync(step)
+        if not self.waits:
+            self._now(step)
+
+    def within(self, step: int, *, at_once: bool = False) -> None:
+        """Run the sync that waits for rollouts in flight, if none is left or `at_once`. Collective."""
+        if self.waits and (at_once or self._source.is_quiet()):
+            self.waits = False
+            self._now(step)
+
+    def behind(self, fence: Fence, step: int) -> None:
+        """Bring the generators to the weights of this step, if they do not have them. `fence` is closed. Collective."""
+        if self.sync is None or self._synced_at == step:
+            return
+        with self._journal.clock.phase("sync"):
+            self.receipt = self.sync.sync()
+        fence.synced(self.receipt.ver, updates=step)
+        self._synced_at = step
+        self._journal.sync(self.receipt, step=step)
+
+    def agree(self, step: int) -> None:
+        """Agree on the servers that go on, and report changes. Collective. Raises ServerError if too few are left."""
+        for change in self.sync.agree() if self.sync is not None else ():
+            self._journal.server(change, step=step)
+
+    def _now(self, step: int) -> None:
+        with self._source.fence() as fence:
+            self.behind(fence, step)
