@@ -24,6 +24,7 @@ nobody reads what is printed (`... | head`). A user error is one message without
 from __future__ import annotations
 
 import io
+import logging
 import os
 import select
 import shlex
@@ -148,6 +149,7 @@ def init(
             return label(folder, out, label_with, _listed(classes), _answers(backend, None))
         from learner.doctor.init import init
 
+        _tell_progress()
         return init(folder, out, image_root=image_root)
 
     _end(work)
@@ -458,6 +460,16 @@ def evaluate(
     _end(work)
 
 
+def _tell_progress() -> None:
+    """Let a terminal show how far the reading of annotations is, which takes minutes for 100,000 photographs."""
+    if sys.stderr.isatty():
+        handler = logging.StreamHandler()
+        handler.addFilter(lambda record: record.levelno == logging.INFO)
+        reading = logging.getLogger("learner.data.splits")
+        reading.addHandler(handler)
+        reading.setLevel(logging.INFO)
+
+
 def _listed(names: str) -> tuple[str, ...]:
     return tuple(name.strip() for name in names.split(",") if name.strip())
 
@@ -678,6 +690,7 @@ def _check(
     draw: int = 0,
     out: Path = Path(),
 ) -> int:
+    _tell_progress()
     from learner.doctor.check import DrawRequest, run_check
 
     return run_check(

@@ -301,6 +301,7 @@ class Trainer:
         if self._evaluated_at == self.state.global_step:
             return
         began_s, step, data = time.monotonic(), self.state.global_step, self.config.data
+        self.journal.note(f"evaluating {len(self.eval_samples)} samples at step {step}")
         evaluation = self.score(
             self.eval_samples,
             f"step_{step:06d}.jsonl",

@@ -8,6 +8,7 @@ encoded. `learner.data.formats` has a reader per format.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -31,6 +32,7 @@ from shared.images import Images
 log = logging.getLogger(__name__)
 
 _THREADS = 8  # that look at images: mostly they wait for the disk
+_TELL_S = 5.0  # between two lines about progress
 _AHEAD = 256  # records whose images are looked at together
 
 
@@ -179,9 +181,15 @@ Record = TypeVar("Record", RawRecord, RawRecord | Sample)
 
 def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterator[tuple[Record, SeenImages]]:
     """Yield each record with what its images are, some of them looked at ahead, side by side."""
-    left, nearby = iter(records), Nearby(root)
+    left, nearby, number, told_s = iter(records), Nearby(root), 0, time.monotonic()
     with ThreadPoolExecutor(_THREADS) as pool:
         while window := list(islice(left, _AHEAD)):
+            if time.monotonic() - told_s > _TELL_S:
+                told_s = time.monotonic()
+                log.info(
+                    "%s: %d records read", window[0].place.file if isinstance(window[0], RawRecord) else root, number
+                )
+            number += len(window)
             seen = pool.map(lambda record: look_at_images(record.images, images, root, nearby), window)
             yield from zip(window, seen, strict=True)
 

@@ -18,6 +18,7 @@ _ALL = 0.98  # share of the boxes that lie in their photographs, if the unit is 
 _FEW = 0.9  # below it the unit is wrong, or many boxes are
 _FAR, _NEAR = 0.75, 0.55  # shares of the sides that boxes reach
 _LEAST, _MANY = 3, 20  # boxes
+_ALL_OF, _EVERY = 20_000, 16  # so many boxes are counted, then some
 _LARGE = 1_000_000  # pixels
 _TOLERANCE = 1.005  # numbers are rounded
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.
@@ -71,17 +72,29 @@ def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[f
 
 @dataclass(slots=True)
 class _Fit:
-    """How well a unit fits: boxes inside their photographs, and the furthest shares of width and height."""
+    """How well a unit fits: boxes inside their photographs, and the furthest shares of width and height that they
+    reach. `side`: of every image in this unit; 1: `add` is given shares."""
 
+    side: float = 1.0
     inside: int = 0
-    right: float = 0.0
-    down: float = 0.0
+    across: float = 0.0
+    along: float = 0.0
 
-    def add(self, x: float, y: float, sides: tuple[float, float], slack: float = 0.0) -> None:
-        across, along = x / sides[0], y / sides[1]
-        if x <= sides[0] * _TOLERANCE + slack and y <= sides[1] * _TOLERANCE + slack:
-            self.inside += 1
-            self.right, self.down = max(self.right, min(across, 1.0)), max(self.down, min(along, 1.0))
+    def add(self, x: float, y: float) -> None:
+        """Count a box that lies inside."""
+        self.inside += 1
+        if x > self.across:
+            self.across = x
+        if y > self.along:
+            self.along = y
+
+    @property
+    def right(self) -> float:
+        return min(1.0, self.across / self.side)
+
+    @property
+    def down(self) -> float:
+        return min(1.0, self.along / self.side)
 
     @property
     def least(self) -> float:
@@ -98,11 +111,14 @@ class _Fit:
 @dataclass(slots=True)
 class Reach:
     """Counts of a split's boxes by unit. `corners`: boxes that lie inside if what was read as width and height are x2
-    and y2."""
+    and y2. Of very many boxes every 16th is counted."""
 
     xywh: bool = False  # the format has left, top, width, height
     num: int = 0
-    fits: dict[Unit, _Fit] = field(default_factory=lambda: {unit: _Fit() for unit in ("pixels", *_PER_SIDE)})
+    num_given: int = 0
+    fits: dict[Unit, _Fit] = field(
+        default_factory=lambda: {"pixels": _Fit()} | {u: _Fit(s) for u, s in _PER_SIDE.items()}
+    )
     taken: _Fit = field(default_factory=_Fit)
     corners: int = 0
     far: tuple[float, float] = (0.0, 0.0)  # the largest x and y
@@ -113,22 +129,30 @@ class Reach:
 
     def add(self, coords: Sequence[float], size: Size, unit: Coordinates, sides: tuple[float, float]) -> None:
         """Count one object. `sides`: those of its image in the unit that it was read in."""
+        self.num_given += 1
+        if self.num_given > _ALL_OF and self.num_given % _EVERY:
+            return
         self.num += 1
         self.units.add(unit if isinstance(unit, str) else "resized")
         x, y = max(coords[0::2]), max(coords[1::2])
-        self.taken.add(x, y, sides, sides[0] / size[0])
-        self.fits["pixels"].add(x, y, size, 1.0)
+        furthest = max(x, y)
         for name, side in _PER_SIDE.items():
-            self.fits[name].add(x, y, (side, side))
+            if furthest <= side * _TOLERANCE:
+                self.fits[name].add(x, y)
+        width, height = size
+        if x <= width * _TOLERANCE + 1 and y <= height * _TOLERANCE + 1:
+            self.fits["pixels"].add(x / width, y / height)
+        if x <= sides[0] * _TOLERANCE + sides[0] / width and y <= sides[1] * _TOLERANCE + sides[1] / height:
+            self.taken.add(x / sides[0], y / sides[1])
         if self.xywh and len(coords) == 4:
-            width, height = x - coords[0], y - coords[1]
-            inside = width <= sides[0] * _TOLERANCE and height <= sides[1] * _TOLERANCE
-            self.corners += inside and width > coords[0] and height > coords[1]
+            across, down = x - coords[0], y - coords[1]
+            inside = across <= sides[0] * _TOLERANCE and down <= sides[1] * _TOLERANCE
+            self.corners += inside and across > coords[0] and down > coords[1]
         if len(self.ends) < _MANY:
             self.ends.add((x, y))
         self.far = max(self.far[0], x), max(self.far[1], y)
-        self.has_wide |= abs(size[0] - size[1]) > 0.1 * size[0]
-        if size[0] * size[1] > self.largest[0] * self.largest[1]:
+        self.has_wide |= abs(width - height) > 0.1 * width
+        if width * height > self.largest[0] * self.largest[1]:
             self.largest = size
 
     def better(self) -> tuple[Unit, _Fit] | None:

@@ -176,7 +176,7 @@ def _nothing(text: str, found: str) -> list[Path]:
 def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list[InputImage], list[str]]:
     """Return the images of an annotation file. Its objects do not matter, so bad ones are no mistake."""
     dropped = dict.fromkeys(BadRecordConfig.model_fields, "drop")
-    lenient = BadRecordConfig.model_validate({**dropped, "image_missing": "error"})
+    lenient = BadRecordConfig.model_validate({**dropped, "image_missing": "error", "image_shape": "error"})
     changed = {"train": text, "on_bad_record": lenient, "max_samples": None}
     try:
         split = read_split(data.model_copy(update=changed), text, Anything(), reader=reader)

@@ -10,6 +10,7 @@ import math
 import re
 import unicodedata
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated
 
 from pydantic import BeforeValidator
@@ -103,10 +104,13 @@ def identity(value: object) -> str:
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 64:
-        return str(value)
+        return _digits(value)
     if isinstance(value, float) and abs(value) <= LARGEST and value == int(value):
         return str(int(value))
     raise ValueError("an id: a text or a whole number")
+
+
+_digits = lru_cache(maxsize=1 << 16)(str)  # annotations repeat the ids of their images and classes: kept once
 
 
 def _size(value: object) -> int:
