@@ -1,9 +1,9 @@
 """Suggestions of missing labels: `rollout-learner find-missing suggest`.
 
 In: a model, annotations, and K answers to each image. Out: a folder with `suggestions.json`, the suspected objects.
-Those with the most agreement come first, times the score if the model has a calibration (`calibration.json`). The code
-that finds them completes labels, too (`learner.tasks.detection.completion`). A folder that has suggestions is not
-overwritten.
+Those that are right most probably come first, by how they look and by their votes (`learner.tasks.detection.gaps`).
+Where looks say too little, those with the most agreement do, times the score if the model has a calibration
+(`calibration.json`). A folder that has suggestions is not overwritten.
 """
 
 from __future__ import annotations
@@ -27,12 +27,15 @@ from learner.records import DetectionObject, Rollout, Sample
 from learner.run.additions import addition_of, writable_annotations
 from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.agreement import SAME_IOU
+from learner.tasks.detection.appearance import crops_of, share_of
 from learner.tasks.detection.completion import OVERLAP, LabelCandidate, candidates
+from learner.tasks.detection.gaps import estimate_gaps
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.scores import ScoredObject, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
 from shared.errors import DataError, OutputError
+from shared.images import Images
 from shared.reading import json_in
 from shared.validation import first_wrong
 
@@ -43,7 +46,7 @@ SUGGESTIONS, DECISIONS = "suggestions.json", "decisions.json"
 class Suggestion:
     """A suspected object. `box` is x1, y1, x2, y2 in pixels; `names` are what answers call it, the most frequent first;
     `labels` are the annotated boxes of its image, to be shown beside it. `score` is the probability that box and name
-    are right; None without a calibration."""
+    are right by the model's calibration, `probability` that by looks and votes; None: not known."""
 
     sample_id: str
     image: str
@@ -57,11 +60,12 @@ class Suggestion:
     names: tuple[str, ...]
     labels: tuple[tuple[str, tuple[float, float, float, float]], ...]
     score: float | None = None
+    probability: float | None = None
 
     @property
-    def rank(self) -> float:
+    def rank(self) -> tuple[float, float]:
         """The largest is reviewed first."""
-        return self.agreement if self.score is None else self.agreement * self.score
+        return self.probability or 0.0, self.agreement if self.score is None else self.agreement * self.score
 
 
 def annotations_of(
@@ -103,14 +107,20 @@ def suggest(
     samples = load_samples(data, data.train, task, geometry=model.settings.task.geometry)
     require_one_image(samples)
     calibration, pieces = read_calibration(model.folder, samples=asked.samples), pieces_of(task.tokenizer)
-    found: list[Suggestion] = []
+    agreed, crops, scores = [], [], []
+    load, share = Images(data.image_rules).load, share_of(sum(len(sample.objects) for sample in samples))
     with answers:
         for sample, rollouts in zip(samples, _answers(answers, asked_as(model, samples), tell), strict=True):
             parsed = [task.parse(rollout) for rollout in rollouts]
             drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # the first is greedy
-            scored = scored_objects(parsed, pieces, calibration) if calibration is not None else None
-            found += of_sample(sample, candidates(sample, drawn, overlap=OVERLAP), scored)
-    found.sort(key=lambda one: (-one.rank, one.sample_id, one.box))
+            scores.append(scored_objects(parsed, pieces, calibration) if calibration is not None else None)
+            agreed.append(candidates(sample, drawn, overlap=OVERLAP))
+            crops.append(crops_of(sample, [one.object for one in agreed[-1] if one.relation == "free"], load, share))
+    known, judged = estimate_gaps(samples, agreed, crops, asked.samples)
+    tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)
+    own = judged if known.source != "votes" else agreed  # votes are in the agreement already
+    found = [one for parts in zip(samples, own, scores, strict=True) for one in of_sample(*parts)]
+    found.sort(key=lambda one: (*(-part for part in one.rank), one.sample_id, one.box))
     told = {"data": data.model_dump(mode="json"), "key": _key_of(model, data.train)}
     content = {**told, "suggestions": [asdict(one) for one in found]}
     write_atomically(out / SUGGESTIONS, json.dumps(content) + "\n")
@@ -141,7 +151,7 @@ def of_sample(
     """Finds what has no label in a sample. `scored`: what all its answers have, with scores; None: there are none."""
     labels = tuple((obj.desc, addition_of(obj, sample).box) for obj in sample.objects)
     for one in found:
-        if one.relation == "free":
+        if one.relation in ("free", "repeats"):
             new = addition_of(one.object, sample)
             yield Suggestion(
                 sample_id=sample.sample_id,
@@ -156,6 +166,7 @@ def of_sample(
                 names=tuple(one.names),
                 labels=labels,
                 score=None if scored is None else round(_score(one.object, scored), 4),
+                probability=None if one.probability is None else round(one.probability, 4),
             )
 
 

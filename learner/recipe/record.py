@@ -231,14 +231,9 @@ def _labels(run_dir: Path) -> dict[str, Any]:
         return {"labels": "", "completed": False, "missing": None, "unlabelled_right": None}
     found = json_in(files[-1])
     known = CompletionEstimate.of_json(json_in(files[0])["estimate"])
-    text = f"nothing completed: {found['why']}"
-    if found["min_votes"] is not None:
-        text = f"{found['added']} labels added to {found['labels']}"
-        text += f", which at least {found['min_votes']} of {found['rollouts']} answers have"
-        text += CompletionEstimate.of_json(found["estimate"]).in_words(found["min_votes"])
     completed = found["min_votes"] is not None and bool(found["added"])
     right = known.free_right() if known.missing is not None else None
-    return {"labels": text, "completed": completed, "missing": known.missing, "unlabelled_right": right}
+    return {"labels": found["text"], "completed": completed, "missing": known.missing, "unlabelled_right": right}
 
 
 def spent_s(run_dir: Path) -> float:

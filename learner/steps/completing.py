@@ -19,23 +19,21 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from learner.config.sections.labels import CompleteConfig
 from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Sample, Votes
 from learner.rollout.backend import COMPLETES_LABELS, MicroStep, RolloutBackend
 from learner.run.additions import RunAnnotations
 from learner.run.files import write_atomically
+from learner.tasks.detection.appearance import Open, SampleCrops, crops_of, share_of
 from learner.tasks.detection.completion import (
     CompletionEstimate,
     LabelCandidate,
     candidates,
     completed,
-    estimate,
-    tally,
     without_completed,
 )
+from learner.tasks.detection.gaps import PROBABLE, estimate_gaps
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import CheckpointError
 
@@ -46,6 +44,9 @@ _AT_ONCE = 64  # samples of a rank whose prompts are in memory together
 _TELL_EVERY_S = 10.0
 
 
+_Looked = tuple[list[LabelCandidate], SampleCrops]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
     """The result of one completion."""
@@ -53,26 +54,33 @@ class Completion:
     global_step: int
     ver: int  # the weights that answered
     rollouts: int
+    accept: str
     min_votes: int | None  # None: nothing was completed
     why: str  # nothing was completed
     added: int  # labels
     labels: int  # that were annotated
     samples: int  # samples with at least one more label
     left_out: int  # labels that would have made a sample longer than a packed row
+    right: float | None  # estimated share of right ones among those added; None: not known
     estimate: CompletionEstimate
 
     def to_json(self) -> dict[str, object]:
-        names = ("ver", "rollouts", "min_votes", "why", "added", "labels", "samples", "left_out")
-        return {name: getattr(self, name) for name in names} | {"estimate": self.estimate.to_json()}
+        names = ("ver", "rollouts", "accept", "min_votes", "why", "added", "labels", "samples", "left_out", "right")
+        found = {name: getattr(self, name) for name in names}
+        return found | {"text": self.in_words(), "estimate": self.estimate.to_json()}
 
     def __str__(self) -> str:
         """Return a line for the console."""
+        return f"labels: {self.in_words()}"
+
+    def in_words(self) -> str:
         if self.min_votes is None:
-            return f"labels: nothing completed: {self.why}"
-        return (
-            f"labels: {self.added} added to {self.labels}, which at least {self.min_votes} of {self.rollouts} answers "
-            f"have{self.estimate.in_words(self.min_votes)}"
-        )
+            return f"nothing completed: {self.why}"
+        which = f"which at least {self.min_votes} of {self.rollouts} answers have"
+        if self.accept == "probability":
+            which += " and are probably right"
+        told = self.estimate.in_words(self.right) if self.right is not None else ""
+        return f"{self.added} added to {self.labels}, {which}{told}"
 
 
 class LabelCompletion:
@@ -87,13 +95,14 @@ class LabelCompletion:
         task: DetectionTask,
         ranks: Ranks,
         run_dir: Path,
+        open_image: Open,
         too_long: Callable[[Sample], str | None] = lambda _: None,
         tell: Callable[[str], None] = lambda _: None,
         annotations: RunAnnotations | None = None,
     ) -> None:
         self._samples, self._settings, self._backend, self._task = samples, settings, backend, task
         self._ranks, self._folder, self._too_long, self._tell = ranks, run_dir / FOLDER, too_long, tell
-        self._annotations = annotations
+        self._annotations, self._open = annotations, open_image
         self._names = {obj.desc for sample in samples for obj in sample.objects}
         self._done_at: int | None = None
 
@@ -108,18 +117,23 @@ class LabelCompletion:
         """Complete all samples by the weights that the backend has. Collective."""
         settings = self._settings
         annotated = [without_completed(sample) for sample in self._samples]
-        found = self._candidates(annotated, global_step)
-        counts = sum(
-            (tally(own, settings.rollouts) for own in found), start=np.zeros((settings.rollouts + 1, 3), dtype=np.int64)
+        looked = self._candidates(annotated, global_step)
+        known, found = self._ranks.broadcast_object(
+            estimate_gaps(annotated, [own for own, _ in looked], [own for _, own in looked], settings.rollouts)
+            if self._ranks.is_main
+            else None
         )
-        known = estimate(counts, sum(len(sample.objects) for sample in annotated))
-        min_votes, why = known.min_votes, known.why
+        min_votes, why, probable = known.min_votes, known.why, 0.0
+        if settings.accept == "probability" and known.missing is not None:
+            probable = PROBABLE
+            if settings.min_votes == "auto" and not known.may_be_complete:
+                min_votes, why = 1, ""
         if settings.min_votes != "auto":
             min_votes, why = settings.min_votes, ""
         left_out = 0
         if min_votes is not None:
             for i, (sample, own) in enumerate(zip(annotated, found, strict=True)):
-                self._samples[i], number = self._completed(sample, own, min_votes)
+                self._samples[i], number = self._completed(sample, own, min_votes, probable)
                 left_out += number
         else:
             self._samples[:] = annotated
@@ -129,12 +143,14 @@ class LabelCompletion:
             global_step=global_step,
             ver=ver,
             rollouts=settings.rollouts,
+            accept=settings.accept,
             min_votes=min_votes,
             why=why,
             added=sum(grown),
             labels=sum(len(sample.objects) for sample in annotated),
             samples=sum(number > 0 for number in grown),
             left_out=left_out,
+            right=_right(found, min_votes, probable) if known.missing is not None else None,
             estimate=known,
         )
         self._ranks.all_succeed(lambda: self._write(completion))
@@ -159,16 +175,22 @@ class LabelCompletion:
 
     # ---- parts -----------------------------------------------------------------------------------------------------
 
-    def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[list[LabelCandidate]]:
+    def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[_Looked]:
         """The candidates of all samples, in order. Each rank asks for its share, the ranks in step with each other."""
-        found: list[list[LabelCandidate]] = []
+        found: list[_Looked] = []
+        share_of_labels = share_of(sum(len(sample.objects) for sample in annotated))
         size = _AT_ONCE * self._ranks.world_size
         began = told = time.monotonic()
         for start in range(0, len(annotated), size):
             part = annotated[start : start + size]
             share = -(-len(part) // self._ranks.world_size)
             first = self._ranks.rank * share
-            own = self._of(part[first : first + share], start + first, global_step)
+            asked = part[first : first + share]
+            named = self._of(asked, start + first, global_step)
+            own = [
+                (one, crops_of(sample, [c.object for c in one if c.relation == "free"], self._open, share_of_labels))
+                for sample, one in zip(asked, named, strict=True)
+            ]
             found += [one for others in self._ranks.all_gather_object(own) for one in others]
             if time.monotonic() - told > _TELL_EVERY_S and len(found) < len(annotated):
                 told = time.monotonic()
@@ -184,19 +206,22 @@ class LabelCompletion:
         )
         answers = [[one.object for one in self._task.parse(rollout).objects] for rollout in rollouts]
         return [
-            [
-                one
-                for one in candidates(sample, answers[i * number : (i + 1) * number], overlap=self._settings.overlap)
-                if one.relation != "free" or (one.object.desc in self._names and self._task.can_be_taught(one.object))
-            ]
+            candidates(
+                sample,
+                answers[i * number : (i + 1) * number],
+                overlap=self._settings.overlap,
+                can_be_label=lambda obj: obj.desc in self._names and self._task.can_be_taught(obj),
+            )
             for i, sample in enumerate(samples)
         ]
 
-    def _completed(self, sample: Sample, found: Sequence[LabelCandidate], min_votes: int) -> tuple[Sample, int]:
+    def _completed(
+        self, sample: Sample, found: Sequence[LabelCandidate], min_votes: int, probable: float
+    ) -> tuple[Sample, int]:
         """Return the sample with its new labels, and the number of those without room: the ones with the fewest
         votes."""
         settings, left_out = self._settings, 0
-        full = completed(sample, found, min_votes, overlap=settings.overlap, ignore_below=settings.ignore_below)
+        full = completed(sample, found, min_votes, probable=probable, ignore_below=settings.ignore_below)
         while len(full.objects) > len(sample.objects) and self._too_long(full) is not None:
             fewest = min((obj for obj in full.objects if obj.votes is not None), key=lambda obj: obj.votes)
             full = replace(full, objects=tuple(obj for obj in full.objects if obj is not fewest))
@@ -249,6 +274,17 @@ class LabelCompletion:
         if path.parent != self._folder:
             write_atomically(self._path(max(steps)), json.dumps(content) + "\n")
         return content
+
+
+def _right(found: Sequence[Sequence[LabelCandidate]], min_votes: int | None, probable: float) -> float | None:
+    """Return the mean probability of the free candidates that are accepted; None if there are none."""
+    accepted = [
+        one.probability
+        for own in found
+        for one in own
+        if one.probability is not None and one.votes >= (min_votes or 1) and one.probability >= probable
+    ]
+    return round(sum(accepted) / len(accepted), 4) if accepted else None
 
 
 def _files(folder: Path) -> Iterator[tuple[int, Path]]:

@@ -629,6 +629,7 @@ def _label_completion(basis: Basis, backend: Backend | None, console: Console) -
         task=task,
         ranks=basis.ranks,
         run_dir=Path(config.training.output_dir),
+        open_image=basis.policy.encoder.images.load,
         too_long=row_limit(config, task, basis.policy.encoder),
         tell=console.note,
         annotations=run_annotations(config) if basis.ranks.is_main else None,

@@ -21,9 +21,15 @@ class CompleteConfig(Section):
     temperature: float = key("temperature at which they are drawn, from all tokens", 1.0, ge=0.1)
     min_votes: Literal["auto"] | int = key(
         "how many of the answers must have a box. `auto`: the number from which on the most labels are gained, right "
-        "ones minus wrong ones, as estimated from the labels that are there. Nothing is completed if the estimate is "
-        "poor; the run says why",
+        "ones minus wrong ones, as estimated from how the boxes and the labelled objects look, or from the votes if "
+        "that says too little. Nothing is completed if the estimate is poor; the run says why",
         "auto",
+        req="R48",
+    )
+    accept: Literal["votes", "probability"] = key(
+        "`votes`: every box with `min_votes` becomes a label. `probability`: each box that is right with a probability "
+        "of 0.5 or more, by how it looks and by its votes; a number of `min_votes` is asked for besides",
+        "votes",
         req="R48",
     )
     overlap: float = key(

@@ -5,27 +5,26 @@ In: a sample, and the objects of K answers drawn from the model. Out: the sample
 1. The objects are clustered, one-to-one over answers (`agreement`). A cluster's votes are the answers that have it.
 2. A cluster that overlaps a label *confirms* it (the same name, IoU >= 0.5, one-to-one) or *contradicts* it. One that
    overlaps no label is *free*. Clusters in ignore regions are left out.
-3. Free clusters with at least `min_votes` votes become labels, those with most votes first, unless they overlap one
-   that did. Each keeps its votes.
+   A free cluster that overlaps one with more votes *repeats* it, and is not counted.
+3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`).
+   Each keeps its votes.
 
-`min_votes: auto` needs to know how often free clusters are right, without the truth. Of clusters with v votes, over all
-samples, let c confirm labels, d contradict them, and f be free:
+Both need to know how often free clusters are right, without the truth. How they look says it (`gaps.py`). Where too
+little is known of that, it is estimated from votes, which is right for labels that are missing at random. Of clusters
+with v votes, over all samples, let c confirm labels, d contradict them, and f be free:
 
     at labelled places     p = c / (c + d)                 name and box are right
     elsewhere              s = min(1, r (c + d) / f)       there is an object
     precision of v votes   p s
 
 r is the number of objects without a label per labelled one. If labels are missing at random, objects without a label
-are found with v votes as often as labelled ones, so f is r (c + d) and what the model invents. A model invents less of
-what more of its answers have, so p, and the share of clusters at labelled places, do not fall with v: both are fitted
-so (`_not_falling`), which takes out most of the noise of few clusters. r is f / (c + d) where that share is largest.
-Every such ratio is an upper bound of r, and p s is an estimate from above: what the model invents as surely as it finds
-real objects cannot be told from them. The threshold is the number of votes from which on the most labels are gained:
-right ones minus wrong ones, as estimated. Nothing is completed if these clusters could as well be those of complete
-labels.
-
-Where labels are not missing at random, all this may say too little: if they stop after three objects, and the model
-finds the first three most surely, free clusters look invented.
+are found with v votes as often as labelled ones, so f is r (c + d) and what the model invents. Few clusters with many
+votes are a matter of luck, so r is f / (c + d) of those with most votes that are `ENOUGH`, at most of those that half
+of the answers have. A model invents less of what more of its answers have, so p and s do not fall with v: shares are
+fitted so (`_not_falling`), which takes out most of the noise of few clusters. p s is an estimate from above: what the
+model invents as surely as it finds real objects cannot be told from them. `auto` takes the number of votes from which
+on the most labels are gained: right ones minus wrong ones, as estimated. Nothing is completed if these clusters could
+as well be those of complete labels.
 
 Invariants: labels are kept as they are; no two completed labels overlap, and none overlaps a label or an ignore region;
 objects stay in canonical order. Pure.
@@ -34,7 +33,7 @@ objects stay in canonical order. Pure.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
@@ -50,10 +49,12 @@ from learner.tasks.detection.metrics import ignored_shares
 
 OVERLAP = 0.3  # IoU from which on two boxes are about the same object
 MIN_CLUSTERS = 20  # that overlap labels: fewer say too little
+ENOUGH = 150  # clusters that overlap labels, to count what has none per label
 MIN_MISSING = 0.02  # share of the objects without a label; fewer are not worth the wrong ones
 
-Relation = Literal["confirms", "contradicts", "free"]
+Relation = Literal["confirms", "contradicts", "free", "repeats"]
 _COLUMNS: tuple[Relation, ...] = ("confirms", "contradicts", "free")
+Source = Literal["votes", "appearance", "audit"]
 Tally = NDArray[np.int64]  # [K + 1, 3] clusters by their votes and by relation
 
 
@@ -61,12 +62,14 @@ Tally = NDArray[np.int64]  # [K + 1, 3] clusters by their votes and by relation
 class LabelCandidate:
     """A cluster of a sample's answers outside of ignore regions. `object` has its votes; `names` are those that answers
     give it, and how many do. `agreement`, from 0 to 1, is the share of answers that have it, times the share of these
-    that give it its name, times the mean IoU of their boxes with its own: those who review begin with the largest."""
+    that give it its name, times the mean IoU of their boxes with its own. `probability`: that a free one is right, name
+    and box; None: not known."""
 
     object: DetectionObject
     relation: Relation
     names: Mapping[str, int]
     agreement: float
+    probability: float | None = None
 
     @property
     def votes(self) -> int:
@@ -75,19 +78,27 @@ class LabelCandidate:
 
 
 def candidates(
-    sample: Sample, answers: Sequence[Sequence[DetectionObject]], *, overlap: float = OVERLAP
+    sample: Sample,
+    answers: Sequence[Sequence[DetectionObject]],
+    *,
+    overlap: float = OVERLAP,
+    can_be_label: Callable[[DetectionObject], bool] = lambda _: True,
 ) -> list[LabelCandidate]:
-    """Return what the answers say about a sample, those with most votes first."""
+    """Return what the answers say about a sample, those with most votes first. Free ones that cannot be labels are left
+    out."""
     found = cluster_objects(answers)
     objects = [one.object._replace(votes=Votes(one.votes, len(answers))) for one in found]
+    relations = _relations(objects, sample.objects, overlap)
     in_ignored = ignored_shares(objects, sample.ignored)[1] >= SAME_IOU
-    return [
+    kept = [
         LabelCandidate(object=obj, relation=relation, names=one.names, agreement=_agreement(one, len(answers)))
-        for one, obj, relation, ignored in zip(
-            found, objects, _relations(objects, sample.objects, overlap), in_ignored, strict=True
-        )
-        if not ignored
+        for one, obj, relation, ignored in zip(found, objects, relations, in_ignored, strict=True)
+        if not ignored and (relation != "free" or can_be_label(obj))
     ]
+    free = sorted((i for i, one in enumerate(kept) if one.relation == "free"), key=lambda i: _votes_then_place(kept[i]))
+    apart = _apart([kept[i].object for i in free], overlap)
+    repeating = {i for i, is_apart in zip(free, apart, strict=True) if not is_apart}
+    return [replace(one, relation="repeats") if i in repeating else one for i, one in enumerate(kept)]
 
 
 def _agreement(cluster: Cluster, num_answers: int) -> float:
@@ -106,11 +117,12 @@ def _relations(objects: Sequence[DetectionObject], labels: Sequence[DetectionObj
 
 
 def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
-    """Count a sample's clusters with v votes and each relation. A cluster that contradicts counts once a label is
+    """Count clusters with v votes and each relation. A cluster that contradicts counts once a label is
     confirmed too: an answer may be right and say something else besides."""
     counts = np.zeros((num_answers + 1, len(_COLUMNS)), dtype=np.int64)
     for one in found:
-        counts[one.votes, _COLUMNS.index(one.relation)] += 1
+        if one.relation in _COLUMNS:
+            counts[one.votes, _COLUMNS.index(one.relation)] += 1
     return counts
 
 
@@ -119,14 +131,19 @@ def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionEstimate:
-    """An estimate of completed labels, made without the truth. The lists are by votes, from 1 on."""
+    """An estimate of completed labels, made without the truth. The lists are by votes, from 1 on. `source` is what it
+    is made from: `votes` is right for labels that are missing at random only."""
 
     min_votes: int | None  # None: nothing is completed, and `why` says why not
     why: str
-    missing: float | None  # share of the objects without a label, at most; None: too little is known
+    missing: float | None  # share of the objects without a label; None: too little is known
     recall: tuple[float, ...]  # share of labels that are confirmed by clusters with at least so many votes
-    precision: tuple[float, ...]  # largest share of right free clusters with exactly so many votes
+    precision: tuple[float, ...]  # share of right free clusters with exactly so many votes
     free: tuple[int, ...]  # free clusters with exactly so many votes
+    source: Source = "votes"
+    auc: float | None = None  # how well examples at labels are told apart by their looks; None: not tried
+    may_be_complete: bool = False  # chance explains the surest finds without a label
+    not_random: str = ""  # a sign that labels are not missing at random
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> CompletionEstimate:
@@ -141,12 +158,20 @@ class CompletionEstimate:
         free, precision = self.free[min_votes - 1 :], self.precision[min_votes - 1 :]
         return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 
-    def in_words(self, min_votes: int) -> str:
-        """Return what is told after the number of completed labels; nothing if too little is known."""
+    def in_words(self, right: float) -> str:
+        """Return what is told after the number of completed labels, of which a share is `right`."""
         if self.missing is None:
             return ""
-        right = f"about {self.free_right(min_votes):.0%} of these are right"
-        return f"; estimate: {right}, and at most {self.missing:.0%} of the objects had no label"
+        made = {
+            "votes": "estimate, if labels are missing at random",
+            "appearance": "estimate from the photographs",
+            "audit": "estimate from the photographs and the audit",
+        }[self.source]
+        most = "at most" if self.source == "votes" else "at least"
+        told = (
+            f"; {made}: about {right:.0%} of these are right, and {most} {self.missing:.0%} of the objects had no label"
+        )
+        return told + (f"; labels are not missing at random: {self.not_random}" if self.not_random else "")
 
     def to_json(self) -> dict[str, object]:
         return asdict(self)
@@ -159,8 +184,17 @@ def estimate(counts: Tally, num_labels: int) -> CompletionEstimate:
     near = confirms + contradicts
     recall = confirms[::-1].cumsum()[::-1] / max(1, num_labels)
     fit = _fit(confirms, near, free)
-    min_votes, why = _threshold(fit, free)
     precision = fit.precision if fit is not None else np.zeros(len(near))
+    may_be_complete = fit is not None and _least_share(*fit.surest) < MIN_MISSING
+    if fit is None:
+        few = f"no number of votes has {MIN_CLUSTERS} clusters at labelled places: the answers say too little"
+        min_votes, why = None, few
+    elif may_be_complete:
+        unlabelled, surest = fit.surest
+        complete = f"labels may be complete: of the {surest:.0f} surest boxes {unlabelled:.0f} have no label"
+        min_votes, why = None, complete
+    else:
+        min_votes, why = best_threshold(free, precision)
     return CompletionEstimate(
         min_votes=min_votes,
         why=why,
@@ -168,6 +202,7 @@ def estimate(counts: Tally, num_labels: int) -> CompletionEstimate:
         recall=tuple(recall.round(4).tolist()),
         precision=tuple(precision.round(4).tolist()),
         free=tuple(int(n) for n in free),
+        may_be_complete=may_be_complete,
     )
 
 
@@ -184,14 +219,16 @@ class _Fit:
 def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
     """Fit the model; None if too few clusters are near labels. The highest numbers of votes count as one, so that there
     are enough."""
-    enough = np.flatnonzero(near[::-1].cumsum()[::-1] >= MIN_CLUSTERS)
+    from_top = near[::-1].cumsum()[::-1]
+    enough = np.flatnonzero(from_top >= MIN_CLUSTERS)
     if not len(enough):
         return None
-    top = int(enough[-1])
+    top, half = int(enough[-1]), (len(near) - 1) // 2
     of_near, num_near = _not_falling(_joined(confirms, top), _joined(near, top))
     of_all, num_all = _not_falling(_joined(near, top), _joined(near + free, top))
     is_right, is_near = (of_near + 0.5) / (num_near + 1), (of_all + 0.5) / (num_all + 1)
-    ratio = float((1 - is_near[-1]) / is_near[-1])
+    counted = max(min(half, top), int(np.flatnonzero(from_top >= ENOUGH).max(initial=0)))
+    ratio = float((free[counted:].sum() + 0.5) / (near[counted:].sum() + 0.5))
     precision = is_right * np.minimum(1.0, ratio * is_near / (1 - is_near))
     return _Fit(
         missing=ratio / (1 + ratio),
@@ -218,16 +255,11 @@ def _not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
     return np.repeat([part for part, *_ in blocks], lengths), np.repeat([whole for _, whole, _ in blocks], lengths)
 
 
-def _threshold(fit: _Fit | None, free: Counts) -> tuple[int | None, str]:
-    if fit is None:
-        return None, f"no number of votes has {MIN_CLUSTERS} clusters at labelled places: the answers say too little"
-    unlabelled, surest = fit.surest
-    if _least_share(unlabelled, surest) < MIN_MISSING:
-        found = f"of the {surest:.0f} surest boxes {unlabelled:.0f} have no label"
-        return None, f"at most {fit.missing:.1%} of the objects have no label, perhaps none: {found}"
-    gained = (free * (2 * fit.precision - 1))[::-1].cumsum()[::-1]
+def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
+    """Return the number of votes from which on most labels are gained, and why there is none. Both are by votes."""
+    gained = (free * (2 * precision - 1))[::-1].cumsum()[::-1]
     if gained.max() <= 0:
-        return None, f"at most {fit.precision.max():.0%} of what could be completed would be right"
+        return None, f"at most {precision.max():.0%} of what could be completed would be right"
     return int(gained.argmax()) + 1, ""
 
 
@@ -247,32 +279,30 @@ def completed(
     found: Sequence[LabelCandidate],
     min_votes: int,
     *,
-    overlap: float = OVERLAP,
+    probable: float = 0.0,
     ignore_below: bool = False,
 ) -> Sample:
-    """Return the sample with the free candidates that have enough votes as labels. `ignore_below`: those with fewer
-    become ignore regions, which are neither taught nor counted as wrong."""
-    free = sorted((one.object for one in found if one.relation == "free"), key=_votes_then_place)
-    labels = _apart([obj for obj in free if obj.votes is not None and obj.votes.found >= min_votes], overlap)
+    """Return the sample with the free candidates as labels that have enough votes, and at least the probability
+    `probable`. `ignore_below`: others become ignore regions, which are neither taught nor counted as wrong."""
+    free = [one for one in found if one.relation == "free"]
+    enough = [one.votes >= min_votes and (one.probability or 0.0) >= probable for one in free]
+    labels = [one.object for one, is_label in zip(free, enough, strict=True) if is_label]
     ignored = list(sample.ignored)
     if ignore_below:
-        fewer = [obj for obj in free if obj.votes is not None and obj.votes.found < min_votes]
-        near = iou_matrix(fewer, labels).max(axis=1, initial=0.0) >= overlap if fewer else []
-        ignored += [obj._replace(desc="") for obj, taken in zip(fewer, near, strict=True) if not taken]
+        ignored += [one.object._replace(desc="") for one, is_label in zip(free, enough, strict=True) if not is_label]
     return replace(sample, objects=canonical_order([*sample.objects, *labels]), ignored=tuple(ignored))
 
 
-def _votes_then_place(obj: DetectionObject) -> tuple[int, tuple[int, ...], str]:
-    return (-obj.votes.found if obj.votes else 0, obj.bins, obj.desc)
+def _votes_then_place(one: LabelCandidate) -> tuple[int, tuple[int, ...], str]:
+    return (-one.votes, one.object.bins, one.object.desc)
 
 
-def _apart(objects: Sequence[DetectionObject], overlap: float) -> list[DetectionObject]:
-    """Return the objects that overlap no earlier one that is kept."""
-    iou, kept = iou_matrix(objects, objects), list[int]()
+def _apart(objects: Sequence[DetectionObject], overlap: float) -> list[bool]:
+    """Return which objects overlap no earlier one that does not."""
+    near, apart = iou_matrix(objects, objects) >= overlap, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
-        if all(iou[i, j] < overlap for j in kept):
-            kept.append(i)
-    return [objects[i] for i in kept]
+        apart[i] = not near[i, apart].any()
+    return apart.tolist()
 
 
 def without_completed(sample: Sample) -> Sample:

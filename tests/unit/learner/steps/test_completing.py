@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image
 
 from learner.config.load import config_of
 from learner.config.schema import RunConfig
@@ -319,6 +320,7 @@ def completion_of(
         task=TASK,  # type: ignore[arg-type]
         ranks=Ranks(),
         run_dir=folder or Path("/nonexistent"),
+        open_image=lambda _: Image.new("RGB", (100, 100)),
         too_long=too_long,
         tell=tell,
     )
@@ -337,13 +339,15 @@ def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) ->
 
 @pytest.mark.parametrize("missing", [None, 0.25])
 def test_a_completion_says_what_it_added_and_what_it_takes_to_be_missing(missing: float | None) -> None:
-    """And how much of what it added is right: of 5 boxes with 3 votes 0.6, of 15 with 4 votes 0.8."""
+    """And how much of what it added is right."""
     precision, free = (0.1, 0.2, 0.6, 0.8), (90, 40, 5, 15)
     known = CompletionEstimate(min_votes=3, why="", missing=missing, recall=(), precision=precision, free=free)
     result = Completion(
         global_step=7,
         ver=2,
         rollouts=4,
+        accept="votes",
+        right=0.75,
         min_votes=3,
         why="",
         added=5,

@@ -1,0 +1,343 @@
+"""How often finds that overlap no label are right, judged by how they look (R49, D22).
+
+In: photographs, their labels, and finds with votes. Out: the probability of each find that its name and box are right.
+It takes no clicks, and does not assume that labels are missing at random: an object looks the same with a label or
+without one.
+
+1. *Examples.* A labelled box that moved a little (IoU >= 0.55) is still on its object. One that moved further (IoU 0.08
+   to 0.45) is beside it. Edges at the photograph's border stay there. The boxes of other classes are examples of
+   a wrong name.
+2. *Scores.* A logistic regression with an L2 penalty tells right examples from wrong ones by the pixels in and around
+   the box. Each class with `OWN_CLASS` labels has its own, and the others share one, which knows no names. It never
+   scores a photograph that it was fitted on (`FOLDS` parts).
+3. *Shares.* The scores of finds are a mixture of those of right, misplaced and misnamed examples. The shares of the
+   mixture are the likeliest ones (EM), by class, votes, and whether the box touches the photograph's border.
+
+Labels that are too few, or a classifier that does not tell its own examples apart, give no estimate. It cannot say that
+labels are complete: where no find is right, it has said 0.06 to 0.34. Pure.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from PIL import Image
+from threadpoolctl import threadpool_limits
+
+from learner.records import DetectionObject, Sample
+from learner.tasks.detection.bins import bounding_box, to_pixels
+
+MIN_LABELS = 200  # 16 photographs of cells with so many labels err by up to 0.12, 8 photographs by up to 0.35
+MIN_AUC = 0.75  # at labels
+OWN_CLASS = 60  # examples of a class on its objects, for a classifier of its own
+MOST_LABELS = 6000  # whose pixels are looked at; more say no more
+FOLDS = 3
+ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # IoU with the label, from and below
+_BORDER = 0.0125  # share of a side within which a box touches the photograph's border
+_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # cells of a crop's side, times the box, pixels of a side at least
+_NUMBERS = 4 * _SIDE**2 + 3  # of a crop: three colours and edges a cell, and the spread of colours
+_TRIES = 60
+PENALTY = 300.0  # of the squared weights
+_BIN_EDGES = np.linspace(-5, 5, 11)  # of scores, in logits
+_FEWEST_FINDS = 25  # whose shares are fitted together
+_FEWEST_EXAMPLES = 25
+
+Floats = NDArray[np.float64]
+Pixels = NDArray[np.float32]
+Open = Callable[[str], Image.Image]
+
+# Small matrices many times over: a BLAS's threads would only wait for each other beside other programs.
+_one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
+
+
+class Crop(NamedTuple):
+    """The pixels of a box, [D], with its class and whether it touches the photograph's border."""
+
+    name: str
+    at_border: bool
+    pixels: Pixels
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class SampleCrops:
+    """All that is looked at in one sample. `finds` in the order in which they were given."""
+
+    on: tuple[Crop, ...]
+    beside: tuple[Crop, ...]
+    finds: tuple[Crop, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Appearance:
+    """The probabilities of the finds by sample, in their order. `auc`: how well the classifiers tell examples apart
+    that they were not fitted on. `why` says why there is no estimate, and then `probabilities` is empty."""
+
+    probabilities: tuple[tuple[float, ...], ...] = ()
+    auc: float | None = None
+    why: str = ""
+
+
+# ---- pixels ---------------------------------------------------------------------------------------------------------
+
+
+def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
+    """Cut examples and finds out of a sample's photographs. `share`: of its labels, drawn by their places. Raises what
+    `open_image` raises."""
+    labels = [obj for obj in sample.objects if _drawn(sample, obj) < share]
+    on: list[Crop] = []
+    beside: list[Crop] = []
+    found: list[Crop | None] = [None] * len(finds)
+    for place, source in enumerate(sample.images, 1):
+        number = place if len(sample.images) > 1 else None
+        own = [i for i, obj in enumerate(finds) if obj.image == number]
+        if not own and not any(obj.image == number for obj in labels):
+            continue
+        picture = _Picture(open_image(source))
+        boxes = np.array([picture.box(obj) for obj in sample.objects if obj.image == number]).reshape(-1, 4)
+        for obj in labels:
+            if obj.image == number:
+                rng = np.random.default_rng(_seed(sample, obj))
+                for kind, (low, high) in ((on, ON), (beside, BESIDE), (beside, BESIDE)):
+                    box = picture.moved(picture.box(obj), rng, low, high)
+                    if box is not None and (kind is on or _iou(box, boxes).max() < high):
+                        kind.append(picture.crop(obj.desc, box))
+        for i in own:
+            found[i] = picture.crop(finds[i].desc, picture.box(finds[i]))
+    return SampleCrops(on=tuple(on), beside=tuple(beside), finds=tuple(one for one in found if one is not None))
+
+
+def _seed(sample: Sample, obj: DetectionObject) -> int:
+    return zlib.crc32(f"{sample.sample_id} {obj.image} {obj.desc} {obj.bins}".encode())
+
+
+def _drawn(sample: Sample, obj: DetectionObject) -> float:
+    return _seed(sample, obj) / 2**32
+
+
+def share_of(num_labels: int) -> float:
+    """Return the share of the labels whose pixels are looked at."""
+    return min(1.0, MOST_LABELS / max(1, num_labels))
+
+
+class _Picture:
+    """A photograph with a margin, as large as a quarter of its longer side, that repeats its border."""
+
+    def __init__(self, image: Image.Image) -> None:
+        values = np.asarray(image.convert("RGB"))
+        self.size = np.array([image.width, image.height], dtype=float)
+        self._margin = max(image.size) // 4
+        margins = ((self._margin, self._margin), (self._margin, self._margin), (0, 0))
+        self._padded = Image.fromarray(np.pad(values, margins, mode="edge"))
+        # Colours are compared with the photograph's own light.
+        flat = values.reshape(-1, 3)
+        self._light, self._contrast = np.median(flat, axis=0), flat.std(axis=0) + 1
+
+    def box(self, obj: DetectionObject) -> Floats:
+        """Return x1, y1, x2, y2 in pixels."""
+        return np.array(to_pixels(bounding_box(obj), int(self.size[0]), int(self.size[1])))
+
+    def at_border(self, box: Floats) -> NDArray[np.bool_]:
+        """Return which of its four edges are at the photograph's border."""
+        return np.r_[box[:2] < _BORDER * self.size, box[2:] > (1 - _BORDER) * self.size]
+
+    def moved(self, box: Floats, rng: np.random.Generator, low: float, high: float) -> Floats | None:
+        """Return the box moved and stretched until its IoU is in the range; None if no try has such a box."""
+        sides, kept = np.tile(box[2:] - box[:2], 2), self.at_border(box)
+        smallest = min(8.0, 0.5 * float(sides.min()))
+        for _ in range(_TRIES):
+            far = rng.uniform(0.03, 0.25 if low >= 0.5 else 0.9)
+            shift, stretch = rng.normal(size=2)[[0, 1, 0, 1]], rng.normal(size=4)
+            new = np.clip(np.where(kept, box, box + sides * far * (shift + stretch / 3)), 0, np.tile(self.size, 2))
+            if (new[2:] - new[:2]).min() >= smallest and low <= _iou(new, box[None])[0] < high:
+                return new
+        return None
+
+    def crop(self, name: str, box: Floats) -> Crop:
+        """Cut out colours, the strength of edges, and the spread of colours."""
+        half = np.maximum(box[2:] - box[:2], _SHORTEST) * _GROWN / 2
+        middle = (box[:2] + box[2:]) / 2 + self._margin
+        low = np.clip(middle - half, 0, None)
+        high = np.minimum(middle + half, self._padded.size)
+        small = self._padded.resize(
+            (2 * _SIDE, 2 * _SIDE), Image.Resampling.BILINEAR, box=(*low.tolist(), *high.tolist())
+        )
+        colours = (np.asarray(small, dtype=float) - self._light) / self._contrast
+        edges = np.hypot(*np.gradient(colours.mean(axis=2)))
+        parts = (_halved(colours), _halved(edges) / (edges.mean() + 1e-3), colours.std(axis=(0, 1)))
+        return Crop(name, bool(self.at_border(box).any()), np.concatenate(parts).astype(np.float32))
+
+
+def _halved(values: Floats) -> Floats:
+    """Return the means over 2 x 2 pixels, in a line."""
+    return values.reshape(_SIDE, 2, _SIDE, 2, -1).mean(axis=(1, 3)).ravel()
+
+
+def _iou(box: Floats, others: Floats) -> Floats:
+    """Return IoU [N] of a box with others [N, 4], in pixels, unrounded."""
+    sides = np.clip(np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2]), 0, None)
+    both = sides.prod(axis=1)
+    areas = (others[:, 2:] - others[:, :2]).prod(axis=1) + (box[2:] - box[:2]).prod()
+    return np.asarray(both / (areas - both + 1e-9))
+
+
+# ---- scores ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Line:
+    """Crops of all samples in a line: pixels [N, D], and by crop [N] its class, border, part and sample."""
+
+    pixels: Pixels
+    names: NDArray[np.str_]
+    at_border: NDArray[np.bool_]
+    part: NDArray[np.int64]
+
+    @classmethod
+    def of(cls, crops: Iterable[tuple[int, Crop]]) -> _Line:
+        line = list(crops)
+        return cls(
+            pixels=np.array([crop.pixels for _, crop in line], dtype=np.float32).reshape(-1, _NUMBERS),
+            names=np.array([crop.name for _, crop in line], dtype=np.str_),
+            at_border=np.array([crop.at_border for _, crop in line], dtype=bool),
+            part=np.array([place % FOLDS for place, _ in line], dtype=np.int64),
+        )
+
+    def __len__(self) -> int:
+        return len(self.part)
+
+
+@_one_thread
+def judge(samples: Sequence[SampleCrops], votes: Sequence[Sequence[int]]) -> Appearance:
+    """Estimate the probabilities of all finds. `votes` of each sample's finds; all the same if there are none."""
+    on, beside, finds = (
+        _Line.of((i, crop) for i, own in enumerate(samples) for crop in getattr(own, kind))
+        for kind in ("on", "beside", "finds")
+    )
+    if len(on) < MIN_LABELS or len(beside) < MIN_LABELS:
+        return Appearance(why=f"{len(on)} labels are too few to know how objects look ({MIN_LABELS} are needed)")
+    number = np.array([vote for own in votes for vote in own], dtype=np.int64)
+    right, aucs = np.zeros(len(finds)), []
+    names, counts = np.unique(on.names, return_counts=True)
+    own_class = set(names[counts >= OWN_CLASS].tolist())
+    for name in (*sorted(own_class), None):
+        of_find = _in_group(finds.names, name, own_class)
+        if name is None and not (of_find.any() or _in_group(on.names, None, own_class).any()):
+            continue
+        group = _Group.of(on, beside, finds, of_find, name, own_class)
+        aucs.append((group.auc(), len(group.on)))
+        right[of_find] = group.right(number[of_find], finds.at_border[of_find])
+    auc = float(np.average([one for one, _ in aucs], weights=[weight for _, weight in aucs]))
+    if auc < MIN_AUC:
+        return Appearance(auc=auc, why=f"objects and what is beside them look too much alike (AUC {auc:.2f})")
+    ends = np.cumsum([len(own.finds) for own in samples])[:-1]
+    return Appearance(probabilities=tuple(tuple(part.tolist()) for part in np.split(right, ends)), auc=auc)
+
+
+def _in_group(names: NDArray[np.str_], name: str | None, own_class: set[str]) -> NDArray[np.bool_]:
+    return names == name if name is not None else ~np.isin(names, sorted(own_class))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class _Group:
+    """The scores of a class, in logits, of examples and finds; with the borders of the examples."""
+
+    on: Floats
+    on_border: NDArray[np.bool_]
+    wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # beside an object, and of another class
+    finds: Floats
+
+    @classmethod
+    def of(
+        cls, on: _Line, beside: _Line, finds: _Line, of_find: NDArray[np.bool_], name: str | None, own: set[str]
+    ) -> _Group:
+        """Fit and score. The classifier of all classes is fitted on all of their examples."""
+        everywhere = name is None
+        fit_on = np.ones(len(on), bool) if everywhere else on.names == name
+        fit_beside = np.ones(len(beside), bool) if everywhere else beside.names == name
+        others = np.zeros(len(on), bool) if everywhere else on.names != name
+        scores = [np.zeros(len(line)) for line in (on, beside, finds)]
+        for part in range(FOLDS):
+            kinds = [
+                line.pixels[mask & (line.part != part)]
+                for line, mask in ((on, fit_on), (beside, fit_beside), (on, others))
+            ]
+            score = logistic(kinds[0], np.concatenate(kinds[1:]))
+            for line, into in zip((on, beside, finds), scores, strict=True):
+                at = line.part == part
+                into[at] = score(line.pixels[at])
+        if everywhere and _in_group(on.names, None, own).sum() >= _FEWEST_EXAMPLES:
+            fit_on, fit_beside = _in_group(on.names, None, own), _in_group(beside.names, None, own)
+        wrong = [(scores[1][fit_beside], beside.at_border[fit_beside])]
+        if others.sum() >= _FEWEST_EXAMPLES:
+            wrong.append((scores[0][others], on.at_border[others]))
+        return cls(on=scores[0][fit_on], on_border=on.at_border[fit_on], wrong=tuple(wrong), finds=scores[2][of_find])
+
+    def auc(self) -> float:
+        """Return how often a right example has a higher score than a misplaced one."""
+        beside = np.sort(self.wrong[0][0])
+        return float(np.searchsorted(beside, self.on).mean() / max(1, len(beside)))
+
+    def right(self, votes: NDArray[np.int64], at_border: NDArray[np.bool_]) -> Floats:
+        """Return the probability [F] of each find."""
+        found = np.zeros(len(votes))
+        for border in (False, True):
+            kinds = [scores[edge == border] for scores, edge in ((self.on, self.on_border), *self.wrong)]
+            whole = [self.on, *(scores for scores, _ in self.wrong)]
+            if min(len(kinds[0]), len(kinds[1])) < _FEWEST_EXAMPLES:
+                kinds = whole
+            kinds = [own if len(own) >= _FEWEST_EXAMPLES else all_ for own, all_ in zip(kinds, whole, strict=True)]
+            for group in _vote_groups(np.where(at_border == border, votes, 0)):
+                found[group] = _right_of_mixture(self.finds[group], kinds)
+        return found
+
+
+def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """Return the places of finds with as many votes; neighbours are joined, from the most votes down, until there are
+    enough. 0 votes are left out."""
+    groups, own = [], np.zeros(0, dtype=np.int64)
+    for number in sorted(set(votes[votes > 0].tolist()), reverse=True):
+        own = np.concatenate([own, np.flatnonzero(votes == number)])
+        if len(own) >= _FEWEST_FINDS:
+            groups.append(own)
+            own = np.zeros(0, dtype=np.int64)
+    return [*groups, own] if len(own) else groups
+
+
+def _right_of_mixture(scores: Floats, kinds: Sequence[Floats]) -> Floats:
+    """Return the probability [F] of each score that it is of the first kind, with the likeliest shares of the kinds."""
+    places = np.digitize(scores, _BIN_EDGES)
+    density = np.array(
+        [np.bincount(np.digitize(kind, _BIN_EDGES), minlength=len(_BIN_EDGES) + 1) + 0.5 for kind in kinds]
+    )
+    density = density / density.sum(axis=1, keepdims=True)
+    likely = density[:, places]  # [kinds, F]
+    shares = np.full(len(kinds), 1 / len(kinds))
+    for _ in range(300):
+        belongs = shares[:, None] * likely
+        belongs /= belongs.sum(axis=0)
+        shares = (belongs.sum(axis=1) + 1 / len(kinds)) / (len(scores) + 1)
+    return np.asarray(belongs[0])
+
+
+def logistic(right: Pixels, wrong: Pixels, penalty: float = PENALTY) -> Callable[[Pixels], Floats]:
+    """Fit a penalised logistic regression by Newton's method, both sides with the same weight; returns its logits."""
+    values, is_right = np.concatenate([right, wrong]).astype(float), np.r_[np.ones(len(right)), np.zeros(len(wrong))]
+    mean, spread = values.mean(axis=0), values.std(axis=0) + 1e-6
+    design = np.c_[np.ones(len(values)), (values - mean) / spread]
+    penalties = np.r_[1e-3, np.full(values.shape[1], penalty)]
+    share = is_right.mean()
+    weights = np.where(is_right == 1, 0.5 / share, 0.5 / (1 - share))
+    factors = np.zeros(design.shape[1])
+    for _ in range(12):
+        probable = 1 / (1 + np.exp(-np.clip(design @ factors, -30, 30)))
+        curvature = (design * (weights * probable * (1 - probable))[:, None]).T @ design + np.diag(penalties)
+        step = np.linalg.solve(curvature, design.T @ (weights * (is_right - probable)) - penalties * factors)
+        factors += step
+        if abs(step).max() < 1e-3:
+            break
+    return lambda pixels: np.c_[np.ones(len(pixels)), (pixels - mean) / spread] @ factors
