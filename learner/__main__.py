@@ -9,7 +9,7 @@
     rollout-learner predict --model DIR INPUT... --out DIR       find objects in photographs, with a score for each
     rollout-learner calibrate --model DIR ANNOTATIONS            fit these scores on validation images
     rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE compare detectors: models, or any COCO results
-    rollout-learner find-missing suggest|review|write           find objects that nobody labelled, with a person
+    rollout-learner find-missing suggest|review|audit|write     find objects that nobody labelled, with a person
     rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
     rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
     rollout-learner schema                                       print the JSON Schema of run.yaml, for editors
@@ -600,6 +600,23 @@ def review_missing(
         from learner.missing.review import serve
 
         return serve(folder, port=port)
+
+    _end(work)
+
+
+@missing.command("audit")
+def audit_missing(
+    folder: SuggestionsDir,
+    number: Annotated[int, typer.Option(help="Suggestions that are drawn to be judged.", min=1)] = 60,
+    port: Annotated[int, typer.Option(help="The port to listen at.", min=1, max=65535)] = 8791,
+) -> None:
+    """Serve a page on which one person judges some suggestions, drawn by chance: right, wrong name, nothing there,
+    cannot tell. By `audit.json` in the folder a run knows how often others are right (`labels.complete.audit`)."""
+
+    def work() -> int:
+        from learner.missing.review import serve
+
+        return serve(folder, port=port, audit=number)
 
     _end(work)
 

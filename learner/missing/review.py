@@ -1,8 +1,10 @@
-"""A page on which one person reviews suggestions, and the new annotations: `find-missing review` and `write`.
+"""A page on which one person reviews suggestions, and the new annotations: `find-missing review`, `audit` and `write`.
 
 In: a folder with `suggestions.json`. Out: `decisions.json` in it, saved after each decision, and by `write` a new
-annotation file. A decision is `accept` with a name, or `reject`, by the suggestion's place in the list. The browser
-keeps a copy, so that nothing is lost while the server is away. Who reaches the page is decided by `learner.report.web`.
+annotation file. A decision is `accept` with a name, or `reject`, by the suggestion's place in the list. An audit shows
+some suggestions, drawn by chance; its verdicts are in `audit.json`, which runs read (`labels.complete.audit`). The
+browser keeps a copy, so that nothing is lost while the server is away. Who reaches the page is decided by
+`learner.report.web`.
 """
 
 from __future__ import annotations
@@ -12,8 +14,9 @@ import json
 import shlex
 import threading
 from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import jinja2
 from fastapi import FastAPI, HTTPException, Request, Response
@@ -22,11 +25,12 @@ from starlette.concurrency import run_in_threadpool
 
 from learner.data.formats.parts import part_of
 from learner.data.splits import load_samples
-from learner.missing.suggest import DECISIONS, read_folder
+from learner.missing.suggest import AUDIT, DECISIONS, read_folder
 from learner.records import Sample
 from learner.report.web import html, page_app, photograph, serve_page
 from learner.run.additions import Addition, write_with
 from learner.run.files import write_atomically
+from learner.tasks.detection.audit import AuditedFind, Verdict, audit_text, draw, read_audit
 from shared.errors import DataError
 from shared.images import ImageRules, Images
 from shared.validation import first_wrong
@@ -40,11 +44,11 @@ TEMPLATES = jinja2.Environment(
 
 
 class Decision(BaseModel):
-    """`name` is what the person calls an accepted object."""
+    """`name` is what the person calls an accepted object. The last two are an audit's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    decision: Literal["accept", "reject"]
+    decision: Literal["accept", "reject", "wrong name", "cannot tell"]
     name: str = Field(min_length=1, max_length=LONGEST_NAME)
 
 
@@ -69,11 +73,14 @@ def read_decisions(folder: Path) -> Decisions:
         ) from error
 
 
-def make_app(folder: Path) -> FastAPI:
+def make_app(folder: Path, audit: int | None = None) -> FastAPI:
     """`/` the page, `/state` suggestions and decisions, `/image/N` the photograph of suggestion N, `PUT /decisions` all
-    decisions. Raises DataError."""
+    decisions. `audit`: draw so many suggestions, if none were drawn yet, and show these. Raises DataError."""
     _, suggestions = read_folder(folder)
-    read_decisions(folder)
+    if audit is None:
+        read_decisions(folder)
+    else:
+        suggestions = [suggestions[one.place] for one in audited(folder, audit)]
     names = sorted({s["name"] for s in suggestions} | {name for s in suggestions for name, _ in s["labels"]})
     digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[:16]  # names what the browser keeps
     app = page_app(body_bytes=min(_MOST_BYTES, (1 + len(suggestions)) * _DECISION_BYTES))
@@ -81,11 +88,12 @@ def make_app(folder: Path) -> FastAPI:
 
     @app.get("/")
     def page() -> Response:
-        return html(TEMPLATES.get_template("review.html"), title=folder.resolve().name)
+        return html(TEMPLATES.get_template("review.html"), title=folder.resolve().name, audit=audit is not None)
 
     @app.get("/state")
     def state() -> dict[str, object]:
-        decisions = {str(place): one.model_dump() for place, one in read_decisions(folder).items()}
+        known = read_decisions(folder) if audit is None else verdicts_of(folder, suggestions)
+        decisions = {str(place): one.model_dump() for place, one in known.items()}
         shown = [{k: v for k, v in s.items() if k != "image"} for s in suggestions]
         return {"suggestions": shown, "decisions": decisions, "names": names, "digest": digest}
 
@@ -107,6 +115,8 @@ def make_app(folder: Path) -> FastAPI:
     def save(decisions: Decisions) -> int:
         known = {place: one for place, one in decisions.items() if 0 <= place < len(suggestions)}
         with lock:
+            if audit is not None:
+                return save_verdicts(folder, known)
             text = json.dumps({str(place): one.model_dump() for place, one in sorted(known.items())}, indent=1)
             write_atomically(folder / DECISIONS, text + "\n")
         return len(known)
@@ -114,9 +124,61 @@ def make_app(folder: Path) -> FastAPI:
     return app
 
 
-def serve(folder: Path, *, port: int) -> int:
+def serve(folder: Path, *, port: int, audit: int | None = None) -> int:
     """Serve until Ctrl-C. Returns the exit code. Raises DataError, and ServerError if the port is taken."""
-    return serve_page(make_app(folder), name="review", port=port, note=f"; decisions are in {folder / DECISIONS}")
+    app, file = make_app(folder, audit), folder / (DECISIONS if audit is None else AUDIT)
+    return serve_page(app, name="review" if audit is None else "audit", port=port, note=f"; decisions are in {file}")
+
+
+# ---- an audit -------------------------------------------------------------------------------------------------------
+
+_VERDICTS: dict[str, Verdict] = {
+    "accept": "right",
+    "reject": "nothing there",
+    "wrong name": "wrong name",
+    "cannot tell": "cannot tell",
+}
+
+
+def audited(folder: Path, number: int) -> list[AuditedFind]:
+    """Return the finds of the folder's audit; `number` are drawn if it has none yet. Raises DataError."""
+    path, suggestions = folder / AUDIT, read_folder(folder)[1]
+    if path.is_file():
+        found = read_audit(path)
+        if any(one.place >= len(suggestions) for one in found):
+            raise DataError(
+                "an audit is of other suggestions",
+                found=f"{path}, and {len(suggestions)} suggestions",
+                wanted="the suggestions that it was drawn from",
+                remedy=f"remove {path} to begin again",
+            )
+        return found
+    places = draw([one["votes"] for one in suggestions], number)
+    known = ((place, suggestions[place]) for place in places)
+    found = [AuditedFind(i, one["votes"], one["answers"], one.get("probability")) for i, one in known]
+    write_atomically(path, audit_text(found))
+    return found
+
+
+def verdicts_of(folder: Path, shown: Sequence[Mapping[str, Any]]) -> Decisions:
+    """Return the verdicts as the page has them."""
+    names = {verdict: name for name, verdict in _VERDICTS.items()}
+    found = enumerate(zip(read_audit(folder / AUDIT), shown, strict=True))
+    return {
+        i: Decision.model_validate({"decision": names[one.verdict], "name": suggestion["name"]})
+        for i, (one, suggestion) in found
+        if one.verdict is not None
+    }
+
+
+def save_verdicts(folder: Path, decisions: Decisions) -> int:
+    """Write what the page has. A verdict that was taken back goes."""
+    found = [
+        one._replace(verdict=_VERDICTS[decisions[i].decision] if i in decisions else None)
+        for i, one in enumerate(read_audit(folder / AUDIT))
+    ]
+    write_atomically(folder / AUDIT, audit_text(found))
+    return len(decisions)
 
 
 class _Anything:

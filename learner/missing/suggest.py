@@ -39,7 +39,7 @@ from shared.images import Images
 from shared.reading import json_in
 from shared.validation import first_wrong
 
-SUGGESTIONS, DECISIONS = "suggestions.json", "decisions.json"
+SUGGESTIONS, DECISIONS, AUDIT = "suggestions.json", "decisions.json", "audit.json"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,9 +63,11 @@ class Suggestion:
     probability: float | None = None
 
     @property
-    def rank(self) -> tuple[float, float]:
+    def rank(self) -> float:
         """The largest is reviewed first."""
-        return self.probability or 0.0, self.agreement if self.score is None else self.agreement * self.score
+        if self.probability is not None:
+            return self.probability
+        return self.agreement if self.score is None else self.agreement * self.score
 
 
 def annotations_of(
@@ -120,7 +122,7 @@ def suggest(
     tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)
     own = judged if known.source != "votes" else agreed  # votes are in the agreement already
     found = [one for parts in zip(samples, own, scores, strict=True) for one in of_sample(*parts)]
-    found.sort(key=lambda one: (*(-part for part in one.rank), one.sample_id, one.box))
+    found.sort(key=lambda one: (-one.rank, -one.agreement, one.sample_id, one.box))
     told = {"data": data.model_dump(mode="json"), "key": _key_of(model, data.train)}
     content = {**told, "suggestions": [asdict(one) for one in found]}
     write_atomically(out / SUGGESTIONS, json.dumps(content) + "\n")

@@ -26,6 +26,7 @@ from learner.rollout.backend import COMPLETES_LABELS, MicroStep, RolloutBackend
 from learner.run.additions import RunAnnotations
 from learner.run.files import write_atomically
 from learner.tasks.detection.appearance import Open, SampleCrops, crops_of, share_of
+from learner.tasks.detection.audit import require_verdicts
 from learner.tasks.detection.completion import (
     CompletionEstimate,
     LabelCandidate,
@@ -84,7 +85,8 @@ class Completion:
 
 
 class LabelCompletion:
-    """`samples` are changed in place. `too_long` says of a sample whether it does not fit a packed row."""
+    """`samples` are changed in place. `too_long` says of a sample whether it does not fit a packed row. Raises
+    DataError for an audit that says nothing."""
 
     def __init__(
         self,
@@ -103,6 +105,8 @@ class LabelCompletion:
         self._samples, self._settings, self._backend, self._task = samples, settings, backend, task
         self._ranks, self._folder, self._too_long, self._tell = ranks, run_dir / FOLDER, too_long, tell
         self._annotations, self._open = annotations, open_image
+        audit = Path(settings.audit) if settings.audit is not None and ranks.is_main else None
+        self._audited = ranks.all_succeed(lambda: require_verdicts(audit) if audit is not None else [])[0]
         self._names = {obj.desc for sample in samples for obj in sample.objects}
         self._done_at: int | None = None
 
@@ -119,7 +123,9 @@ class LabelCompletion:
         annotated = [without_completed(sample) for sample in self._samples]
         looked = self._candidates(annotated, global_step)
         known, found = self._ranks.broadcast_object(
-            estimate_gaps(annotated, [own for own, _ in looked], [own for _, own in looked], settings.rollouts)
+            estimate_gaps(
+                annotated, [own for own, _ in looked], [own for _, own in looked], settings.rollouts, self._audited
+            )
             if self._ranks.is_main
             else None
         )
@@ -282,7 +288,10 @@ def _right(found: Sequence[Sequence[LabelCandidate]], min_votes: int | None, pro
         one.probability
         for own in found
         for one in own
-        if one.probability is not None and one.votes >= (min_votes or 1) and one.probability >= probable
+        if one.relation == "free"
+        and one.probability is not None
+        and one.votes >= (min_votes or 1)
+        and one.probability >= probable
     ]
     return round(sum(accepted) / len(accepted), 4) if accepted else None
 

@@ -32,6 +32,13 @@ class CompleteConfig(Section):
         "votes",
         req="R48",
     )
+    audit: str | None = key(
+        "the `audit.json` of `find-missing audit`: a person's verdicts on some boxes, which correct the estimate of "
+        "all. null: none",
+        None,
+        min_length=1,
+        req="R48",
+    )
     overlap: float = key(
         "boxes that overlap by at least this are about the same object", 0.3, unit="IoU", gt=0.0, le=1.0
     )

@@ -24,11 +24,13 @@ from numpy.typing import NDArray
 from scipy.stats import chi2, mannwhitneyu
 
 from learner.records import Sample
-from learner.tasks.detection.appearance import FOLDS, Appearance, SampleCrops, judge, logistic
+from learner.tasks.detection.appearance import FOLDS, SampleCrops, judge, logistic
+from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.completion import (
     CompletionEstimate,
     LabelCandidate,
+    Source,
     best_threshold,
     estimate,
     tally,
@@ -36,7 +38,7 @@ from learner.tasks.detection.completion import (
 
 PROBABLE = 0.5  # from this probability on, a find adds more than it spoils
 _FEWEST = 20  # finds with a label, and without one
-_AUC, _CHANCE = 0.6, 0.01  # of the features
+_AUC, _CHANCE = 0.6, 0.001  # of the features
 _SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # chi2 over its degrees of freedom, over photographs
 _BORDER = 12.5  # bins
 _PENALTY = 3.0
@@ -45,17 +47,27 @@ Found = Sequence[Sequence[LabelCandidate]]
 
 
 def estimate_gaps(
-    samples: Sequence[Sample], found: Found, crops: Sequence[SampleCrops], num_answers: int
+    samples: Sequence[Sample],
+    found: Found,
+    crops: Sequence[SampleCrops],
+    num_answers: int,
+    audited: Sequence[AuditedFind] = (),
 ) -> tuple[CompletionEstimate, list[list[LabelCandidate]]]:
     """Return the estimate, and the candidates with their probabilities. `crops` have the free candidates of each
-    sample, in their order."""
+    sample, in their order. `audited`: a person's verdicts on finds like these; they correct any estimate."""
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
     looks = judge(crops, [[one.votes for one in own] for own in free])
-    if looks.probabilities:
-        found = _with(found, looks.probabilities)
-        known = _by_looks(known, found, looks, num_labels)
+    probabilities: Sequence[Sequence[float]] = looks.probabilities
+    if audited:
+        votes = [one.object.votes for own in free for one in own if one.object.votes is not None]
+        before = np.array([p for own in probabilities for p in own]) if probabilities else None
+        after = iter(refitted(before, votes, audited).tolist())
+        probabilities = [[next(after) for _ in own] for own in free]
+    if probabilities:
+        found = _with(found, probabilities)
+        known = _by_probabilities(known, found, num_labels, "audit" if audited else "appearance")
     known = replace(known, auc=looks.auc, not_random=not_random(found, num_answers))
     if known.source != "votes":
         return known, [list(own) for own in found]
@@ -69,16 +81,21 @@ def estimate_gaps(
 
 
 def _with(found: Found, probabilities: Sequence[Sequence[float]]) -> list[list[LabelCandidate]]:
-    """Give the free candidates their probabilities."""
+    """Give the free candidates their probabilities. What repeats another find is not right."""
     left = [iter(own) for own in probabilities]
     return [
-        [replace(one, probability=next(values)) if one.relation == "free" else one for one in own]
+        [
+            replace(one, probability=next(values) if one.relation == "free" else 0.0)
+            if one.relation in ("free", "repeats")
+            else one
+            for one in own
+        ]
         for own, values in zip(found, left, strict=True)
     ]
 
 
-def _by_looks(known: CompletionEstimate, found: Found, looks: Appearance, num_labels: int) -> CompletionEstimate:
-    """Put what the photographs say in the place of what votes say."""
+def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, source: Source) -> CompletionEstimate:
+    """Put what the photographs or a person say in the place of what votes say."""
     free = np.array(known.free, dtype=float)
     right = np.zeros(len(free))
     for own in found:
@@ -100,7 +117,7 @@ def _by_looks(known: CompletionEstimate, found: Found, looks: Appearance, num_la
         may_be_complete=is_complete,
         missing=float(right.sum() / max(1.0, num_labels + right.sum())),
         precision=tuple(precision.round(4).tolist()),
-        source="appearance",
+        source=source,
     )
 
 

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
 
@@ -24,8 +24,9 @@ from PIL import Image
 from learner.__main__ import main
 from learner.config.sections.data import DataConfig
 from learner.missing.review import make_app, read_decisions, to_train_on, write_reviewed
-from learner.missing.suggest import DECISIONS, SUGGESTIONS, of_sample
+from learner.missing.suggest import AUDIT, DECISIONS, SUGGESTIONS, of_sample
 from learner.records import DetectionObject
+from learner.tasks.detection.audit import AuditedFind, audit_text, read_audit
 from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.scores import ScoredObject
 from shared.addresses import free_port
@@ -52,6 +53,47 @@ def folder_of(tmp_path: Path, name: str = "coco") -> tuple[Path, Path]:
 
 def client_of(folder: Path) -> TestClient:
     return TestClient(make_app(folder), base_url="http://127.0.0.1")
+
+
+def test_looks_come_before_agreement(tmp_path: Path) -> None:
+    """What looks and votes say decides the order; a find that repeats another comes last, but is not lost."""
+    path, _ = FORMATS["coco"](tmp_path)
+    sample = next(one for one in read(path) if Path(one.images[0]).stem == "0")
+    dog, cat = DetectionObject("dog", "bbox_2d", FIRST), DetectionObject("cat", "bbox_2d", SECOND)
+    again = DetectionObject("fox", "bbox_2d", (640, 200, 840, 500))
+    found = candidates(sample, [[dog, cat, again], [dog]])
+    known = [replace(one, probability={"dog": 0.3, "cat": 0.8, "fox": 0.0}.get(one.object.desc)) for one in found]
+    line = sorted(of_sample(sample, known), key=lambda one: -one.rank)
+    assert [(one.name, one.rank) for one in line] == [("cat", 0.8), ("dog", 0.3), ("fox", 0.0)]
+
+
+def test_an_audit_is_drawn_once_and_keeps_its_verdicts(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    client = TestClient(make_app(folder, 60), base_url="http://127.0.0.1")
+    drawn = [one.place for one in read_audit(folder / AUDIT)]
+    assert sorted(drawn) == [0, 1]
+    assert "Wrong name" in client.get("/").text
+    assert [s["votes"] for s in client.get("/state").json()["suggestions"]] == [3 - 2 * place for place in drawn]
+    verdicts = {"0": {"decision": "wrong name", "name": "dog"}, "1": {"decision": "accept", "name": "cat"}}
+    assert client.put("/decisions", json=verdicts).json() == {"saved": 2}
+    again = TestClient(make_app(folder, 1), base_url="http://127.0.0.1")
+    assert {k: v["decision"] for k, v in again.get("/state").json()["decisions"].items()} == {
+        "0": "wrong name",
+        "1": "accept",
+    }
+    assert [one.verdict for one in read_audit(folder / AUDIT)] == ["wrong name", "right"]
+    assert again.put("/decisions", json={"1": verdicts["1"]}).json() == {"saved": 1}
+    assert [one.verdict for one in read_audit(folder / AUDIT)] == [None, "right"]
+    assert not (folder / DECISIONS).exists()
+    assert "Wrong name" not in client_of(folder).get("/").text
+
+
+def test_an_audit_of_other_suggestions_is_refused(tmp_path: Path) -> None:
+    folder, _ = folder_of(tmp_path)
+    (folder / AUDIT).write_text(audit_text([AuditedFind(2, 1, 3, None)]))
+    with pytest.raises(DataError) as error:
+        make_app(folder, 60)
+    assert str(folder / AUDIT) in str(error.value)
 
 
 def test_suggestions_have_no_label_and_the_best_come_first(tmp_path: Path) -> None:

@@ -1,0 +1,141 @@
+"""A person's verdicts on some finds, and what they say about all others (R49).
+
+In: finds with votes and probabilities, and of some of them a verdict. Out: better probabilities of all finds.
+
+Finds are drawn by the square root of the number that have as many votes, so that rare ones are seen too. Verdicts are
+fitted by a logistic regression
+
+    logit(right) = a + b logit(probability) + c log2(votes of eight answers)
+
+whose factors are drawn towards 0, 1 and 0: without verdicts, probabilities stay as they are. After 60 verdicts on finds
+of blood cells the share of right ones is within 0.08 at 2 to 6 votes in 90% of 200 draws. Pure, but for `read_audit`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
+import numpy as np
+from numpy.typing import NDArray
+
+from learner.records import Votes
+from shared.errors import DataError
+
+Verdict = Literal["right", "wrong name", "nothing there", "cannot tell"]
+FEWEST = 10  # verdicts that say something
+_PRIOR = np.array([0.0, 1.0, 0.0])
+_SPREAD = np.array([0.5, 0.3, 0.3])  # of the prior, in logits
+_SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # where nothing else is known
+_SUREST = 0.98
+Floats = NDArray[np.float64]
+
+
+class AuditedFind(NamedTuple):
+    """A find with a person's verdict, or without one yet. `place` in the list of suggestions; `probability` is what its
+    looks and votes said; None: they said too little."""
+
+    place: int
+    votes: int
+    answers: int
+    probability: float | None
+    verdict: Verdict | None = None
+
+    @property
+    def right(self) -> bool | None:
+        """Return whether box and name are right; None if nobody can tell, or nobody did."""
+        return None if self.verdict in (None, "cannot tell") else self.verdict == "right"
+
+
+def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
+    """Return the places of `number` finds, or of all if there are no more, in an order by chance."""
+    rng = np.random.default_rng(seed)
+    of = np.array(votes)
+    kinds, sizes = np.unique(of, return_counts=True)
+    wanted = np.sqrt(sizes) * number / max(1.0, float(np.sqrt(sizes).sum()))
+    taken = np.minimum(wanted.astype(int), sizes)
+    while taken.sum() < min(number, len(of)):
+        taken[np.where(taken < sizes, wanted - taken, -np.inf).argmax()] += 1
+    chosen = [rng.permutation(np.flatnonzero(of == kind))[:some] for kind, some in zip(kinds, taken, strict=True)]
+    return rng.permutation(np.concatenate(chosen)).tolist() if chosen else []
+
+
+def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audited: Sequence[AuditedFind]) -> Floats:
+    """Return the probabilities [N] of finds with these votes, as the verdicts correct them. Where looks said too little
+    of these finds (None) or of the audited ones, votes alone are fitted, and need about 100 verdicts. `votes` None:
+    finds of one answer, which looks alone tell apart."""
+    if votes is None:
+        assert probabilities is not None
+        votes = [Votes(1, 8)] * len(probabilities)
+        audited = [one._replace(votes=1, answers=8) for one in audited if one.probability is not None]
+    known = [one for one in audited if one.right is not None]
+    before = [one.probability for one in known if one.probability is not None]
+    spread = _SPREAD
+    if probabilities is None or len(before) < len(known):
+        probabilities, before, spread = np.full(len(votes), 0.5), [0.5] * len(known), _SPREAD_OF_VOTES
+    design = _design(np.array(before), [Votes(one.votes, one.answers) for one in known])
+    is_right = np.array([bool(one.right) for one in known], dtype=float)
+    factors = _PRIOR.copy()
+    for _ in range(50):
+        probable = _sigmoid(design @ factors)
+        slope = design.T @ (is_right - probable) - (factors - _PRIOR) / spread**2
+        curvature = (design * (probable * (1 - probable))[:, None]).T @ design + np.diag(1 / spread**2)
+        factors += np.linalg.solve(curvature, slope)
+        if abs(slope).max() < 1e-6:
+            break
+    return _sigmoid(_design(probabilities, votes) @ factors)
+
+
+def _design(probabilities: Floats, votes: Sequence[Votes]) -> Floats:
+    """Return [N, 3]: 1, the logit, and the votes as if there were eight answers."""
+    sure = np.clip(probabilities, 1 - _SUREST, _SUREST)
+    shares = np.array([one.share for one in votes], dtype=float)
+    return np.stack([np.ones(len(sure)), np.log(sure / (1 - sure)), np.log2(8 * shares)], axis=1)
+
+
+def _sigmoid(values: Floats) -> Floats:
+    return np.asarray(1 / (1 + np.exp(-np.clip(values, -30, 30))))
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+def audit_text(found: Sequence[AuditedFind]) -> str:
+    """Return the finds and verdicts as `audit.json` has them."""
+    return json.dumps({"finds": [one._asdict() for one in found]}, indent=1) + "\n"
+
+
+def read_audit(path: Path) -> list[AuditedFind]:
+    """Raises DataError if it is not what `audit_text` wrote."""
+    try:
+        return [_checked(AuditedFind(**row)) for row in json.loads(path.read_text(encoding="utf-8"))["finds"]]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise DataError(
+            "an audit can't be read",
+            found=f"{path}: {type(error).__name__}: {error}",
+            wanted="the audit.json of rollout-learner find-missing audit",
+            remedy="correct the path, or remove the file to begin the audit again",
+        ) from error
+
+
+def _checked(one: AuditedFind) -> AuditedFind:
+    if one.verdict is not None and one.verdict not in get_args(Verdict):
+        raise ValueError(f"verdict {one.verdict!r}; wanted: {', '.join(get_args(Verdict))}, or null")
+    if not (one.place >= 0 and 1 <= one.votes <= one.answers and 0 <= (one.probability or 0.0) <= 1):
+        raise ValueError(f"{one}; wanted: 1 to `answers` votes, and a probability from 0 to 1")
+    return one
+
+
+def require_verdicts(path: Path) -> list[AuditedFind]:
+    """Return an audit that says something. Raises DataError if it has too few verdicts."""
+    found = read_audit(path)
+    if (number := sum(one.right is not None for one in found)) < FEWEST:
+        raise DataError(
+            "an audit has too few verdicts",
+            found=f"{path}: {number} of {len(found)} finds",
+            wanted=f"{FEWEST} or more that say right or wrong; 60 are enough",
+            remedy="go on with it: rollout-learner find-missing audit",
+        )
+    return found
