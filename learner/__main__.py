@@ -428,6 +428,9 @@ def evaluate(
     box_format: Annotated[
         Literal["xywh", "xyxy"], typer.Option(help="The results' boxes: with width and height, or as two corners.")
     ] = "xywh",
+    audit: Annotated[
+        Path | None, typer.Option(help="Where labels have gaps: the audit.json of find-missing audit.")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that evaluate did not write.")] = False,
 ) -> None:
     """Compare detectors on an annotation file.
@@ -452,6 +455,7 @@ def evaluate(
             asked=asked,
             image_root=image_root,
             read_as=ReadAs.of(names, coordinates, box_format),
+            audit=audit,
             out=out,
             overwrite=overwrite,
         )

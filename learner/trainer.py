@@ -41,7 +41,7 @@ from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, 
 from learner.run.files import write_atomically
 from learner.run.stopping import Stopped, StopRequest, TimeLimit
 from learner.steps.completing import LabelCompletion
-from learner.steps.evaluation import Evaluation, Retained, evaluate, write_evaluation
+from learner.steps.evaluation import Evaluation, GapMetrics, Retained, evaluate, write_evaluation
 from learner.steps.pictures import draw_scenes
 from learner.steps.source import StepSource, in_lockstep, padded
 from learner.steps.syncs import StepSyncs
@@ -135,6 +135,7 @@ class Trainer:
         stop: StopRequest,
         journal: Journal,
         labels: LabelCompletion | None = None,
+        gaps: GapMetrics | None = None,
     ) -> None:
         self.config, self.total_steps, self.ranks = config, total_steps, ranks
         self.run_dir = Path(config.training.output_dir)
@@ -143,7 +144,7 @@ class Trainer:
         self.train_samples = train_samples  # completed labels included, where these are completed
         self.eval_samples, self.test_samples, self.backend = eval_samples, test_samples, backend
         self.checkpoints, self.stop, self.journal, self.clock = checkpoints, stop, journal, journal.clock
-        self.labels, self.retained = labels, retained
+        self.labels, self.gaps, self.retained = labels, gaps, retained
         self.syncs = StepSyncs(sync, source, journal, rolls_out=backend is not None, is_sharded=policy.is_sharded)
         training = config.training
         self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
@@ -309,11 +310,15 @@ class Trainer:
             calibrated=self.task.calibrated if data.val is not None else None,
         )
         self._evaluated_at, self._evaluation = step, evaluation
-        metrics = {**evaluation.metrics, **self.score_retained()}
+        own = dict(evaluation.metrics) | (self.gaps.of(evaluation) if self.gaps is not None else {})
+        if self.gaps is not None and self.gaps.note:
+            self.journal.note(self.gaps.note)
+            self.gaps.note = ""
+        metrics = {**own, **self.score_retained()}
         self.time_limit.evaluated(time.monotonic() - began_s)
         self.journal.evaluation(metrics, step=step, reason=self.task.reason(evaluation.assignments, metrics))
         self.journal.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
-        verdict = self.best.add(step, evaluation.metrics)
+        verdict = self.best.add(step, own)
         if verdict.is_best and step > 0:
             self.keep_best(is_due=self._saved_at == step)
         self.save_calibration()

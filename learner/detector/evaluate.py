@@ -19,12 +19,13 @@ from rich.console import Console
 from rich.table import Table
 
 from learner.config.sections.data import DataConfig
+from learner.config.sections.training import ESTIMATED
 from learner.data.splits import load_split
 from learner.detector.answers import AnswerSettings
 from learner.detector.boxes import Prediction
 from learner.detector.command import quiet, tell_warnings
 from learner.detector.detector import Detector
-from learner.detector.evaluation import DetectorResult, Found, Scored, evaluate_all, threshold_of
+from learner.detector.evaluation import DetectorResult, Found, Scored, evaluate_all, kept_boxes, threshold_of
 from learner.detector.inputs import Anything, images_of
 from learner.detector.model import ModelFiles, find_model
 from learner.detector.pictures import TEMPLATES
@@ -34,7 +35,10 @@ from learner.journal.retained import OWN
 from learner.records import Sample
 from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.ap_interval import AP, AP50
+from learner.tasks.detection.audit import require_verdicts
+from learner.tasks.detection.ranking import GapJudge, RankedModel, drawn_places, has_gaps, rank
 from shared.errors import ConfigError, OutputError
+from shared.images import ImageRules, Images
 from shared.reading import json_of
 
 EVALUATION, PAGE = "evaluation.json", "index.html"
@@ -56,6 +60,7 @@ class EvaluateOptions:
     asked: AnswerSettings = field(default_factory=AnswerSettings)
     image_root: str | None = None
     read_as: ReadAs = field(default_factory=ReadAs)  # how `predictions` and `val_predictions` are read
+    audit: Path | None = None  # a person's verdicts, where the annotations have gaps
     out: Path
     overwrite: bool = False
 
@@ -90,12 +95,14 @@ def evaluate(options: EvaluateOptions) -> int:
     console.print(_table(results))
     if compared:
         console.print(_gains(compared))
-    write_atomically(options.out / EVALUATION, json.dumps(_rows(results, compared), indent=1) + "\n")
+    ranked = _ranked(options, found[_MAIN], samples[_MAIN], thresholds, console)
+    write_atomically(options.out / EVALUATION, json.dumps(_rows(results, compared, ranked), indent=1) + "\n")
     page = TEMPLATES.get_template("evaluation.html").render(
         title=Path(options.annotations).name,
         facts=f"{len(samples[_MAIN])} images, {sum(len(s.objects) for s in samples[_MAIN])} objects",
         results=results,
         compared=compared,
+        ranked=ranked,
         classes=sorted({name for one in results for name in one.classes}),
         chosen=f"on {options.val}" if options.val else "on other images of the same file (five parts)",
     )
@@ -222,9 +229,48 @@ def _threshold(found: Found, samples: Sequence[Sample]) -> float:
     return threshold_of([list(found.boxes.get(s.sample_id, ())) for s in samples], samples)
 
 
-def _rows(results: Sequence[DetectorResult], compared: Compared) -> list[dict[str, object]]:
-    """Return one row a detector. Those of models have their results on what is retained, as `retained`."""
+def _ranked(
+    options: EvaluateOptions,
+    found: Sequence[Found],
+    samples: Sequence[Sample],
+    thresholds: Mapping[str, float],
+    console: Console,
+) -> list[RankedModel]:
+    """Return the detectors' F1 where labels have gaps, and print it; [] where they show none, or cannot rank them."""
+    audited = require_verdicts(options.audit) if options.audit is not None else []
+    looked_at = [samples[i] for i in drawn_places(len(samples))]
+    judge = GapJudge(looked_at, Images(ImageRules()).load, audited)
+    boxes = [[[b.object for b in own] for own in kept_boxes(one, looked_at, thresholds.get(one.name))] for one in found]
+    scores = [score for own in boxes if (score := judge.score(own)) is not None]
+    if len(scores) < len(found):
+        console.print(f"note: if these labels have gaps, they cannot rank models: {judge.why}")
+        return []
+    if not any(has_gaps(score, judge.num_labels) for score in scores):
+        return []
+    least, most = judge.objects(scores, boxes)
+    ranked = rank([one.name for one in found], scores, (least, most))
+    console.print(
+        f"These labels have gaps: F1 by them favors models that learned the gaps. {ESTIMATED} is from the photographs"
+        f"{' and the audit' if audited else ''}, "
+        f"for {least:.0f} to {most:.0f} objects; {judge.num_labels} have labels"
+    )
+    shown = Table("detector", ESTIMATED, "range", "precision", "not decided from", box=None, padding=(0, 2, 0, 0))
+    for one in ranked:
+        f1 = one.f1
+        interval, ends = f"{f1.estimate:.3f} [{f1.low:.3f}, {f1.high:.3f}]", f"{one.low:.3f} to {one.high:.3f}"
+        shown.add_row(one.name, interval, ends, f"{one.precision:.3f}", ", ".join(one.undecided))
+    console.print(shown)
+    return ranked
+
+
+def _rows(
+    results: Sequence[DetectorResult], compared: Compared, ranked: Sequence[RankedModel]
+) -> list[dict[str, object]]:
+    """Return one row a detector. Those of models have their results on what is retained, as `retained`; `with_gaps` is
+    there where labels have gaps."""
     rows = {one.name: asdict(one) for one in results}
+    for model in ranked:
+        rows[model.name]["with_gaps"] = asdict(model)
     for data, own in compared[1:]:
         for one in own:
             rows[one.name].setdefault("retained", {})[data] = asdict(one)

@@ -70,6 +70,13 @@ class DetectorResult:
     num_boxes: int
 
 
+def kept_boxes(one: Found, samples: Sequence[Sample], threshold: float | None) -> list[list[Scored]]:
+    """Return a detector's boxes that reach the threshold, by sample; None: each part of the images has its own."""
+    line = [list(one.boxes.get(sample.sample_id, ())) for sample in samples]
+    thresholds = np.full(len(samples), threshold) if threshold is not None else fold_thresholds(line, samples)
+    return [[b for b in boxes if b.score >= t] for boxes, t in zip(line, thresholds, strict=True)]
+
+
 def evaluate_all(
     found: Sequence[Found], samples: Sequence[Sample], validation: Mapping[str, float] | None = None
 ) -> list[DetectorResult]:
@@ -79,8 +86,7 @@ def evaluate_all(
     for one in found:
         threshold = (validation or {}).get(one.name)
         line = [list(one.boxes.get(sample.sample_id, ())) for sample in samples]
-        thresholds = np.full(len(samples), threshold) if threshold is not None else fold_thresholds(line, samples)
-        kept = [[b for b in boxes if b.score >= t] for boxes, t in zip(line, thresholds, strict=True)]
+        kept = kept_boxes(one, samples, threshold)
         assignments = [assignment_of(boxes, sample) for boxes, sample in zip(kept, samples, strict=True)]
         table = count_objects(assignments)
         right, scores = judged(line, samples)

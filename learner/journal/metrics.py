@@ -213,6 +213,14 @@ DETECTION = (
         "share",
         "square root of precision times recall at IoU 0.5: missing labels lower it by the same factor for every model",
     ),
+    Metric(
+        "estimated_f1@0.5",
+        "share",
+        "F1 at IoU 0.5 where labels of data.val have gaps: boxes without a label are right as probably as they look, "
+        "and the number of objects is in the middle of a range, the same in the whole run",
+    ),
+    Metric("estimated_f1_low@0.5", "share", "the same for the most objects of the range"),
+    Metric("estimated_f1_high@0.5", "share", "the same for the fewest objects of the range"),
     Metric("f1@miou", "share", "mean of F1 at IoU 0.50, 0.55, ..., 0.95"),
     Metric("mean_iou", "IoU", "over the true positives at 0.5"),
     Metric("f1_any@0.5", "share", "F1 at IoU 0.5, whatever the description"),

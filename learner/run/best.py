@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from learner.config.sections.training import TrainingConfig
+from learner.config.sections.training import ESTIMATED, TrainingConfig
 from learner.run.files import write_atomically, writing
 from shared.errors import ConfigError
 
@@ -43,18 +43,21 @@ class Verdict:
 
 @dataclass
 class BestEvaluation:
-    """The values of `metric` so far, by step. `metric` None: nothing is kept and nothing stops early."""
+    """The values of `metric` so far, by step. `metric` None: nothing is kept and nothing stops early. `estimated`: the
+    metric that takes its place if the first evaluation has it, because labels have gaps (D22); None: none does."""
 
     root: Path
     ranks: Ranks
     metric: str | None
     patience: int | None = None
+    estimated: str | None = None
     values: dict[int, float] = field(default_factory=dict)
 
     @classmethod
     def of(cls, metric: str | None, training: TrainingConfig, ranks: Ranks) -> BestEvaluation:
         root = Path(training.output_dir)
-        return cls(root=root, ranks=ranks, metric=metric, patience=training.early_stop_patience)
+        estimated = ESTIMATED if training.keep_best == "auto" else None
+        return cls(root=root, ranks=ranks, metric=metric, patience=training.early_stop_patience, estimated=estimated)
 
     @property
     def best_step(self) -> int | None:
@@ -72,6 +75,8 @@ class BestEvaluation:
         """Take in one evaluation. Collective. Raises ConfigError if it has no such metric."""
         if self.metric is None:
             return Verdict()
+        if not self.values and self.estimated is not None and self.estimated in metrics:
+            self.metric = self.estimated
         if self.metric not in metrics:
             raise ConfigError(
                 "training.keep_best: an evaluation has no such metric",
@@ -98,13 +103,14 @@ class BestEvaluation:
         if self.ranks.is_main:
             try:
                 stored = json.loads((self.root / BEST_FILE).read_text())
-                if stored["metric"] == self.metric:
+                if stored["metric"] in (self.metric, self.estimated):
+                    self.metric = stored["metric"]
                     found = {int(at): float(value) for at, value in stored["values"].items()}
             except FileNotFoundError:  # nothing was measured until `step`
                 pass
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 log.warning("%s cannot be read, so evaluations are compared from here on: %s", BEST_FILE, error)
-        values = self.ranks.broadcast_object(found)
+        self.metric, values = self.ranks.broadcast_object((self.metric, found))
         self.values = {at: value for at, value in values.items() if at <= step}
 
     def _write(self) -> None:

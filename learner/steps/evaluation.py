@@ -12,14 +12,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from learner.config.sections.training import ESTIMATED
 from learner.data.views import shown_sizes
 from learner.extensions import Task
 from learner.policy.parallel import Ranks
 from learner.records import Rollout, Sample
 from learner.rollout.backend import RolloutBackend
 from learner.run.files import write_atomically
+from learner.tasks.detection.appearance import Open
+from learner.tasks.detection.audit import AuditedFind
 from learner.tasks.detection.bins import to_pixels
 from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text, image_id
+from learner.tasks.detection.ranking import GapJudge, drawn_places, has_gaps
 from learner.tasks.rewards import Rewards
 
 _OBJECTS = ("truth", "ignored", "predictions")
@@ -77,6 +81,52 @@ def evaluate(
         counts=tuple(task.counts(assignments)),
         scenes=tuple(task.scene(assignment) for assignment in assignments),
     )
+
+
+class GapMetrics:
+    """F1 of evaluations whose labels have gaps, as `ESTIMATED` and at both ends of a range of objects (R49, D22). The
+    first evaluation of a run decides whether they do, and how many objects there may be; `file` keeps it for a resume.
+    Every value of a run is comparable with every other one."""
+
+    def __init__(
+        self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]
+    ) -> None:
+        self._places = drawn_places(len(samples))
+        self._judge = GapJudge([samples[i] for i in self._places], open_image, audited)
+        self._ranks, self._file, self._objects = ranks, file, list[float]()
+        self._is_known = False
+        self.note = ""  # what the first evaluation says about the labels
+
+    def of(self, evaluation: Evaluation) -> dict[str, float]:
+        """Return {} where labels show no gaps, or cannot rank models. Collective. Raises MediaError."""
+        return self._ranks.all_succeed(lambda: self._of(evaluation) if self._ranks.is_main else {})[0]
+
+    def _of(self, evaluation: Evaluation) -> dict[str, float]:
+        if not self._is_known and self._file.is_file():
+            self._objects, self._is_known = json.loads(self._file.read_text())["objects"], True
+        if self._is_known and not self._objects:
+            return {}
+        answers = [[one.object for one in evaluation.assignments[i].parsed.objects] for i in self._places]
+        score = self._judge.score(answers)
+        if not self._is_known:
+            self._is_known = True
+            if score is None:
+                self.note = f"if the labels of data.val have gaps, they cannot rank models: {self._judge.why}"
+            elif has_gaps(score, self._judge.num_labels):
+                self._objects = list(self._judge.objects([score], [answers]))
+                self.note = (
+                    f"the labels of data.val have gaps: {score.unlabelled.sum():.0f} boxes without one are probably "
+                    f"right. {ESTIMATED} is estimated for {self._objects[0]:.0f} to {self._objects[1]:.0f} objects"
+                )
+            write_atomically(self._file, json.dumps({"objects": self._objects}) + "\n")
+        if score is None or not self._objects:
+            return {}
+        least, most = self._objects
+        return {
+            ESTIMATED: score.f1((least * most) ** 0.5),
+            "estimated_f1_low@0.5": score.f1(most),
+            "estimated_f1_high@0.5": score.f1(least),
+        }
 
 
 def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str, int] | None = None) -> None:

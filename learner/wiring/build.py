@@ -26,7 +26,7 @@ from learner.config.modes import learns_rollouts, needs_rollouts
 from learner.config.plan import Plan, resolve, shards, steps_per_epoch
 from learner.config.retained import retained_configs
 from learner.config.schema import RunConfig
-from learner.config.sections.training import chosen_by_test
+from learner.config.sections.training import chosen_by_test, kept_metric
 from learner.config.split import as_read_for
 from learner.data import prompt
 from learner.data.augment import Augmented, augmented
@@ -58,7 +58,7 @@ from learner.run.stopping import Stopped, StopRequest, told_before_the_first_ste
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.buffered import BufferedSteps
 from learner.steps.completing import LabelCompletion
-from learner.steps.evaluation import Retained
+from learner.steps.evaluation import GapMetrics, Retained
 from learner.steps.groups import GroupSource
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
@@ -68,6 +68,7 @@ from learner.steps.shares import Bounds
 from learner.steps.source import FreshSteps, StepSource
 from learner.steps.stage2 import Stage2Parts
 from learner.sync.sync import Sync
+from learner.tasks.detection.audit import require_verdicts
 from learner.tasks.detection.prefix import without_label
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards
@@ -194,6 +195,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
         stop=stop,
         journal=journal,
         labels=labels,
+        gaps=_gap_metrics(basis),
     )
 
 
@@ -634,6 +636,17 @@ def _label_completion(basis: Basis, backend: Backend | None, console: Console) -
         tell=console.note,
         annotations=run_annotations(config) if basis.ranks.is_main else None,
     )
+
+
+def _gap_metrics(basis: Basis) -> GapMetrics | None:
+    """Return what scores evaluations on labels with gaps, where `training.keep_best: auto` may choose by it."""
+    config, samples = basis.config, basis.data.evaluation
+    if not isinstance(basis.task, DetectionTask) or config.training.keep_best != "auto" or kept_metric(config) is None:
+        return None
+    complete, file = config.labels.complete, Path(config.training.output_dir) / "eval" / "gaps.json"
+    audit = complete.audit if complete is not None else None
+    audited = require_verdicts(Path(audit)) if audit is not None and basis.ranks.is_main else []
+    return GapMetrics(samples, basis.policy.encoder.images.load, basis.ranks, file, audited)
 
 
 def _segment_source(basis: Basis, backend: RolloutBackend | None, journal: Journal) -> SegmentSource:

@@ -11,6 +11,8 @@ from shared.config.model import Mistake, Section, given, key
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig
 
+ESTIMATED = "estimated_f1@0.5"  # F1 where labels have gaps
+
 
 class TrainingConfig(Section):
     """The loop, the optimizer, packing, evaluation and checkpoints."""
@@ -90,10 +92,11 @@ class TrainingConfig(Section):
     eval_on_end: bool = key("evaluate after the last step", False)
     eval_samples: int | None = key("evaluate on the first samples only", None, unit="samples", ge=1)
     keep_best: str | None = key(
-        "the checkpoint of the evaluation with the largest value of this metric is kept beside the newest ones, as the "
-        "link `best` in `output_dir`. `auto`: if `data.val` and `eval_steps` are set, `f1@0.5` (`key_value`: `f1`), or "
-        "`fm@0.5` with `labels.complete` or `loss.keep_unmatched`, because then labels have gaps, and F1 favors models "
-        "that find little; null: none",
+        "the checkpoint of the evaluation with the largest value of this metric is kept beside the newest ones, as "
+        "the link `best` in `output_dir`. `auto`: if `data.val` and `eval_steps` are set, `f1@0.5` (`key_value`: "
+        "`f1`), or `fm@0.5` with `labels.complete` or `loss.keep_unmatched`; where the first evaluation shows that the "
+        "labels of `data.val` have gaps, `estimated_f1@0.5`, because F1 by such labels favors models that learned the "
+        "gaps; null: none",
         "auto",
         min_length=1,
         req="D17",
