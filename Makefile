@@ -70,7 +70,7 @@ bench-gpu: setup  ## the same on GPUs (NAME=gpu)
 	@$(PY) -m bench.run --device cuda --name $(or $(NAME),gpu)
 
 doctor:  ## what usually goes wrong, checked before a run: make doctor CONFIG=run.yaml
-	@$(PY) -m learner doctor --config $(CONFIG)
+	@$(PY) -m learner check --machine --config $(CONFIG)
 
 docs: setup  ## write CONFIG.md, the JSON Schemas and the site's reference pages from the code
 	@$(PY) -m tools.docs

@@ -4,7 +4,7 @@
     rollout-learner train --config run.yaml [KEY=VALUE ...]      train, one rank
     torchrun --no-python rollout-learner train --config run.yaml train, torchrun's ranks
     rollout-learner check --config run.yaml [--draw N]           validate configuration and data; draw labels
-    rollout-learner doctor --config run.yaml [--launch F]        check what usually goes wrong before a run
+    rollout-learner check --config run.yaml --machine            and this machine, and the servers
     rollout-learner export --model DIR --out DIR                 write a checkpoint's merged weights, with a card
     rollout-learner predict --model DIR INPUT... --out DIR       find objects in photographs, with a score for each
     rollout-learner calibrate --model DIR ANNOTATIONS            fit these scores on validation images
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
-    *("init", "train", "recipe", "check", "doctor", "export", "predict", "calibrate"),
+    *("init", "train", "recipe", "check", "export", "predict", "calibrate"),
     *("evaluate", "find-missing", "report", "servers", "schema"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
@@ -227,28 +227,23 @@ def check(
     json: Annotated[bool, typer.Option("--json", help="Print the resolved plan as JSON.")] = False,
     draw: Annotated[int, typer.Option(min=0, help="Draw so many training photographs, with labels, augmented.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder for what is drawn.")] = Path("check-pictures"),
+    machine: Annotated[bool, typer.Option("--machine", help="Check this machine and the rollout servers too.")] = False,
+    launch: Annotated[
+        str | None, typer.Option(help="launch.yaml: as --machine, and the devices of servers and learner.")
+    ] = None,
 ) -> None:
-    """Check a configuration and its data.
+    """Check a configuration and its data; with --machine also this machine and the servers.
 
     Prints every mistake, or what the data is and that the run is ready. Starts nothing, but imports the parts that the
     configuration names (rewards, tasks, readers), so their code runs.
+
+    With --machine it then looks at libraries, memory, disk, devices, ports and the rollout servers. Exit code 2 if the
+    configuration or its data is wrong, 1 if something else is.
     """
-    _end(lambda: _check(config, overrides or (), probe, world_size, people=not json, draw=draw, out=out))
-
-
-@app.command(epilog=OTHERS)
-def doctor(
-    config: ConfigOption,
-    overrides: Overrides = None,
-    launch: Annotated[str | None, typer.Option(help="launch.yaml: check the devices of servers and learner.")] = None,
-    world_size: Annotated[int, typer.Option(help="Number of learner ranks.")] = 1,
-    json: Annotated[bool, typer.Option("--json", help="Print everything as one JSON object.")] = False,
-) -> None:
-    """Check a run, this machine and the servers.
-
-    Says what `check` says, then looks at libraries, memory, disk, devices, ports and the rollout servers. Exit code 2
-    if the configuration or its data is wrong, 1 if something else is.
-    """
+    if not machine and launch is None:
+        _end(lambda: _check(config, overrides or (), probe, world_size, people=not json, draw=draw, out=out))
+    if draw or probe:
+        raise typer.BadParameter("--draw and --probe do not go with --machine, which asks the servers too")
 
     def work() -> int:
         from learner.doctor.command import doctor
@@ -257,7 +252,7 @@ def doctor(
             config,
             overrides or (),
             launch=launch,
-            world_size=world_size,
+            world_size=world_size or 1,
             environment=os.environ,
             people=not json,
         )

@@ -66,6 +66,7 @@ def serve(
         check_compiler(os.environ)
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))
+            typer.echo("ready", err=True)  # as the learner's check says it
             return
         code = _serve(config, token, os.environ.get(SERVER_ID_VARIABLE, ""))
     except ProjectError as error:

@@ -1,4 +1,4 @@
-"""The facts that can be known of a run before it starts: `rollout-learner check`, and the first half of `doctor`.
+"""The facts that can be known of a run before it starts: `rollout-learner check`.
 
 `preflight` reads the configuration, the files that it names and, where asked to, every annotation. It finds every
 mistake at once, needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. `--probe`

@@ -1,4 +1,4 @@
-"""`rollout-learner doctor --config run.yaml`: what `check` finds, then this machine and the rollout servers.
+"""`rollout-learner check --config run.yaml --machine`: what `check` finds, then this machine and the servers.
 
 Works without a running server, and says what it could not check. The exit code is 0 if nothing is wrong, 2 if `check`
 finds mistakes, 1 if only a check of the machine or the servers failed.

@@ -114,7 +114,7 @@ def data_in_words(report: Mapping[str, Any]) -> list[str]:
 
 
 def in_words(report: Mapping[str, Any]) -> list[str]:
-    """Return the report of `check` and `doctor` for people."""
+    """Return the report of `check` for people."""
     lines = [*data_in_words(report), *(f"! {advice}" for advice in report.get("advice", ()))]
     if pictures := report.get("pictures"):
         lines.append(f"drawn: {photographs(len(pictures))} with their labels, in {Path(pictures[0]).parent}")

@@ -1,4 +1,4 @@
-"""One round of calls to the rollout servers, whose results `check --probe` and all checks of `doctor` use.
+"""One round of calls to the rollout servers, whose results `check --probe` and `check --machine` use.
 
 In: the configured servers, and a sample for them to score. Out: a `SeenServer` per server. Nothing changes on a server.
 Every call has a deadline. Imports no torch.

@@ -193,7 +193,7 @@ def test_a_public_address_for_weight_syncs_needs_a_token_too(tmp_path: Path) -> 
 def test_check_prints_one_object(tmp_path: Path) -> None:
     (tmp_path / "base.yaml").write_text("model: m\nport: 1\ntensor_parallel_size: 2\n")
     done = run(write(tmp_path, "base: base.yaml\nport: 9000\nurl_prefix: '/${WHERE}'\n"), WHERE="here")
-    assert (done.returncode, done.stderr) == (0, "")
+    assert (done.returncode, done.stderr) == (0, "ready\n")
     found = json.loads(done.stdout)
     assert set(found) == {*ServerConfig.model_fields, "base_url", "group_host", "world_size"}
     assert (found["base_url"], found["world_size"], found["model"]) == ("http://127.0.0.1:9000/here", 2, "m")
@@ -213,7 +213,7 @@ def test_check_imports_nothing_heavy(tmp_path: Path) -> None:
         f"finally: print(sorted(set({HEAVY}) & set(sys.modules)), file=sys.stderr)"
     )
     argv = [sys.executable, "-c", code, str(write(tmp_path, "model: m\n"))]
-    assert subprocess.run(argv, capture_output=True, text=True, check=True).stderr == "[]\n"
+    assert subprocess.run(argv, capture_output=True, text=True, check=True).stderr == "ready\n[]\n"
 
 
 def test_a_missing_vllm_is_named_with_its_install_line(tmp_path: Path) -> None:

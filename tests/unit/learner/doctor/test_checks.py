@@ -294,7 +294,7 @@ def test_people_read_one_line_a_check() -> None:
 
 
 def doctor(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
-    code = main(["doctor", "--config", path, *options])
+    code = main(["check", "--machine", "--config", path, *options])
     return code, capsys.readouterr().out
 
 
