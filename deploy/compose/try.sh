@@ -16,7 +16,7 @@ DEADLINE_S=${DEADLINE_S:-900}
 quick=''
 if [ "${1:-}" = --quick ]; then quick=1 && shift; fi
 work=$(realpath -m "${1:-$root/runs/compose-try}")
-engine=$work/engine run='' results=$work/results.txt
+engine='' run='' results=$work/results.txt
 mkdir -p "$work"
 : > "$results"
 
@@ -42,15 +42,14 @@ wait_for() {
 stop() {
   if [ -n "$run" ]; then kill "$run" 2> /dev/null && wait "$run" || true; fi
   if [ -d "${job:-}" ]; then (cd "$job" && docker compose down --volumes --timeout 5 > /dev/null 2>&1) || true; fi
-  if [ -s "$engine/dockerd.pid" ]; then
-    kill "$(cat "$engine/dockerd.pid")"
-    for _ in {1..100}; do
-      [ -e "/proc/$(cat "$engine/ns.pid")" ] || break
-      sleep 0.2
-    done
-    if [ -s "$engine/slirp.pid" ]; then kill "$(cat "$engine/slirp.pid")" 2> /dev/null || true; fi
-    rm -rf "$engine"
-  fi
+  [ -n "$engine" ] || return 0
+  kill "$(cat "$engine/ns.pid")" 2> /dev/null || true
+  for _ in {1..100}; do
+    [ -e "/proc/$(cat "$engine/ns.pid")" ] || break
+    sleep 0.2
+  done
+  if [ -s "$engine/slirp.pid" ]; then kill "$(cat "$engine/slirp.pid")" 2> /dev/null || true; fi
+  rm -rf "$engine" "$work/engine"
 }
 trap stop EXIT
 
@@ -62,13 +61,14 @@ if ! docker info > /dev/null 2>&1; then
     || skip "no Docker engine answers, and dockerd, containerd, runc or iptables is not installed"
   [ "$(id -u)" = 0 ] || skip "no Docker engine answers, and only root can start dockerd"
   unshare --net --mount true 2> /dev/null || skip "no Docker engine answers, and this machine has no namespaces of a network"
-  mkdir -p "$engine"/{data,exec}
+  engine=$(mktemp -d /tmp/try.XXXXXX) # its sockets lie there: their paths must be short
+  mkdir -p "$work/engine"
   cat > "$engine/inside.sh" << I
 set -e
 ip link set lo up
 echo \$\$ > $engine/ns.pid
 [ -z "\$1" ] || while ! ip link show tap0 > /dev/null 2>&1; do sleep 0.1; done
-exec dockerd --data-root $engine/data --exec-root $engine/exec --pidfile $engine/dockerd.pid -H unix://$engine/docker.sock \
+exec dockerd --data-root $work/engine --exec-root $engine/exec --pidfile $engine/dockerd.pid -H unix://$engine/docker.sock \
   --group 0 --dns 10.0.2.3
 I
   slirp=$(command -v slirp4netns || true)
@@ -81,9 +81,10 @@ I
   export DOCKER_HOST=unix://$engine/docker.sock
   for _ in {1..300}; do
     ! docker info > /dev/null 2>&1 || break
+    [ -e "/proc/$(cat "$engine/ns.pid")" ] || break
     sleep 0.1
   done
-  docker info > /dev/null 2>&1 || { rm -f "$engine/dockerd.pid" && skip "dockerd does not start: $(tail -n 1 "$work/dockerd.log")"; }
+  docker info > /dev/null 2>&1 || skip "dockerd does not start: $(tail -n 1 "$work/dockerd.log")"
 fi
 record "Docker $(docker version --format '{{.Server.Version}}'), Compose $(docker compose version --short)"
 
