@@ -44,6 +44,7 @@ OWN = (
     "eval/step_*.jsonl",
     "labels/step_*.json",
     "eval/test.jsonl",
+    "eval/gaps.json",
     "checkpoint-*",
     BEST_LINK,
     BEST_FILE,
