@@ -12,6 +12,7 @@ float32, so no number besides the tensors has to travel; the trained weights do 
 from __future__ import annotations
 
 import difflib
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -52,10 +53,12 @@ def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftMode
 
     Raises ConfigError if a name in `target_modules` is no layer's, or if the adapter is on weights that are tied.
     """
-    if base_model_path(config) is not None:
-        adapter = peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
-    else:
-        adapter = _new_adapter(model, config.lora) if config.lora else None
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below
+        if base_model_path(config) is not None:
+            adapter = peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
+        else:
+            adapter = _new_adapter(model, config.lora) if config.lora else None
     if adapter is not None:
         require_untied(model)
     return adapter

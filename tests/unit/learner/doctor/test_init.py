@@ -272,16 +272,16 @@ def test_photographs_that_are_not_found_are_named_with_the_way_out(
     assert main(["init", str(folder), "--out", str(tmp_path / "out"), "--image-root", str(tmp_path / "elsewhere")]) == 0
 
 
-@pytest.mark.parametrize("scale", [1000 / 200, 1 / 200], ids=["thousandths", "shares"])
+@pytest.mark.parametrize(("unit", "scale"), [("thousandths", 1000 / 200), ("shares", 1 / 200)])
 def test_numbers_that_mean_something_else_are_told_from_a_box_that_is_wrong(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], scale: float
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], unit: str, scale: float
 ) -> None:
     """Half of the boxes were cut or left out, each told alone, and a file was written as if nothing were wrong."""
     boxes = [{"desc": "x", "bbox_2d": [v * scale for v in (10 + i, 10, 150, 90)]} for i in range(40)]
     jsonl(tmp_path, *boxes, name="train.jsonl")
     assert main(["init", str(tmp_path), "--out", str(tmp_path)]) in (0, 2)
     told = capsys.readouterr()
-    assert "something else than pixels" in told.out + told.err
+    assert f"data.coordinates: {unit}" in told.out + told.err
 
 
 def test_a_box_that_is_wrong_does_not_put_the_others_in_doubt(
