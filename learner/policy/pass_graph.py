@@ -36,8 +36,7 @@ Given = Mapping[str, Any]
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-# They copy to the device below what a dispatch mode sees.
-_FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}  # modes miss their copies
 _CLOSE = 0.01  # nats: the same kernels on the same values
 
 
