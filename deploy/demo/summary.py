@@ -50,7 +50,7 @@ SHOWN = {  # column titles of the table
     "precision@0.5": "precision@0.5",
 }
 ARMS = {"base": "base model", "sft": "sft, best step", "ours": "labels completed"}
-CHOSEN_BY = "fm@0.5"  # its order does not depend on missing labels
+CHOSEN_BY = "fm@0.5"  # its order does not depend on labels missing at random
 NUM_PICTURES = 3
 
 

@@ -211,7 +211,8 @@ DETECTION = (
     Metric(
         "fm@0.5",
         "share",
-        "square root of precision times recall at IoU 0.5: missing labels lower it by the same factor for every model",
+        "square root of precision times recall at IoU 0.5: labels that are missing at random, and only these, lower it "
+        "by the same factor for every model",
     ),
     Metric(
         "estimated_f1@0.5",

@@ -21,7 +21,7 @@ from learner.tasks.detection.task import DetectionTask
 from shared.config.model import ConfigErrors, Mistake, shown
 
 SFT, GRPO, MATCHING = "sft", "grpo", "rollout_matching_sft"
-METRIC = "fm@0.5"  # orders models alike whether labels are complete or not
+METRIC = "fm@0.5"  # orders models alike if labels are complete, or missing at random
 EVAL_STEPS = 8
 # Evaluations without a better score that end a stage. Over 39 measured courses of sft, 2 choose the step that 3 choose
 # in 38, and a better one in the other (bench/README.md). Rollouts are noisier, so what learns them has one more.

@@ -13,7 +13,7 @@ Metrics by name. A true positive needs IoU >= t *and* the same description; `*_a
 a denominator of 0 is 0.
 
     f1@0.5, precision@0.5, recall@0.5     at IoU 0.5
-    fm@0.5                                sqrt(precision * recall): ranks models alike where labels are missing
+    fm@0.5                                sqrt(precision * recall): for labels that are missing at random
     f1@miou                               mean of F1 at IoU 0.50, 0.55, ..., 0.95
     mean_iou                              over the true positives at 0.5
     f1_any@0.5, precision_any@0.5, recall_any@0.5, f1_any@miou      the same, whatever the description
@@ -26,10 +26,11 @@ a denominator of 0 is 0.
     objects_per_rollout, truth_per_sample valid predictions, ground-truth objects
     drop/<reason>                         dropped objects per rollout, by reason
 
-`fm@0.5` (Fowlkes & Mallows 1983) is for validation labels with gaps. If a share m of the labels is missing at random,
-recall is as measured and precision 1 - m times what it is. So `fm@0.5` is sqrt(1 - m) times its true value for every
-model, and the order of models stays. F1's does not: the more labels are missing, the more it favors the model that
-finds little. Lee & Liu (2003) choose by the square of recall over the share of positive answers, the same order.
+`fm@0.5` (Fowlkes & Mallows 1983) is for validation labels with random gaps. If a share m of the labels is missing at
+random, recall is as measured and precision 1 - m times what it is. So `fm@0.5` is sqrt(1 - m) times its true value for
+every model, and the order of models stays. F1's does not: the more labels are missing, the more it favors the model
+that finds little. Of gaps by place, size or class both prefer the model that learned them. Lee & Liu (2003) choose by
+the square of recall over the share of positive answers, the same order.
 
 Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): scenes are drawn with
 replacement, as many as there are, and the metric is computed on each draw's column sums. The paired form draws the same
