@@ -18,6 +18,7 @@ from mkdocs.exceptions import PluginError
 from mkdocs.structure.files import File
 
 _FETCHED = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*?\b(?:src|href)=[\"']?((?:https?:)?//[^\"'\s>]+)")
+_OUTSIDE = re.compile(r'href="((?:\.\./)?)docs/([\w/-]+)\.md')
 _NAME = re.compile(r"<code>([^<\s]{1,32})</code>")
 
 _TABLE = re.compile(r"<table>.*?</table>", re.DOTALL)
@@ -64,7 +65,12 @@ def on_post_page(output: str, *, page: Any, config: Any) -> str:
         raise PluginError(f"{page.file.src_path} fetches {', '.join(fetched)}; put a copy into docs/assets")
     if "```" in _BLOCK.sub("", output):
         raise PluginError(f"{page.file.src_path} has a block that is shown as text; correct its first line")
-    return whole_names(stacked_tables(output))
+    return whole_names(stacked_tables(links_inside(output)))
+
+
+def links_inside(html: str) -> str:
+    """Return the page, with links to `docs/` as links to its pages: texts from outside the folder are shown too."""
+    return _OUTSIDE.sub(r'href="\1\2.html', html)
 
 
 def whole_names(html: str) -> str:

@@ -27,6 +27,7 @@ from tools.reference import api
 from tools.requirements import REQUIREMENTS
 from tools.site import (
     fetched_from_elsewhere,
+    links_inside,
     notebook_page,
     on_page_markdown,
     on_post_page,
@@ -190,6 +191,13 @@ def test_short_names_are_marked_so_that_they_do_not_break() -> None:
     assert whole_names(html) == html.replace("<code>--val", '<code class="name">--val')
     path = f"<code>bench/results/{'x' * 30}.json</code>"
     assert whole_names(path) == path, "a phone has no room for it"
+
+
+def test_links_of_texts_from_outside_lead_to_pages() -> None:
+    html = '<a href="../docs/howto/recipe.md#x">a</a><a href="docs/faq.md">b</a>'
+    assert links_inside(html) == '<a href="../howto/recipe.html#x">a</a><a href="faq.html">b</a>'
+    other = '<a href="../bench/a.md">a</a><a href="howto/docs/a.md">b</a>'
+    assert links_inside(other) == other
 
 
 def test_tables_with_sentences_are_lists_on_a_phone() -> None:
