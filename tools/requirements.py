@@ -77,5 +77,7 @@ REQUIREMENTS = {
     "D19": "Two ranks on one GPU are refused, unless `vllm.server.allow_shared_gpu` is set.",
     "D20": "Several rollouts of a sample serve groups, scores, and the completion of labels by agreement.",
     "D21": "A group is K places in a row; its advantages are over the whole step, on all ranks.",
+    "D22": "Gaps of labels are not taken to be random: photographs or a person's verdicts say what is right.",
     "D23": "Numbers of boxes are pixels of the upright image, unless `data.coordinates` says another unit.",
+    "D24": "A file that nobody named gives data only: nothing is imported, and no variable is filled in.",
 }

@@ -152,8 +152,8 @@ def test_a_wrong_configuration_is_found(workplace: Path) -> None:
 
 # Programs of others: their arguments are their own business, files of this repository among them must exist.
 OTHERS = {
-    *("cd", "chown", "curl", "docker", "echo", "export", "git", "kill", "kubectl", "make", "mkdir", "openssl", "pip"),
-    *("pytest", "python", "sbatch", "sky", "sudo", "tail", "tensorboard"),
+    *("cd", "chown", "curl", "docker", "echo", "export", "git", "hf", "kill", "kubectl", "make", "mkdir", "openssl"),
+    *("pip", "pytest", "python", "sbatch", "sky", "sudo", "tail", "tensorboard"),
 }
 
 
