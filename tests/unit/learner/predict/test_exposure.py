@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from deploy.demo import build_data, model
+from bench.demo_model import build
+from deploy.demo import build_data
 from learner.config.sections.data import DataConfig
 from learner.config.sections.model import ModelConfig
 from learner.config.sections.task import TaskConfig
@@ -26,7 +27,7 @@ World = tuple[Policy, DetectionTask, list[Sample]]
 @pytest.fixture(scope="module")
 def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     folder = tmp_path_factory.mktemp("exposure")
-    model.build(folder / "model", "tiny")
+    build(folder / "model", "tiny")
     build_data.build(build_data.Build(train=6, val=0, test=0), folder)
     policy = load_policy(ModelConfig(path=str(folder / "model")), device=torch.device("cpu"))
     task = DetectionTask(TaskConfig(iou_threshold=0.3), policy.tokenizer)
