@@ -54,7 +54,7 @@ REQUIREMENTS = {
     "R48": "Labels with gaps are completed by what the model's own answers agree on.",
     "R50": "A vision-language model finds what is named without training; its boxes become suggestions to review.",
     "R52": "Results of other detectors are checked (names, numbering, unit, coverage) before they are scored.",
-    "R49": "One command chooses the methods of a run within a given time, and never ends below its start.",
+    "R49": "How much is right of what nobody labelled: estimated from the photographs, and by a person's verdicts.",
     "R51": "Compose on a laptop: images and files without a GPU, tried end to end where an engine can be started.",
     "D1": "Several learner ranks work with servers: all wait, rank 0 syncs, all go on.",
     "D2": "`rollout_buffer` goes with `rollout_matching_sft` and `grpo` only.",

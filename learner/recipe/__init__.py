@@ -1,5 +1,5 @@
 """`rollout-learner recipe`: `sft` on completed labels, then `grpo` or rollout matching, each as long as it pays, within
-a given time (R49).
+a given time.
 
     stages.py    the user's configuration -> each stage's
     headroom.py  what sampled answers could still gain in places, by the weights of a run that is about to begin

@@ -1,4 +1,4 @@
-"""The gains and losses of a recipe's stages, and why each was run (`recipe.json`, R49).
+"""The gains and losses of a recipe's stages, and why each was run (`recipe.json`).
 
 In: the file's mapping. Out: a sentence, a table and a text per stage for `templates/page.html`. A file that says
 something else shows nothing.

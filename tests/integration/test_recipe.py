@@ -1,4 +1,4 @@
-"""`rollout-learner recipe` with real processes, rollouts and the shipped checkpoint (R49): killed, then ended by two
+"""`rollout-learner recipe` with real processes, rollouts and the shipped checkpoint: killed, then ended by two
 ranks; with an engine in the process, each in a process of its own."""
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ class CompleteConfig(Section):
         "all. null: none",
         None,
         min_length=1,
-        req="R48",
+        req="R49",
     )
     overlap: float = key(
         "boxes that overlap by at least this are about the same object", 0.3, unit="IoU", gt=0.0, le=1.0

@@ -115,7 +115,6 @@ class TrainingConfig(Section):
         "completion of the labels that has begun is not cut short; null: no limit",
         None,
         unit="min",
-        req="R49",
         gt=0.0,
     )
     save_steps: int | None = key("write a checkpoint every N steps", None, unit="optimizer steps", ge=1)

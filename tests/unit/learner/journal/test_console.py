@@ -85,7 +85,7 @@ def test_what_happens_to_a_server_is_one_line(capsys: pytest.CaptureFixture[str]
 
 @pytest.mark.parametrize(("total_steps", "far"), [(100_000, "step 8, 2.0/10.0 min  "), (12, "step  8/12  ")])
 def test_a_run_that_time_will_end_says_the_time(capsys: pytest.CaptureFixture[str], total_steps: int, far: str) -> None:
-    """R49: a recipe's stage has no end in steps. One with few steps says these, though it has a limit of time too."""
+    """A recipe's stage has no end in steps. One with few steps says these, though it has a limit of time too."""
     times = iter((0.0, 100.0, 220.0))  # made, begun, and after three steps of 40 s
     console = Console(
         total_steps=total_steps,
