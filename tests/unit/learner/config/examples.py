@@ -53,18 +53,20 @@ def stage2() -> dict[str, Any]:
 
 def everything() -> dict[str, Any]:
     """Return a configuration in which every section is present, with every key written out."""
+    copies = {"width": 640, "height": 480}
     data = changed(
         stage2(),
         {
             "model.lora": {},
             f"{ROLLOUT}.vllm.enable_lora": True,
             f"{SERVER}.discovery": {"file": "servers.txt"},
-            "data.val": {"path": "val.jsonl"},
-            "data.test": {"path": "test.jsonl"},
+            "data.coordinates": copies,
+            "data.val": {"path": "val.jsonl", "coordinates": copies},
+            "data.test": {"path": "test.jsonl", "coordinates": copies},
             "data.on_bad_record": {},
             "data.augment": {},
             "labels.complete": {},
-            "data.retain": [{"name": "old", "val": "old.jsonl", "task": {}}],
+            "data.retain": [{"name": "old", "val": "old.jsonl", "task": {}, "coordinates": copies}],
             "training.eval_steps": 5,
         },
     )
