@@ -461,7 +461,7 @@ def _checked_task(path: str, value: Any) -> type[Task]:
     return value
 
 
-_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "calibration", "calibrated"}
+_WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "calibration", "calibrated", "reason"}
 
 
 def _missing_methods(value: type) -> Iterator[str]:

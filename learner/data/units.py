@@ -55,11 +55,15 @@ def sides_in(unit: Coordinates, size: Size, said: Size | None = None) -> tuple[f
     if unit == "resized":
         return said or size
     if isinstance(unit, ResizedCopy):
-        if unit.width is not None and unit.height is not None:
-            return unit.width, unit.height
-        most = unit.max_pixels or 1  # a rule of the configuration wants it
-        return resized(size, PixelLimits(least=min(unit.min_pixels, most), most=most, factor=unit.factor))
+        return _sides_of(unit, size)
     return size if unit == "pixels" else (_PER_SIDE[unit],) * 2
+
+
+def _sides_of(copy: ResizedCopy, size: Size) -> Size:
+    if copy.width is not None and copy.height is not None:
+        return copy.width, copy.height
+    most = copy.max_pixels or 1  # a rule of the configuration wants it
+    return resized(size, PixelLimits(least=min(copy.min_pixels, most), most=most, factor=copy.factor))
 
 
 def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[float, float]) -> list[float]:

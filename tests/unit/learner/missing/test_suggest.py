@@ -73,7 +73,7 @@ def test_the_model_is_asked_with_its_own_prompt(tmp_path: Path) -> None:
     """`calibrate` and `predict` ask the same. COCO and VOC files have no prompt."""
     path, _ = coco(tmp_path)
     model = find_model(CHECKPOINT)
-    assert suggested(model, annotations_of(model, path), tmp_path / "out") == 2
+    assert suggested(model, annotations_of(model, path, named=True), tmp_path / "out") == 2
     assert set(map(str, Sure.prompts)) == {str(tuple(model.settings.messages))}
 
 
@@ -97,7 +97,7 @@ def test_annotations_of_the_run_are_read_as_the_run_reads_them(tmp_path: Path) -
     elsewhere.mkdir(parents=True)
     (tmp_path / "here" / "images").rename(elsewhere / "images")
     model = model_of_a_run(tmp_path, train=path, image_root=str(elsewhere), max_samples=1)
-    assert suggested(model, annotations_of(model, path), tmp_path / "out") == 2
+    assert suggested(model, annotations_of(model, path, named=True), tmp_path / "out") == 2
     assert suggested(replace(model, run=None), annotations_of(model, path, image_root=str(elsewhere)), tmp_path / "o")
     with pytest.raises(DataError):
         suggested(model, annotations_of(replace(model, run=None), path), tmp_path / "other")
