@@ -121,7 +121,7 @@ class Reach:
     num: int = 0
     num_given: int = 0
     fits: dict[Unit, _Fit] = field(
-        default_factory=lambda: {"pixels": _Fit()} | {u: _Fit(s) for u, s in _PER_SIDE.items()}
+        default_factory=lambda: {"pixels": _Fit(), **{unit: _Fit(side) for unit, side in _PER_SIDE.items()}}
     )
     taken: _Fit = field(default_factory=_Fit)
     corners: int = 0
