@@ -26,7 +26,7 @@ from learner.rollout.backend import COMPLETES_LABELS, MicroStep, RolloutBackend
 from learner.run.additions import RunAnnotations
 from learner.run.files import write_atomically
 from learner.tasks.detection.appearance import Open, SampleCrops, crops_of, share_of
-from learner.tasks.detection.audit import require_verdicts
+from learner.tasks.detection.audit import AuditedFind, require_verdicts
 from learner.tasks.detection.completion import (
     CompletionEstimate,
     LabelCandidate,
@@ -105,8 +105,11 @@ class LabelCompletion:
         self._samples, self._settings, self._backend, self._task = samples, settings, backend, task
         self._ranks, self._folder, self._too_long, self._tell = ranks, run_dir / FOLDER, too_long, tell
         self._annotations, self._open = annotations, open_image
-        audit = Path(settings.audit) if settings.audit is not None and ranks.is_main else None
-        self._audited = ranks.all_succeed(lambda: require_verdicts(audit) if audit is not None else [])[0]
+        audit = Path(settings.audit) if settings.audit is not None else None
+        self._audited: Sequence[AuditedFind] = ()
+        if audit is not None:
+            verdicts = audit if ranks.is_main else None
+            self._audited = ranks.all_succeed(lambda: require_verdicts(verdicts) if verdicts is not None else [])[0]
         self._names = {obj.desc for sample in samples for obj in sample.objects}
         self._done_at: int | None = None
 

@@ -19,7 +19,7 @@ from learner.report.read import read_run
 from learner.report.rewards import MAX_GROUPS, NUM_BINS, reward_section
 from learner.steps.groups import GroupSource
 from learner.tasks.rewards import Rewards
-from tests.unit.learner.steps.test_groups import LONGEST, ONE, SHORT, TWO, WHOLE, Answers, prompt_of
+from tests.unit.learner.steps.test_groups import ONE, SHORT, TWO, WHOLE, Answers, prompt_of
 from tests.unit.learner.steps.test_segments import TASK, TOKENIZER, sample, segments_in, truth
 
 
@@ -32,7 +32,6 @@ def logged(folder: Path, steps: int, *, every: int, **grpo: Any) -> list[dict[st
         TASK,
         Rewards(tokenizer=TOKENIZER, weights={"f1": 1.0}, task=TASK),
         grpo=GrpoConfig(num_generations=2, **grpo),
-        max_new_tokens=LONGEST,
         loss=LossConfig(),
         ranks=Ranks(),
         on_group=log.add,

@@ -84,7 +84,8 @@ def test_evaluations_of_pairs() -> None:
 
 def test_evaluations() -> None:
     computed = {"drop/REASON" if name.startswith("drop/") else name for name in (*METRICS, *coco_ap([]))}
-    assert names(DETECTION) == computed | {"coco/calibrated"}
+    beside = {"coco/calibrated", *(f"estimated_f1{end}@0.5" for end in ("", "_low", "_high"))}
+    assert names(DETECTION) == computed | beside
 
 
 def test_fields_of_steps_and_syncs() -> None:

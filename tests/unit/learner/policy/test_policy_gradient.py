@@ -29,7 +29,7 @@ from learner.steps.buffered import copy_row
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
 NAN = math.nan
-BOUNDS, KL_WEIGHT = Bounds(low=0.2, high=0.3, cap=1.5), 0.1
+BOUNDS, KL_WEIGHT = Bounds(), 0.1
 CONFIG = GrpoConfig(kl_weight=KL_WEIGHT)
 
 

@@ -173,10 +173,8 @@ def test_both_channels_of_a_run_ahead(world_size: int, run_ahead: RunAhead, pati
     assert made == {step["metrics"]["stage2_ab/async/share"] for step in steps if step["channel"] == "B"}
 
 
-def test_weights_travel_before_the_producers_stop(
-    run_ahead: RunAhead, patient: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """R10: `Sync.stage` runs outside the fence, before each sync; the switch runs inside it."""
+def test_producers_stop_for_a_sync(run_ahead: RunAhead, patient: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """R10: each sync runs inside the fence."""
     log: list[str] = []
     fence, sync = Stage2Ahead.fence, trainer_world.FakeSync.sync
 
@@ -193,11 +191,10 @@ def test_weights_travel_before_the_producers_stop(
 
     monkeypatch.setattr(Stage2Ahead, "fence", fence_told)
     monkeypatch.setattr(trainer_world.FakeSync, "sync", sync_told)
-    monkeypatch.setattr(trainer_world.FakeSync, "stage", lambda self: log.append("stage"))
     run_ahead(b_ratio=0.5, max_steps=5, eval_steps=3)
-    assert log.count("sync") == log.count("stage") == 3
-    around = [log[i - 2 : i + 2] for i, what in enumerate(log) if what == "sync"]
-    assert around == [["stage", "closed", "sync", "open"]] * 3
+    assert log.count("sync") == 3
+    around = [log[i - 1 : i + 2] for i, what in enumerate(log) if what == "sync"]
+    assert around == [["closed", "sync", "open"]] * 3
 
 
 def _assert_fresh(rank: Seen, *, window: int) -> None:

@@ -238,17 +238,6 @@ def test_what_fails_on_one_rank_is_told_on_all(
     assert [outcome.ver for outcome in world.run() if isinstance(outcome, SyncReceipt)] == [2, 2]
 
 
-def test_a_replayed_load_is_counted_as_the_one_that_it_repeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    """R09: nobody walks through the weights then."""
-    world = World(1)
-    (first,) = world.run()
-    monkeypatch.setattr(world.engines[0], "load", lambda weights: world.engines[0].events.append("load"))
-    (second,) = world.run()
-    assert isinstance(first, SyncReceipt)
-    assert isinstance(second, SyncReceipt)
-    assert (second.num_tensors, second.num_bytes) == (first.num_tensors, first.num_bytes) != (0, 0)
-
-
 def test_a_loader_may_walk_through_the_weights_twice(monkeypatch: pytest.MonkeyPatch) -> None:
     """A load that is captured is loaded once and recorded once. It counts once."""
     world = World(1)
