@@ -28,6 +28,7 @@ from learner.recipe import stages as stages_module
 from learner.recipe.command import AGAIN, recipe
 from learner.recipe.record import read_record
 from learner.run.best import kept
+from learner.tasks.detection import gaps
 from learner.trainer import Trainer
 from learner.wiring import build
 from shared.errors import CheckpointError, ConfigError, DataError
@@ -289,6 +290,7 @@ def test_where_the_start_invents_rollout_matching_follows(
     are nowhere."""
     scores({"sft": {0: start, 1: 0.55, 2: 0.6, 3: 0.5}, "rollout_matching_sft": {0: 0.6, 1: 0.7}})
     monkeypatch.setattr(FakeBackend, "_answer", _inventions)
+    monkeypatch.setattr(gaps, "_AUC", 1.0)  # so few objects look as if they were not missing at random
     values = config_for(tiny_text, tmp_path).model_dump()
     follow_through(values, monkeypatch, killed_at_step)
     run = tmp_path / "run"
@@ -317,6 +319,7 @@ def test_where_boxes_are_loose_grpo_learns_their_iou_last(
     said = {"sft": {0: 0.5, 1: 0.4}, "rollout_matching_sft": {0: 0.5, 1: 0.7}, "grpo": {0: 0.7, 1: 0.8}}
     scores(said)
     monkeypatch.setattr(FakeBackend, "_answer", _inventions)
+    monkeypatch.setattr(gaps, "_AUC", 1.0)  # so few objects look as if they were not missing at random
     monkeypatch.setattr(command, "LOOSE", 2.0)  # all boxes
     follow_through(config_for(tiny_text, tmp_path).model_dump(), monkeypatch, killed_at_step)
     run = tmp_path / "run"
