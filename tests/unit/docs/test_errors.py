@@ -296,7 +296,7 @@ def stopped_pipeline(place: Place) -> None:
 
 
 def starving() -> ahead.World:
-    return ahead.World(ahead.case_of(b_ratio=0.5, num_samples=160, lag=100, evaluated=0.0))
+    return ahead.World(ahead.case_of(b_ratio=0.5, num_samples=320, lag=100, evaluated=0.0, ready=2, queue=8))
 
 
 def absent_rank(place: Place) -> None:
