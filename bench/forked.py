@@ -223,6 +223,7 @@ def _main(number: str, *loaded: str) -> NoReturn:
     os.environ.clear()
     os.environ.update(order["env"])
     sys.argv = [order["module"], *order["arguments"]]
+    sys.orig_argv[:] = [sys.executable, "-m", *sys.argv]  # of a program that starts itself anew
     runpy.run_module(order["module"], run_name="__main__", alter_sys=True)
     sys.exit(0)
 

@@ -146,6 +146,7 @@ PAGES = sorted({block.page for block in blocks() if block.language == "python" a
 def test_the_python_of_the_documentation_runs_without_a_clone(installed: Installed, page: Path) -> None:
     """The blocks of a page one after the other, as one program."""
     code = [b.text for b in blocks() if b.page == page and b.language == "python" and not b.unchecked]
+    code = [text.replace("deploy/demo/checkpoint", str(ROOT / "deploy/demo/checkpoint")) for text in code]
     done = installed.run(sys.executable, "-P", "-c", "\n".join(code))
     assert done.returncode == 0, done.stderr
 

@@ -41,9 +41,9 @@ def line_of(made: World, found: list[list[LabelCandidate]]) -> tuple[np.ndarray,
 
 @pytest.mark.parametrize("kind", ["border", slow("20% at random"), *map(slow, sorted(KINDS.keys() - {"border"}))])
 def test_photographs_say_what_is_right_in_every_kind_of_gap(kind: str) -> None:
-    made = world(1, KINDS[kind], photographs=40)
+    made = world(1, KINDS[kind], photographs=40 if kind == "border" else 60)  # with 40 too few labels are left of some
     known, found = known_of(made)
-    assert (known.source, known.auc > MIN_AUC) == ("appearance", True)
+    assert (known.source, (known.auc or 0) > MIN_AUC) == ("appearance", True)
     probable, votes, right = line_of(made, found)
     for least in (1, 2, 3, 4):
         at = votes >= least
