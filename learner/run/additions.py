@@ -1,10 +1,10 @@
 """Writes annotations again, with more objects in them, in the format that they came in.
 
 In: the annotations of a split, as `data` names them, and objects in pixels by sample id. Out: a new file (COCO, JSONL),
-a new folder of XML files (Pascal VOC), a new folder with `data.yaml`, labels and links to the images (YOLO), or a new
-folder with the split and its images (Hugging Face). What a format's reader would read of the old annotations, it reads
-of the new ones, and the new objects: the same samples, by the same ids, with the same images, wherever the new
-annotations are. Readers of the user's own are refused: they have no file to add to. Old files are not touched.
+a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO). What a
+format's reader would read of the old annotations, it reads of the new ones, and the new objects: the same samples, by
+the same ids, with the same images, wherever the new annotations are. Other formats and readers of the user's own are
+refused. Old files are not touched.
 
 Provenance of a new object: `origin`, and `votes` and `answers` unless a person added it. YOLO has no room for it.
 
@@ -29,14 +29,12 @@ from learner.config.schema import RunConfig
 from learner.config.sections.data import DataConfig
 from learner.data.formats import coco, jsonl, voc, yolo
 from learner.data.formats.folders import Annotations
-from learner.data.formats.hf_datasets import METADATA
 from learner.data.formats.source import Nearby, Source, name_and_split, need_split
 from learner.data.formats.strict import identity
 from learner.data.raw import BadRecords
 from learner.data.splits import annotations_of
 from learner.data.units import sides_in, to_pixels
 from learner.records import DetectionObject, Sample
-from learner.run.dataset_additions import DatasetObject, save_with
 from learner.run.files import why_unwritable, write_atomically, writing
 from shared.errors import DataError, OutputError
 from shared.reading import as_here, is_file, json_bytes_in
@@ -46,6 +44,7 @@ RECORD = Path("labels", "written.json")  # path in a run directory
 _LAST_BIN = 999
 _DIGITS = 2  # pixels have so many
 _ORIGIN = "rollout-learner"
+_OTHERS = {"datasets": "a Hugging Face data set", "labelme": "a folder of Labelme files"}
 
 
 class Addition(NamedTuple):
@@ -84,8 +83,6 @@ def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Ad
     source = Source(data=data, path=found.path, geometry="bbox_2d", bad=BadRecords(data.bad_records))
     if found.format in ("coco", "jsonl"):
         write_atomically(out, (_coco if found.format == "coco" else _jsonl)(source, added, out))
-    elif found.format == "datasets":
-        _in_new_folder(out, lambda folder: _datasets(source, added, folder))
     elif found.format == "voc":
         _in_new_folder(out, lambda folder: _voc(source, added, folder, out))
     else:
@@ -99,19 +96,20 @@ def writable_annotations(data: DataConfig, path: str) -> Annotations:
         raise DataError(
             "annotations of a reader of your own can't be written again",
             found=f"data.reader: {data.reader}",
-            wanted="COCO, JSONL, Pascal VOC, YOLO or a Hugging Face data set",
+            wanted="COCO, JSONL, Pascal VOC or YOLO",
             remedy="convert the annotations to one of them first",
         )
     found = annotations_of(data, path)
     kind = found.format
-    other = kind == "labelme" or Path(found.path).name == METADATA
+    other = kind in ("labelme", "datasets")
     other = other or (kind == "jsonl" and not jsonl.is_own(Path(found.path)))
     unit = "shares" if kind == "yolo" and data.coordinates is None else data.coordinates
     if other or unit == "resized" or (kind == "yolo" and unit != "shares"):
+        what = _OTHERS.get(kind, "rows of another program")
         raise DataError(
             "these annotations can't be written again",
-            found=f"{found.path}: rows of another program" if other else f"data.coordinates: {unit}, and {kind}",
-            wanted="COCO, the project's JSONL, Pascal VOC, YOLO or a Hugging Face data set, in a unit of the image",
+            found=f"{found.path}: {what}" if other else f"data.coordinates: {unit}, and {kind}",
+            wanted="COCO, the project's JSONL, Pascal VOC or YOLO, in a unit of the image",
             remedy="convert the annotations to one of them first",
         )
     return found
@@ -264,14 +262,6 @@ def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, fo
     names = {**content.classes, **{number: desc for desc, number in number_of.items()}}
     text = yaml.safe_dump({split: f"{split}.txt", "names": names, **kept}, sort_keys=False, allow_unicode=True)
     (folder / ("data.yaml" if listed_classes else Path(name).name)).write_text(text, encoding="utf-8")
-
-
-def _datasets(source: Source, added: Added, folder: Path) -> None:
-    objects = {
-        sample_id: [DatasetObject(one.desc, one.box, one.outline, one.image, _provenance(one)) for one in new]
-        for sample_id, new in added.items()
-    }
-    save_with(source, objects, folder)
 
 
 def _yolo_numbers(one: Addition, sides: tuple[int, int], num_keypoint_values: int | None) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -105,63 +104,6 @@ def coco_of_windows(folder: Path) -> tuple[str, Path]:
     return path, folder / "elsewhere/new.json"
 
 
-def hugging_face(folder: Path) -> tuple[str, Path]:
-    """Objects are rows; their classes have names in the column's type."""
-    features = {
-        "image": datasets.Value("string"),
-        "objects": [{"bbox": [datasets.Value("int64")], "category": datasets.ClassLabel(names=["bird", "cat"])}],
-    }
-    old = {"bbox": [10, 20, 40, 40], "category": 1}
-    paths = images(folder / "images")
-    rows = [{"image": str(path), "objects": [old] if i == 0 else []} for i, path in enumerate(paths)]
-    saved(rows, features, folder / "set")
-    return f"{folder / 'set'}:train", folder / "new"
-
-
-def hugging_face_columns(folder: Path) -> tuple[str, Path]:
-    """Objects are lists of values, in a data set of one split."""
-    numbers = datasets.Sequence(datasets.Value("float32"), length=4)
-    features = {
-        "image_id": datasets.Value("int64"),
-        "image": datasets.Value("string"),
-        "objects": {
-            "category": datasets.Sequence(datasets.Value("string")),
-            "area": datasets.Sequence(datasets.Value("int64")),
-            "bbox": datasets.Sequence(numbers),
-        },
-    }
-    old = {"category": [OLD[0]], "bbox": [[10, 20, 40, 40]], "area": [1600]}
-    none: dict[str, list[Any]] = {name: [] for name in old}
-    paths = images(folder / "images")
-    rows = [{"image_id": 7 + i, "image": str(p), "objects": old if i == 0 else none} for i, p in enumerate(paths)]
-    datasets.Dataset.from_list(rows, features=datasets.Features(features)).save_to_disk(str(folder / "set"))
-    return str(folder / "set"), folder / "new"
-
-
-def hugging_face_rows(folder: Path) -> tuple[str, Path]:
-    """Rows are those of JSONL."""
-    path, out = jsonl(folder)
-    rows = [json.loads(line) for line in Path(path).read_text().splitlines()]
-    for row in rows:
-        row["images"] = [str(folder / image) for image in row["images"]]
-    value = datasets.Value
-    features = {
-        "id": value("string"),
-        "messages": [{"role": value("string"), "content": value("string")}],
-        "images": [value("string")],
-        "objects": [{"desc": value("string"), "bbox_2d": [value("float64")]}],
-        "width": value("int64"),
-        "height": value("int64"),
-    }
-    saved(rows, features, folder / "set")
-    return f"{folder / 'set'}:train", out.with_name("new")
-
-
-def saved(rows: list[dict[str, Any]], features: dict[str, Any], folder: Path) -> None:
-    rows_of = datasets.Dataset.from_list(rows, features=datasets.Features(features))
-    datasets.DatasetDict({"train": rows_of, "validation": rows_of}).save_to_disk(str(folder))
-
-
 FORMATS = {
     "coco": coco,
     "coco_of_windows": coco_of_windows,
@@ -169,11 +111,8 @@ FORMATS = {
     "voc": voc,
     "voc_in_sub_folders": voc_in_sub_folders,
     "yolo": yolo,
-    "hugging_face": hugging_face,
-    "hugging_face_columns": hugging_face_columns,
-    "hugging_face_rows": hugging_face_rows,
 }
-POLYGONS = [(name, "poly") for name in ("coco", "jsonl", "yolo", "hugging_face_rows")]
+POLYGONS = [(name, "poly") for name in ("coco", "jsonl", "yolo")]
 
 
 def read(path: str, **settings: Any) -> list[Sample]:
@@ -399,49 +338,12 @@ def test_coco_keeps_everything_else_and_says_where_a_box_comes_from(tmp_path: Pa
     assert [one["name"] for one in content["categories"]] == ["cat", "dog"]
 
 
-def test_a_data_set_keeps_its_columns_and_says_where_a_box_comes_from(tmp_path: Path) -> None:
-    path, out = hugging_face(tmp_path)
-    write_with(DataConfig(train=path), path, read(path), {"0": NEW}, out)
-    old, new = datasets.load_from_disk(str(tmp_path / "set"))["train"], datasets.load_from_disk(str(out))["train"]
-    assert new.column_names == old.column_names
-    first = new[0]["objects"]
-    assert first[0] == {**old[0]["objects"][0], "origin": None, "votes": None, "answers": None}
-    assert first[1]["category"] == 2  # a new name comes after the old ones
-    assert [(one["origin"], one["votes"], one["answers"]) for one in first[1:]] == [
-        ("rollout-learner", 3, 4),
-        ("rollout-learner", None, None),
-    ]
-    (tmp_path / "other").mkdir()
-    path, out = hugging_face_columns(tmp_path / "other")
-    write_with(DataConfig(train=path), path, read(path), {"7": NEW}, out)
-    assert datasets.load_from_disk(str(out))[0]["objects"]["area"] == [1600, 2400, 1200]
-
-
-@pytest.mark.parametrize("decode", [True, False])
-def test_a_data_set_keeps_the_images_that_are_in_it(decode: bool, tmp_path: Path) -> None:
-    """Also after those that it was made from are gone."""
-    path, out = hugging_face(tmp_path)
-    rows = datasets.load_from_disk(str(tmp_path / "set"))["train"]
-    rows.cast_column("image", datasets.Image(decode=decode)).save_to_disk(str(tmp_path / "whole"))
-    shutil.rmtree(tmp_path / "images")
-    path = str(tmp_path / "whole")
-    before = read(path)
-    write_with(DataConfig(train=path), path, before, {"0": NEW}, out)
-    shutil.rmtree(path)
-    assert [s.images for s in read(str(out))] == [s.images for s in before]
-    assert datasets.load_from_disk(str(out)).features["image"] == datasets.Image(decode=decode)
-
-
-def test_classes_of_a_data_set_need_names(tmp_path: Path) -> None:
-    path, out = hugging_face(tmp_path)
-    rows = datasets.load_from_disk(str(tmp_path / "set"))["train"]
-    features = rows.features.copy()
-    features["objects"] = [{"bbox": [datasets.Value("int64")], "category": datasets.Value("int64")}]
-    rows.cast(features).save_to_disk(str(tmp_path / "numbers"))
+def test_a_hugging_face_data_set_is_not_written_again(tmp_path: Path) -> None:
+    boxes = {"bbox": [[1, 2, 3, 4]], "category": ["cat"]}
+    datasets.Dataset.from_list([{"image": "1.png", "objects": boxes}]).save_to_disk(str(tmp_path / "set"))
     with pytest.raises(DataError) as error:
-        write_with(DataConfig(train=path), str(tmp_path / "numbers"), [], {}, out)
-    assert "objects.category" in str(error.value)
-    assert not out.exists()
+        RunAnnotations(DataConfig(train=str(tmp_path / "set")), tmp_path / "new", tmp_path).check()
+    assert "a Hugging Face data set" in str(error.value)
 
 
 def test_bins_become_pixels() -> None:
