@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -61,9 +62,9 @@ from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, 
 
 T = TypeVar("T")
 GOODBYE_S = 3.0  # time for servers to hear that a failed sync is over
-# A join or an update with a server that has not served yet ends after so long, or after so many times the longest
-# update so far. The server may try again at a later step.
-NEWCOMER_S, NEWCOMER_MARGIN = 15.0, 3.0
+# Join and update with a server that has not served yet take so long at most, or so many times the last update without
+# one; the update has a second at least. The server may try again at a later step.
+NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
 SENT_AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
 log = logging.getLogger("learner.sync")
@@ -97,7 +98,8 @@ class ServerDelivery:
         self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # the same in every update
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
         self._accused: dict[str, ProjectError] = {}  # servers that the last try failed for
-        self._longest_s = 0.0  # of an update so far
+        self._usual_s = 0.0  # of the last update without a newcomer
+        self._newcomers = Deadline(0.0)  # of this sync's newcomers, from their join on
         self._deadline = Deadline(0.0)  # of reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds of this sync's parts
 
@@ -165,6 +167,7 @@ class ServerDelivery:
         backend = self._backend
         statuses = self._reach(self.members.to_reach())
         self._statuses = {member.base_url: status for member, status in statuses}
+        self._newcomers = Deadline(max(NEWCOMER_S, NEWCOMER_MARGIN * self._usual_s))
         least = backend.membership.min_servers
         # The group counts: it has servers that do not serve before this sync.
         patience = backend.timeouts.patience(has_others=least != "all" and len(statuses) > least)
@@ -218,12 +221,16 @@ class ServerDelivery:
 
     @property
     def _limit_s(self) -> float:
-        """The deadline of joining, and of an update. It is short where a server takes part that has not served yet and
-        that the others can do without: it may be slow, and a step waits."""
-        timeout_s, membership = self._config.server.timeout_s, self._backend.membership
-        if not membership.enough or not any(member.base_url in self._statuses for member in membership.out):
-            return timeout_s
-        return min(timeout_s, max(NEWCOMER_S, NEWCOMER_MARGIN * self._longest_s))
+        """The deadline of joining, and of an update. They share a short one where a newcomer takes part: it may be
+        slow, and a step waits."""
+        left_s = max(LEAST_S, self._newcomers.left_s()) if self._has_newcomers else math.inf
+        return min(self._config.server.timeout_s, left_s)
+
+    @property
+    def _has_newcomers(self) -> bool:
+        """True if a server takes part that does not serve yet, and that the others can do without."""
+        membership = self._backend.membership
+        return membership.enough and any(member.base_url in self._statuses for member in membership.out)
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         for base_url, status in self._statuses.items():
@@ -311,7 +318,8 @@ class ServerDelivery:
         replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
             check_reply((ver, *sizes(call.buckets)), reply, base_url)
-        self._longest_s = max(self._longest_s, time.monotonic() - began)
+        if not self._has_newcomers:
+            self._usual_s = time.monotonic() - began
         return replies, learner, self._digest(mode, seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:

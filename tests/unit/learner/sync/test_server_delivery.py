@@ -248,6 +248,33 @@ def test_a_newcomer_that_hangs_holds_a_step_only_briefly(
     assert [member.base_url for member in backends[0].membership.serving] == URLS
 
 
+def test_a_newcomer_that_is_slow_all_the_time_holds_a_step_once(
+    build: Build, servers: list[FakeServer], backends: list[ServerBackend], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """R40: its join and its update share one limit, and an update that was slow long ago does not stretch it."""
+    monkeypatch.setattr(server_delivery, "NEWCOMER_S", 3.0)
+    sync = build(timeout_s=DEADLINE_S)
+
+    def slow(where: str) -> float:
+        """Sync while the second server hangs a second in this call; the update's limit."""
+        servers[1].hangs = where
+        timer = threading.Timer(1.0, lambda: setattr(servers[1], "hangs", ""))
+        timer.start()
+        assert sync.sync().repeated == ()
+        timer.join()
+        return servers[0].updates[-1].timeout_s
+
+    assert slow("update") == DEADLINE_S
+    sync.sync()
+    backends[0].adopt(replace(backends[0].membership, min_servers=1))
+    members = sync._delivery.members  # type: ignore[attr-defined]
+    members.leave_out(URLS[1], ServerUnreachableError("killed"))
+    wait_until(lambda: members.returning.ready() == [URLS[1]])
+    sync.close()
+    assert slow("init") <= 2.5
+    assert [member.base_url for member in backends[0].membership.serving] == URLS
+
+
 def test_a_server_serves_nothing_before_the_learner_s_verdict(
     build: Build, servers: list[FakeServer], weights: Weights
 ) -> None:
