@@ -257,18 +257,24 @@ def merged(model: ModelFiles) -> Iterator[Path]:
 
 
 def model_folder(path: Path) -> Path:
-    """Return `path` if it is a model, or the best or newest checkpoint of a run. Raises ConfigError."""
+    """Return `path` if it is a model, or the best or newest checkpoint of a run. Raises ConfigError, also for one that
+    a link has elsewhere: whoever can write the folder would choose what is read."""
     if _is_model(path):
         return path
-    if (best := kept(path)) is not None:
-        return best
-    found = [
-        (int(match[1]), entry)
+    steps = {
+        int(match[1]): entry
         for entry in path.glob("checkpoint-*")
         if (match := _CHECKPOINT.fullmatch(entry.name)) and _is_model(entry)
-    ]
-    if found:
-        return max(found)[1]
+    }
+    if (found := kept(path) or steps.get(max(steps, default=0))) is not None:
+        if not found.resolve().is_relative_to(path.resolve()):
+            raise ConfigError(
+                "the run's model is a link that leaves the run's folder",
+                found=f"{path} -> {found.resolve()}",
+                wanted="a checkpoint of the run",
+                remedy=f"name that model itself if it is the one that you mean: {found.resolve()}",
+            )
+        return found
     raise ConfigError(
         "there is no model",
         found=f"{path}: {'no config.json in it, and no checkpoint-STEP' if path.is_dir() else 'no such folder'}",

@@ -13,7 +13,7 @@ from learner.__main__ import main
 from learner.config.inference import CALIBRATION_NAME, INFERENCE_NAME
 from learner.config.load import RESOLVED_NAME
 from learner.detector.card import notes_of
-from learner.detector.model import find_model, name_of, only_its_files
+from learner.detector.model import find_model, model_folder, name_of, only_its_files
 from learner.run.best import BEST_FILE, BEST_LINK
 from shared.config.parse import write_yaml
 from shared.errors import ConfigError
@@ -60,6 +60,20 @@ def test_a_run_that_only_became_worse_says_so(tmp_path: Path) -> None:
     assert find_model(newest).warnings == (), "it was asked for by name"
     (tmp_path / "run" / BEST_LINK).symlink_to("checkpoint-4")
     assert find_model(tmp_path / "run").warnings == (), "a run that went on became better"
+
+
+@pytest.mark.parametrize("link", [BEST_LINK, "checkpoint-7"])
+def test_a_link_that_leaves_the_run_s_folder_is_refused_by_name(tmp_path: Path, link: str) -> None:
+    """D24. Named itself, it is what the user means."""
+    (tmp_path / "run" / "checkpoint-4").mkdir(parents=True)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    for folder in (elsewhere, tmp_path / "run" / "checkpoint-4"):
+        shutil.copy(CHECKPOINT / "config.json", folder)
+    (tmp_path / "run" / link).symlink_to(elsewhere)
+    with pytest.raises(ConfigError, match=f"{elsewhere}"):
+        model_folder(tmp_path / "run")
+    assert model_folder(tmp_path / "run" / link) == tmp_path / "run" / link
 
 
 # ---- what a file that nobody named may do (D24) ----------------------------------------------------------------------
