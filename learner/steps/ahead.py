@@ -99,7 +99,7 @@ class StepChoice:
     share: int
 
 
-NOTHING = Outlook(complete={}, is_making=False, goes_on=False, begun={})
+NOTHING = Outlook(complete={}, is_making=False, goes_on=False, stood_still=False, begun={})
 
 
 def common(ready: Sequence[Outlook]) -> set[int]:
@@ -261,9 +261,12 @@ class Stage2Ahead(Stage2Steps):
 
     def _waits(self, global_step: int, ready: Sequence[Outlook]) -> bool:
         """Return True if a Channel-B step that finds no share waits for the most urgent one: nobody asks for Channel-A,
-        or it would make rollouts in vain, or it would leave the producers without work."""
+        or it would make rollouts in vain, or it would leave the producers without work, or left them without."""
         if not any(one.is_making for one in ready):
             return False
+        # Producers that had nothing to do are not the slower side: the next share would be as late, and so on.
+        if all(one.stood_still for one in ready):
+            return True
         bounds = self._bounds
         # With a window of 0 nothing may be made that is learned after the next sync: the producers soon stand still.
         if self._parts.b_ratio == 1 or bounds.version_window == 0 or not all(one.goes_on for one in ready):

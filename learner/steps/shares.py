@@ -196,6 +196,7 @@ class Outlook:
     complete: Mapping[int, int]  # shares that could be learned as rollouts now; syncs of the oldest of their packs
     is_making: bool  # the most urgent share is not complete, and a call is in flight or may start
     goes_on: bool  # once it is complete, calls for other shares may start although no step has learned it
+    stood_still: bool  # since a share was last taken, there was nothing that might be made
     begun: Mapping[int, int]  # shares with rollouts, also in flight; optimizer updates in the oldest weights of each
 
 
@@ -222,6 +223,7 @@ class ShareQueue:
         self.queue: list[Pack] = []  # packs in the order in which they were made
         self.taken = 0  # shares since the last sync; after `sync_every` of them comes another sync
         self._taken_fenced = 0  # of them, since a fence was requested
+        self._stood_still = False  # see `Outlook`
         self.counts = PackCounts()
         self._next_pack = 0
 
@@ -299,6 +301,8 @@ class ShareQueue:
 
     def want(self, shares: Sequence[int]) -> list[Drop]:
         """Allow these shares to be made from now on, the most urgent first, and no others. Returns packs of others."""
+        is_idle = self.phase == "open" and self.in_flight is None and self._next_run() is None
+        self._stood_still |= is_idle and self._next_pack > 0
         self.wanted = tuple(shares)
         return [self._drop(pack, "unwanted") for pack in list(self.queue) if pack.share not in self.wanted]
 
@@ -328,6 +332,7 @@ class ShareQueue:
             complete=self.complete(),
             is_making=(self.in_flight is not None or self.may_start) and any(map(self._missing, urgent)),
             goes_on=waiting < min(self.bounds.start_below, self.keep_at_most) and any(map(self._missing, rest)),
+            stood_still=self._stood_still,
             begun={share: min(updates for other, updates in made if other == share) for share, _ in made},
         )
 
@@ -350,7 +355,7 @@ class ShareQueue:
                 age_updates=self.counts.age_updates + updates,
             )
         self.wanted = tuple(other for other in self.wanted if other != share)
-        self.taken += 1
+        self.taken, self._stood_still = self.taken + 1, False
         self._taken_fenced += self.phase == "fenced"
         return packs
 

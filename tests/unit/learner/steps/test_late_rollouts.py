@@ -191,6 +191,14 @@ def test_where_rollouts_can_go_on_the_learner_does_not_wait(monkeypatch: pytest.
     assert ran.channels.count("B") > 0.9 * ran.now / 3.0
 
 
+def test_a_share_is_waited_for_if_the_producers_had_nothing_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """R27: `max_update_lag` leaves the producers idle before each sync, so the share after it is late each time."""
+    late = {"calls": 7, "share_s": 1.23, "every": 3, "lag": 8, "ready": 3, "queue": 4 * NUM_ROWS}
+    ran = run(monkeypatch, b_ratio=0.5, **late)
+    assert ran.channels.count("B") >= 0.5 * NUM_STEPS - 1
+    assert ran.now < 1.1 * NUM_STEPS * STEP_S
+
+
 @pytest.mark.parametrize(
     ("every", "lag", "postpones", "least", "age"),
     [
