@@ -7,30 +7,32 @@ status. If the caller hangs up, its call is cancelled. The layers around the rou
 each ends (`AnswerLine`). The status is sent with the first line, so what fails before it is an ordinary error. What
 fails later is the last line.
 
-`/v1/` is OpenAI's API (`openai_api.py`), for other clients. `/openapi.json` and `/docs` describe all of it, but not
-themselves (`openapi.py`).
+`/v1/` is OpenAI's API (`openai_api.py`), for other clients. FastAPI describes all of it at `/openapi.json`.
 """
 
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine, Mapping
 from contextlib import aclosing, suppress
-from typing import TypeVar
+from typing import Any, TypeVar, get_type_hints
 
-from fastapi import APIRouter, FastAPI, Request, Response
-from fastapi.responses import HTMLResponse, JSONResponse, StreamingResponse
+from fastapi import APIRouter, FastAPI, Request, Response, Security
+from fastapi.openapi.constants import REF_TEMPLATE
+from fastapi.params import Depends
+from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.routing import APIRoute
+from fastapi.security import HTTPBearer
 from pydantic import BaseModel
+from pydantic_core import to_jsonable_python
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from rollout_server.bodies import hung_up, read_body
-from rollout_server.config import ServerConfig
 from rollout_server.guards import BodyLimit, Guard, error_response, refused
 from rollout_server.openai_api import ChatCall, CompletionCall, OpenAICall, OpenAIError, OpenAIErrorDetail
-from rollout_server.openapi import JSON, ApiDocument, Replies, Route, document, page
 from rollout_server.service import RolloutService
 from shared.errors import ProjectError, RequestError
 from shared.wire import (
@@ -62,11 +64,10 @@ from shared.wire import (
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Handler = Callable[[Request], Awaitable[Response]]
 
+JSON, EVENTS = "application/json", "text/event-stream"
+_AS_OPENAI = "as OpenAI's; an error is an `OpenAIError`"
 _OPEN = ("/health", "/ready")  # probes hold no token; these two say alive or ready, and which start of the server it is
-EVENTS = "text/event-stream"
-_STATUS: Replies = {JSON: dict[str, str]}
 
 # The examples of the API's description.
 _PROMPT = RolloutInferRequest(
@@ -88,261 +89,263 @@ _OUTPUT = RolloutOutput(
 
 def create_app(service: RolloutService, token: str | None) -> FastAPI:
     """Build the application. `token`: the bearer token that every call but the probes must bring; None: no token."""
-    app = FastAPI(title="rollout server", docs_url=None, redoc_url=None, openapi_url=None, redirect_slashes=False)
-    app.state.config = service.config
-    prefix = service.config.url_prefix
-    router = APIRouter(prefix=prefix)
-    routes = _routes(service) + (_openai_routes(service) if service.config.openai_api else [])
-    # FastAPI's own document knows no bodies, because the routes read them themselves.
-    api = functools.cache(lambda: document(routes, prefix=prefix, with_token=token is not None, open_paths=_OPEN))
-    app.openapi = lambda: dict(api())  # type: ignore[method-assign]
-    for route in (*routes, *_documentation(api, service.config)):
-        for spelling in (route.path + "/", route.path):
-            router.add_api_route(spelling, _with_errors(route.handler), methods=[route.method], response_model=None)
-    app.include_router(router)
+    config = service.config
+    app = FastAPI(
+        title="rollout server",
+        version="1",
+        description="Every path also answers without its last slash.",
+        openapi_url=f"{config.url_prefix}/openapi.json",
+        docs_url=None,  # its viewer and redoc's load scripts from elsewhere
+        redoc_url=None,
+        redirect_slashes=False,
+    )
+    app.state.config = config
+    # `Guard` looks at the token. This only describes it.
+    guarded = [] if token is None else [Security(HTTPBearer(scheme_name="token"))]
+    probes = _router(config.url_prefix, _Route, ErrorBody, [])
+    _add_probes(probes, service)
+    own = _router(config.url_prefix, _Route, ErrorBody, guarded)
+    _add_state_routes(own, service)
+    _add_rollout_routes(own, service)
+    _add_sync_routes(own, service)
+    openai = _router(config.url_prefix, _OpenAIRoute, OpenAIError, guarded)
+    if config.openai_api:
+        _add_openai_routes(openai, service)
+    for route in (*probes.routes, *own.routes, *openai.routes):
+        assert isinstance(route, _Route), "the functions above add no others"
+        other = route.path.removesuffix("/") if route.path.endswith("/") else f"{route.path}/"
+        app.router.routes += [route, Route(other, route.get_route_handler(), methods=[*route.methods])]
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
-    open_paths = tuple(prefix + path for path in _OPEN)
-    app.add_middleware(BodyLimit, config=service.config, open_paths=open_paths)
-    hosts = (service.config.host.lower(), service.config.group_host.lower())
+    open_paths = tuple(config.url_prefix + path for path in _OPEN)
+    app.add_middleware(BodyLimit, config=config, open_paths=open_paths)
+    hosts = (config.host.lower(), config.group_host.lower())
     app.add_middleware(Guard, token=token, open_paths=open_paths, hosts=hosts)
     return app
 
 
-def _routes(service: RolloutService) -> list[Route]:
-    """The learner's calls."""
-    return [*_state_routes(service), *_rollout_routes(service), *_sync_routes(service)]
-
-
-def _get(
-    path: str, handler: Handler, says: str, replies: Replies = _STATUS, *, answer: object = None, when: str = "done"
-) -> Route:
-    return Route(method="GET", path=path, handler=handler, says=says, replies=replies, answer=answer, when=when)
-
-
-def _post(
-    path: str,
-    handler: Handler,
-    says: str,
-    call: type[BaseModel] | None,
-    replies: Replies = _STATUS,
-    *,
-    example: BaseModel | None = None,
-    answer: object = None,
-    when: str = "done",
-) -> Route:
-    return Route(
-        method="POST",
-        path=path,
-        handler=handler,
-        says=says,
-        call=call,
-        replies=replies,
-        example=example,
-        answer=answer,
-        when=when,
-    )
-
-
-def _state_routes(service: RolloutService) -> list[Route]:
-    """Return the routes of what the server is and does: probes, status and metrics."""
-
-    async def health(request: Request) -> Response:
-        service.check_alive()
-        return JSONResponse({"status": "ok", "server_id": service.server_id})
-
-    async def ready(request: Request) -> Response:
-        service.check_ready()
-        return JSONResponse({"status": "ready", "server_id": service.server_id})
-
-    async def status(request: Request) -> Response:
-        return _json(service.status())
-
-    async def world_size(request: Request) -> Response:
-        return _json(WorldSizeReply(world_size=service.config.world_size))
-
-    async def metrics(request: Request) -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-    alive, ready_now = ({"status": word, "server_id": "4c1f0f0c2a3b"} for word in ("ok", "ready"))
-    return [
-        _get("/health", health, "Is the server alive? Needs no token.", answer=alive, when="alive; 503 if not"),
-        _get(
-            "/ready",
-            ready,
-            "Does it answer rollouts now? Not while weights change, and not after a failed sync. Needs no token.",
-            answer=ready_now,
-            when="ready; 503 with the reason if not",
-        ),
-        _get("/status", status, "What it serves, and what it is doing.", {JSON: ServerStatus}),
-        _get(
-            "/get_world_size",
-            world_size,
-            "Its number of GPUs: tensor-parallel times data-parallel size.",
-            {JSON: WorldSizeReply},
-            answer=WorldSizeReply(world_size=1),
-        ),
-        _get("/metrics", metrics, "Counters in Prometheus' text format.", {"text/plain": None}),
-    ]
-
-
-def _rollout_routes(service: RolloutService) -> list[Route]:
-    """Return the routes of what the served weights answer, and of how they score answers."""
-
-    async def infer(request: Request) -> Response:
-        call = await read_body(request, InferCall)
-        if NDJSON in request.headers.get("accept", ""):
-            lines = _answer_lines(service.answers(call))
-            return AnswerStream(await _while_connected(request, _first(lines)), lines)
-        rollouts = await _while_connected(request, service.infer(call))
-        return Response(b"[" + b",".join(rollouts) + b"]", media_type="application/json")
-
-    async def score(request: Request) -> Response:
-        return _json(await _while_connected(request, service.score(await read_body(request, ScoreCall))))
-
-    async def reset_prefix_cache(request: Request) -> Response:
-        await service.reset_prefix_cache()
-        return JSONResponse({"status": "reset"})
-
-    return [
-        _post(
-            "/infer",
-            infer,
-            "Rollouts: one answer per request, in order. A request is seeded with its own `seed`, or, if it has none, "
-            "by the call's and its place (`RequestConfig`). A request whose `uuid` was answered before gets the same "
-            f"answer again. With `Accept: {NDJSON}`, one `AnswerLine` per request, as each ends.",
-            InferCall,
-            {JSON: list[RolloutOutput], NDJSON: AnswerLine},
-            example=InferCall(
-                infer_requests=[_PROMPT], request_config=RequestConfig(max_tokens=512, temperature=0.7, seed=7)
-            ),
-            answer=[_OUTPUT],
-        ),
-        _post(
-            "/score",
-            score,
-            "Log-probabilities of given answers, by the weights that are served.",
-            ScoreCall,
-            {JSON: ScoreReply},
-            example=ScoreCall(items=[ScoreItem(request=_PROMPT, response_token_ids=[1294])]),
-            answer=ScoreReply(ver=0, logprobs=[[-0.25]], prompt_token_ids=[[151644, 872, 198]]),
-        ),
-        _post(
-            "/reset_prefix_cache",
-            reset_prefix_cache,
-            "Empty the caches of prefixes and images.",
-            None,
-            answer={"status": "reset"},
-        ),
-    ]
-
-
-def _sync_routes(service: RolloutService) -> list[Route]:
-    """Return the routes of new weights: a learner's group, and the updates that it sends."""
-
-    async def init_communicator(request: Request) -> Response:
-        await _while_connected(request, service.updates.open_group(await read_body(request, InitCommunicatorCall)))
-        return JSONResponse({"status": "joined"})
-
-    async def update_weights(request: Request) -> Response:
-        call = await read_body(request, UpdateWeightsCall)
-        return _json(await _while_connected(request, service.updates.replace_weights(call)))
-
-    async def expect_scores(request: Request) -> Response:
-        await service.updates.expect(await read_body(request, ExpectScoresCall))
-        return JSONResponse({"status": "noted"})
-
-    async def close_communicator(request: Request) -> Response:
-        await service.updates.close_group(await read_body(request, CloseCommunicatorCall))
-        return JSONResponse({"status": "closed"})
-
-    return [
-        _post(
-            "/init_communicator",
-            init_communicator,
-            "Join the group of a learner for weight syncs. A new learner replaces the old one.",
-            InitCommunicatorCall,
-            answer={"status": "joined"},
-            when="all members have joined",
-        ),
-        _post(
-            "/update_weights",
-            update_weights,
-            "Receive one update. The call stays open until the new weights are checked and served, or have failed.",
-            UpdateWeightsCall,
-            {JSON: UpdateWeightsReply},
-        ),
-        _post(
-            "/expect_scores",
-            expect_scores,
-            "The learner's own log-probabilities of the canary of an update. The server compares, and decides.",
-            ExpectScoresCall,
-            answer={"status": "noted"},
-        ),
-        _post(
-            "/close_communicator",
-            close_communicator,
-            "Leave the learner's group.",
-            CloseCommunicatorCall,
-            answer={"status": "closed"},
-        ),
-    ]
-
-
-def _openai_routes(service: RolloutService) -> list[Route]:
-    """Other clients' calls. Errors are in OpenAI's form."""
-
-    async def models(request: Request) -> Response:
-        service.check_alive()
-        return Response(await service.engine.models(), media_type=JSON)
-
-    def completions(model: type[OpenAICall]) -> Handler:
-        async def complete(request: Request) -> Response:
-            call = await read_body(request, model, "correct these fields; the server's /docs lists those that it takes")
-            if call.stream:
-                events = _openai_events(service.completion_events(call))
-                return AnswerStream(await _while_connected(request, _first(events)), events, EVENTS)
-            return Response(await _while_connected(request, service.complete(call)), media_type=JSON)
-
-        return complete
-
-    replies: Replies = {JSON: dict[str, object], EVENTS: None}
-
-    def route(method: str, path: str, handler: Handler, says: str, example: OpenAICall | None = None) -> Route:
-        return Route(
-            method=method,
-            path=path,
-            handler=_with_errors(handler, _openai_error),
-            says=says,
-            call=type(example) if example else None,
-            replies=replies if example else {JSON: dict[str, object]},
-            error=OpenAIError,
-            example=example,
-            when="as OpenAI's; an error is an `OpenAIError`",
-        )
-
-    return [
-        route("GET", "/v1/models", models, "The served model, in OpenAI's form."),
-        route(
-            "POST",
-            "/v1/chat/completions",
-            completions(ChatCall),
-            "OpenAI's chat completions, by vLLM's own OpenAI layer. With `stream`, server-sent events.",
-            ChatCall(messages=[Message(role="user", content="Name three digits.")], max_tokens=8),
-        ),
-        route(
-            "POST",
-            "/v1/completions",
-            completions(CompletionCall),
-            "OpenAI's completions. The prompt is text or token ids.",
-            CompletionCall(prompt="seven, eight,", max_tokens=8),
-        ),
-    ]
+def _router(prefix: str, route_class: type[_Route], error: type[BaseModel], dependencies: list[Depends]) -> APIRouter:
+    failure = {"model": error, "description": "refused or failed"}
+    return APIRouter(prefix=prefix, route_class=route_class, dependencies=dependencies, responses={"default": failure})
 
 
 def _openai_error(error: ProjectError) -> Response:
     detail = OpenAIErrorDetail(message=str(error), type=type(error).__name__, code=error.http_status)
     return error_response(error, OpenAIError(error=detail))
+
+
+class _Route(APIRoute):
+    """A route whose body, the handler's argument `call`, is read by `read_body`: in turns, within the server's limits.
+    FastAPI only describes it. The first paragraph of the handler's docstring is its summary."""
+
+    on_error: Callable[[ProjectError], Response] = staticmethod(error_response)
+
+    def __init__(self, path: str, endpoint: Callable[..., Any], **about: Any) -> None:
+        about["summary"], *more = (" ".join(part.split()) for part in (endpoint.__doc__ or "").split("\n\n", 1))
+        about |= {"description": more[0] if more else " ", "operation_id": endpoint.__name__}
+        super().__init__(path, endpoint, **about)
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        call = get_type_hints(self.endpoint).get("call")
+
+        async def handle(request: Request) -> Response:
+            try:
+                bodies = [await read_body(request, call)] if call else []
+                answer: Response = await self.endpoint(request, *bodies)
+                return answer
+            except ProjectError as error:
+                return self.on_error(error)
+
+        return handle
+
+
+class _OpenAIRoute(_Route):
+    on_error = staticmethod(_openai_error)
+
+
+def _takes(example: BaseModel) -> dict[str, object]:
+    """Return what the description of a call adds to its type."""
+    content = {JSON: {"example": example.model_dump(mode="json", exclude_unset=True)}}
+    return {"requestBody": {"content": content}}
+
+
+def _answers(example: object, others: Mapping[str, object] | None = None) -> dict[int | str, dict[str, Any]]:
+    """Return what the description of a success adds to its type. `others`: its other forms, by media type."""
+    return {200: {"content": {JSON: {"example": to_jsonable_python(example)}, **(others or {})}}}
+
+
+def _add_probes(router: APIRouter, service: RolloutService) -> None:
+    alive, able = ({"status": word, "server_id": "4c1f0f0c2a3b"} for word in ("ok", "ready"))
+
+    @router.get(
+        "/health/", response_model=dict[str, str], responses=_answers(alive), response_description="alive; 503 if not"
+    )
+    async def health(request: Request) -> Response:
+        """Is the server alive? Needs no token."""
+        service.check_alive()
+        return JSONResponse({"status": "ok", "server_id": service.server_id})
+
+    @router.get(
+        "/ready/",
+        response_model=dict[str, str],
+        responses=_answers(able),
+        response_description="ready; 503 with the reason if not",
+    )
+    async def ready(request: Request) -> Response:
+        """Does it answer rollouts now? Needs no token.
+
+        Not while weights change, and not after a failed sync.
+        """
+        service.check_ready()
+        return JSONResponse({"status": "ready", "server_id": service.server_id})
+
+
+def _add_state_routes(router: APIRouter, service: RolloutService) -> None:
+    """Add the routes of what the server is and does."""
+
+    @router.get("/status/", response_model=ServerStatus)
+    async def status(request: Request) -> Response:
+        """What it serves, and what it is doing."""
+        return _json(service.status())
+
+    @router.get("/get_world_size/", response_model=WorldSizeReply, responses=_answers(WorldSizeReply(world_size=1)))
+    async def get_world_size(request: Request) -> Response:
+        """Its number of GPUs: tensor-parallel times data-parallel size."""
+        return _json(WorldSizeReply(world_size=service.config.world_size))
+
+    @router.get("/metrics/", response_class=Response, responses={200: {"content": {"text/plain": {}}}})
+    async def metrics(request: Request) -> Response:
+        """Counters in Prometheus' text format."""
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+
+def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
+    """Add the routes of what the served weights answer, and of how they score answers."""
+    line = AnswerLine.model_json_schema(mode="serialization", ref_template=REF_TEMPLATE)
+    del line["$defs"]  # they are those of the JSON answer
+
+    @router.post(
+        "/infer/",
+        response_model=list[RolloutOutput],
+        responses=_answers([_OUTPUT], {NDJSON: {"schema": line}}),
+        openapi_extra=_takes(
+            InferCall(infer_requests=[_PROMPT], request_config=RequestConfig(max_tokens=512, temperature=0.7, seed=7))
+        ),
+    )
+    async def infer(request: Request, call: InferCall) -> Response:
+        """Rollouts: one answer per request, in order.
+
+        A request is seeded with its own `seed`, or, if it has none, by the call's and its place (`RequestConfig`). A
+        request whose `uuid` was answered before gets the same answer again. With `Accept: application/x-ndjson`, one
+        `AnswerLine` per request, as each ends.
+        """
+        if NDJSON in request.headers.get("accept", ""):
+            lines = _answer_lines(service.answers(call))
+            return AnswerStream(await _while_connected(request, _first(lines)), lines)
+        rollouts = await _while_connected(request, service.infer(call))
+        return Response(b"[" + b",".join(rollouts) + b"]", media_type=JSON)
+
+    @router.post(
+        "/score/",
+        response_model=ScoreReply,
+        responses=_answers(ScoreReply(ver=0, logprobs=[[-0.25]], prompt_token_ids=[[151644, 872, 198]])),
+        openapi_extra=_takes(ScoreCall(items=[ScoreItem(request=_PROMPT, response_token_ids=[1294])])),
+    )
+    async def score(request: Request, call: ScoreCall) -> Response:
+        """Log-probabilities of given answers, by the weights that are served."""
+        return _json(await _while_connected(request, service.score(call)))
+
+    @router.post("/reset_prefix_cache/", response_model=dict[str, str], responses=_answers({"status": "reset"}))
+    async def reset_prefix_cache(request: Request) -> Response:
+        """Empty the caches of prefixes and images."""
+        await service.reset_prefix_cache()
+        return JSONResponse({"status": "reset"})
+
+
+def _add_sync_routes(router: APIRouter, service: RolloutService) -> None:
+    """Add the routes of new weights: a learner's group, and the updates that it sends."""
+
+    @router.post(
+        "/init_communicator/",
+        response_model=dict[str, str],
+        responses=_answers({"status": "joined"}),
+        response_description="all members have joined",
+    )
+    async def init_communicator(request: Request, call: InitCommunicatorCall) -> Response:
+        """Join the group of a learner for weight syncs.
+
+        A new learner replaces the old one.
+        """
+        await _while_connected(request, service.updates.open_group(call))
+        return JSONResponse({"status": "joined"})
+
+    @router.post("/update_weights/", response_model=UpdateWeightsReply)
+    async def update_weights(request: Request, call: UpdateWeightsCall) -> Response:
+        """Receive one update.
+
+        The call stays open until the new weights are checked and served, or have failed.
+        """
+        return _json(await _while_connected(request, service.updates.replace_weights(call)))
+
+    @router.post("/expect_scores/", response_model=dict[str, str], responses=_answers({"status": "noted"}))
+    async def expect_scores(request: Request, call: ExpectScoresCall) -> Response:
+        """The learner's own log-probabilities of the canary of an update.
+
+        The server compares, and decides.
+        """
+        await service.updates.expect(call)
+        return JSONResponse({"status": "noted"})
+
+    @router.post("/close_communicator/", response_model=dict[str, str], responses=_answers({"status": "closed"}))
+    async def close_communicator(request: Request, call: CloseCommunicatorCall) -> Response:
+        """Leave the learner's group."""
+        await service.updates.close_group(call)
+        return JSONResponse({"status": "closed"})
+
+
+def _add_openai_routes(router: APIRouter, service: RolloutService) -> None:
+    """Add other clients' calls. Errors are in OpenAI's form."""
+    events: dict[int | str, dict[str, Any]] = {200: {"content": {EVENTS: {}}}}
+
+    async def complete(request: Request, call: OpenAICall) -> Response:
+        if call.stream:
+            events = _openai_events(service.completion_events(call))
+            return AnswerStream(await _while_connected(request, _first(events)), events, EVENTS)
+        return Response(await _while_connected(request, service.complete(call)), media_type=JSON)
+
+    @router.get("/v1/models", response_model=dict[str, object], response_description=_AS_OPENAI)
+    async def v1_models(request: Request) -> Response:
+        """The served model, in OpenAI's form."""
+        service.check_alive()
+        return Response(await service.engine.models(), media_type=JSON)
+
+    @router.post(
+        "/v1/chat/completions",
+        response_model=dict[str, object],
+        response_description=_AS_OPENAI,
+        responses=events,
+        openapi_extra=_takes(ChatCall(messages=[Message(role="user", content="Name three digits.")], max_tokens=8)),
+    )
+    async def v1_chat_completions(request: Request, call: ChatCall) -> Response:
+        """OpenAI's chat completions, by vLLM's own OpenAI layer.
+
+        With `stream`, server-sent events.
+        """
+        return await complete(request, call)
+
+    @router.post(
+        "/v1/completions",
+        response_model=dict[str, object],
+        response_description=_AS_OPENAI,
+        responses=events,
+        openapi_extra=_takes(CompletionCall(prompt="seven, eight,", max_tokens=8)),
+    )
+    async def v1_completions(request: Request, call: CompletionCall) -> Response:
+        """OpenAI's completions.
+
+        The prompt is text or token ids.
+        """
+        return await complete(request, call)
 
 
 async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
@@ -359,27 +362,12 @@ async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]
             yield b"data: " + bytes(_openai_error(_as_project_error("/v1/", error)).body) + b"\n\n"
 
 
-def _documentation(api: Callable[[], ApiDocument], config: ServerConfig) -> list[Route]:
-    async def openapi(request: Request) -> Response:
-        return JSONResponse(api())
-
-    async def docs(request: Request) -> Response:
-        return HTMLResponse(page(api()))
-
-    served = {"/openapi.json": (openapi, config.serve_openapi), "/docs": (docs, config.serve_docs)}
-    return [
-        Route(method="GET", path=path, handler=handler, says="", replies={})
-        for path, (handler, wanted) in served.items()
-        if wanted
-    ]
-
-
 async def _on_http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     what, found = f"{request.method} {request.url.path} is not served", f"HTTP {error.status_code}: {error.detail}"
     if error.status_code == 405:
         methods = (error.headers or {}).get("Allow", "another method")
-        remedy = f"use {methods}; {request.app.state.config.url_prefix}/docs shows every call"
+        remedy = f"use {methods}; {request.app.state.config.url_prefix}/openapi.json lists every call"
         return error_response(refused(405, what, found, f"{methods} {request.url.path}", remedy))
     wanted = "an endpoint of the rollout server, below its url_prefix"
     return error_response(refused(error.status_code, what, found, wanted, "check base_url"))
@@ -396,16 +384,6 @@ def _defect(path: str, error: Exception) -> ProjectError:
         wanted="an answer, or an error that says what is wrong with the call",
         remedy="see the server's log; this is a defect: report it",
     )
-
-
-def _with_errors(handler: Handler, form: Callable[[ProjectError], Response] | None = None) -> Handler:
-    async def route(request: Request) -> Response:
-        try:
-            return await handler(request)
-        except ProjectError as error:
-            return (form or error_response)(error)
-
-    return route
 
 
 async def _while_connected(request: Request, call: Coroutine[object, None, T]) -> T:

@@ -31,13 +31,8 @@ _MAX_ESCAPES = 4_000_000  # 30 ns each, in which nobody else gets a turn
 _MAX_OBJECTS = 150_000  # one body's, lists included; an update of 60,000 tensors has 120,000
 
 
-CORRECT = (
-    "correct these fields, which the server's /docs explains; a learner's own call: run the same version on both sides"
-)
-
-
-async def read_body(request: Request, model: type[Body], remedy: str = CORRECT) -> Body:
-    """Raises RequestError, which names the wrong fields. `remedy`: what to do about them."""
+async def read_body(request: Request, model: type[Body]) -> Body:
+    """Raises RequestError, which names the wrong fields."""
     try:
         chunks = [chunk async for chunk in request.stream()]
     except ClientDisconnect:
@@ -62,7 +57,7 @@ async def read_body(request: Request, model: type[Body], remedy: str = CORRECT) 
         f"{request.url.path}: malformed body",
         found=found,
         wanted=f"a {model.__name__}",
-        remedy=remedy,
+        remedy="correct these fields, as /openapi.json says; a learner's call: run the same version on both sides",
     )
 
 

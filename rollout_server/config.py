@@ -191,8 +191,6 @@ class ServerConfig(Section):
     )
 
     openai_api: bool = key("serve `/v1/models`, `/v1/chat/completions` and `/v1/completions`", True, req="R13")
-    serve_openapi: bool = key("serve `/openapi.json`, which describes the API", True)
-    serve_docs: bool = key("serve `/docs`, the same as a page", True)
 
     log_dir: Folder | None = key("folder of the log file; null: log to the console", None)
 

@@ -22,15 +22,15 @@ from learner import __main__ as learner_command
 from learner.config.schema import RunConfig
 from learner.journal import metrics
 from rollout_server import __main__ as server_command
-from rollout_server.app import create_app
+from rollout_server.app import JSON, create_app
 from rollout_server.config import ServerConfig
 from rollout_server.engine import Engine
 from rollout_server.gate import Gate, WaitingGate
 from rollout_server.metrics import Metrics
-from rollout_server.openapi import JSON, Schema, in_words
 from rollout_server.service import RolloutService
 from rollout_server.updates import SyncTotals
 from shared.config.model import dotted, walk_keys
+from shared.wire import NDJSON
 from tools.requirements import REQUIREMENTS
 
 MADE = "<!-- Made by `make docs`, so do not edit it. A test compares the two. -->\n\n"
@@ -109,7 +109,7 @@ curl -H "Authorization: Bearer $ROLLOUT_SERVER_TOKEN" http://127.0.0.1:8000/stat
 An error is an [`ErrorBody`](#errorbody) with an HTTP status. 503 comes with `Retry-After`: try again.
 [Every error](../troubleshooting/errors.md) has its cause and its way out. Unknown fields are refused.
 
-A running server describes itself at `/openapi.json`, and at `/docs` as a page; this page is made from it. What
+A running server describes itself at `/openapi.json`; this page is made from it. What
 `/metrics/` counts is in [Every metric](metrics.md#a-rollout-server). What other programs may ask, `/v1/` included, is
 in [Clients](../clients.md). Where a program sends a field, null stands for one that was left out.
 """
@@ -123,7 +123,8 @@ def api() -> dict[str, Any]:
 
 def endpoints_page() -> str:
     described = api()
-    models = described["components"]["schemas"]
+    lines = described["paths"]["/infer/"]["post"]["responses"]["200"]["content"][NDJSON]["schema"]
+    models = {**described["components"]["schemas"], lines["title"]: lines}
     operations = [
         (path, method.upper(), operation)
         for path, methods in described["paths"].items()
@@ -162,12 +163,14 @@ def _answer(success: Mapping[str, Any]) -> str:
     for kind, body in success["content"].items():
         if _is_short(body.get("example")):
             forms.append(f"`{json.dumps(body['example'])}`")
+        elif kind == NDJSON:
+            forms.append(f"{_link(body['schema']['title'])} per line (`{kind}`)")
         elif "$ref" in body.get("schema", {}).get("items", body.get("schema", {})):
-            forms.append(_type(body["schema"]) if kind == JSON else f"{_type(body['schema'])} per line (`{kind}`)")
+            forms.append(_type(body["schema"]))
         else:
             forms.append(f"`{kind}`")
     means = success["description"]
-    return " or ".join(forms) + ("" if means == "done" else f": {_linked(means)}")
+    return " or ".join(forms) + ("" if means == "Successful Response" else f": {_linked(means)}")
 
 
 def _is_short(example: Any) -> bool:
@@ -183,8 +186,22 @@ def _link(name: str) -> str:
     return f"[`{name}`](#{name.lower()})"
 
 
-def _type(schema: Schema) -> str:
-    return in_words(schema, _link, lambda value: f"`{json.dumps(value)}`")
+def _type(schema: Mapping[str, Any]) -> str:
+    if "$ref" in schema:
+        return _link(schema["$ref"].rpartition("/")[2])
+    if "anyOf" in schema:
+        return " or ".join(dict.fromkeys(map(_type, schema["anyOf"])))
+    if "const" in schema or "enum" in schema:
+        return " or ".join(f"`{json.dumps(value)}`" for value in schema.get("enum", [schema.get("const")]))
+    if schema.get("type") == "array":
+        return f"a list of {_type(schema.get('items', {}))}" if schema.get("maxItems") != 0 else "an empty list"
+    signs = {"minimum": "≥", "maximum": "≤", "exclusiveMinimum": ">", "exclusiveMaximum": "<"}
+    bounds = [
+        f"{sign} {schema[name]:.0f}" if schema[name] % 1 == 0 else f"{sign} {schema[name]}"
+        for name, sign in signs.items()
+        if name in schema
+    ]
+    return " ".join([str(schema.get("type", "anything")), *bounds])
 
 
 def _lines(fields: Mapping[str, Any]) -> str:

@@ -27,8 +27,8 @@ from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
 from rollout_server import __main__ as server_command
 from rollout_server import openai_api
+from rollout_server.app import JSON
 from rollout_server.config import ServerConfig, load_server_config
-from rollout_server.openapi import JSON
 from shared import wire
 from shared.config.model import dotted, walk_keys
 from shared.config.parse import load_yaml, write_yaml
@@ -269,7 +269,7 @@ def parse_pip(arguments: Sequence[str]) -> None:
 def parse_curl(arguments: Sequence[str]) -> None:
     (url,) = (word for word in arguments if word.startswith("http"))
     path = re.sub(r"^https?://[^/]+", "", url).rstrip("/")
-    if path in ("/openapi.json", "/docs"):  # they describe the others
+    if path == "/openapi.json":  # it describes the others
         return
     paths = {spelled.rstrip("/"): methods for spelled, methods in api()["paths"].items()}
     assert path in paths, f"no such endpoint: {url}"

@@ -14,7 +14,7 @@ from PIL import Image
 
 from learner.__main__ import main
 from learner.steps import ahead, shares
-from rollout_server.openapi import JSON
+from rollout_server.app import JSON
 from rollout_server.service import RolloutService
 from shared.config.parse import write_yaml
 from shared.errors import error_classes

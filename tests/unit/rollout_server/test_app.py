@@ -156,7 +156,7 @@ def test_a_wrong_method_is_answered_with_the_right_one() -> None:
     async def check(http: httpx.AsyncClient, engine: FakeEngine, service: RolloutService) -> None:
         body = ErrorBody.model_validate_json((await http.get("/a/infer/")).content)
         assert body.wanted == "POST /a/infer/"
-        assert "/a/docs" in body.remedy
+        assert "/a/openapi.json" in body.remedy
         assert "base_url" not in body.remedy
 
     serve(check, url_prefix="/a")
