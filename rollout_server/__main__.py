@@ -9,7 +9,6 @@ configuration as one JSON object, and imports neither vLLM nor torch. Only this 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import shutil
@@ -30,14 +29,13 @@ from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
 from shared.masking import masked, masked_in
 from shared.packages import check_compiler, missing_package
-from shared.private import cache_folder, locked_folder, unlinked
+from shared.private import cache_folder, locked_folder, note_processes, remove_semaphores, unlinked
 from shared.processes import FEW_SHAPES, held_back, leave_lost_output, stop_signals
 from shared.tokens import read_token
 from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
 
-_FOLDER, _PIDS = "rs-", "pids"
-SHARED_MEMORY = Path("/dev/shm")
+_FOLDER = "rs-"
 _LONGEST_FOLDER = 55  # two random names follow, and the path of a Unix socket has at most 107 characters
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
@@ -110,12 +108,13 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     # A terminal sends SIGHUP to the engine's processes too, which have calls to answer.
     with held_back(signal.SIGHUP):
         engine = VllmEngine(config)
-    _note_processes(folder)
+    # Their semaphores stay in shared memory if they are killed.
+    note_processes(folder, {os.getpid(), *descendants(os.getpid())})
     try:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))
     finally:
         engine.shutdown()
-        _remove_semaphores(Path(folder))
+        remove_semaphores(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -127,27 +126,9 @@ def _temporary_folder() -> str:
     # Torch's compiled programs outlive the server. Torch's own folder for them is one that another user can make first.
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(os.environ, "rollout-server"))
-    folder = locked_folder(_FOLDER, Path(around), leave=_remove_semaphores)
+    folder = locked_folder(_FOLDER, Path(around), leave=remove_semaphores)
     os.environ["VLLM_RPC_BASE_PATH"] = os.environ["TMPDIR"] = tempfile.tempdir = folder
     return folder
-
-
-def _note_processes(folder: str) -> None:
-    """Write down the processes of this server, whose semaphores stay in shared memory if they are killed."""
-    Path(folder, _PIDS).write_text("\n".join(map(str, {os.getpid(), *descendants(os.getpid())})))
-
-
-def _remove_semaphores(folder: Path) -> bool:
-    """Remove what the server's processes left in shared memory. Returns False if one still runs."""
-    try:
-        pids = [int(line) for line in (folder / _PIDS).read_text().split()]
-    except (OSError, ValueError):  # it ended before its engine had started
-        return True
-    ended = [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
-    for file in (file for pid in ended for file in SHARED_MEMORY.glob(f"sem.loky-{pid}-*")):
-        with contextlib.suppress(OSError):  # another user's
-            file.unlink()
-    return len(ended) == len(pids)
 
 
 def _bind(config: ServerConfig) -> socket.socket:

@@ -5,12 +5,13 @@ name first decides what lies there.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import fcntl
 import os
 import shutil
 import stat
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
@@ -59,7 +60,8 @@ def is_private(folder: Path) -> bool:
     return about.st_uid == os.geteuid() and not about.st_mode & _OTHERS_WRITE
 
 
-LOCK = "process.lock"
+LOCK, PIDS = "process.lock", "pids"
+SHARED_MEMORY = Path("/dev/shm")
 
 
 def locked_folder(prefix: str, around: Path, *, leave: Callable[[Path], bool] = lambda _: True) -> str:
@@ -89,3 +91,21 @@ def _lock(path: Path, *, new: bool = False) -> int | None:
             os.close(handle)
         return None
     return handle
+
+
+def note_processes(folder: str, pids: Collection[int]) -> None:
+    """Write down in a folder of `locked_folder` the processes of an engine, for `remove_semaphores`."""
+    Path(folder, PIDS).write_text("\n".join(map(str, pids)))
+
+
+def remove_semaphores(folder: Path) -> bool:
+    """Remove what an engine's killed processes left in shared memory. Returns False if one still runs."""
+    try:
+        pids = [int(line) for line in (folder / PIDS).read_text().split()]
+    except (OSError, ValueError):  # it ended before its engine had started
+        return True
+    ended = [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
+    for file in (file for pid in ended for file in SHARED_MEMORY.glob(f"sem.loky-{pid}-*")):
+        with contextlib.suppress(OSError):  # another user's
+            file.unlink()
+    return len(ended) == len(pids)

@@ -56,6 +56,7 @@ from shared.generation import (
     scoring,
     stop_token_ids,
 )
+from shared.private import locked_folder, note_processes, remove_semaphores
 from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linear_layers_only, adapter_request
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
@@ -111,6 +112,9 @@ class ColocatedEngine:
         folder = model_folder(model, "model.path")
         with offload.away(), _keeping_random_state(ranks.device), _keeping_compiler_variables():
             self._llm = self._start(folder)
+            # What a killed run's engine left in shared memory goes, and this one's will, by the next start.
+            left = locked_folder("engine-", Path(tempfile.gettempdir()), leave=remove_semaphores)
+            note_processes(left, [os.getpid()])
             # The first sleep takes longest: its memory on the host is new.
             self._stays_awake = self._may_stay_awake() and self._has_room_for(learning_bytes)
             self._rest()

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from rollout_server import __main__ as program
-from shared.private import locked_folder
+from shared import private
+from shared.private import locked_folder, remove_semaphores
 
 START = """
 import os, subprocess, tempfile, time
@@ -74,19 +74,19 @@ def test_semaphores_of_a_killed_server_are_removed_by_the_next_one(
     temporary: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each killed engine left some in shared memory. Those of a process that runs are not touched."""
-    monkeypatch.setattr(program, "SHARED_MEMORY", temporary)
+    monkeypatch.setattr(private, "SHARED_MEMORY", temporary)
     engine = subprocess.Popen(["sleep", "60"])
-    (temporary / program._PIDS).write_text(f"{os.getpid()}\n{engine.pid}")
+    (temporary / private.PIDS).write_text(f"{os.getpid()}\n{engine.pid}")
     files = [temporary / f"sem.loky-{pid}-abc" for pid in (engine.pid, os.getpid(), 4_000_000)]
     for file in files:
         file.touch()
     try:
-        assert not program._remove_semaphores(temporary), "both run"
+        assert not remove_semaphores(temporary), "both run"
         assert all(file.exists() for file in files)
     finally:
         engine.kill()
         engine.wait()
-    assert not program._remove_semaphores(temporary)
+    assert not remove_semaphores(temporary)
     assert [file.exists() for file in files] == [False, True, True], "nobody wrote the last one down"
 
 
