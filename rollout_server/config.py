@@ -21,6 +21,8 @@ from shared.wire import TOKEN_VARIABLE
 
 if TYPE_CHECKING:
     from shared.images import ImageRules
+
+_IMAGE_CACHE_BYTES = 256 << 20  # of fetched images, in memory
 Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
 
 # This configuration has a key for these, or the server decides them itself.
@@ -64,7 +66,6 @@ class ServerConfig(Section):
     dtype: Literal["auto", "bfloat16", "float16", "float32"] = key(
         "dtype of the served weights; `auto`: the checkpoint's", "auto"
     )
-    seed: int = key("the engine's seed; requests have their own", 0)
     max_model_len: int | None = key("longest prompt plus answer; null: the model's limit", None, unit="tokens", ge=1)
     trust_remote_code: bool = key("run Python code from the checkpoint's folder", False)
 
@@ -116,55 +117,17 @@ class ServerConfig(Section):
     )
     allowed_image_roots: list[Folder] = key("folders with local images; empty: no local paths", [])
     allowed_image_hosts: list[str] = key("hosts of image URLs; empty: no URLs", [])
-    image_timeout_s: float = key("longest fetch of one image", 10.0, unit="s", gt=0.0)
-    image_cache_bytes: int = key("fetched images that are kept in memory; 0: none", 256 << 20, unit="bytes", ge=0)
-    max_image_bytes: int = key("largest encoded image", 32 << 20, unit="bytes", ge=1)
     max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
-    max_request_pixels: int = key(
-        "most pixels times scans of all images of one request: how long they take to decode",
-        256_000_000,
-        unit="pixels",
-        ge=1,
-    )
-    max_pixels_in_flight: int = key(
-        "most pixels of the images of all running requests, 4 bytes each; others wait up to `queue_timeout_s`",
-        2_000_000_000,
-        unit="pixels",
-        ge=1,
-    )
-    image_decode_timeout_s: float = key("longest decoding of one request's images", 20.0, unit="s", gt=0.0)
     max_images_per_request: int = key("most images of one request", 8, unit="images", ge=1)
     max_body_bytes: int = key("largest body of one HTTP call", 128 << 20, unit="bytes", ge=1)
-    max_body_values: int = key(
-        "most values in one body: commas, brackets and braces, those in texts too, counted before it is parsed",
-        1_000_000,
-        unit="values",
-        ge=1,
-    )
-    max_bodies_bytes: int = key(
-        "largest sum of the bodies of all running calls; further calls get 503",
-        2 << 30,
-        unit="bytes",
-        ge=1,
-    )
     max_connections: int = key(
         "most HTTP calls at once, a connection each; further calls get 503. Less if the limit on open files is lower",
         1024,
         unit="connections",
         ge=16,
     )
-    header_timeout_s: float = key("longest time for sending a request's headers", 10.0, unit="s", gt=0.0)
-    body_timeout_s: float = key(
-        "longest time for sending one body, and longest pause in reading an answer", 60.0, unit="s", gt=0.0
-    )
     max_requests_per_call: int = key(
         "most requests of one `/infer/`, `/score/` or `/v1/` call", 4096, unit="requests", ge=1
-    )
-    max_requests_in_flight: int = key(
-        "most requests of all running `/infer/`, `/score/` and `/v1/` calls; further calls get 503",
-        65_536,
-        unit="requests",
-        ge=1,
     )
 
     queue_timeout_s: float = key(
@@ -172,9 +135,6 @@ class ServerConfig(Section):
     )
     drain_timeout_s: float = key(
         "longest wait of a weight update for calls in flight", 300.0, unit="s", req="R10", gt=0.0
-    )
-    max_sync_timeout_s: float = key(
-        "longest wait of one weight sync call for its learner, whatever the learner asks for", 600.0, unit="s", gt=0.0
     )
     engine_stall_s: float = key(
         "an engine that answers nothing for so long counts as stopped: calls and probes get 503. Ten times as long if "
@@ -185,9 +145,6 @@ class ServerConfig(Section):
     )
     shutdown_timeout_s: float = key(
         "longest wait for calls in flight after SIGTERM, Ctrl-C or SIGHUP", 30.0, unit="s", gt=0.0
-    )
-    answer_cache_size: int = key(
-        "answers that are kept, so that a retry gets the same one", 4096, unit="rollouts", req="R12", ge=0
     )
 
     openai_api: bool = key("serve `/v1/models`, `/v1/chat/completions` and `/v1/completions`", True, req="R13")
@@ -210,10 +167,8 @@ class ServerConfig(Section):
         return ImageRules(
             roots=tuple(self.allowed_image_roots),
             hosts=tuple(self.allowed_image_hosts),
-            timeout_s=self.image_timeout_s,
-            max_bytes=self.max_image_bytes,
             max_pixels=self.max_image_pixels,
-            cache_bytes=self.image_cache_bytes,
+            cache_bytes=_IMAGE_CACHE_BYTES,
             keys="the server's ",
         )
 

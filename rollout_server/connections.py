@@ -7,9 +7,9 @@ Invariants:
 - at most `max_connections` and SPARE are open. If one more comes, the one that has waited longest for its caller's next
   request goes. Calls under way are at most `max_connections` (`BodyLimit`), so probes always find a place;
 - all of them together leave RESERVED_FILES of the process's open files to the rest of the server;
-- a request's headers arrive within `header_timeout_s` of the connection, or of the first byte of a later request;
+- a request's headers arrive within HEADER_S of the connection, or of the first byte of a later request;
 - no more than about MAX_HEADER_BYTES of headers, or of anything else that is no body, are kept;
-- a caller that reads nothing of its answer for `body_timeout_s` is left.
+- a caller that reads nothing of its answer for BODY_S is left.
 """
 
 from __future__ import annotations
@@ -21,11 +21,13 @@ from uvicorn.config import Config
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from uvicorn.server import ServerState
 
+from rollout_server import guards
 from rollout_server.config import ServerConfig
 from shared.errors import ConfigError
 
 SPARE = 64  # connections beyond those of calls, for probes
 ACCEPTED_AT_ONCE = 64  # asyncio accepts so many at once before any of them is counted
+HEADER_S = 10.0  # longest time for sending a request's headers
 MAX_HEADER_BYTES = 64 << 10
 RESERVED_FILES = 256  # the engine's sockets, images, logs
 _MAX_PIPELINED = 8  # requests sent before the answer to the first one
@@ -98,7 +100,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._waiting.num_open += 1
         self._waiting.add(self)
-        self._await_caller(self._config.header_timeout_s)
+        self._await_caller(HEADER_S)
         self._waiting.make_room()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -118,7 +120,7 @@ class Connection(HttpToolsProtocol):
         super().on_message_begin()
         self._headers_ended = False
         self._in_message = True
-        self._await_caller(self._config.header_timeout_s)
+        self._await_caller(HEADER_S)
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if not self._headers_ended:  # a trailer comes later, and says nothing about who calls
@@ -144,11 +146,11 @@ class Connection(HttpToolsProtocol):
         if self.cycle.response_complete:  # no other request is waiting
             self._waiting.add(self)
             if self._in_message:  # it was refused before it was read
-                self._await_caller(self._config.body_timeout_s)
+                self._await_caller(guards.BODY_S)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._reading_due = self.loop.call_later(self._config.body_timeout_s, self.drop)
+        self._reading_due = self.loop.call_later(guards.BODY_S, self.drop)
 
     def resume_writing(self) -> None:
         self._end_reading()

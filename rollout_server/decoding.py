@@ -6,9 +6,9 @@ neither the token nor the engine, and may take a bounded amount of memory.
 
 Invariants:
 - nothing is decoded before pixels times scans of all images of its request were counted, and are at most
-  `max_request_pixels`;
-- decoded images of all calls hold at most `max_pixels_in_flight`, each until its `PixelShare` is closed;
-- a request is decoded within `image_decode_timeout_s`, in which pauses of the server do not count; then, or once its
+  MOST_COST;
+- decoded images of all calls hold at most MOST_PIXELS, each until its `PixelShare` is closed;
+- a request is decoded within DECODE_S, in which pauses of the server do not count; then, or once its
   share is closed, its process is killed;
 - there are as many processes as threads that decode, started when they are first needed.
 """
@@ -38,6 +38,9 @@ from shared.waits import SLICE_S, Deadline
 if TYPE_CHECKING:
     from rollout_server.config import ServerConfig
 
+MOST_COST = 256_000_000  # pixels times scans of one request's images: how long they take to decode
+MOST_PIXELS = 2_000_000_000  # of the images of all running requests, 4 bytes each
+DECODE_S = 20.0  # longest decoding of one request's images
 _HEAD = struct.Struct("<cQ")  # a kind, and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")
@@ -48,7 +51,7 @@ _OTHER_BYTES = 1 << 30
 
 
 class PixelShare:
-    """One request's part of `max_pixels_in_flight`. Closing it also ends the decoding."""
+    """One request's part of MOST_PIXELS. Closing it also ends the decoding."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -86,7 +89,7 @@ class Budget:
                         "images of the calls under way hold too much memory",
                         found=f"{self.num_held} pixels after {self._timeout_s:g} s",
                         wanted=f"at most {self._most} together, with the {num_pixels} of this request",
-                        remedy="try again later, send smaller images, or raise the server's max_pixels_in_flight",
+                        remedy="try again later, or send smaller images",
                     )
                 self._changed.wait(SLICE_S)
             self.num_held += num_pixels
@@ -103,7 +106,7 @@ class Decoders:
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
         self._images = Images(config.image_rules)
-        self._budget = Budget(config.max_pixels_in_flight, config.queue_timeout_s)
+        self._budget = Budget(MOST_PIXELS, config.queue_timeout_s)
         self._idle: queue.LifoQueue[_Process] = queue.LifoQueue()
 
     def share(self) -> PixelShare:
@@ -113,12 +116,12 @@ class Decoders:
         """Raises MediaError, ServerBusyError, and RequestError if the share was closed."""
         self._check_number(len(sources))
         encoded = [(source, self._images.read(source)) for source in sources]
-        deadline = Deadline(self._config.image_decode_timeout_s)
+        deadline = Deadline(DECODE_S)
         looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, deadline)) for source, data in encoded]
         self._check_cost(sum(num_pixels * num_scans for num_pixels, num_scans in looks))
         share.take(sum(num_pixels for num_pixels, _ in looks))
         # The wait for room does not count as decoding.
-        deadline = Deadline(self._config.image_decode_timeout_s)
+        deadline = Deadline(DECODE_S)
         return [_image(self._ask(_DECODE, data, source, share, deadline)) for source, data in encoded]
 
     def close(self) -> None:
@@ -137,22 +140,20 @@ class Decoders:
             )
 
     def _check_cost(self, cost: int) -> None:
-        most = self._config.max_request_pixels
-        if cost > most:
+        if cost > MOST_COST:
             raise MediaError(
                 "the images of a request take too long to decode",
                 found=f"{cost} pixels, each scan of a progressive JPEG counted",
-                wanted=f"at most {most}",
-                remedy="shrink the images, save them without progression, or raise the server's max_request_pixels",
+                wanted=f"at most {MOST_COST}",
+                remedy="shrink the images, or save them without progression",
             )
 
     def _ask(self, what: bytes, data: bytes, source: str, share: PixelShare, deadline: Deadline) -> bytearray:
         def check() -> None:
             check_open(share.closed)
             if deadline.is_over():
-                limit = self._config.image_decode_timeout_s
-                remedy = "shrink the image, or raise the server's image_decode_timeout_s"
-                raise media_error(source, f"no end of decoding after {limit:g} s", "an image that decodes soon", remedy)
+                found, wanted = f"no end of decoding after {DECODE_S:g} s", "an image that decodes soon"
+                raise media_error(source, found, wanted, "shrink the image")
 
         with self._process() as process:
             kind, answer = process.ask(what, data, check)

@@ -486,7 +486,7 @@ def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:
     settings: dict[str, object] = {
         "model": path,
         "dtype": config.dtype,
-        "seed": config.seed,
+        "seed": 0,  # requests bring their own
         "trust_remote_code": config.trust_remote_code,
         "tensor_parallel_size": config.tensor_parallel_size,
         "data_parallel_size": config.data_parallel_size,

@@ -18,6 +18,9 @@ from shared.addresses import is_loopback
 from shared.errors import ProjectError, RequestError, ServerBusyError, UnauthorizedError
 from shared.wire import TOKEN_VARIABLE, ErrorBody
 
+BODY_S = 60.0  # longest time for sending one body, and longest pause in reading an answer
+MOST_BYTES = 2 << 30  # of the bodies of all running calls
+MOST_VALUES = 1_000_000  # of one body: commas, brackets and braces, those in texts too, counted before it is parsed
 _RETRY_AFTER_S = 1.0
 
 
@@ -119,7 +122,7 @@ class BodyLimit:
             return await error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
         num_bytes = num_values = 0
         complete = False
-        deadline = asyncio.get_running_loop().time() + self._config.body_timeout_s
+        deadline = asyncio.get_running_loop().time() + BODY_S
 
         async def limited() -> Message:
             nonlocal num_bytes, num_values, complete
@@ -138,9 +141,9 @@ class BodyLimit:
             complete = not message.get("more_body", False)
             if num_bytes > self._config.max_body_bytes:
                 raise self._too_large(f"more than {self._config.max_body_bytes} bytes")
-            if num_values > self._config.max_body_values:
+            if num_values > MOST_VALUES:
                 raise self._too_many_values()
-            if self._num_held_bytes > self._config.max_bodies_bytes:
+            if self._num_held_bytes > MOST_BYTES:
                 raise self._too_many()
             return message
 
@@ -157,13 +160,13 @@ class BodyLimit:
         return refused(413, "the request's body is too large", found, wanted, remedy)
 
     def _too_many_values(self) -> RequestError:
-        found, wanted = f"more than {self._config.max_body_values} values", "fewer commas, brackets and braces"
-        remedy = "send fewer requests per call, or raise the server's max_body_values"
+        found, wanted = f"more than {MOST_VALUES} values", "fewer commas, brackets and braces"
+        remedy = "send fewer requests per call"
         return refused(413, "the request's body has too many values", found, wanted, remedy)
 
     def _too_slow(self, num_bytes: int) -> RequestError:
-        found = f"{num_bytes} bytes, and no end after {self._config.body_timeout_s:g} s"
-        remedy = "check the network, or raise the server's body_timeout_s"
+        found = f"{num_bytes} bytes, and no end after {BODY_S:g} s"
+        remedy = "check the network"
         return refused(408, "the request's body did not arrive in time", found, "the whole body", remedy)
 
     def _too_many_calls(self) -> ServerBusyError:
@@ -178,6 +181,6 @@ class BodyLimit:
         return ServerBusyError(
             "the calls under way hold too much memory",
             found=f"bodies of {self._num_held_bytes} bytes together",
-            wanted=f"at most {self._config.max_bodies_bytes} bytes",
-            remedy="try again later, or raise the server's max_bodies_bytes",
+            wanted=f"at most {MOST_BYTES} bytes",
+            remedy="try again later",
         )

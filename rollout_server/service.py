@@ -54,6 +54,8 @@ from shared.wire import (
 )
 
 T = TypeVar("T")
+KEPT_ANSWERS = 4096  # a retry of these gets the same answer
+MOST_REQUESTS = 65_536  # of all running calls
 _MANY_CHARS = 1 << 18  # take a millisecond or more to read
 _MANY_LOGPROBS = 1024  # take 10 ms or more to write
 
@@ -70,7 +72,7 @@ class RolloutService:
         self.updates = WeightUpdates(engine, self.waiting_gate, config)
         self.metrics = Metrics(self.waiting_gate, self.updates.totals)
         self.server_id = server_id or uuid.uuid4().hex[:12]
-        self._answers: RecentAnswers[bytes] = RecentAnswers(config.answer_cache_size)
+        self._answers: RecentAnswers[bytes] = RecentAnswers(KEPT_ANSWERS)
         self._versions = _versions()
         self._num_requests = 0  # counts all calls, those included that wait for an update
 
@@ -165,14 +167,13 @@ class RolloutService:
     async def _admitted(self, num_requests: int) -> AsyncIterator[int]:
         """Yield the version that answers these requests. Raises ServerBusyError if there are too many, and what the
         gate raises."""
-        most = self.config.max_requests_in_flight
         # A call that is alone is let in whatever its size: waiting would not make room for it.
-        if self._num_requests and self._num_requests + num_requests > most:
+        if self._num_requests and self._num_requests + num_requests > MOST_REQUESTS:
             raise ServerBusyError(
                 "too many requests are under way",
                 found=f"{self._num_requests}, and {num_requests} more",
-                wanted=f"at most {most}",
-                remedy="try again later, or raise the server's max_requests_in_flight",
+                wanted=f"at most {MOST_REQUESTS}",
+                remedy="try again later",
             )
         self._num_requests += num_requests
         try:

@@ -6,7 +6,7 @@ expects.
 
 Invariants:
 - one sync call runs at a time; a new learner's group ends whatever the old one had under way;
-- a call lasts `max_sync_timeout_s` at most, whatever the learner asks for;
+- a call lasts MOST_SYNC_S at most, whatever the learner asks for;
 - an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
 - nothing is served before the verdict on the canary;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
@@ -51,6 +51,7 @@ from shared.wire import (
 )
 
 SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
+MOST_SYNC_S = 600.0
 _SLICE_S = 0.25  # nothing else runs during an update, so workers may wait
 # The engine generates while a group is joined, so workers only take a look.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
@@ -218,7 +219,7 @@ class WeightUpdates:
             ).as_status(409)
 
     def _bounded(self, call: SyncCall) -> SyncCall:
-        return call.model_copy(update={"timeout_s": min(call.timeout_s, self._config.max_sync_timeout_s)})
+        return call.model_copy(update={"timeout_s": min(call.timeout_s, MOST_SYNC_S)})
 
     def _weights(self, call: UpdateWeightsCall, loaded: WorkerReply) -> str:
         """Return the digest of what is served once this is loaded: an adapter's together with that of the weights

@@ -52,8 +52,8 @@ class Fetcher:
                 return self._follow(source, line)
             except (OSError, HTTPException, ValueError) as error:
                 found = "no complete answer in time" if line.hung_up else _in_words(error)
-                remedy = f"check the URL, or raise {self.rules.keys}image_timeout_s"
-                raise media_error(source, found, f"an answer within {self.rules.timeout_s:g} s", remedy) from error
+                wanted = f"an answer within {self.rules.timeout_s:g} s"
+                raise media_error(source, found, wanted, "check the URL, and the network") from error
 
     def _follow(self, source: str, line: _Line) -> bytes:
         url = source

@@ -38,7 +38,5 @@ def media_error(source: str, found: str, wanted: str, remedy: str) -> MediaError
 def check_bytes(num_bytes: int, source: str, rules: ImageRules) -> None:
     """Raises MediaError if the encoded image is too large."""
     if num_bytes > rules.max_bytes:
-        remedy = (
-            "shrink the image" if rules.keys == "data." else f"shrink the image, or raise {rules.keys}max_image_bytes"
-        )
-        raise media_error(source, f"more than {rules.max_bytes} bytes", f"at most {rules.max_bytes} bytes", remedy)
+        found, wanted = f"more than {rules.max_bytes} bytes", f"at most {rules.max_bytes} bytes"
+        raise media_error(source, found, wanted, "shrink the image")

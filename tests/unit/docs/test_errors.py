@@ -333,7 +333,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "MediaError": (
         Case(lambda place: read_image("/etc/none.png", roots=()), ("allowed_image_roots",)),
         Case(lambda place: read_image("http://elsewhere/a.png"), ("allowed_image_hosts",)),
-        Case(lambda place: read_image(rows.image(64, 64), max_bytes=100), ("max_image_bytes",)),
+        Case(lambda place: read_image(rows.image(64, 64), max_bytes=100), ("shrink the image",)),
         Case(lambda place: read_image(rows.image(64, 64), max_pixels=100), ("max_image_pixels",)),
     ),
     "PromptTooLongError": (Case(too_long, ("max_model_len", "max_new_tokens")),),
@@ -344,7 +344,6 @@ CASES: dict[str, tuple[Case, ...]] = {
             lambda place: answered("POST", "/infer/", infer("a"), prepared=updating, queue_timeout_s=0.05),
             ("queue_timeout_s",),
         ),
-        Case(lambda place: answered("POST", "/infer/", infer("a"), max_bodies_bytes=20), ("max_bodies_bytes",)),
     ),
     "ServerPoisonedError": (
         Case(lambda place: answered("POST", "/infer/", infer("a"), prepared=poisoned), ("restart the server",)),

@@ -385,7 +385,7 @@ URLS = {
 def test_a_url_reaches_no_host_that_is_not_allowed(advisory: str, model: Path) -> None:
     """vLLM checked the host that one library read out of a URL, and fetched the one that another read; LMDeploy and Ray
     checked nothing."""
-    config = ServerConfig(model=str(model), allowed_image_hosts=["allowed.test"], image_timeout_s=2.0)
+    config = ServerConfig(model=str(model), allowed_image_hosts=["allowed.test"])
     engine = ReadingEngine(model, config)
     with target() as inner:
         for url in URLS[advisory]:
@@ -409,7 +409,7 @@ def test_a_redirect_reaches_no_host_that_is_not_allowed(advisories: Any, model: 
 @ids("CVE-2026-100650")
 def test_media_is_not_read_beyond_the_limits(advisories: Any, model: Path) -> None:
     """vLLM read the whole answer and fetched every item, and looked at the limits then."""
-    config = ServerConfig(model=str(model), allowed_image_hosts=["localhost"], max_image_bytes=1 << 20)
+    config = ServerConfig(model=str(model), allowed_image_hosts=["localhost"])
     engine = ReadingEngine(model, config)
     with target() as server:
         url = f"http://localhost:{server.server_port}"

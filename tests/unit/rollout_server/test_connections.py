@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from rollout_server import connections, service, serving
+from rollout_server import connections, guards, service, serving
 from rollout_server.__main__ import _bind
 from rollout_server.config import ServerConfig
 from shared.addresses import free_port
@@ -46,6 +46,7 @@ class Engine(FakeEngine):
 def _serve(config: ServerConfig, log: Path) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (OPEN_FILES, OPEN_FILES))
     service._versions = dict  # it imports vLLM
+    connections.HEADER_S, guards.BODY_S = HEADER_S, BODY_S
     with log.open("w") as console:
         os.dup2(console.fileno(), 2)
         asyncio.run(serving.serve(Engine(), config, None, _bind(config), console))
@@ -54,9 +55,7 @@ def _serve(config: ServerConfig, log: Path) -> None:
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[httpx.Client]:
     log = tmp_path_factory.mktemp("server") / "log"
-    config = ServerConfig(
-        model="fake", port=free_port(), header_timeout_s=HEADER_S, body_timeout_s=BODY_S, shutdown_timeout_s=1.0
-    )
+    config = ServerConfig(model="fake", port=free_port(), shutdown_timeout_s=1.0)
     process = multiprocessing.get_context("fork").Process(target=_serve, args=(config, log))
     process.start()
     with httpx.Client(base_url=config.base_url, trust_env=False, timeout=30.0) as http:
@@ -79,7 +78,7 @@ def connect(server: httpx.Client) -> socket.socket:
 
 def assert_closed(link: socket.socket, send: bytes = b"", every_s: float = 0.1) -> None:
     """The server hangs up, though `send` is sent again and again; before the deadlines that it has by default."""
-    until = time.monotonic() + ServerConfig(model="fake").header_timeout_s
+    until = time.monotonic() + connections.HEADER_S
     link.settimeout(every_s)
     while time.monotonic() < until:
         try:

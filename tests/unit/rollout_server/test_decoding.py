@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
+from rollout_server import decoding
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders
 from rollout_server.processes import cpu_seconds, descendants
@@ -99,26 +100,34 @@ def test_thousands_of_scans_are_not_decoded(start: Callable[..., Decoders]) -> N
     decoders.load([text(encoded((4, 4)))], decoders.share())
     (process,) = descendants(os.getpid()) - others
     before = cpu_seconds([process])[process]
-    with pytest.raises(MediaError, match="max_request_pixels"):
+    with pytest.raises(MediaError, match="too long to decode"):
         decoders.load([source], decoders.share())
     assert cpu_seconds([process])[process] - before < 1.0
     decoders.load([text(with_scans((100, 100), 20))], decoders.share())
 
 
-def test_the_pixels_of_a_request_have_a_limit_together(start: Callable[..., Decoders]) -> None:
-    decoders = start(max_request_pixels=20_000)
+def test_the_pixels_of_a_request_have_a_limit_together(
+    start: Callable[..., Decoders], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "MOST_COST", 20_000)
+    decoders = start()
     source = text(encoded((100, 100)))
     assert len(decoders.load([source] * 2, decoders.share())) == 2
     with pytest.raises(MediaError, match="found 30000 pixels"):
         decoders.load([source] * 3, decoders.share())
 
 
-def test_decoding_ends_at_its_deadline_and_when_nobody_waits(start: Callable[..., Decoders]) -> None:
+def test_decoding_ends_at_its_deadline_and_when_nobody_waits(
+    start: Callable[..., Decoders], monkeypatch: pytest.MonkeyPatch
+) -> None:
     slow = text(with_scans((4000, 4000), 900))
-    decoders = start(max_request_pixels=10**12, image_decode_timeout_s=0.4)
-    with pytest.raises(MediaError, match="image_decode_timeout_s"):
-        decoders.load([slow], decoders.share())
-    decoders, others = start(max_request_pixels=10**12), descendants(os.getpid())
+    monkeypatch.setattr(decoding, "MOST_COST", 10**12)
+    decoders = start()
+    with monkeypatch.context() as hasty:
+        hasty.setattr(decoding, "DECODE_S", 0.4)
+        with pytest.raises(MediaError, match="no end of decoding"):
+            decoders.load([slow], decoders.share())
+    decoders, others = start(), descendants(os.getpid())
     share = decoders.share()
     threading.Timer(0.4, share.close).start()
     with pytest.raises(RequestError, match="hung up"):
@@ -129,12 +138,13 @@ def test_decoding_ends_at_its_deadline_and_when_nobody_waits(start: Callable[...
 
 PAUSED = """
 import os, signal, sys
+from rollout_server import decoding
 from rollout_server.config import ServerConfig
-from rollout_server.decoding import Decoders
 from rollout_server.processes import descendants
 from tests.pauses import pause_soon
 
-decoders, source = Decoders(ServerConfig(model="m", image_decode_timeout_s=2)), sys.stdin.read()
+decoding.DECODE_S = 2.0
+decoders, source = decoding.Decoders(ServerConfig(model="m")), sys.stdin.read()
 decoders.load([source], decoders.share())
 (process,) = descendants(os.getpid())
 os.kill(process, signal.SIGSTOP)
@@ -152,8 +162,11 @@ def test_a_pause_of_the_server_is_not_the_pictures_fault() -> None:
     assert (done.stdout, done.stderr) == ("1000 900\n", "")
 
 
-def test_an_image_that_ends_its_process_ends_no_other(start: Callable[..., Decoders]) -> None:
-    decoders, others = start(max_request_pixels=10**12), descendants(os.getpid())
+def test_an_image_that_ends_its_process_ends_no_other(
+    start: Callable[..., Decoders], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(decoding, "MOST_COST", 10**12)
+    decoders, others = start(), descendants(os.getpid())
     decoders.load([text(encoded((4, 4)))], decoders.share())
     (process,) = descendants(os.getpid()) - others
     before = cpu_seconds([process])[process]
@@ -170,13 +183,14 @@ def test_an_image_that_ends_its_process_ends_no_other(start: Callable[..., Decod
     decoders.load([text(encoded((4, 4)))], decoders.share())
 
 
-def test_decoded_images_have_a_limit_together(start: Callable[..., Decoders]) -> None:
+def test_decoded_images_have_a_limit_together(start: Callable[..., Decoders], monkeypatch: pytest.MonkeyPatch) -> None:
     source = text(encoded((100, 100)))
-    hasty = start(max_pixels_in_flight=15_000, queue_timeout_s=0.3)
+    monkeypatch.setattr(decoding, "MOST_PIXELS", 15_000)
+    hasty = start(queue_timeout_s=0.3)
     hasty.load([source], hasty.share())
-    with pytest.raises(ServerBusyError, match="max_pixels_in_flight"):
+    with pytest.raises(ServerBusyError, match="hold too much memory"):
         hasty.load([source], hasty.share())
-    decoders = start(max_pixels_in_flight=15_000, queue_timeout_s=60.0)
+    decoders = start(queue_timeout_s=60.0)
     first, second = decoders.share(), decoders.share()
     decoders.load([source], first)
     threading.Timer(0.1, first.close).start()
