@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import inspect
 import itertools
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Sequence
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
+END_S = 12.0  # of the engine's processes: containers have 15 s beyond `shutdown_timeout_s`
 _MOST_HELD_S = 1.0  # that the engine waits for the last request of those that share a step
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64  # tokens of a step that has CUDA graphs
 _GRAPH_ARGS = {
@@ -341,7 +343,9 @@ class VllmEngine:
         """Stop the engine's processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._renderer.decoders.close()
-        self._llm.shutdown()
+        # Left alone, vLLM kills its processes after 5 s, which a busy machine needs; older versions take no limit.
+        limit = {"timeout": END_S} if "timeout" in inspect.signature(self._llm.shutdown).parameters else {}
+        self._llm.shutdown(**limit)
         self._llm.shutdown = lambda: None  # its destructor calls it again, when half of the interpreter is gone
         gc.unfreeze()  # some libraries count what is left at exit, and would complain
 

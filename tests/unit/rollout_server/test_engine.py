@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, PixelShare
-from rollout_server.engine import VllmEngine, WorkerReply, _Sends, graph_args
+from rollout_server.engine import END_S, VllmEngine, WorkerReply, _Sends, graph_args
 from rollout_server.stalls import StallWatch
 from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerBusyError, ServerError
@@ -134,6 +134,21 @@ def test_a_caller_that_goes_ends_the_decoding_of_its_images_and_gives_back_their
 
     asyncio.run(asyncio.wait_for(run(), 10))
     engine._threads.shutdown(wait=True)
+
+
+@pytest.mark.parametrize("takes_a_limit", [True, False])
+def test_an_engine_has_time_to_end_before_it_is_killed(takes_a_limit: bool) -> None:
+    """A killed one leaves semaphores, and complains on stderr. vLLM's own limit is 5 s; older versions take none."""
+    told: list[float | None] = []
+    engine = object.__new__(VllmEngine)
+    renderer = SimpleNamespace(decoders=SimpleNamespace(close=lambda: None))
+    engine._renderer, engine._threads = cast(Any, renderer), ThreadPoolExecutor(1)
+    new, old = lambda timeout=None: told.append(timeout), lambda: told.append(None)
+    engine._llm = cast(Any, SimpleNamespace(shutdown=new if takes_a_limit else old))
+    engine.shutdown()
+    assert told == [END_S if takes_a_limit else None]
+    engine._llm.shutdown()
+    assert len(told) == 1, "its destructor calls it again"
 
 
 @pytest.mark.parametrize("num_back", [0, TRIES - 1, TRIES])
