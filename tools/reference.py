@@ -20,7 +20,6 @@ from deploy import launch
 from deploy.launch import LaunchConfig
 from learner import __main__ as learner_command
 from learner.config.schema import RunConfig
-from learner.journal import metrics
 from rollout_server import __main__ as server_command
 from rollout_server.app import JSON, create_app
 from rollout_server.config import ServerConfig
@@ -31,6 +30,7 @@ from rollout_server.service import RolloutService
 from rollout_server.updates import SyncTotals
 from shared.config.model import dotted, walk_keys
 from shared.wire import NDJSON
+from tools import metrics
 from tools.requirements import REQUIREMENTS
 
 MADE = "<!-- Made by `make docs`, so do not edit it. A test compares the two. -->\n\n"

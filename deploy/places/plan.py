@@ -37,7 +37,7 @@ _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"\[[\d:%]*\]$")
 # Keys of both programs whose values are paths, and of those the ones that are written. A test walks all keys.
-WRITTEN = frozenset({"output_dir", "tracker_dir", "write", "log_dir"})
+WRITTEN = frozenset({"output_dir", "write", "log_dir"})
 READ = frozenset(
     {"path", "train", "val", "test", "image_root", "annotation_root", "resume_from_checkpoint", "file", "model"}
     | {"allowed_image_roots"}

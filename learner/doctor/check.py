@@ -33,8 +33,8 @@ from learner.doctor.model_folder import (
     other_than_trained,
 )
 from learner.extensions import check_extensions
-from learner.journal.metrics import check_kept_metric
 from learner.journal.trackers import check_trackers
+from learner.run.best import check_kept_metric
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
 from shared.families import check_folder

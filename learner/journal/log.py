@@ -99,7 +99,7 @@ class MetricsLog:
             self._trackers.pictures(draw, step)
 
     def close(self) -> None:
-        """Wait for the trackers, at most `tracker_timeout_s`. What did not reach them is an event `trackers`."""
+        """Wait for the trackers, but not for long. What did not reach them is an event `trackers`."""
         if not self.enabled:
             return
         lost = self._trackers.close(report=self._report)

@@ -1,4 +1,4 @@
-"""Experiment trackers: TensorBoard, Weights & Biases, MLflow and trackio behind one small interface.
+"""Experiment trackers: TensorBoard, Weights & Biases and MLflow behind one small interface.
 
 `Trackers`. In: the run's configuration, numbers by step, pictures of evaluations, files. Out: all of it in each program
 of `logging.trackers`. Made by rank 0's `MetricsLog` only. The run's own files (`metrics.jsonl`, `eval/`) do not depend
@@ -7,7 +7,7 @@ on it.
 Invariants: a tracker never ends a run, and never makes one wait. Each has a thread and a bounded queue of its own, so a
 call here takes microseconds, whatever the network and the disk do. What a full queue cannot take is dropped and
 counted. The first failure of a tracker is one warning. After MAX_FAILURES in a row its calls are only counted. `close`
-waits `logging.tracker_timeout_s` for all trackers together, and says what did not arrive.
+waits CLOSE_S for all trackers together, and says what did not arrive.
 
 A resumed run goes on in the same run of wandb and MLflow: their ids are in `trackers.json`.
 """
@@ -41,6 +41,7 @@ T = TypeVar("T")
 
 IDS = "trackers.json"
 MAX_WAITING = 10_000  # calls in a tracker's queue
+CLOSE_S = 10.0  # longest wait for all trackers at the end
 MAX_FAILURES = 20  # after so many in a row a tracker is left alone
 STEP = "global_step"
 Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # names and pictures, drawn when they are asked for
@@ -73,16 +74,18 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerPlace:
-    """The places where a tracker puts things. `directory` is for what it keeps on disk, `run_id` is of the run to go on
-    with."""
+    """The places where a tracker puts things. `run_id` is of the run to go on with."""
 
     project: str
     run_name: str
     run_dir: Path
-    directory: Path
-    offline: bool
     timeout_s: float
     run_id: str | None = None
+
+    @property
+    def directory(self) -> Path:
+        """The folder of what a tracker keeps on disk."""
+        return self.run_dir / "trackers"
 
 
 class TensorBoard(Tracker):
@@ -112,22 +115,21 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """`offline`: a folder that `wandb sync` sends later. Key and server are wandb's own (`wandb login`)."""
+    """Key, server and mode are wandb's own (`wandb login`, WANDB_MODE)."""
 
     def __init__(self, place: TrackerPlace) -> None:
         import wandb
 
         self._wandb = wandb
         settings = wandb.Settings(silent=True, console="off", init_timeout=60, finish_timeout=place.timeout_s)
-        online = not place.offline and wandb.setup().settings.mode == "online"
+        online = wandb.setup().settings.mode == "online"
         if online and not wandb.login(prompt=False):  # wandb.init would ask on the terminal
-            raise PermissionError("no API key: run `wandb login`, or set logging.offline: true")
+            raise PermissionError("no API key: run `wandb login`, or set WANDB_MODE=offline")
         place.directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
             project=place.project,
             name=place.run_name,
             dir=str(place.directory),
-            mode="offline" if place.offline else None,
             id=place.run_id,
             resume="allow" if place.run_id else None,
             settings=settings,
@@ -155,20 +157,20 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """`offline`: MLflow's file store in `directory/mlruns`. Otherwise the server is MLflow's own setting
-    (MLFLOW_TRACKING_URI)."""
+    """The server in MLFLOW_TRACKING_URI; without one MLflow's file store in `directory/mlruns`."""
 
     def __init__(self, place: TrackerPlace) -> None:
-        if place.offline:
+        uri = None
+        if not os.environ.get("MLFLOW_TRACKING_URI"):
             # This is the only store of mlflow-skinny without a server; it refuses to be used unless this says that it
             # may.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             place.directory.mkdir(parents=True, exist_ok=True)
+            uri = (place.directory / "mlruns").absolute().as_uri()
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient
 
-        uri = (place.directory / "mlruns").absolute().as_uri() if place.offline else None
         self._client = MlflowClient(tracking_uri=uri)
         found = self._client.get_experiment_by_name(place.project)
         experiment = found.experiment_id if found else self._client.create_experiment(place.project)
@@ -204,41 +206,6 @@ class MLflow(Tracker):
         self._client.set_terminated(self.run_id)
 
 
-class Trackio(Tracker):
-    """Always on disk first, in `directory/trackio` unless TRACKIO_DIR is set."""
-
-    def __init__(self, place: TrackerPlace) -> None:
-        os.environ.setdefault("TRACKIO_DIR", str((place.directory / "trackio").absolute()))
-        import trackio
-
-        self._trackio = trackio
-        self._place = place
-
-    def begin(self, config: Mapping[str, object]) -> None:
-        place = self._place
-        self._run = self._trackio.init(
-            project=place.project,
-            name=place.run_name,
-            config=dict(flat(config)),
-            resume="allow",
-            auto_log_gpu=False,
-            embed=False,
-        )
-
-    def scalars(self, values: Mapping[str, float], step: int) -> None:
-        self._run.log(dict(values), step=step)
-
-    def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
-        shown = {f"eval/{name}": self._trackio.Image(picture, caption=name) for name, picture in pictures}
-        self._run.log(shown, step=step)
-
-    def artifact(self, path: Path) -> None:
-        self._run.log_artifact(str(path), name=path.stem, type="report")
-
-    def end(self) -> None:
-        self._run.finish()
-
-
 @dataclass(frozen=True, kw_only=True)
 class TrackerKind:
     """A kind of tracker: how to make one, the module that it needs, and how to install that."""
@@ -252,11 +219,10 @@ KINDS: Mapping[str, TrackerKind] = {
     "tensorboard": TrackerKind(make=TensorBoard, module="tensorboard", install="pip install tensorboard"),
     "wandb": TrackerKind(make=Wandb, module="wandb", install="pip install 'wandb>=0.19'"),
     "mlflow": TrackerKind(make=MLflow, module="mlflow", install="pip install 'mlflow-skinny>=3'"),
-    "trackio": TrackerKind(make=Trackio, module="trackio", install="pip install trackio"),
 }
 
 
-KEEP_FILES = ("wandb", "mlflow", "trackio")
+KEEP_FILES = ("wandb", "mlflow")
 
 
 def check_trackers(config: RunConfig) -> None:
@@ -360,6 +326,7 @@ class Trackers:
     run_dir: Path
     tell: Callable[[str], None] = log.warning
     kinds: Mapping[str, TrackerKind] = field(default_factory=lambda: KINDS)
+    timeout_s: float = field(default_factory=lambda: CLOSE_S)
 
     def __post_init__(self) -> None:
         self._ids_lock = threading.Lock()
@@ -389,14 +356,13 @@ class Trackers:
                     thread.put(lambda tracker: tracker.artifact(once()))
         for thread in self._threads:
             thread.finish()
-        deadline = time.monotonic() + self.config.tracker_timeout_s
+        deadline = time.monotonic() + self.timeout_s
         counts = {}
         for thread in self._threads:
             ended = thread.join(max(0.0, deadline - time.monotonic()))
             unfinished = 0 if ended else thread.num_waiting + 1
             if not ended:
-                waited = f"{self.config.tracker_timeout_s:g} s (logging.tracker_timeout_s)"
-                self._say(f"{thread.name} has not ended after {waited}: {unfinished} calls are given up")
+                self._say(f"{thread.name} has not ended after {self.timeout_s:g} s: {unfinished} calls are given up")
             if thread.failed or thread.dropped or unfinished:
                 counts[thread.name] = TrackerCount(failed=thread.failed, dropped=thread.dropped, unfinished=unfinished)
         return counts
@@ -415,9 +381,7 @@ class Trackers:
             project=config.project,
             run_name=config.run_name or self.run_dir.resolve().name,
             run_dir=self.run_dir,
-            directory=Path(config.tracker_dir) if config.tracker_dir else self.run_dir / "trackers",
-            offline=config.offline,
-            timeout_s=config.tracker_timeout_s,
+            timeout_s=self.timeout_s,
             run_id=self._ids.get(name),
         )
         tracker = self.kinds[name].make(place)

@@ -17,11 +17,14 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from learner.config.sections.training import ESTIMATED, TrainingConfig
+from learner.config.schema import RunConfig
+from learner.config.sections.training import ESTIMATED, TrainingConfig, kept_metric
 from learner.run.files import write_atomically, writing
+from shared.config.model import ConfigErrors, Mistake, show
 from shared.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -146,3 +149,35 @@ def kept(root: Path) -> Path | None:
     """Return the checkpoint that `best` points to, if there is one."""
     link = root / BEST_LINK
     return link.resolve() if link.is_dir() else None
+
+
+def check_kept_metric(config: RunConfig) -> None:
+    """Raises ConfigErrors if no evaluation has the metric that `training.keep_best` names. What a task of one's own
+    measures is known at its first evaluation."""
+    from learner.tasks import key_value
+    from learner.tasks.detection import task as detection
+
+    of_tasks = {"detection": detection.EVALUATED, "key_value": key_value.EVALUATED}
+    metric = kept_metric(config)
+    if metric is None or config.task.type not in of_tasks:
+        return
+    known = [*of_tasks[config.task.type], *_rewards_of(config)]
+    if metric in known:
+        return
+    near = get_close_matches(metric, known, n=1)
+    mistake = Mistake(
+        path="training.keep_best",
+        found=f"{show(metric)}, which no evaluation of {config.task.type} has",
+        wanted=f"one of {', '.join(known)}",
+        remedy=f"did you mean {near[0]}?" if near else "name one of these, or set training.keep_best: null",
+    )
+    raise ConfigErrors(mistakes=[mistake])
+
+
+def _rewards_of(config: RunConfig) -> list[str]:
+    """Return the metrics of a run's rewards."""
+    reward = config.reward
+    names = dict.fromkeys([*(path.rpartition(":")[2] for path in reward.functions), *reward.weights])
+    if not names and config.custom.trainer_variant == "grpo":
+        names = {"f1": None}
+    return ["reward", *(f"reward/{name}" for name in names)] if names else []

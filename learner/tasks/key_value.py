@@ -178,16 +178,7 @@ class KeyValueTask(Task):
         total: Counter[str] = Counter()
         for counted in self.counts(assignments):
             total.update(counted)
-        return {
-            "f1": _ratio(2 * total["right"], total["predictions"] + total["truth"]),
-            "precision": _ratio(total["right"], total["predictions"]),
-            "recall": _ratio(total["right"], total["truth"]),
-            "key_recall": _ratio(total["keys"], total["truth"]),
-            "exact_match": _ratio(total["exact"], total["samples"]),
-            "parse_rate": _ratio(total["parsed"], total["samples"]),
-            "truncation_rate": _ratio(total["length_stopped"], total["samples"]),
-            **{f"drop/{reason}": _ratio(total[f"drop/{reason}"], total["samples"]) for reason in DROPS},
-        }
+        return _evaluated(total)
 
     def scene(self, assignment: FieldAssignment) -> dict[str, object]:
         """Return truth and answer as objects of texts."""
@@ -305,8 +296,25 @@ def _count(assignment: FieldAssignment) -> dict[str, float]:
     return {name: float(value) for name, value in counted.items()}
 
 
+def _evaluated(total: Counter[str]) -> dict[str, float]:
+    """Return the metrics of counts."""
+    return {
+        "f1": _ratio(2 * total["right"], total["predictions"] + total["truth"]),
+        "precision": _ratio(total["right"], total["predictions"]),
+        "recall": _ratio(total["right"], total["truth"]),
+        "key_recall": _ratio(total["keys"], total["truth"]),
+        "exact_match": _ratio(total["exact"], total["samples"]),
+        "parse_rate": _ratio(total["parsed"], total["samples"]),
+        "truncation_rate": _ratio(total["length_stopped"], total["samples"]),
+        **{f"drop/{reason}": _ratio(total[f"drop/{reason}"], total["samples"]) for reason in DROPS},
+    }
+
+
 def _ratio(above: float, below: float) -> float:
     return above / below if below else 0.0
+
+
+EVALUATED = tuple(_evaluated(Counter()))  # names of metrics
 
 
 def _sample(line: bytes, number: int, path: str) -> Sample:

@@ -40,7 +40,6 @@ from learner.journal.console import Console
 from learner.journal.groups_log import GroupsLog
 from learner.journal.journal import Journal
 from learner.journal.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
-from learner.journal.metrics import check_kept_metric
 from learner.journal.trackers import check_trackers
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
@@ -50,6 +49,7 @@ from learner.report.page import write_report
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.hf import HfBackend
 from learner.run.additions import run_annotations
+from learner.run.best import check_kept_metric
 from learner.run.checkpoint import CheckpointStore
 from learner.run.environment import collect_as_usual
 from learner.run.files import writing

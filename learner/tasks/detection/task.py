@@ -10,13 +10,14 @@ from numpy.typing import NDArray
 
 from learner.config.sections.loss import LossConfig
 from learner.config.sections.task import TaskConfig
+from learner.config.sections.training import ESTIMATED
 from learner.extensions import PrefixRewards, Task, Tokenizer
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout, Sample, Target
 from learner.tasks.detection.bins import canonical_key
 from learner.tasks.detection.calibrate import cross_fitted, fit_calibration
 from learner.tasks.detection.grammar import NUM_BINS, grammar_of
 from learner.tasks.detection.match import match_objects
-from learner.tasks.detection.metrics import COLUMNS, CountTable, coco_ap, count_objects, evaluate_counts
+from learner.tasks.detection.metrics import COLUMNS, METRICS, CountTable, coco_ap, count_objects, evaluate_counts
 from learner.tasks.detection.parse import parse_rollout
 from learner.tasks.detection.reasons import Reason, reason_of
 from learner.tasks.detection.rewards import answer_rewards, prefix_rewards
@@ -26,6 +27,16 @@ from learner.tasks.detection.write import escaped, object_fault, serialize_objec
 from learner.tasks.task import SerializedTail
 from learner.tasks.tokens import pieces_of
 from shared.errors import ConfigError, DataError
+
+# Names of metrics; those of the estimate are there where labels have gaps.
+EVALUATED = (
+    *METRICS,
+    *coco_ap([]),
+    "coco/calibrated",
+    ESTIMATED,
+    "estimated_f1_low@0.5",
+    "estimated_f1_high@0.5",
+)
 
 
 class DetectionTask(Task):

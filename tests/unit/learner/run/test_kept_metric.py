@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 
 from learner.doctor.model_folder import images_without_eyes, limits_of_images
-from learner.journal.metrics import FIELD_DROPS, check_kept_metric
 from learner.records import Sample
+from learner.run.best import check_kept_metric
 from learner.tasks.detection.metrics import METRICS
-from learner.tasks.key_value import DROPS
 from shared.config.model import ConfigErrors
 from tests.unit.learner.config.examples import minimal, valid
 
@@ -65,7 +64,6 @@ def test_a_name_that_no_evaluation_has_is_refused(name: str, keys: dict[str, Any
 )
 def test_a_name_that_evaluations_have_is_taken(name: str, keys: dict[str, Any]) -> None:
     check_kept_metric(valid(minimal(), {**EVALUATED, **keys, "training.keep_best": name}))
-    assert FIELD_DROPS == DROPS
 
 
 @pytest.mark.parametrize("is_adapter", [False, True])

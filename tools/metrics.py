@@ -6,13 +6,9 @@ Tests compare these lists with what runs write, so a new metric is declared here
 from __future__ import annotations
 
 from dataclasses import dataclass
-from difflib import get_close_matches
 from typing import get_args
 
-from learner.config.schema import RunConfig
-from learner.config.sections.training import kept_metric
 from learner.records import DropReason
-from shared.config.model import ConfigErrors, Mistake, show
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,39 +273,6 @@ DROPS: dict[DropReason, str] = {
     "truncated": "the answer ended inside it",
 }
 assert set(DROPS) == set(get_args(DropReason))
-
-FIELD_DROPS = ("not_text", "blank", "repeated_key", "unreadable")
-
-
-def check_kept_metric(config: RunConfig) -> None:
-    """Raises ConfigErrors if no evaluation has the metric that `training.keep_best` names (D17). What a task of one's
-    own measures is known at its first evaluation."""
-    metric, drops = kept_metric(config), {"detection": (DETECTION, tuple(DROPS)), "key_value": (KEY_VALUE, FIELD_DROPS)}
-    if metric is None or config.task.type not in drops:
-        return
-    metrics, reasons = drops[config.task.type]
-    names = [one.name for one in metrics if one.name != "drop/REASON"]
-    known = [*names, *_rewards_of(config), *(f"drop/{reason}" for reason in reasons)]
-    if metric in known:
-        return
-    near = get_close_matches(metric, known, n=1)
-    mistake = Mistake(
-        path="training.keep_best",
-        found=f"{show(metric)}, which no evaluation of {config.task.type} has",
-        wanted=f"one of {', '.join(known)}",
-        remedy=f"did you mean {near[0]}?" if near else "name one of these, or set training.keep_best: null",
-    )
-    raise ConfigErrors(mistakes=[mistake])
-
-
-def _rewards_of(config: RunConfig) -> list[str]:
-    """Return the metrics of a run's rewards."""
-    reward = config.reward
-    names = dict.fromkeys([*(path.rpartition(":")[2] for path in reward.functions), *reward.weights])
-    if not names and config.custom.trainer_variant == "grpo":
-        names = {"f1": None}
-    return ["reward", *(f"reward/{name}" for name in names)] if names else []
-
 
 # Every event of metrics.jsonl, and its fields where no list above has them.
 EVENTS: dict[str, str] = {
