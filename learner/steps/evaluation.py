@@ -26,6 +26,7 @@ from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text,
 from learner.tasks.detection.ranking import GapJudge, drawn_places, has_gaps
 from learner.tasks.rewards import Rewards
 
+GAPS = "eval/gaps.json"  # in a run directory: the range of objects for which F1 is estimated
 _OBJECTS = ("truth", "ignored", "predictions")
 _NAME_CHARS = 200  # an image string is cut here: it may be a picture in base64
 
@@ -85,8 +86,8 @@ def evaluate(
 
 class GapMetrics:
     """F1 of evaluations whose labels have gaps, as `ESTIMATED` and at both ends of a range of objects (R49, D22). The
-    first evaluation of a run decides whether they do, and how many objects there may be; `file` keeps it for a resume.
-    Every value of a run is comparable with every other one."""
+    first evaluation of a run decides whether they do, how many objects there may be, and towards which shares of right
+    finds later ones are drawn; `file` keeps this for a resume. So all values of a run are comparable."""
 
     def __init__(
         self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]
@@ -103,7 +104,9 @@ class GapMetrics:
 
     def _of(self, evaluation: Evaluation) -> dict[str, float]:
         if not self._is_known and self._file.is_file():
-            self._objects, self._is_known = json.loads(self._file.read_text())["objects"], True
+            known = json.loads(self._file.read_text())
+            self._objects, self._is_known = known["objects"], True
+            self._judge.shares = {(name, border): own for name, border, own in known.get("shares", ())}
         if self._is_known and not self._objects:
             return {}
         answers = [[one.object for one in evaluation.assignments[i].parsed.objects] for i in self._places]
@@ -118,7 +121,8 @@ class GapMetrics:
                     f"the labels of data.val have gaps: {score.unlabelled.sum():.0f} boxes without one are probably "
                     f"right. {ESTIMATED} is estimated for {self._objects[0]:.0f} to {self._objects[1]:.0f} objects"
                 )
-            write_atomically(self._file, json.dumps({"objects": self._objects}) + "\n")
+            shares = [[*key, own] for key, own in self._judge.shares.items()]
+            write_atomically(self._file, json.dumps({"objects": self._objects, "shares": shares}) + "\n")
         if score is None or not self._objects:
             return {}
         least, most = self._objects

@@ -58,7 +58,7 @@ from learner.run.stopping import Stopped, StopRequest, told_before_the_first_ste
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.buffered import BufferedSteps
 from learner.steps.completing import LabelCompletion
-from learner.steps.evaluation import GapMetrics, Retained
+from learner.steps.evaluation import GAPS, GapMetrics, Retained
 from learner.steps.groups import GroupSource
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
@@ -643,7 +643,7 @@ def _gap_metrics(basis: Basis) -> GapMetrics | None:
     config, samples = basis.config, basis.data.evaluation
     if not isinstance(basis.task, DetectionTask) or config.training.keep_best != "auto" or kept_metric(config) is None:
         return None
-    complete, file = config.labels.complete, Path(config.training.output_dir) / "eval" / "gaps.json"
+    complete, file = config.labels.complete, Path(config.training.output_dir) / GAPS
     audit = complete.audit if complete is not None else None
     audited = require_verdicts(Path(audit)) if audit is not None and basis.ranks.is_main else []
     return GapMetrics(samples, basis.policy.encoder.images.load, basis.ranks, file, audited)

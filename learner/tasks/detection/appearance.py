@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -46,10 +46,12 @@ PENALTY = 300.0  # of the squared weights
 _BIN_EDGES = np.linspace(-5, 5, 11)  # of scores, in logits
 _FEWEST_FINDS = 25  # whose shares are fitted together
 _FEWEST_EXAMPLES = 25
+_OF_FIRST = 200.0  # finds that the shares of a first model count for with later ones
 
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
 Open = Callable[[str], Image.Image]
+Shares = dict[tuple[str | None, bool], Sequence[float]]  # of the kinds in a mixture, by class and border
 
 # Small matrices many times over: a BLAS's threads would only wait for each other beside other programs.
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
@@ -75,9 +77,11 @@ class SampleCrops:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Appearance:
     """The probabilities of the finds by sample, in their order. `auc`: how well the classifiers tell examples apart
-    that they were not fitted on. `why` says why there is no estimate, and then `probabilities` is empty."""
+    that they were not fitted on. `why` says why there is no estimate, and then `probabilities` is empty. `shares` of
+    the finds with fewest votes."""
 
     probabilities: tuple[tuple[float, ...], ...] = ()
+    shares: Shares = field(default_factory=dict)
     auc: float | None = None
     why: str = ""
 
@@ -211,31 +215,53 @@ class _Line:
         return len(self.part)
 
 
-@_one_thread
-def judge(samples: Sequence[SampleCrops], votes: Sequence[Sequence[int]]) -> Appearance:
-    """Estimate the probabilities of all finds. `votes` of each sample's finds; all the same if there are none."""
-    on, beside, finds = (
-        _Line.of((i, crop) for i, own in enumerate(samples) for crop in getattr(own, kind))
-        for kind in ("on", "beside", "finds")
-    )
-    if len(on) < MIN_LABELS or len(beside) < MIN_LABELS:
-        return Appearance(why=f"{len(on)} labels are too few to know how objects look ({MIN_LABELS} are needed)")
-    number = np.array([vote for own in votes for vote in own], dtype=np.int64)
-    right, aucs = np.zeros(len(finds)), []
-    names, counts = np.unique(on.names, return_counts=True)
-    own_class = set(names[counts >= OWN_CLASS].tolist())
-    for name in (*sorted(own_class), None):
-        of_find = _in_group(finds.names, name, own_class)
-        if name is None and not (of_find.any() or _in_group(on.names, None, own_class).any()):
-            continue
-        group = _Group.of(on, beside, finds, of_find, name, own_class)
-        aucs.append((group.auc(), len(group.on)))
-        right[of_find] = group.right(number[of_find], finds.at_border[of_find])
-    auc = float(np.average([one for one, _ in aucs], weights=[weight for _, weight in aucs]))
-    if auc < MIN_AUC:
-        return Appearance(auc=auc, why=f"objects and what is beside them look too much alike (AUC {auc:.2f})")
-    ends = np.cumsum([len(own.finds) for own in samples])[:-1]
-    return Appearance(probabilities=tuple(tuple(part.tolist()) for part in np.split(right, ends)), auc=auc)
+class Looks:
+    """How objects look, and what is beside them, in some samples; classifiers are fitted once, when they are asked."""
+
+    def __init__(self, samples: Sequence[SampleCrops]) -> None:
+        self._on, self._beside = (
+            _Line.of((i, crop) for i, own in enumerate(samples) for crop in getattr(own, kind))
+            for kind in ("on", "beside")
+        )
+        names, counts = np.unique(self._on.names, return_counts=True)
+        self._own_class = set(names[counts >= OWN_CLASS].tolist())
+        self._groups: dict[str | None, _Group] = {}
+
+    @_one_thread
+    def judge(
+        self, finds: Sequence[Sequence[Crop]], votes: Sequence[Sequence[int]], first: Shares | None = None
+    ) -> Appearance:
+        """Estimate the probabilities of finds of the same samples. `votes` of each; all the same if there are none.
+        `first`: the shares of another model's finds. Shares of a few hundred finds err by as much as models differ, so
+        they are drawn towards these."""
+        number_on, own_class = len(self._on), self._own_class
+        if number_on < MIN_LABELS or len(self._beside) < MIN_LABELS:
+            return Appearance(why=f"{number_on} labels are too few to know how objects look ({MIN_LABELS} are needed)")
+        line = _Line.of((i, crop) for i, own in enumerate(finds) for crop in own)
+        number = np.array([vote for own in votes for vote in own], dtype=np.int64)
+        right, aucs, shares = np.zeros(len(line)), [], Shares()
+        for name in (*sorted(own_class), None):
+            of_find = _in_group(line.names, name, own_class)
+            if name is None and not (of_find.any() or _in_group(self._on.names, None, own_class).any()):
+                continue
+            if name not in self._groups:
+                self._groups[name] = _Group.of(self._on, self._beside, name, own_class)
+            group = self._groups[name]
+            aucs.append((group.auc(), len(group.on)))
+            scores = group.scores(line.pixels[of_find], line.part[of_find])
+            for border in (False, True):
+                at = of_find.copy()
+                at[of_find] = line.at_border[of_find] == border
+                known = (first or {}).get((name, border))
+                if at.any():
+                    right[at], shares[name, border] = group.right(scores[at[of_find]], number[at], border, known)
+        auc = float(np.average([one for one, _ in aucs], weights=[weight for _, weight in aucs]))
+        if auc < MIN_AUC:
+            return Appearance(auc=auc, why=f"objects and what is beside them look too much alike (AUC {auc:.2f})")
+        ends = np.cumsum([len(own) for own in finds])[:-1]
+        return Appearance(
+            probabilities=tuple(tuple(part.tolist()) for part in np.split(right, ends)), shares=shares, auc=auc
+        )
 
 
 def _in_group(names: NDArray[np.str_], name: str | None, own_class: set[str]) -> NDArray[np.bool_]:
@@ -244,63 +270,71 @@ def _in_group(names: NDArray[np.str_], name: str | None, own_class: set[str]) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Group:
-    """The scores of a class, in logits, of examples and finds; with the borders of the examples."""
+    """The classifiers of a class by part, and the scores of its examples, in logits, with their borders."""
 
+    by_part: Sequence[Callable[[Pixels], Floats]]
     on: Floats
     on_border: NDArray[np.bool_]
     wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # beside an object, and of another class
-    finds: Floats
 
     @classmethod
-    def of(
-        cls, on: _Line, beside: _Line, finds: _Line, of_find: NDArray[np.bool_], name: str | None, own: set[str]
-    ) -> _Group:
+    def of(cls, on: _Line, beside: _Line, name: str | None, own: set[str]) -> _Group:
         """Fit and score. The classifier of all classes is fitted on all of their examples."""
         everywhere = name is None
         fit_on = np.ones(len(on), bool) if everywhere else on.names == name
         fit_beside = np.ones(len(beside), bool) if everywhere else beside.names == name
         others = np.zeros(len(on), bool) if everywhere else on.names != name
-        scores = [np.zeros(len(line)) for line in (on, beside, finds)]
+        by_part: list[Callable[[Pixels], Floats]] = []
         for part in range(FOLDS):
             kinds = [
                 line.pixels[mask & (line.part != part)]
                 for line, mask in ((on, fit_on), (beside, fit_beside), (on, others))
             ]
-            score = logistic(kinds[0], np.concatenate(kinds[1:]))
-            for line, into in zip((on, beside, finds), scores, strict=True):
-                at = line.part == part
-                into[at] = score(line.pixels[at])
+            by_part.append(logistic(kinds[0], np.concatenate(kinds[1:])))
+        of_on, of_beside = (_scores(by_part, line.pixels, line.part) for line in (on, beside))
         if everywhere and _in_group(on.names, None, own).sum() >= _FEWEST_EXAMPLES:
             fit_on, fit_beside = _in_group(on.names, None, own), _in_group(beside.names, None, own)
-        wrong = [(scores[1][fit_beside], beside.at_border[fit_beside])]
+        wrong = [(of_beside[fit_beside], beside.at_border[fit_beside])]
         if others.sum() >= _FEWEST_EXAMPLES:
-            wrong.append((scores[0][others], on.at_border[others]))
-        return cls(on=scores[0][fit_on], on_border=on.at_border[fit_on], wrong=tuple(wrong), finds=scores[2][of_find])
+            wrong.append((of_on[others], on.at_border[others]))
+        return cls(by_part=by_part, on=of_on[fit_on], on_border=on.at_border[fit_on], wrong=tuple(wrong))
+
+    def scores(self, pixels: Pixels, part: NDArray[np.int64]) -> Floats:
+        """Return the logits [F] of finds."""
+        return _scores(self.by_part, pixels, part)
 
     def auc(self) -> float:
         """Return how often a right example has a higher score than a misplaced one."""
         beside = np.sort(self.wrong[0][0])
         return float(np.searchsorted(beside, self.on).mean() / max(1, len(beside)))
 
-    def right(self, votes: NDArray[np.int64], at_border: NDArray[np.bool_]) -> Floats:
-        """Return the probability [F] of each find."""
-        found = np.zeros(len(votes))
-        for border in (False, True):
-            kinds = [scores[edge == border] for scores, edge in ((self.on, self.on_border), *self.wrong)]
-            whole = [self.on, *(scores for scores, _ in self.wrong)]
-            if min(len(kinds[0]), len(kinds[1])) < _FEWEST_EXAMPLES:
-                kinds = whole
-            kinds = [own if len(own) >= _FEWEST_EXAMPLES else all_ for own, all_ in zip(kinds, whole, strict=True)]
-            for group in _vote_groups(np.where(at_border == border, votes, 0)):
-                found[group] = _right_of_mixture(self.finds[group], kinds)
-        return found
+    def right(
+        self, scores: Floats, votes: NDArray[np.int64], border: bool, first: Sequence[float] | None
+    ) -> tuple[Floats, Sequence[float]]:
+        """Return the probability [F] of each find, all of which are at the border or none, and the kinds' shares."""
+        kinds = [values[edge == border] for values, edge in ((self.on, self.on_border), *self.wrong)]
+        whole = [self.on, *(values for values, _ in self.wrong)]
+        if min(len(kinds[0]), len(kinds[1])) < _FEWEST_EXAMPLES:
+            kinds = whole
+        kinds = [own if len(own) >= _FEWEST_EXAMPLES else all_ for own, all_ in zip(kinds, whole, strict=True)]
+        found, shares = np.zeros(len(votes)), first or ()
+        for group in _vote_groups(votes):
+            found[group], shares = _right_of_mixture(scores[group], kinds, first)
+        return found, shares
+
+
+def _scores(by_part: Sequence[Callable[[Pixels], Floats]], pixels: Pixels, part: NDArray[np.int64]) -> Floats:
+    found = np.zeros(len(pixels))
+    for number, score in enumerate(by_part):
+        found[part == number] = score(pixels[part == number])
+    return found
 
 
 def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     """Return the places of finds with as many votes; neighbours are joined, from the most votes down, until there are
-    enough. 0 votes are left out."""
+    enough."""
     groups, own = [], np.zeros(0, dtype=np.int64)
-    for number in sorted(set(votes[votes > 0].tolist()), reverse=True):
+    for number in sorted(set(votes.tolist()), reverse=True):
         own = np.concatenate([own, np.flatnonzero(votes == number)])
         if len(own) >= _FEWEST_FINDS:
             groups.append(own)
@@ -308,20 +342,23 @@ def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
     return [*groups, own] if len(own) else groups
 
 
-def _right_of_mixture(scores: Floats, kinds: Sequence[Floats]) -> Floats:
-    """Return the probability [F] of each score that it is of the first kind, with the likeliest shares of the kinds."""
+def _right_of_mixture(
+    scores: Floats, kinds: Sequence[Floats], first: Sequence[float] | None
+) -> tuple[Floats, Sequence[float]]:
+    """Return the probability [F] of each score that it is of the first kind, and the likeliest shares of the kinds."""
     places = np.digitize(scores, _BIN_EDGES)
     density = np.array(
         [np.bincount(np.digitize(kind, _BIN_EDGES), minlength=len(_BIN_EDGES) + 1) + 0.5 for kind in kinds]
     )
     density = density / density.sum(axis=1, keepdims=True)
     likely = density[:, places]  # [kinds, F]
-    shares = np.full(len(kinds), 1 / len(kinds))
+    shares = np.full(len(kinds), 1 / len(kinds)) if first is None else np.array(first)
+    before = shares * (1.0 if first is None else _OF_FIRST)
     for _ in range(300):
         belongs = shares[:, None] * likely
         belongs /= belongs.sum(axis=0)
-        shares = (belongs.sum(axis=1) + 1 / len(kinds)) / (len(scores) + 1)
-    return np.asarray(belongs[0])
+        shares = (belongs.sum(axis=1) + before) / (len(scores) + before.sum())
+    return np.asarray(belongs[0]), shares.tolist()
 
 
 def logistic(right: Pixels, wrong: Pixels, penalty: float = PENALTY) -> Callable[[Pixels], Floats]:

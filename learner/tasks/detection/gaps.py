@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2, mannwhitneyu
 
 from learner.records import Sample
-from learner.tasks.detection.appearance import FOLDS, SampleCrops, judge, logistic
+from learner.tasks.detection.appearance import FOLDS, Looks, SampleCrops, logistic
 from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.completion import (
@@ -58,7 +58,7 @@ def estimate_gaps(
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
-    looks = judge(crops, [[one.votes for one in own] for own in free])
+    looks = Looks(crops).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
     probabilities: Sequence[Sequence[float]] = looks.probabilities
     if audited:
         votes = [one.object.votes for own in free for one in own if one.object.votes is not None]
@@ -155,11 +155,12 @@ def _features(sure: Sequence[LabelCandidate]) -> NDArray[np.float32]:
     names = np.array([one.object.desc for one in sure])
     kinds, counts = np.unique(names, return_counts=True)
     often = kinds[counts >= max(_FEWEST, 0.02 * len(names))]
-    columns = [_at_border(boxes), np.log(width * height), np.log(width / height), *middle.T, *(middle**2).T]
+    columns = [at_border(boxes), np.log(width * height), np.log(width / height), *middle.T, *(middle**2).T]
     return np.stack([*columns, *(names == kind for kind in often)], axis=1).astype(np.float32)
 
 
-def _at_border(boxes: NDArray[np.float64]) -> NDArray[np.bool_]:
+def at_border(boxes: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return which boxes [N, 4], in bins, touch the photograph's border."""
     return np.asarray(((boxes[:, :2] < _BORDER) | (boxes[:, 2:] > 999 - _BORDER)).any(axis=1))
 
 
@@ -183,7 +184,7 @@ def _in_words(sure: Sequence[LabelCandidate], is_free: NDArray[np.bool_]) -> str
     usual, place = np.median(sizes[~is_free]), np.median(middle[~is_free], axis=0)
     names = np.array([one.object.desc for one in sure])
     ways = {
-        "touch the border": _at_border(boxes),
+        "touch the border": at_border(boxes),
         "are smaller than most labelled objects": sizes < usual,
         "are larger than most labelled objects": sizes > usual,
         "lie further right than most labelled objects": middle[:, 0] > place[0],

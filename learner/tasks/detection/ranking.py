@@ -5,7 +5,8 @@ objects that the photographs may have.
 
 1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box near a label that is not, and a
    second box on one object, are wrong. Any other box is right with the probability that its looks give it
-   (`appearance`), or looks and a person's verdicts (`audit`).
+   (`appearance`), or looks and a person's verdicts (`audit`). How many of a model's finds are right is drawn towards
+   what the first model's are: each model's own few hundred finds err by as much as models differ.
 2. The number of objects is not known: nobody labelled some, and no model found others. But it is one number for all
    models. So F1 = 2 right / (boxes + objects) is given for a range of it: from all right boxes of all models to
    `MOST_OBJECTS` times as many. An order of two models that changes within the range is not decided.
@@ -19,13 +20,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from learner.records import DetectionObject, Sample
-from learner.tasks.detection.appearance import Open, SampleCrops, crops_of, judge, share_of
+from learner.tasks.detection.appearance import Looks, Open, Shares, crops_of, share_of
 from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.metrics import Interval, interval_of
@@ -66,7 +67,8 @@ class GapJudge:
 
     def __init__(self, samples: Sequence[Sample], open_image: Open, audited: Sequence[AuditedFind] = ()) -> None:
         self._samples, self._open, self._audited = samples, open_image, audited
-        self._examples: list[SampleCrops] = []
+        self._looks: Looks | None = None
+        self.shares: Shares = {}  # of the first model's finds
         self.why = ""
 
     @property
@@ -80,11 +82,11 @@ class GapJudge:
         free = [[one.object for one in own if one.relation == "free"] for own in found]
         with ThreadPoolExecutor(_THREADS) as pool:
             share = share_of(self.num_labels)
-            if not self._examples:
-                self._examples = list(pool.map(lambda one: crops_of(one, [], self._open, share), self._samples))
-            finds = list(pool.map(lambda one, own: crops_of(one, own, self._open, 0.0), self._samples, free))
-        crops = [replace(one, finds=own.finds) for one, own in zip(self._examples, finds, strict=True)]
-        looks = judge(crops, [[1] * len(own) for own in free])
+            if self._looks is None:
+                self._looks = Looks(list(pool.map(lambda one: crops_of(one, [], self._open, share), self._samples)))
+            finds = list(pool.map(lambda one, own: crops_of(one, own, self._open, 0.0).finds, self._samples, free))
+        looks = self._looks.judge(finds, [[1] * len(own) for own in free], self.shares or None)
+        self.shares = self.shares or looks.shares
         self.why = looks.why
         if looks.why:
             return None

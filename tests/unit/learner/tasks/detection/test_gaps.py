@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from learner.records import DetectionObject, Sample, Votes
-from learner.tasks.detection.appearance import MIN_AUC, crops_of, judge
+from learner.tasks.detection.appearance import MIN_AUC, Looks, crops_of
 from learner.tasks.detection.bins import to_bins
 from learner.tasks.detection.completion import LabelCandidate, candidates, completed, estimate, tally
 from learner.tasks.detection.gaps import PROBABLE, estimate_gaps, not_random
@@ -153,7 +153,7 @@ def test_few_labels_leave_the_estimate_to_votes_and_a_sign_takes_it_away() -> No
 def test_objects_that_look_like_their_surroundings_give_no_estimate() -> None:
     made = world(6, KINDS["20% at random"], photographs=40, draw=False)
     crops = [crops_of(sample, made.free(i), made.open_image) for i, sample in enumerate(made.samples)]
-    looks = judge(crops, [[1] * len(own.finds) for own in crops])
+    looks = Looks(crops).judge([own.finds for own in crops], [[1] * len(own.finds) for own in crops])
     assert looks.probabilities == ()
     assert looks.auc is not None
     assert looks.auc < MIN_AUC
@@ -181,7 +181,9 @@ def test_photographs_of_cells_say_what_is_right(split: str) -> None:
     samples, finds, right = cells(split)
     load = Images(ImageRules()).load
     crops = [crops_of(sample, own, load) for sample, own in zip(samples, finds, strict=True)]
-    looks = judge(crops, [[obj.votes.found for obj in own if obj.votes] for own in finds])
+    looks = Looks(crops).judge(
+        [own.finds for own in crops], [[obj.votes.found for obj in own if obj.votes] for own in finds]
+    )
     probable = np.array([p for own in looks.probabilities for p in own])
     votes = np.array([obj.votes.found for own in finds for obj in own if obj.votes])
     for least in range(2, 7):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 import numpy as np
@@ -64,6 +65,26 @@ def test_models_keep_their_true_order_where_labels_have_gaps() -> None:
     assert all(one.low < one.f1.low < one.f1.estimate < one.f1.high for one in ranked)
     assert all(one.low <= value <= one.high + 0.03 for one, value in zip(ranked, true, strict=True))
     assert has_gaps(known[3], judge.num_labels)
+
+
+def test_later_models_are_drawn_towards_the_first_also_after_a_resume() -> None:
+    """A few hundred finds err by as much as models differ, if each model is judged by its own alone."""
+    made = world(1, KINDS["border"], photographs=40)
+    first, second = (answers_of(made, model, 0) for model in ((0.8, 0.8, 0.05), (0.8, 0.2, 0.3)))
+    judge, alone, resumed = (GapJudge(made.samples, made.open_image) for _ in range(3))
+    before = judge.score(first)
+    resumed.shares = {
+        (name, border): own
+        for name, border, own in json.loads(json.dumps([[*key, own] for key, own in judge.shares.items()]))
+    }
+    after, own, again = (one.score(second) for one in (judge, alone, resumed))
+    assert before is not None
+    assert after is not None
+    assert own is not None
+    assert again is not None
+    share = [float(one.unlabelled.sum() / one.free.sum()) for one in (own, after, before)]
+    assert share[0] < share[1] < share[2]
+    assert again.right.tolist() == after.right.tolist()
 
 
 def test_complete_labels_have_no_gaps() -> None:
