@@ -426,6 +426,9 @@ def evaluate(
     audit: Annotated[
         Path | None, typer.Option(help="Where labels have gaps: the audit.json of find-missing audit.")
     ] = None,
+    ignore_border: Annotated[
+        bool, typer.Option("--ignore-border", help="Leave out boxes that touch the border of their image.")
+    ] = False,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace files that evaluate did not write.")] = False,
 ) -> None:
     """Compare detectors on an annotation file.
@@ -451,6 +454,7 @@ def evaluate(
             image_root=image_root,
             read_as=ReadAs.of(names, coordinates, box_format),
             audit=audit,
+            ignore_border=ignore_border,
             out=out,
             overwrite=overwrite,
         )

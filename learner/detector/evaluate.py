@@ -25,7 +25,15 @@ from learner.detector.answers import AnswerSettings
 from learner.detector.boxes import Prediction
 from learner.detector.command import quiet, tell_warnings
 from learner.detector.detector import Detector
-from learner.detector.evaluation import DetectorResult, Found, Scored, evaluate_all, kept_boxes, threshold_of
+from learner.detector.evaluation import (
+    DetectorResult,
+    Found,
+    Scored,
+    evaluate_all,
+    kept_boxes,
+    threshold_of,
+    without_border,
+)
 from learner.detector.inputs import Anything, images_of
 from learner.detector.model import ModelFiles, find_model
 from learner.detector.pictures import TEMPLATES
@@ -61,6 +69,7 @@ class EvaluateOptions:
     image_root: str | None = None
     read_as: ReadAs = field(default_factory=ReadAs)  # how `predictions` and `val_predictions` are read
     audit: Path | None = None  # a person's verdicts, where the annotations have gaps
+    ignore_border: bool = False
     out: Path
     overwrite: bool = False
 
@@ -87,6 +96,10 @@ def evaluate(options: EvaluateOptions) -> int:
         tell_warnings(model, console)
         for key, one in _by_model(model, name, samples, options.asked).items():
             found[key].append(one)
+    if options.ignore_border:
+        for key in found:
+            found[key], samples[key] = without_border(found[key], samples[key])
+        console.print("boxes that touch the border of their image are left out")
     thresholds = {one.name: _threshold(one, samples[_VAL]) for one in found.get(_VAL, ())}
     results = evaluate_all(found[_MAIN], samples[_MAIN], thresholds)
     compared = _compared(options, found, samples, results, thresholds)

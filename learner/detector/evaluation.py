@@ -18,8 +18,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
+from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.ap_interval import AP, AP50, ApDraws
+from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.calibrate import Bin, auc, best_threshold, ece, reliability, right_boxes
+from learner.tasks.detection.gaps import at_border
+from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.metrics import (
     METRICS,
     CountTable,
@@ -75,6 +79,31 @@ def kept_boxes(one: Found, samples: Sequence[Sample], threshold: float | None) -
     line = [list(one.boxes.get(sample.sample_id, ())) for sample in samples]
     thresholds = np.full(len(samples), threshold) if threshold is not None else fold_thresholds(line, samples)
     return [[b for b in boxes if b.score >= t] for boxes, t in zip(line, thresholds, strict=True)]
+
+
+def without_border(found: Sequence[Found], samples: Sequence[Sample]) -> tuple[list[Found], list[Sample]]:
+    """Return both without what touches the photograph's border. Labels there become ignore regions, and boxes there
+    count only if they are on another label."""
+    line, inside = list(found), []
+    for sample in samples:
+        touching = _touching(sample.objects)
+        kept = tuple(obj for obj, so in zip(sample.objects, touching, strict=True) if not so)
+        cut = (obj._replace(desc="") for obj, so in zip(sample.objects, touching, strict=True) if so)
+        inside.append(replace(sample, objects=kept, ignored=(*sample.ignored, *cut)))
+    labels = {sample.sample_id: sample.objects for sample in inside}
+    for i, one in enumerate(line):
+        line[i] = replace(one, boxes={name: _away(own, labels.get(name, ())) for name, own in one.boxes.items()})
+    return line, inside
+
+
+def _away(boxes: Sequence[Scored], labels: Sequence[DetectionObject]) -> list[Scored]:
+    objects = [one.object for one in boxes]
+    on_label = iou_matrix(objects, labels).max(axis=1, initial=0.0) >= SAME_IOU
+    return [one for one, keep in zip(boxes, on_label | ~_touching(objects), strict=True) if keep]
+
+
+def _touching(objects: Sequence[DetectionObject]) -> NDArray[np.bool_]:
+    return at_border(np.array([bounding_box(obj) for obj in objects], dtype=float).reshape(-1, 4))
 
 
 def evaluate_all(

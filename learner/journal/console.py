@@ -15,6 +15,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from learner.config.schedule import B_STEP_SKIPPED
+from learner.config.sections.training import ESTIMATED
 from learner.journal.run_end import ends_by_time
 from learner.records import ServerChange, StepResult, SyncReceipt
 from shared.masking import masked
@@ -92,7 +93,11 @@ class Console:
     def evaluation(self, global_step: int, metrics: Mapping[str, float], *, name: str) -> None:
         usual = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate", "reward")
         shown = [name for name in usual if name in metrics] if "f1@0.5" in metrics else list(metrics)[:6]
-        self.note(f"{name} at step {global_step}: " + "  ".join(f"{name} {metrics[name]:.3f}" for name in shown))
+        texts = [f"{name} {metrics[name]:.3f}" for name in shown]
+        if ESTIMATED in metrics:  # decides, where labels have gaps
+            low, high = (metrics[ESTIMATED.replace("@", f"_{end}@")] for end in ("low", "high"))
+            texts.insert(0, f"{ESTIMATED} {metrics[ESTIMATED]:.3f} ({low:.3f} to {high:.3f})")
+        self.note(f"{name} at step {global_step}: " + "  ".join(texts))
 
     def close(self) -> None:
         if self._progress is not None:

@@ -61,6 +61,24 @@ def test_detectors_are_compared_with_the_first(truth: Path) -> None:
     assert other["classes"]["white"]["f1@0.5"] == 0.0
 
 
+def test_what_touches_the_border_can_be_left_out(truth: Path) -> None:
+    """Labels there are the first that people leave out: neither labels nor boxes there count."""
+    file, rows = truth.parent / "found.json", results_of(truth)
+    content = json.loads(truth.read_text())
+    for i, one in enumerate(content["annotations"][:6]):
+        one["bbox"] = [0, 30 + 120 * (i % 2), 60, 50]
+    truth.write_text(json.dumps(content))
+    beside = [{**row, "bbox": [300, 250, 60, 50]} for row in rows[::2]]  # at the border, on nothing
+    reaching = [{**rows[6], "bbox": [0, 30, 110, 50]}]  # on a label that is not there: (50, 30), 60 wide
+    file.write_text(json.dumps([*rows[7:], *reaching, *beside]))
+    options = ("--predictions", f"a={file}")
+    before, after = evaluated(truth, *options)[0], evaluated(truth, *options, "--ignore-border")[0]
+    assert before["intervals"]["precision@0.5"]["estimate"] < 1.0
+    shown = {name: after["intervals"][name]["estimate"] for name in ("precision@0.5", "recall@0.5")}
+    assert shown == {"precision@0.5": 1.0, "recall@0.5": 1.0}
+    assert sum(one["objects"] for one in after["classes"].values()) == 14.0
+
+
 def test_every_two_detectors_are_compared(truth: Path) -> None:
     """All use the same draws of images, so that what is between two is what is from the first to each."""
     rows, files = results_of(truth), []

@@ -107,3 +107,12 @@ def test_only_the_main_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
         console.step(result(), None)
         console.close()
         assert bool(capsys.readouterr().out) == enabled
+
+
+def test_an_evaluation_on_labels_with_gaps_begins_with_the_estimate_and_its_range(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    console = Console(total_steps=9, name="run", enabled=True, progress_bar=False)
+    values = {"f1@0.5": 0.61, "estimated_f1@0.5": 0.7, "estimated_f1_low@0.5": 0.64, "estimated_f1_high@0.5": 0.78}
+    console.evaluation(3, values, name="evaluation")
+    assert "estimated_f1@0.5 0.700 (0.640 to 0.780)  f1@0.5 0.610" in capsys.readouterr().out
