@@ -19,6 +19,8 @@ that name does, by the start and by the model that learned completed labels.
 In `--out`: `results/REGIME/ARM-SEED.json`, the answers in `answers/`, the labels that a better model made in `labels/`;
 `study.json` and `study.md` are the report. What is there is not done again, so the study goes on with a second command,
 on another machine too. When `--minutes` are over, everything has ended and is reported. `--work` is scratch.
+`--only-rank` reads the answers, and says whether F1 that is estimated by labels with gaps ranks models as all labels do
+(`ranked.json`).
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ import typer
 from bench.experiment import arms
 from bench.experiment.arms import FIRST_SEED, KEPT, Arm, file_name
 from bench.experiment.gaps import KINDS, Row, read_kind, with_gaps
+from bench.experiment.ranked import rank_answers
 from bench.experiment.results import (
     BEST,
     REFERENCE,
@@ -200,6 +203,9 @@ def main(
     steps: Annotated[int | None, typer.Option(min=1, help="Of each run, to try it out.")] = None,
     batch_size: Annotated[int | None, typer.Option(min=1, help="To try it out.")] = None,
     max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Of an answer, to try it out.")] = None,
+    only_rank: Annotated[
+        bool, typer.Option("--only-rank", help="Run nothing: rank the answers that are there.")
+    ] = False,
 ) -> None:
     """Run every arm in every regime, score, report."""
     on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
@@ -221,6 +227,9 @@ def main(
     regimes = [Regime.read(name) for name in regime]
     if data is None and any(one.setting is SETTINGS[CELLS] for one in regimes):
         raise typer.BadParameter("photographs of cells need --data")
+    if only_rank:
+        rank_regimes(study, regimes)
+        return
     runs = runs_of(regimes, arm or tuple(ARMS), range(FIRST_SEED, FIRST_SEED + seeds))
     slots = [Slot[StudyRun](devices=(0,) if on_gpu else ()) for _ in range(number)]
     study.make_folders()
@@ -238,6 +247,15 @@ def main(
         )
 
     sys.exit(exit_code_of(do, lambda: report(out)))
+
+
+def rank_regimes(study: Study, regimes: Sequence[Regime]) -> None:
+    """Say of each regime whether F1 that is estimated by labels with gaps ranks as F1 by all labels does."""
+    for regime in regimes:
+        write_data(study, regime)
+        given, everything = (read_rows(study.rows(regime, "score", labels)) for labels in ("gaps", "all"))
+        found = rank_answers(sorted((study.out / "answers" / regime.name).glob("*.json")), given, everything, study.out)
+        print(json.dumps({key: found[key] for key in found if key != "checkpoints"}, indent=1), flush=True)
 
 
 def runs_of(regimes: Sequence[Regime], names: Sequence[str], seeds: Iterable[int]) -> list[StudyRun]:

@@ -91,17 +91,17 @@ def _count(scene: Scene) -> list[int]:
 def right_of(added: Mapping[str, Sequence[DetectionObject]], given: Truth, truth: Truth) -> tuple[int, int]:
     """Return how many added labels are right, and how many there are. Right: one of the objects without a label is
     there, one-to-one, with the same name and IoU >= 0.5."""
-    right = sum(len(_pairs(objects, unlabelled(given[name], truth[name]))) for name, objects in added.items())
+    right = sum(len(pairs(objects, unlabelled(given[name], truth[name]))) for name, objects in added.items())
     return right, sum(map(len, added.values()))
 
 
 def unlabelled(given: Sequence[DetectionObject], truth: Sequence[DetectionObject]) -> list[DetectionObject]:
     """Return the objects without a label."""
-    labelled = {j for _, j in _pairs(given, truth)}
+    labelled = {j for _, j in pairs(given, truth)}
     return [one for j, one in enumerate(truth) if j not in labelled]
 
 
-def _pairs(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> list[tuple[int, int]]:
+def pairs(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> list[tuple[int, int]]:
     iou = iou_matrix(a, b)
     same = np.array([[one.desc == other.desc for other in b] for one in a], dtype=bool).reshape(iou.shape)
     return [(i, j) for i, j, _ in assign(iou, (iou >= 0.5) & same)]

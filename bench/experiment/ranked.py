@@ -1,0 +1,134 @@
+"""Do labels with gaps rank models as all labels do, if F1 is estimated from the photographs (R49, D22)?
+
+In: the answers that a study keeps, by run and step, and photographs with labels with gaps and with all. Out:
+`ranked.json`: each checkpoint's F1 by all labels, by those with gaps, and estimated for one range of objects; how far
+the orders agree; and what the best step by the estimate is worse than the best one, in each run. `ranked/` keeps each
+checkpoint, so a second command goes on.
+
+Kendall's tau of many checkpoints that hardly differ is bounded by chance. `limit` is what F1 by all labels itself has
+on as many photographs, drawn with replacement; `of_differing` counts only pairs that differ by more than `DIFFERENT`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.stats import kendalltau
+
+from bench.experiment.gaps import Row
+from bench.experiment.results import objects_of, pairs
+from bench.runs import say
+from learner.records import DetectionObject, Sample
+from learner.run.files import write_atomically
+from learner.tasks.detection.bins import canonical_order, to_bins
+from learner.tasks.detection.ranking import MOST_OBJECTS, GapJudge
+from shared.images import ImageRules, Images
+
+DIFFERENT = 0.01
+_DRAWS = 200
+Floats = NDArray[np.float64]
+
+
+def rank_answers(answers: Iterable[Path], given: Sequence[Row], everything: Sequence[Row], out: Path) -> dict[str, Any]:
+    """Judge all answers, and write `ranked.json`. The start is judged once. Raises MediaError."""
+    samples = [_sample(row) for row in given]
+    truth = {row["id"]: objects_of(row) for row in everything}
+    judge = GapJudge(samples, Images(ImageRules()).load)
+    checkpoints: list[Row] = []
+    has_start = False
+    for path in answers:
+        for step, boxes in json.loads(path.read_text()).items():
+            if step == "0" and has_start:
+                continue
+            has_start |= step == "0"
+            kept = out / "ranked" / f"{path.stem}-{step}.json"
+            if not kept.is_file():
+                kept.parent.mkdir(parents=True, exist_ok=True)
+                found = _judged(judge, samples, truth, boxes)
+                write_atomically(kept, json.dumps({"run": path.stem, "step": int(step), **found}) + "\n")
+                say(
+                    f"{path.stem}, step {step}: {found['right']:.0f} right by looks, {sum(found['hits'])} by all labels"
+                )
+            checkpoints.append(json.loads(kept.read_text()))
+    objects = np.array([len(truth[sample.sample_id]) for sample in samples], dtype=float)
+    summary = summarize(checkpoints, objects, judge.num_labels)
+    write_atomically(out / "ranked.json", json.dumps(summary, indent=1) + "\n")
+    return summary
+
+
+def _sample(row: Row) -> Sample:
+    images, objects = tuple(row["images"]), canonical_order(objects_of(row))
+    size = {"width": row["width"], "height": row["height"]}
+    return Sample(sample_id=row["id"], messages=(), images=images, objects=objects, **size)
+
+
+def _judged(
+    judge: GapJudge,
+    samples: Sequence[Sample],
+    truth: Mapping[str, Sequence[DetectionObject]],
+    boxes: Mapping[str, Sequence[Sequence[Any]]],
+) -> Row:
+    said = [
+        [
+            DetectionObject(name, "bbox_2d", to_bins(box, sample.width, sample.height))
+            for name, *box in boxes[sample.sample_id]
+        ]
+        for sample in samples
+    ]
+    score = judge.score(said)
+    assert score is not None, judge.why
+    return {
+        "right": round(float(score.right.sum()), 2),
+        "unlabelled": round(float(score.unlabelled.sum()), 2),
+        "boxes": [len(own) for own in said],
+        "hits": [len(pairs(own, truth[sample.sample_id])) for own, sample in zip(said, samples, strict=True)],
+        "labelled": sum(len(pairs(own, sample.objects)) for own, sample in zip(said, samples, strict=True)),
+    }
+
+
+def summarize(checkpoints: Sequence[Row], objects: Floats, num_labels: int) -> dict[str, Any]:
+    """`objects` [scenes]: how many there are by all labels."""
+    boxes, hits = (np.array([one[name] for one in checkpoints], dtype=float) for name in ("boxes", "hits"))
+    number = boxes.sum(axis=1)
+    true = 2 * hits.sum(axis=1) / (number + objects.sum())
+    given = 2 * np.array([one["labelled"] for one in checkpoints]) / (number + num_labels)
+    least = num_labels + max(one["unlabelled"] for one in checkpoints)
+    middle = least * MOST_OBJECTS**0.5
+    estimated = 2 * np.array([one["right"] for one in checkpoints]) / (number + middle)
+    drawn = np.random.default_rng(0).multinomial(len(objects), np.full(len(objects), 1 / len(objects)), size=_DRAWS)
+    by_draw = [2 * (hits @ one) / (boxes @ one + objects @ one) for one in drawn]
+    names = [one["run"] for one in checkpoints]
+    start = [i for i, one in enumerate(checkpoints) if one["step"] == 0]
+    lost = {}
+    for name in sorted(set(names)):
+        own = sorted({*start, *(i for i, other in enumerate(names) if other == name)})
+        lost[name] = round(float(true[own].max() - true[own][estimated[own].argmax()]), 4)
+    rows = zip(checkpoints, true, given, estimated, strict=True)
+    return {
+        "objects": [round(float(least)), round(float(MOST_OBJECTS * least)), int(objects.sum())],
+        "labels_with_gaps": _agrees(given, true),
+        "estimated": _agrees(estimated, true),
+        "limit": {
+            key: round(float(np.mean([_agrees(one, true)[key] for one in by_draw])), 3)
+            for key in ("tau", "of_differing")
+        },
+        "keep_best_lost": lost,
+        "checkpoints": [
+            [one["run"], one["step"], *(round(float(value), 4) for value in values)] for one, *values in rows
+        ],
+    }
+
+
+def _agrees(a: Floats, true: Floats) -> dict[str, float]:
+    """Return Kendall's tau, and the same of pairs that differ."""
+    differ = true[:, None] - true > DIFFERENT
+    same_way = (a[:, None] - a)[differ] > 0
+    return {
+        "tau": round(float(kendalltau(a, true).statistic), 3),
+        "of_differing": round(float(2 * same_way.mean() - 1), 3),
+    }
