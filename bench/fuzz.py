@@ -48,7 +48,6 @@ from bench.figures import Figure, save, show
 from learner.config.load import load_config
 from learner.config.schema import DataConfig, RunConfig
 from learner.data.splits import load_split
-from learner.predict.gain import read_calibration
 from learner.records import GeometryKind, Sample
 from learner.report.page import write_report
 from learner.rollout.control import ServerControl, read_state, state_lines
@@ -227,11 +226,6 @@ def kinds() -> dict[str, FileKind]:
             damaged=("run.yaml", "base.yaml"),
             read=_load_config,
             may_be_pipes=("run.yaml",),
-        ),
-        "calibration": FileKind(
-            files={"c.json": (Path(__file__).parents[1] / "learner/predict/calibration.json").read_bytes()},
-            damaged=("c.json",),
-            read=lambda folder: read_calibration(folder / "c.json"),
         ),
     }
 

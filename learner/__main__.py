@@ -187,13 +187,7 @@ def recipe(
     generations: Annotated[
         int, typer.Option(help="With --only-measure: answers drawn to each scene at temperature 1: K.", min=2)
     ] = 8,
-    agreement: Annotated[
-        float, typer.Option(help="With --only-measure: share of the K answers that make an object.", min=0.0, max=1.0)
-    ] = 0.5,
     json: Annotated[Path | None, typer.Option(help="With --only-measure: write the features to this file too.")] = None,
-    calibration: Annotated[
-        Path | None, typer.Option(help="With --only-measure: a file of bench.calibrate, to predict F1 points.")
-    ] = None,
 ) -> None:
     """Choose the methods and train: sft on completed labels, then grpo where it pays.
 
@@ -205,15 +199,15 @@ def recipe(
     """
     if only_measure == (minutes is not None):
         raise typer.BadParameter("give either --minutes, or --only-measure")
-    if not only_measure and (json is not None or calibration is not None):
-        raise typer.BadParameter("--json and --calibration go with --only-measure")
+    if not only_measure and json is not None:
+        raise typer.BadParameter("--json goes with --only-measure")
 
     def measure() -> int:
         from learner.predict.command import predict_gain
         from learner.predict.measure import MeasureSettings
 
-        asked = MeasureSettings(num_samples=samples, num_generations=generations, agreement=agreement)
-        return predict_gain(config, overrides or (), asked=asked, json_path=json, calibration=calibration)
+        asked = MeasureSettings(num_samples=samples, num_generations=generations)
+        return predict_gain(config, overrides or (), asked=asked, json_path=json)
 
     _end(measure if minutes is None else lambda: _recipe(config, overrides or (), minutes))
 

@@ -2,10 +2,8 @@
 
     measure.py    runs the model over a sample of the data -> `Measured`, counts scene by scene
     exposure.py   nats after the model's own words and after the truth's
-    agreement.py  what K answers agree on, and labels that are probably missing
     features.py   `Measured` -> numbers by name, with intervals over scenes
     recommend.py  numbers -> a method, with its reasons
-    gain.py       numbers -> F1 points by method, with coefficients that `bench.calibrate` fits
     command.py    the command
 
 It trains nothing and needs no server: the model generates by itself (`rollout.hf`).

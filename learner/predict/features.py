@@ -2,7 +2,8 @@
 
 In: `Measured`. Out: `estimates`, each number with its 95% interval over scenes, and `features`, the numbers alone. F1
 is that of the evaluation: IoU 0.5, the same description, summed over scenes. Intervals are percentile bootstrap
-intervals: scenes are drawn with replacement, the same scenes for all numbers of a split. Pure, deterministic.
+intervals: scenes are drawn with replacement, the same scenes for all numbers of a split. What labels lack is judged by
+`labels.complete`'s own estimate (`learner.tasks.detection.gaps`), made once. Pure, deterministic.
 """
 
 from __future__ import annotations
@@ -13,11 +14,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from learner.predict.agreement import Counts, Drawn
-from learner.tasks.detection.completion import estimate
 from learner.tasks.detection.metrics import METRICS, columns_of
 
 Floats = NDArray[np.float64]
+Counts = Floats  # [..., len(metrics.COLUMNS)]
 NUM_DRAWS = 2000
 F1, F1_ANY = "f1@0.5", "f1_any@0.5"
 # the same order as `exposure.KINDS`
@@ -29,12 +29,8 @@ MEANINGS: Mapping[str, str] = {
     "recall_places": "the same with names ignored: the share of the labelled places that it finds",
     "f1_sampled": "F1 of answers drawn at temperature 1",
     "f1_best": "F1 of the best of K drawn answers of each scene",
-    "f1_union": "F1 of all that K answers say, each object once",
-    "recall_union": "recall of the same: what sampling finds at all",
-    "f1_majority": "F1 of what at least half of the K answers say",
     "headroom": "f1_best - f1_greedy",
     "headroom_places": "the same with names ignored: when to stop, what to skip, where it is",
-    "headroom_majority": "f1_majority - f1_greedy",
     "reward_std": "standard deviation of F1 within a scene's K answers, mean over scenes",
     "no_signal": "share of scenes whose K answers all have the same F1",
     "name_errors": "F1 lost to wrong names (greedy)",
@@ -45,7 +41,7 @@ MEANINGS: Mapping[str, str] = {
     "exposure_structure": "the same for structure",
     "exposure_names": "the same for names",
     "exposure_coordinates": "the same for coordinates (as tokens)",
-    "missing_labels": "share of objects that probably have no label",
+    "missing_labels": "share of the objects found that have no label, estimated",
     "unlabelled_right": "share of what any answer says without a label that is right, estimated",
     "nats_train": "nats per token of the training labels, teacher-forced",
     "nats_val": "the same on the validation sample",
@@ -68,9 +64,10 @@ class Measured:
     """A training sample with K drawn answers to each scene, and a validation sample if there is one."""
 
     train: MeasuredSplit
-    drawn: Drawn
+    sampled: Counts  # [N, K, columns]
     exposure: Floats  # [N, kinds, 3] nats after the model's own words, after the truth's, tokens; 0: not compared
-    validation: MeasuredSplit | None
+    validation: MeasuredSplit | None = None
+    gaps: Floats | None = None  # [N, 3] labels, finds without one, and how many of these are right; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,8 +80,7 @@ class FeatureEstimate:
 
 
 def features(measured: Measured) -> dict[str, float]:
-    """Return the numbers by name, as MEANINGS explains them. Without a validation sample the last four but `nats_train`
-    are missing."""
+    """Return the numbers by name, as MEANINGS explains them. What was not measured is missing."""
     return {name: found.value for name, found in estimates(measured).items()}
 
 
@@ -98,23 +94,20 @@ def estimates(measured: Measured) -> dict[str, FeatureEstimate]:
 
 def _train(measured: Measured) -> dict[str, Floats]:
     """Each number [1 + draws]: over all scenes, and over each draw of scenes."""
-    drawn, greedy = measured.drawn, measured.train.greedy
+    sampled, greedy = measured.sampled, measured.train.greedy
     sums = _sums_of(len(greedy))
-    of_greedy, of_union = columns_of(sums(greedy)), columns_of(sums(drawn.union))
-    scene_f1 = _scene_f1(drawn.sampled, "tp", "ignored")  # [N, K]
-    best = _best(drawn.sampled, scene_f1)
-    best_places = _best(drawn.sampled, _scene_f1(drawn.sampled, "tp_any", "ignored_any"))
+    of_greedy = columns_of(sums(greedy))
+    scene_f1 = _scene_f1(sampled, "tp", "ignored")  # [N, K]
+    best = _best(sampled, scene_f1)
+    best_places = _best(sampled, _scene_f1(sampled, "tp_any", "ignored_any"))
     spread = np.stack([scene_f1.std(axis=1), np.ptp(scene_f1, axis=1) == 0, np.ones(len(greedy))], axis=1)
-    spread_sums, labels, nats = sums(spread), sums(drawn.agreed), sums(measured.train.nats)
+    spread_sums, nats = sums(spread), sums(measured.train.nats)
     found = {
         "f1_greedy": METRICS[F1](of_greedy),
         "recall_greedy": METRICS["recall@0.5"](of_greedy),
         "recall_places": METRICS["recall_any@0.5"](of_greedy),
-        "f1_sampled": METRICS[F1](columns_of(sums(drawn.sampled.sum(axis=1)))),
+        "f1_sampled": METRICS[F1](columns_of(sums(sampled.sum(axis=1)))),
         "f1_best": METRICS[F1](columns_of(sums(best))),
-        "f1_union": METRICS[F1](of_union),
-        "recall_union": METRICS["recall@0.5"](of_union),
-        "f1_majority": METRICS[F1](columns_of(sums(drawn.majority))),
         "headroom_places": METRICS[F1_ANY](columns_of(sums(best_places))) - METRICS[F1_ANY](of_greedy),
         "reward_std": spread_sums[:, 0] / spread_sums[:, 2],
         "no_signal": spread_sums[:, 1] / spread_sums[:, 2],
@@ -122,12 +115,12 @@ def _train(measured: Measured) -> dict[str, Floats]:
         "count_ratio": _ratio(of_greedy["predictions"], of_greedy["truth"]),
         "duplicate_rate": METRICS["duplicate_rate"](of_greedy),
         "parse_rate": METRICS["parse_rate"](of_greedy),
-        "missing_labels": _ratio(labels[:, 1], labels.sum(axis=1)),
-        "unlabelled_right": np.array([estimate(one.astype(np.int64), 0).free_right() for one in sums(drawn.tallies)]),
         "nats_train": _ratio(nats[:, 0], nats[:, 1]),
     }
     found["headroom"] = found["f1_best"] - found["f1_greedy"]
-    found["headroom_majority"] = found["f1_majority"] - found["f1_greedy"]
+    if measured.gaps is not None:
+        labels, free, right = sums(measured.gaps).T
+        found |= {"missing_labels": _ratio(right, labels + right), "unlabelled_right": _ratio(right, free)}
     exposure = sums(measured.exposure)  # [1 + draws, kinds, 3]
     return found | {
         name: _ratio(exposure[:, i, 0] - exposure[:, i, 1], exposure[:, i, 2]) for i, name in enumerate(KIND_NAMES)

@@ -1,8 +1,9 @@
 """Run a model over a sample of its data, as `recipe --only-measure` needs it.
 
 In: a run's configuration (`model`, `data`, `task`, decoding). Out: `Measured`, all of it scene by scene, so that
-intervals can be drawn over scenes. The training data are what training would see, so answers are drawn there. A
-validation file adds greedy answers and nats, to show overfitting. Uses a GPU if there is one.
+intervals can be drawn over scenes, and what `labels.complete` would know of the labels. The training data are what
+training would see, so answers are drawn there. A validation file adds greedy answers and nats, to show overfitting.
+Uses a GPU if there is one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ from learner.config.split import as_read_for
 from learner.data.splits import load_samples
 from learner.extensions import reader_of, task_class
 from learner.policy.load import Policy, load_policy
-from learner.predict.agreement import AGREEMENT, drawn_of
 from learner.predict.exposure import KINDS, compare, teacher_forced
 from learner.predict.features import Measured, MeasuredSplit
 from learner.records import Assignment, Sample
 from learner.rollout.hf import HfBackend
+from learner.tasks.detection.appearance import crops_of, share_of
+from learner.tasks.detection.completion import CompletionEstimate, candidates
+from learner.tasks.detection.gaps import estimate_gaps
 from learner.tasks.detection.metrics import count_objects
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import ConfigError, DataError
@@ -36,15 +39,16 @@ DECODED_AT_ONCE = 64  # sequences, if the run does not say
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSettings:
-    """`num_samples` of each split, `num_generations` answers to each, and the share of these that must agree."""
+    """`num_samples` of each split, and `num_generations` answers to each."""
 
     num_samples: int = 100
     num_generations: int = 8
-    agreement: float = AGREEMENT
 
 
-def measure(config: RunConfig, asked: MeasureSettings, tell: Callable[[str], None] = lambda _: None) -> Measured:
-    """Measure the run's model on the run's data. `tell` gets a line per part.
+def measure(
+    config: RunConfig, asked: MeasureSettings, tell: Callable[[str], None] = lambda _: None
+) -> tuple[Measured, CompletionEstimate]:
+    """Measure the run's model on the run's data, and estimate what the labels lack. `tell` gets a line per part.
 
     Raises ConfigError, DataError, or RolloutError if memory is too small.
     """
@@ -68,7 +72,9 @@ def measure(config: RunConfig, asked: MeasureSettings, tell: Callable[[str], Non
     validation = None
     if held_out is not None:
         validation, _ = model.split(model.answers(model.samples(held_out, asked.num_samples), drawn=False))
-    return Measured(train=train, drawn=drawn_of(groups, asked.agreement), exposure=exposure, validation=validation)
+    known, gaps = model.gaps(groups)
+    sampled = np.stack([count_objects(group).values for group in groups])
+    return Measured(train=train, sampled=sampled, exposure=exposure, validation=validation, gaps=gaps), known
 
 
 class _Model:
@@ -100,6 +106,25 @@ class _Model:
         how = "drawn" if drawn else "greedy"
         self._tell(f"{len(samples)} answers, {how}: {time.monotonic() - began:.1f} s")
         return [self._task.match(self._task.parse(rollout)) for rollout in rollouts]
+
+    def gaps(self, groups: Sequence[Sequence[Assignment]]) -> tuple[CompletionEstimate, NDArray[np.float64] | None]:
+        """Return what is known of the labels, and of each scene labels, finds without one, and how many of these are
+        right; None if that is not known."""
+        began = time.monotonic()
+        samples = [group[0].parsed.rollout.sample for group in groups]
+        answers = [[[p.object for p in one.parsed.objects] for one in group] for group in groups]
+        looked = [candidates(sample, own) for sample, own in zip(samples, answers, strict=True)]
+        load, share = self._policy.encoder.images.load, share_of(sum(len(sample.objects) for sample in samples))
+        crops = [
+            crops_of(sample, [c.object for c in own if c.relation == "free"], load, share)
+            for sample, own in zip(samples, looked, strict=True)
+        ]
+        known, found = estimate_gaps(samples, looked, crops, len(groups[0]))
+        self._tell(f"labels of {len(samples)} samples, by how finds look: {time.monotonic() - began:.1f} s")
+        if known.missing is None:
+            return known, None
+        free = [[one.probability or 0.0 for one in own if one.relation == "free"] for own in found]
+        return known, np.array([(len(s.objects), len(own), sum(own)) for s, own in zip(samples, free, strict=True)])
 
     def split(self, greedy: Sequence[Assignment]) -> tuple[MeasuredSplit, NDArray[np.float64]]:
         """Counts and nats, and the exposure of each scene; zeros where the two can't be compared."""

@@ -6,8 +6,7 @@ order below, and the first that holds recommends. An interval must clear a thres
     sft                    the model answers too little to learn from its own words: PARSE_RATE, LEAST_F1
     an earlier checkpoint  it answers training scenes much better than others: OVERFIT_F1. What else was measured, was
                            measured on scenes that it knows by heart
-    rollout_matching_sft   labels are missing, and most of what it says without one is invented: MISSING,
-                           UNLABELLED_RIGHT
+    rollout_matching_sft   labels are missing, and nothing is sure enough to be completed: MISSING
     completed labels, grpo labels are missing, and the best of K is better in places: MISSING, HEADROOM, NO_SIGNAL
     nothing                labels are missing, but the model finds nearly all that is labelled: MISSING, FOUND
     completed labels, sft  labels are missing: MISSING
@@ -19,17 +18,18 @@ order below, and the first that holds recommends. An interval must clear a thres
                            more sft overfits
     sft                    otherwise: labels still teach
 
-The thresholds are not calibrated. They are chosen by hand, so that the comparisons that were measured come out right
+What labels lack is what `labels.complete` itself estimates, by how finds look where that is known: where gaps are seen
+and it would complete nothing, rollout matching that keeps finds is left (photographs: 0.664 of `keep_unmatched`, 0.692
+of completed labels, 0.611 of sft, by labels drawn anew). grpo on completed labels gained up to 0.04 F1 over sft on them
+where labels were missing at random, and lost 0.02 on the photographs, so it is named where the best of K is better, and
+the estimated F1 decides.
+
+The thresholds are chosen by hand, so that the comparisons that were measured come out right
 (docs/concepts/which-method.md). Complete labels were estimated at 0.05 missing at most, labels of which 40% were
-removed at 0.38 or more; so 0.10 is asked for. There sft on completed labels won by 0.11 to 0.24 F1 over sft, and grpo
-on completed labels by 0.14 to 0.28 in four to six times the time; keep_unmatched by 0 to 0.19. Of what the answers say
-without a label, 0.48 or more was right there. It was 0.05 (of 4 answers) on digits that the model reads badly; there
-keep_unmatched was ahead. It is an estimate from votes, far too low where labels are not missing at random: 0.09 to 0.22
-on photographs of blood cells, where 0.43 is right by labels drawn anew and completed labels were ahead. A model of
-digits that finds 0.96 of the labelled places, with 40% missing, gained nothing: sft on what it completed lost 0.028,
-grpo 0.013. Models that gained find 0.87 or less. An exposure gap of 0.0013 nats went with a tie, so 0.02 is asked for.
-0.03 F1 is what is worth training for. With complete labels and much headroom in places, four habits were corrected by
-sft alone. The others only name what is obvious.
+removed at 0.38 or more; so 0.10 is asked for. A model of digits that finds 0.96 of the labelled places, with 40%
+missing, gained nothing from completed labels; models that gained find 0.87 or less. An exposure gap of 0.0013 nats went
+with a tie, so 0.02 is asked for. 0.03 F1 is what is worth training for. With complete labels and much headroom in
+places, four habits were corrected by sft alone. The others only name what is obvious.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from learner.config.sections.training import ESTIMATED
 from learner.predict.features import FeatureEstimate
+from learner.tasks.detection.completion import MISSING, CompletionEstimate
 
 PARSE_RATE = 0.5
 LEAST_F1 = 0.05
-MISSING = 0.10
-UNLABELLED_RIGHT = 0.40
 FOUND = 0.90  # share of the labelled places
 HEADROOM = 0.03  # F1
 NO_SIGNAL = 0.8  # share of the scenes
@@ -58,6 +58,7 @@ COMPLETED_GRPO = f"labels.complete, then grpo; if time is short, {COMPLETED_SFT}
 GRPO = "sft, then measure again; grpo if there still is headroom in places"
 KEPT = f"{ROLLOUT_MATCHING} with loss.keep_unmatched"
 NOTHING = "nothing to gain"
+_BOTH = "labels lack objects, and the best of K is better in places, both as below"
 BY_HEART = "an earlier checkpoint, or more data or augmentation: this model knows its training scenes by heart"
 
 
@@ -78,15 +79,16 @@ class Recommendation:
     rules: Sequence[Rule]
 
 
-def recommend(found: Mapping[str, FeatureEstimate]) -> Recommendation:
-    """Recommend a method from the estimates of `features.estimates`."""
+def recommend(found: Mapping[str, FeatureEstimate], known: CompletionEstimate) -> Recommendation:
+    """Recommend a method from the estimates of `features.estimates`, and what is known of the labels."""
+    gaps = _gaps(found, known)
     rules = [
         _answers_too_little(found),
         _by_heart(found),
-        _labels_are_missing_and_it_invents(found),
-        _labels_are_missing_and_it_can_do_better(found),
-        _labels_are_missing_and_it_finds_all(found),
-        _labels_are_missing(found),
+        Rule(KEPT, gaps.holds and known.min_votes is None, f"{gaps.reason}. {_completes(known)}"),
+        Rule(COMPLETED_GRPO, gaps.holds and better_places(found).holds, _BOTH),
+        _finds_all(found, gaps),
+        gaps,
         _better_places_now(found),
         _better_names(found),
         _exposed(found),
@@ -114,39 +116,32 @@ def _by_heart(found: Mapping[str, FeatureEstimate]) -> Rule:
     return Rule(BY_HEART, found["overfit_f1"].low > OVERFIT_F1, reason)
 
 
-def _labels_are_missing_and_it_invents(found: Mapping[str, FeatureEstimate]) -> Rule:
-    right = found["unlabelled_right"]
+def _gaps(found: Mapping[str, FeatureEstimate], known: CompletionEstimate) -> Rule:
+    """Labels have gaps: a sign shows it, or the whole interval of what they lack lies above MISSING."""
+    missing = found.get("missing_labels")
+    seen = [known.not_random] if known.not_random else []
+    seen += [f"{_shown(missing)} of the objects found have no label"] if missing is not None else []
+    holds = not known.may_be_complete and (bool(known.not_random) or (missing is not None and missing.low > MISSING))
     reason = (
-        f"of what the answers say without a label {_shown(right)} is right; below {UNLABELLED_RIGHT} completed labels "
-        "are too often wrong, or too few"
+        f"{'; '.join(seen) or known.why}; above {MISSING} sft unlearns what has no label. F1 by validation labels with "
+        f"the same gaps does not show the gain; {ESTIMATED} does"
     )
-    return Rule(KEPT, _labels_are_missing(found).holds and right.high < UNLABELLED_RIGHT, reason)
+    return Rule(COMPLETED_SFT, holds, reason)
 
 
-def _labels_are_missing_and_it_can_do_better(found: Mapping[str, FeatureEstimate]) -> Rule:
-    reason = (
-        "labels are missing, and the best of K is better in places, both as below: on digits grpo on completed labels "
-        "had 0 to 4 F1 points more than sft on them, the more the less is labelled"
-    )
-    return Rule(COMPLETED_GRPO, _labels_are_missing(found).holds and better_places(found).holds, reason)
+def _completes(known: CompletionEstimate) -> str:
+    if known.min_votes is None:
+        return f"Nothing would be completed: {known.why}"
+    return f"{known.free_right(known.min_votes):.0%} of what labels.complete would add are right, estimated"
 
 
-def _labels_are_missing_and_it_finds_all(found: Mapping[str, FeatureEstimate]) -> Rule:
+def _finds_all(found: Mapping[str, FeatureEstimate], gaps: Rule) -> Rule:
     places = found["recall_places"]
     reason = (
         f"it finds {_shown(places)} of the labelled places; above {FOUND} it finds nearly all that has no label too, "
         "so completed labels teach what it says already, and the wrong names among it"
     )
-    return Rule(NOTHING, _labels_are_missing(found).holds and places.low > FOUND, reason)
-
-
-def _labels_are_missing(found: Mapping[str, FeatureEstimate]) -> Rule:
-    missing = found["missing_labels"]
-    reason = (
-        f"missing labels {_shown(missing)}; above {MISSING} sft unlearns what has no label. Test labels with the same "
-        "gaps count what is found there as wrong, and don't show the gain; fm@0.5 does, if they are missing at random"
-    )
-    return Rule(COMPLETED_SFT, missing.low > MISSING, reason)
+    return Rule(NOTHING, gaps.holds and places.low > FOUND, reason)
 
 
 def better_places(found: Mapping[str, FeatureEstimate], *, least_low: float = HEADROOM) -> Rule:

@@ -19,14 +19,15 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
+from learner.config.sections.training import ESTIMATED
 from learner.policy.parallel import Ranks
-from learner.predict.recommend import MISSING, UNLABELLED_RIGHT
 from learner.recipe.headroom import grpo_pays, measure_headroom
 from learner.recipe.record import (
     START,
@@ -35,7 +36,6 @@ from learner.recipe.record import (
     StageResult,
     digest_of,
     read_record,
-    score_difference,
     spent_s,
     stage_result,
 )
@@ -48,15 +48,15 @@ from learner.recipe.stages import (
     check_recipe,
     grpo_stage,
     matching_stage,
-    metric_of,
     sft_stage,
 )
 from learner.report.page import write_report
 from learner.run.best import BEST_LINK, point_best
-from learner.run.files import writing
+from learner.run.files import write_atomically, writing
 from learner.run.lock import locked
 from learner.run.output_dir import check_output_dir, check_writable
 from learner.run.stopping import Stopped, StopRequest
+from learner.steps.evaluation import GAPS
 from learner.trainer import Trainer
 from learner.wiring.build import joined_ranks, train_on
 from shared.config.parse import write_yaml
@@ -80,8 +80,8 @@ WHY_GRPO = "labels had gaps and were completed: what is left cannot be counted b
 FROM_START = ". It begins with the weights of the start, which have not learned the wrong ones among them"
 FROM_SFT = ". It begins with the weights of sft, which complete them again: the start was much worse"
 WHY_MATCHING = (
-    "labels have gaps, and most of what the start says without a label is invented: it can't complete them. So it "
-    "learns the labels after its own words, and what it finds beside them is kept"
+    "labels have gaps, and nothing that the start says beside them is sure enough to complete them. So it learns the "
+    "labels after its own words, and what it finds beside them is kept"
 )
 WHY_LOOSE = "boxes are found, but loose: F1@mIoU is {fit:.2f} of F1@0.5"
 BY_THEIR_IOU = ". So the reward is the IoU of what is found"
@@ -103,7 +103,7 @@ def recipe(config: RunConfig, minutes: float, *, environment: Mapping[str, str])
 def _begin(config: RunConfig, minutes: float, ranks: Ranks, stack: ExitStack) -> Record:
     """Rank 0's record, old or new; no other recipe gets the folder before `stack` is closed."""
     digest = digest_of(config)
-    new = Record(digest=digest, minutes=minutes, metric=metric_of(config))
+    new = Record(digest=digest, minutes=minutes, metric=config.training.keep_best or "auto")
     if not ranks.is_main:
         return new
     root = Path(config.training.output_dir)
@@ -173,10 +173,10 @@ class Recipe:
         return self._run(SFT, values, WHY_SFT, earlier_s)
 
     def _after_sft(self, sft: StageResult) -> int:
-        """Run rollout matching if the start mostly invents what has no label; after it, or else, `grpo`, if that
+        """Run rollout matching if labels have gaps that the start cannot complete; after it, or else, `grpo`, if that
         pays."""
         matched = self.record.stage(MATCHING)
-        name = MATCHING if matched is None and _invents(sft) else GRPO
+        name = MATCHING if matched is None and sft.invents else GRPO
         if matched is not None and not self._is_loose() and not self.record.grpo:
             self._decide(ended=f"its boxes fit: F1@mIoU is {self.record.fit:.2f} of F1@0.5")
             return 0
@@ -201,7 +201,7 @@ class Recipe:
             self._decide(ended="all stages have ended")
         return code
 
-    def _values_after_sft(self, name: str, sft: StageResult, minutes: float) -> Mapping[str, object]:
+    def _values_after_sft(self, name: str, sft: StageResult, minutes: float) -> dict[str, Any]:
         world_size = self.ranks.world_size
         if name == MATCHING:
             return matching_stage(self.config, world_size=world_size, minutes=minutes)
@@ -237,13 +237,15 @@ class Recipe:
         best = self.record.stage(self.record.best_of)
         return self.root / best.name / f"checkpoint-{best.best_step}" if best is not None else None
 
-    def _run(self, name: str, values: Mapping[str, object], why: str, earlier_s: float) -> int:
+    def _run(self, name: str, values: dict[str, Any], why: str, earlier_s: float) -> int:
         """Run one stage as an ordinary run. Its result goes into the record, and `best` may point to another
         checkpoint."""
         if self._had_engine:
             return AGAIN
         engine = self.config.rollout_matching
         self._had_engine = engine.rollout_backend == "vllm" and engine.vllm.mode == "colocate"
+        if self.record.metric != ESTIMATED:
+            values["training"]["keep_best"] = self.record.metric
         path = self.root / f"{name}.yaml"
         self.ranks.all_succeed(lambda: self._write_stage(path, values))
         config = load_config(path, world_size=self.ranks.world_size, env=self.environment)
@@ -267,12 +269,7 @@ class Recipe:
         def ended() -> Record:
             if not self.ranks.is_main:
                 return self.record
-            stage = stage_result(run_dir, why=why, seconds=seconds, patience=patience)
-            sft = self.record.stage(SFT)
-            versus = None
-            if name == GRPO and sft is not None and self._on_completed(sft):
-                versus = score_difference(self.root, self.record.metric, sft, stage)
-            record = self.record.with_stage(stage, versus)
+            record = self.record.with_stage(stage_result(run_dir, why=why, seconds=seconds, patience=patience))
             self._keep(record)
             return record
 
@@ -286,6 +283,8 @@ class Recipe:
 
     def _prepare(self, name: str, trainer: Trainer) -> bool:
         self._stop = trainer.stop
+        if name != SFT and self.ranks.is_main:
+            self._take_range(trainer)
         if not any(sample.objects for sample in trainer.eval_samples):
             raise DataError(
                 "recipe: validation can't decide",
@@ -329,6 +328,12 @@ class Recipe:
         """
         if trainer.labels is not None and trainer.config.training.resume_from_checkpoint is None:
             trainer.labels.restore(0, self.root / SFT)
+
+    def _take_range(self, trainer: Trainer) -> None:
+        """Estimate F1 for the objects that `sft` saw, so that scores of all stages are comparable (R49)."""
+        known, own = (Path(folder) / GAPS for folder in (self.root / SFT, trainer.config.training.output_dir))
+        if known.is_file() and not own.is_file():
+            write_atomically(own, known.read_text())
 
     # ---- the record ------------------------------------------------------------------------------------------------
 
@@ -375,19 +380,8 @@ def told(record: Record) -> list[str]:
         lines.append(f"  why: {stage.why}")
         lines += [f"  labels: {stage.labels}"] if stage.labels else []
         lines += [f"  {name}: {', '.join(texts)}" for name in ("gained", "lost") if (texts := getattr(stage, name))]
-    if (versus := record.versus_sft) is not None:
-        shown = f"{versus.value:.3f} [{versus.low:.3f}, {versus.high:.3f}]"
-        rule = "grpo is kept unless the whole interval is below 0, or it is no better than the start"
-        lines.append(f"grpo minus sft: {shown}; {rule}")
     end = f"{record.best_of}, {record.metric} {record.best_score:.3f}" if record.best_score is not None else "start"
     return [*lines, f"ended: {record.ended}", f"best on validation: {end}"]
-
-
-def _invents(sft: StageResult) -> bool:
-    """Return True if labels have gaps by the estimate of the start, and it mostly invents what it says without one."""
-    if sft.missing is None or sft.unlabelled_right is None:
-        return False
-    return sft.missing > MISSING and sft.unlabelled_right < UNLABELLED_RIGHT
 
 
 def _is_weak(sft: StageResult) -> bool:

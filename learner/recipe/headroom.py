@@ -11,7 +11,6 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from learner.predict.agreement import drawn_of
 from learner.predict.exposure import KINDS
 from learner.predict.features import FeatureEstimate, Measured, MeasuredSplit, estimates
 from learner.predict.recommend import Rule, better_places
@@ -33,9 +32,8 @@ def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
     groups = _drawn(trainer, chosen)
     measured = Measured(
         train=MeasuredSplit(greedy=count_objects(greedy).values, nats=np.zeros((len(chosen), 2))),
-        drawn=drawn_of(groups),
+        sampled=np.stack([count_objects(group).values for group in groups]),
         exposure=np.zeros((len(chosen), len(KINDS), 3)),
-        validation=None,
     )
     found = estimates(measured)
     return {name: found[name] for name in MEASURED}

@@ -14,8 +14,6 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
-
 from learner.config.schema import RunConfig
 from learner.journal.retained import RETAIN
 from learner.predict.features import FeatureEstimate
@@ -24,8 +22,6 @@ from learner.run.best import BEST_FILE
 from learner.run.files import write_atomically
 from learner.steps.completing import FOLDER as LABELS
 from learner.tasks.detection.completion import CompletionEstimate
-from learner.tasks.detection.metrics import COLUMNS, CountTable, bootstrap_difference
-from learner.tasks.detection.metrics import METRICS as RATIOS
 from shared.errors import CheckpointError
 from shared.reading import json_in, json_of
 
@@ -38,7 +34,7 @@ TIME_UP = "its time was up"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageResult:
     """One stage that has ended. `before` and `after` are metrics of its first and its best evaluation on validation,
-    `score` those of the metric that decides."""
+    `score` is that of the metric that decides."""
 
     name: str
     why: str  # it was run
@@ -52,8 +48,8 @@ class StageResult:
     score: float
     before: Mapping[str, float]
     after: Mapping[str, float]
-    missing: float | None = None  # share of the objects without a label, at most, as its start saw it; None: not known
-    unlabelled_right: float | None = None  # share of what its start says without a label that is right, estimated
+    metric: str  # that decides
+    invents: bool = False  # labels have gaps, and its start could complete none of them
 
     @property
     def gained(self) -> list[str]:
@@ -76,7 +72,8 @@ class StageResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A recipe so far. `best_of`: the stage whose weights are the best, `START` if none is better than that."""
+    """A recipe so far. `metric`: what its first stage was decided by; `auto` before. `best_of`: the stage whose weights
+    are the best, `START` if none is better than that."""
 
     digest: str
     minutes: float
@@ -87,32 +84,19 @@ class Record:
     no_grpo: str = ""  # the reason not to run it
     extended: bool = False  # sft has the time of grpo, which is not run
     ended: str = ""  # the reason why the recipe has ended
-    versus_sft: FeatureEstimate | None = None  # score of grpo minus that of sft, if labels were completed
     best_of: str = START
     best_score: float | None = None
 
     def stage(self, name: str) -> StageResult | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
-    def with_stage(self, stage: StageResult, versus_sft: FeatureEstimate | None = None) -> Self:
-        """Return the record with this stage too. If scores are equal, the earlier weights stay the best.
-
-        `versus_sft`: `grpo` replaces `sft` unless the whole interval is below 0, if it is above the start. By labels
-        with gaps the best of several scores is mostly luck, and `grpo` on completed ones was never worse by more than
-        0.01 on test scenes.
-        """
-        start = self.stages[0].score_before if self.stages else stage.score_before
+    def with_stage(self, stage: StageResult) -> Self:
+        """Return the record with this stage too. If scores are equal, the earlier weights stay the best."""
         best_of, score = self.best_of, stage.score_before if self.best_score is None else self.best_score
-        as_good = versus_sft is not None and versus_sft.high >= 0 and stage.best_step > 0 and stage.score > start
-        if stage.score > score or as_good:
+        if stage.score > score:
             best_of, score = stage.name, stage.score
-        return replace(
-            self,
-            stages=(*self.stages, stage),
-            best_of=best_of,
-            best_score=score,
-            versus_sft=versus_sft or self.versus_sft,
-        )
+        stages = (*self.stages, stage)
+        return replace(self, stages=stages, metric=stage.metric, best_of=best_of, best_score=score)
 
     @property
     def fit(self) -> float:
@@ -144,9 +128,7 @@ def read_record(root: Path) -> Record | None:
         known = StageResult.__dataclass_fields__
         stages = [StageResult(**{key: stage[key] for key in known if key in stage}) for stage in content["stages"]]
         headroom = {name: FeatureEstimate(**one) for name, one in content["headroom"].items()}
-        versus = content.get("versus_sft")
-        versus_sft = FeatureEstimate(**versus) if versus is not None else None
-        return Record(**content | {"stages": tuple(stages), "headroom": headroom, "versus_sft": versus_sft})
+        return Record(**content | {"stages": tuple(stages), "headroom": headroom})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             "the recipe's record can't be read",
@@ -168,9 +150,10 @@ def digest_of(config: RunConfig) -> str:
 def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> StageResult:
     """Reads the result of a stage that ended after its first evaluation. Raises CheckpointError if that is lost."""
     try:
-        values = {int(step): float(value) for step, value in json_in(run_dir / BEST_FILE)["values"].items()}
+        stored = json_in(run_dir / BEST_FILE)
+        values = {int(step): float(value) for step, value in stored["values"].items()}
         best = max(values, key=lambda step: (values[step], -step))
-        start = values[0]
+        start, metric = values[0], str(stored["metric"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise CheckpointError(
             "a stage's scores can't be read",
@@ -191,36 +174,10 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
         best_step=best,
         score_before=start,
         score=values[best],
+        metric=metric,
         before=metrics.get(0, {}),
         after=metrics.get(best, {}),
     )
-
-
-def score_difference(root: Path, metric: str, before: StageResult, after: StageResult) -> FeatureEstimate | None:
-    """Return the validation score of `after` minus that of `before`, each at its best step, with its 95% interval over
-    scenes; None if `metric` is not one of counts. Raises CheckpointError if an evaluation is lost."""
-    if metric not in RATIOS:
-        return None
-    # The result of `before` is in the record, so that stage is not run again.
-    earlier = _counts(root, before, f"remove {root}, so that the recipe begins anew")
-    later = _counts(root, after, f"remove {root / after.name}, so that the stage begins anew")
-    found = bootstrap_difference(earlier, later, metric)
-    return FeatureEstimate(found.estimate, found.low, found.high)
-
-
-def _counts(root: Path, stage: StageResult, remedy: str) -> CountTable:
-    path = root / stage.name / "eval" / f"step_{stage.best_step:06d}.jsonl"
-    try:
-        scenes = [json_of(line) for line in path.read_text().splitlines()]
-        values = [[float(scene["counts"].get(column, 0.0)) for column in COLUMNS] for scene in scenes]
-        return CountTable(sample_ids=tuple(str(scene["id"]) for scene in scenes), values=np.array(values))
-    except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-        raise CheckpointError(
-            "a stage's evaluation can't be read",
-            found=f"{path}: {type(error).__name__}: {error}",
-            wanted="a line with the counts of each scene",
-            remedy=remedy,
-        ) from error
 
 
 def _labels(run_dir: Path) -> dict[str, Any]:
@@ -228,12 +185,11 @@ def _labels(run_dir: Path) -> dict[str, Any]:
     result."""
     files = sorted((run_dir / LABELS).glob("step_*.json"))
     if not files:
-        return {"labels": "", "completed": False, "missing": None, "unlabelled_right": None}
+        return {"labels": "", "completed": False}
     found = json_in(files[-1])
-    known = CompletionEstimate.of_json(json_in(files[0])["estimate"])
     completed = found["min_votes"] is not None and bool(found["added"])
-    right = known.free_right() if known.missing is not None else None
-    return {"labels": found["text"], "completed": completed, "missing": known.missing, "unlabelled_right": right}
+    invents = CompletionEstimate.of_json(json_in(files[0])["estimate"]).invents
+    return {"labels": found["text"], "completed": completed, "invents": invents and not completed}
 
 
 def spent_s(run_dir: Path) -> float:

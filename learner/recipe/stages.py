@@ -21,7 +21,6 @@ from learner.tasks.detection.task import DetectionTask
 from shared.config.model import ConfigErrors, Mistake, shown
 
 SFT, GRPO, MATCHING = "sft", "grpo", "rollout_matching_sft"
-METRIC = "fm@0.5"  # orders models alike if labels are complete, or missing at random
 EVAL_STEPS = 8
 # Evaluations without a better score that end a stage. Over 39 measured courses of sft, 2 choose the step that 3 choose
 # in 38, and a better one in the other (bench/README.md). Rollouts are noisier, so what learns them has one more.
@@ -54,12 +53,6 @@ def check_recipe(config: RunConfig) -> None:
         mistakes.append(Mistake(path="training.resume_from_checkpoint", found=found, wanted=wanted, remedy=remedy))
     if mistakes:
         raise ConfigErrors("recipe: the configuration does not suit it", mistakes=mistakes)
-
-
-def metric_of(config: RunConfig) -> str:
-    """Return what decides: `training.keep_best`, if it names a metric."""
-    named = config.training.keep_best
-    return METRIC if named in (None, "auto") else named
 
 
 def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
@@ -154,7 +147,7 @@ def _stage(config: RunConfig, variant: str, minutes: float) -> dict[str, Any]:
         "eval_on_start": True,
         "eval_on_end": True,
         "eval_steps": training.eval_steps or EVAL_STEPS,
-        "keep_best": metric_of(config),
+        "keep_best": training.keep_best or "auto",
         "early_stop_patience": training.early_stop_patience or PATIENCE[variant],
         "save_minutes": training.save_minutes if training.save_minutes or training.save_steps else SAVE_MINUTES,
         "save_total_limit": 1,

@@ -32,26 +32,16 @@ def recipe_section(recipe: Mapping[str, Any]) -> RecipeSection | None:
         best = f"{recipe['best_of']}{steps.get(recipe['best_of'], '')}"
         best = f"{best}, {recipe['metric']} {float(recipe['best_score']):.3f}"
         ended = recipe["ended"] or "not yet"
-        tie = _tie(recipe.get("versus_sft"))
     except (KeyError, TypeError, ValueError):
         return None
     stages = Table(["Stage", f"{recipe['metric']}", "Best step", "Minutes"], rows)
-    result = f"Best on validation: {best}. {tie}Ended: {ended}. {_OF_BEST}"
+    result = f"Best on validation: {best}. Ended: {ended}. {_OF_BEST}"
     return RecipeSection(result=result, stages=stages, told=told)
 
 
 _OF_BEST = (
     "Scores, gains and losses here are those of each stage's best step, the rest of this page shows its last one."
 )
-
-
-def _tie(versus: Mapping[str, Any] | None) -> str:
-    """Return why `grpo` may be kept with a score below that of `sft`; nothing if labels were not completed."""
-    if versus is None:
-        return ""
-    value, low, high = (float(versus[key]) for key in ("value", "low", "high"))
-    rule = "grpo is kept unless the whole interval is below 0, or it is no better than the start"
-    return f"grpo minus sft: {value:.3f} [{low:.3f}, {high:.3f}]; {rule}. "
 
 
 def _row(stage: Mapping[str, Any]) -> list[str]:

@@ -50,6 +50,7 @@ from learner.tasks.detection.metrics import ignored_shares
 OVERLAP = 0.3  # IoU from which on two boxes are about the same object
 MIN_CLUSTERS = 20  # that overlap labels: fewer say too little
 ENOUGH = 150  # clusters that overlap labels, to count what has none per label
+MISSING = 0.10  # share of the objects without a label, from which on labels are said to have gaps
 MIN_MISSING = 0.02  # share of the objects without a label; fewer are not worth the wrong ones
 
 Relation = Literal["confirms", "contradicts", "free", "repeats"]
@@ -144,6 +145,12 @@ class CompletionEstimate:
     auc: float | None = None  # how well examples at labels are told apart by their looks; None: not tried
     may_be_complete: bool = False  # chance explains the surest finds without a label
     not_random: str = ""  # a sign that labels are not missing at random
+
+    @property
+    def invents(self) -> bool:
+        """True if labels have gaps, and nothing that the answers say is sure enough to fill them."""
+        gaps = bool(self.not_random) or (self.missing or 0.0) > MISSING
+        return gaps and self.min_votes is None and not self.may_be_complete
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> CompletionEstimate:

@@ -212,33 +212,6 @@ def test_on_completed_labels_grpo_begins_with_the_start(
     assert kept(run) == run / "grpo" / "checkpoint-1"
 
 
-@pytest.mark.parametrize(
-    ("best_of_grpo", "best"),
-    [
-        (0.59, "grpo"),  # worse by less than validation can tell: here the answers, and so their counts, are the same
-        slow(0.49, "sft"),  # below the start
-    ],
-)
-def test_on_completed_labels_a_tie_goes_to_grpo(
-    tiny_text: Path,
-    tmp_path: Path,
-    scores: Callable[[Scores], None],
-    monkeypatch: pytest.MonkeyPatch,
-    best_of_grpo: float,
-    best: str,
-) -> None:
-    """With half of the classes lacking 80% of their labels, `sft` had 0.661 on validation and 0.790 on test, and `grpo`
-    0.653 and 0.826."""
-    scores({"sft": {0: 0.5, 1: 0.6}, "grpo": {0: 0.4, 1: best_of_grpo}})
-    monkeypatch.setattr(FakeBackend, "_answer", _one_more)
-    assert recipe(config_of(completing(tiny_text, tmp_path)), MINUTES, environment={}) == 0
-    found = read_record(tmp_path / "run")
-    assert found is not None
-    assert found.versus_sft is not None
-    assert found.best_of == best
-    assert kept(tmp_path / "run") == tmp_path / "run" / best / "checkpoint-1"
-
-
 def follow_through(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, killed_at_step: int | None) -> None:
     """Follow the recipe to its end; with `killed_at_step` a second command does."""
     values["training"]["save_steps"] = 1
@@ -277,7 +250,7 @@ def test_grpo_learns_the_labels_that_the_start_completed(
 
 
 @pytest.mark.parametrize(("start", "killed_at_step"), [(0.5, 5), slow(0.3, None), slow(0.3, 4)])
-def test_where_the_start_invents_rollout_matching_follows(
+def test_where_the_start_cannot_complete_rollout_matching_follows(
     tiny_text: Path,
     tmp_path: Path,
     scores: Callable[[Scores], None],
@@ -285,9 +258,9 @@ def test_where_the_start_invents_rollout_matching_follows(
     start: float,
     killed_at_step: int | None,
 ) -> None:
-    """Of what the models of cells and of noisy digits say without a label, 0.05 to 0.29 is right: there
-    `keep_unmatched` is ahead of completed labels. Here every answer finds an object that nobody labelled, and two that
-    are nowhere."""
+    """A model of noisy digits is right in so few of its boxes that none is sure enough to be a label: there
+    `keep_unmatched` is ahead of `sft`. Here every answer finds an object that nobody labelled, but gives most of the
+    labelled ones another name."""
     scores({"sft": {0: start, 1: 0.55, 2: 0.6, 3: 0.5}, "rollout_matching_sft": {0: 0.6, 1: 0.7}})
     monkeypatch.setattr(FakeBackend, "_answer", _inventions)
     monkeypatch.setattr(gaps, "_AUC", 1.0)  # so few objects look as if they were not missing at random
@@ -299,8 +272,7 @@ def test_where_the_start_invents_rollout_matching_follows(
     assert [stage.name for stage in found.stages] == ["sft", "rollout_matching_sft"]
     assert found.best_of == "rollout_matching_sft"
     assert kept(run) == run / "rollout_matching_sft" / "checkpoint-1"
-    assert "invented" in found.stages[1].why
-    assert found.versus_sft is None, "that grpo may be worse is no rule of this stage"
+    assert "sure enough" in found.stages[1].why
     configured = yaml.safe_load((run / "rollout_matching_sft.yaml").read_text())
     assert Path(configured["model"]["path"]) == tiny_text, "sft has learned to leave out what has no label"
     assert "rollout_matching_sft" in (run / "report.html").read_text()
@@ -369,14 +341,11 @@ def test_loose_boxes_ask_for_no_headroom(
 
 
 def _inventions(backend: FakeBackend, sample: Any, seed: int) -> Any:
-    """Every answer is the annotated truth, an object that nobody labelled, and each its own two that are nowhere."""
+    """Every answer has an object that nobody labelled, and all annotated ones, of which two of three have another
+    name."""
     annotated = [obj for obj in sample.objects if obj.votes is None]
-    places = [
-        (800, 850, 990, 990),
-        (10 * (seed % 40), 700, 10 * (seed % 40) + 9, 740),
-        (500, 600 + seed % 90, 520, 700),
-    ]
-    more = (*annotated, *(annotated[0]._replace(bins=place) for place in places))
+    renamed = [obj._replace(desc="another") if i % 3 else obj for i, obj in enumerate(annotated, 1)]
+    more = (*renamed, annotated[0]._replace(bins=(800, 850, 990, 990)))
     found = _answer(backend, replace(sample, objects=more), len(more) + 1)
     return replace(found, sample=sample)
 

@@ -53,7 +53,7 @@ def test_a_run_of_sft_gives_both_stages(tmp_path: Path, world_size: int) -> None
     assert (sft.model.path, grpo.model.path) == ("model", str(tmp_path))
     assert (sft.labels.complete, grpo.labels.complete) == (grpo.labels.complete, sft.labels.complete)
     assert sft.labels.complete is not None
-    assert sft.training.keep_best == grpo.training.keep_best == "fm@0.5"
+    assert sft.training.keep_best == grpo.training.keep_best == "auto"
     assert sft.data.test is grpo.data.test is None, "nothing is chosen by the test split"
     assert (sft.training.learning_rate, grpo.training.learning_rate) == (1e-4, pytest.approx(3e-5))
     assert resolve(sft, world_size).effective_batch_size == 12

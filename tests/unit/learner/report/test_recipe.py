@@ -36,14 +36,6 @@ def test_a_folder_of_stages_shows_them_in_numbers_and_words(tmp_path: Path) -> N
         assert text in page
 
 
-def test_a_tie_that_goes_to_grpo_is_explained() -> None:
-    """Its score may be below that of `sft`."""
-    versus = {"value": -0.01, "low": -0.03, "high": 0.012}
-    found = recipe_section(RECIPE | {"best_of": "grpo", "best_score": 0.615, "versus_sft": versus})
-    assert found is not None
-    assert "-0.010 [-0.030, 0.012]" in found.result
-
-
 @pytest.mark.parametrize(
     ("best_of", "shown"), [("sft", "sft at step 8, fm@0.5 0.625"), ("start", "start, fm@0.5 0.625")]
 )
@@ -62,7 +54,6 @@ def test_the_weights_that_are_kept_are_named_by_their_step(best_of: str, shown: 
         {"stages": [{}]},
         {"best_score": None},
         {"metric": None, "stages": [1]},
-        {"versus_sft": {"value": 1}},
     ],
 )
 def test_what_is_no_recipe_shows_nothing(change: dict[str, Any]) -> None:
