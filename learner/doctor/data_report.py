@@ -6,6 +6,7 @@ share, and what the model sees of them. Raises ConfigErrors if no photograph fit
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from learner.data.survey import (
 from learner.data.units import PixelLimits
 from learner.doctor.length import length_in_words
 from shared.config.model import ConfigErrors, Mistake
+from shared.reading import json_of
 
 READY = "ready"
 _MAX_NAMED = 12
@@ -49,10 +51,25 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
     }
     if "train" in about:
         report["data"]["train"]["warnings"] += _kept_upright(config, about["train"].classes)
+        report["labels"] = _completeness(config)
     shared = shared_images({split: found.samples for split, found in read.items()})
     if shared:
         report["shared_images"] = {f"{a}, {b}": len(images) for (a, b), images in shared.items()}
     return report
+
+
+def _completeness(config: RunConfig) -> str:
+    """Say what is known of gaps in the training labels: what an earlier start of the run found, or how to find out."""
+    for path in sorted(Path(config.training.output_dir, "labels").glob("step_*.json"), reverse=True):
+        try:
+            return f"{json_of(path.read_text())['text']} ({path})"
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    data = shlex.quote(str(config.data.train))
+    return (
+        "only a model can tell whether they are complete. Three minutes of yours, with any that knows the objects: "
+        f"rollout-learner find-missing suggest {data} --model MODEL --out DIR, then find-missing audit DIR"
+    )
 
 
 def _of_split(config: RunConfig, split: str, found: Survey, learned: Collection[str]) -> dict[str, list[str]]:
@@ -118,6 +135,7 @@ def in_words(report: Mapping[str, Any]) -> list[str]:
     lines = [*data_in_words(report), *(f"! {advice}" for advice in report.get("advice", ()))]
     if pictures := report.get("pictures"):
         lines.append(f"drawn: {photographs(len(pictures))} with their labels, in {Path(pictures[0]).parent}")
+    lines += [f"labels: {report['labels']}"] if "labels" in report else []
     lines.append(_method(report))
     lines += [_labels(report)] if "labels_complete" in report else []
     if sizes := report.get("server_world_sizes"):

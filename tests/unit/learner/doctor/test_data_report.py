@@ -49,6 +49,17 @@ def test_people_read_what_completed_labels_cost(tmp_path: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["labels_complete"] == {"rollouts": 5, "refresh": 7}
 
 
+def test_people_read_whether_labels_are_known_to_have_gaps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No statistic of the labels tells: a model must look. What it said in the run's folder is repeated."""
+    path = write(tmp_path, training__output_dir=str(tmp_path / "run"))
+    for known in ("find-missing suggest", "804 added to 1628"):
+        assert main(["check", "--config", path]) == 0
+        (told,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("labels: "))
+        assert known in told
+        (tmp_path / "run" / "labels").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "run" / "labels" / "step_000000.json").write_text('{"text": "804 added to 1628"}')
+
+
 def test_people_read_where_images_go_that_their_prompts_do_not_place(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
