@@ -58,7 +58,6 @@ from bench.experiment.runner import Experiment, Slot
 from bench.figures import circumstances, markdown_table
 from bench.models import CHECKPOINT
 from bench.runs import LearnerRun, exit_code_of, say, start_learner, visible
-from deploy.bccd.photographs import PROMPT
 from deploy.launch import Processes
 from learner.records import DetectionObject
 from learner.run.files import write_atomically
@@ -318,7 +317,7 @@ def _cells(study: Study, split: str, labels: str) -> list[Row]:
     return [
         {
             "id": Path(one["file_name"]).stem,
-            "messages": [{"role": "user", "content": PROMPT}],
+            "messages": [{"role": "user", "content": "<image>Detect every cell."}],
             "images": [str(images / one["file_name"])],
             "objects": objects[one["id"]],
             "width": one["width"],

@@ -285,7 +285,7 @@ PARSERS: dict[str, Callable[[list[str]], None]] = {
     **dict.fromkeys(("rollout-launch", "deploy.launch"), lambda a: parse(launch.app, "rollout-launch", a)),
     **{
         f"deploy.{name}": lambda a, name=name: parse(app_of(import_module(f"deploy.{name}")), name, a)
-        for name in ("docs", "torchrun", "wait_ready", "demo.run", "bccd.run")
+        for name in ("docs", "torchrun", "wait_ready", "demo.run")
     },
     "make": parse_make,
     "torchrun": parse_torchrun,
