@@ -38,7 +38,7 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.loss import is_out_of_memory
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
-from learner.rollout.engine_start import inspecting_here, learner_set_aside, sharing_tokenizers, unread_weights
+from learner.rollout.engine_start import inspecting_here, unread_weights
 from shared.checkpoint import model_folder
 from shared.engine_images import EngineImages
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
@@ -276,7 +276,7 @@ class ColocatedEngine:
         if self.max_lora_rank:
             adapt_linear_layers_only()
         try:
-            with _all_told_by("vllm"), inspecting_here(), sharing_tokenizers(folder), learner_set_aside():
+            with _all_told_by("vllm"), inspecting_here():
                 return LLM(**self._engine_args(folder))
         except Exception as error:  # vLLM raises errors of any type
             raise ConfigError(
