@@ -452,7 +452,7 @@ class ServerStatus(WireModel):
         description='of the served weights, as in `TensorSpec`; "": not told, and weights travel as they are trained',
     )
     architecture: dict[str, str] = Field(
-        default={}, description="sizes of the model, see `architecture.py`; {}: not told"
+        default={}, description="sizes of the model, see `shared/checkpoint.py`; {}: not told"
     )
     vocab_size: int
     max_model_len: int

@@ -9,13 +9,13 @@ deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose are what the
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from pathlib import Path
-from typing import Protocol, cast
+from types import ModuleType
 
 from deploy.places import compose, kubernetes, skypilot, slurm
-from deploy.places.plan import Plan, read_plan
+from deploy.places.plan import read_plan
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import OutputError
 
@@ -27,19 +27,11 @@ class Place(StrEnum):
     COMPOSE = "compose"
 
 
-class Writer(Protocol):
-    def mistakes(self, plan: Plan, out: Path) -> Iterable[Mistake]: ...
-
-    def files(self, plan: Plan, out: Path) -> Mapping[str, str]: ...
-
-    def submit(self, plan: Plan, out: Path) -> str: ...
-
-
-WRITERS: Mapping[Place, Writer] = {
-    Place.SLURM: cast(Writer, slurm),
-    Place.KUBERNETES: cast(Writer, kubernetes),
-    Place.SKYPILOT: cast(Writer, skypilot),
-    Place.COMPOSE: cast(Writer, compose),
+WRITERS: Mapping[Place, ModuleType] = {
+    Place.SLURM: slurm,
+    Place.KUBERNETES: kubernetes,
+    Place.SKYPILOT: skypilot,
+    Place.COMPOSE: compose,
 }
 EXAMPLES = {
     "deploy/slurm": (Place.SLURM, "deploy/qwen3vl_4b/launch-cluster.yaml"),
