@@ -5,7 +5,6 @@ One engine for the module. That all backends answer alike: test_backends.py; who
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -17,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from transformers import AutoTokenizer
 
 from bench.engines import colocate_sync, colocated_engine
 from bench.tiny_models import build_qwen3_vl
@@ -59,7 +57,6 @@ class World:
     samples: list[Sample]
     engine: ColocatedEngine
     generators_at_start: tuple[Any, Any]  # read before and after the engine started
-    tokenizers_read: list[str]  # while it started: their folders
 
     def backend(self, temperature: float = 0.0) -> ColocateBackend:
         return ColocateBackend(config(temperature), self.engine, self.policy.encoder, run_seed=RUN_SEED, ranks=Ranks())
@@ -94,18 +91,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     build_qwen3_vl(folder / "model")
     policy = load_policy(ModelConfig(path=str(folder / "model")), device=CPU)
     samples = [sample(folder, i) for i in range(5)]
-    before, tokenizers = random_state(), list[str]()
-    read = AutoTokenizer.from_pretrained
-
-    def counted(path: Any, *args: Any, **kwargs: Any) -> Any:
-        tokenizers.append(str(path))
-        return read(path, *args, **kwargs)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(AutoTokenizer, "from_pretrained", counted)
-        engine = colocated_engine(config(), folder / "model")
-    with closing(engine):
-        yield World(folder, policy, samples, engine, (before, random_state()), tokenizers)
+    before = random_state()
+    with closing(colocated_engine(config(), folder / "model")) as engine:
+        yield World(folder, policy, samples, engine, (before, random_state()))
 
 
 def sample(folder: Path, number: int) -> Sample:
@@ -260,20 +248,6 @@ def test_the_settings_of_the_processor_are_those_of_the_one_that_vllm_has(
     assert first.pixels is not None
     assert first.pixels == known.pixels
     assert cached_get_processor.cache_info().misses == before > 0
-
-
-def test_a_deep_copy_of_vllms_tokenizer_is_the_tokenizer(world: World) -> None:
-    """transformers copies it again and again while vLLM reads a processor. Other tokenizers are copied."""
-    tokenizer, own = world.engine._images.renderer.tokenizer, world.policy.tokenizer
-    assert copy.deepcopy({"tokenizer": tokenizer})["tokenizer"] is tokenizer
-    copied = copy.deepcopy(own)
-    assert copied is not own
-    assert tokenizer.encode("every digit") == copied.encode("every digit")
-
-
-def test_the_engine_s_start_reads_one_tokenizer(world: World) -> None:
-    """vLLM makes several processors, for each of which transformers would read one."""
-    assert world.tokenizers_read == [str(world.folder / "model")]
 
 
 def test_decode_batch_size_bounds_what_is_decoded_at_once(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
