@@ -41,11 +41,10 @@ import typer
 from deploy.launch_file import LaunchConfig, LearnerLaunch, ServerLaunch, load_launch_config
 from deploy.places import Place, write_place
 from deploy.torchrun import describe, exit_code, without_working_directory
-from deploy.wait_ready import id_of
+from deploy.wait_ready import look
 from learner.config.load import load_config
 from learner.run.output_dir import check_before_start
 from rollout_server.config import load_server_config
-from shared.answers import ask
 from shared.config.json_schema import schema_option
 from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
@@ -199,7 +198,7 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
     with httpx.Client(trust_env=False, timeout=LOOK_S) as client:
         while not deadline.is_over():
             check_alive([server, *beside])
-            said = look(client, server, base_url)
+            said = look(client, base_url, server.server_id)
             if not said:
                 return time.monotonic() - started
             time.sleep(POLL_S)
@@ -210,18 +209,6 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
         remedy=f"see {server.log}, or raise ready_timeout_s. If it was downloading its model, start again: what is "
         "there stays",
     )
-
-
-def look(client: httpx.Client, server: Process, base_url: str) -> str:
-    """Ask `/ready/`: nothing if this very server is ready, else what came instead."""
-    try:
-        code, content = ask(client, f"{base_url}/ready/", timeout_s=client.timeout.read or LOOK_S)
-    except (httpx.HTTPError, ValueError) as error:
-        return type(error).__name__
-    if code != httpx.codes.OK:
-        return f"HTTP {code}"
-    found = id_of(content)
-    return "" if found == server.server_id else f"the answer of another server (id {found})"
 
 
 def check_alive(servers: Sequence[Process]) -> None:
@@ -298,7 +285,7 @@ class Server:
         elif (code := self.process.popen.poll()) is not None:
             self._ended(f"{self._name} {describe(code)}")
         elif not self._is_ready:
-            if not look(client, self.process, self.url):
+            if not look(client, self.url, self.process.server_id):
                 self._is_ready = True
                 say(f"{self._name} ready again after {now - self._started_at:.0f} s")
             elif now - self._started_at > ready_timeout_s:

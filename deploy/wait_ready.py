@@ -4,9 +4,6 @@ In: the learner's YAML, and how long to wait. Out: exit code 0 once every server
 after the timeout, with the last answer of each server that is not ready; 2 if the configuration is wrong. Needs no
 token. It is for schedulers that start servers and learner separately: the Slurm script and the Kubernetes Job of this
 folder.
-
-With `--server-ids PREFIX` only servers count whose `server_id` begins with it. The scheduler gives them these names in
-ROLLOUT_SERVER_ID, so an older server at the same address is not taken for a new one.
 """
 
 from __future__ import annotations
@@ -47,13 +44,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def wait(
     config: Annotated[str, typer.Option(help="The learner's configuration file.")],
     timeout_s: Annotated[float, typer.Option(help="How long the servers may take.")] = 1800.0,
-    server_ids: Annotated[str, typer.Option(help="What the server_id of each begins with; default: anything.")] = "",
     version: Version = False,
 ) -> None:
     """Wait for a learner's rollout servers."""
     try:
         urls = server_urls(config)
-        seconds = wait_all_ready(urls, timeout_s, server_ids)
+        seconds = wait_all_ready(urls, timeout_s)
     except ProjectError as error:
         print(f"error: {type(error).__name__}: {error}", file=sys.stderr)
         raise typer.Exit(error.exit_code) from error
@@ -73,20 +69,21 @@ def server_urls(config_path: str) -> list[str]:
     return [entry.base_url for entry in config.rollout_matching.vllm.server.servers or ()]
 
 
-def wait_all_ready(urls: Sequence[str], timeout_s: float, server_ids: str = "") -> float:
+def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
     """Wait, and return the seconds until each has answered `/ready/` with 200 (once: a weight update makes a server
-    busy again), with an id that begins with `server_ids`.
+    busy again).
 
     Raises DeadlineError, which names those that did not.
     """
     started, deadline = time.monotonic(), Deadline(timeout_s)
     last = dict.fromkeys(urls, "nothing yet")
-    while last := {url: said for url in last if (said := _look(url, server_ids)) is not None}:
-        if deadline.is_over():
-            break
-        time.sleep(POLL_S)
-    else:
-        return time.monotonic() - started
+    with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
+        while last := {url: said for url in last if (said := look(client, url))}:
+            if deadline.is_over():
+                break
+            time.sleep(POLL_S)
+        else:
+            return time.monotonic() - started
     raise DeadlineError(
         f"{len(last)} of {len(urls)} rollout servers were not ready in time",
         found="; ".join(f"{url}: {said}" for url, said in last.items()),
@@ -95,28 +92,22 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float, server_ids: str = "") 
     )
 
 
-def _look(url: str, server_ids: str) -> str | None:
-    """Look at a server once: None for a ready server, else its answer. No proxies, as for the
-    learner."""
+def look(client: httpx.Client, url: str, server_id: str = "") -> str:
+    """Ask `/ready/` once: nothing for a ready server, else what came instead. `server_id`: only this start of it
+    counts."""
     try:
-        with httpx.Client(trust_env=False) as client:
-            code, content = ask(client, f"{url}/ready/", timeout_s=ANSWER_S)
+        code, content = ask(client, f"{url}/ready/", timeout_s=client.timeout.read or ANSWER_S)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         return f"{type(error).__name__}: {error}"
     if code != httpx.codes.OK:
         return f"HTTP {code}: {content[:200].decode(errors='replace')}"
-    if not server_ids:
-        return None
-    found = id_of(content)
-    return None if found.startswith(server_ids) else f"another server (id {found}, wanted {server_ids}...)"
-
-
-def id_of(content: bytes) -> str:
-    """Return the `server_id` in an answer of `/ready/`."""
+    if not server_id:
+        return ""
     try:
-        return str(json_of(content)["server_id"])
+        found = json_of(content)["server_id"]
     except (ValueError, KeyError, TypeError):
-        return "unknown"
+        found = "unknown"
+    return "" if found == server_id else f"the answer of another server (id {found})"
 
 
 if __name__ == "__main__":

@@ -70,14 +70,6 @@ def test_the_silent_ones_are_named_when_time_has_passed(tmp_path: Path, capsys: 
     assert ready not in said
 
 
-def test_only_servers_with_the_names_of_this_job_count(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with server(200) as ready:
-        path = config(tmp_path, ready)
-        assert wait_ready.main(["--config", path, "--timeout-s", "0.1", "--server-ids", "job7-"]) == 0
-        assert wait_ready.main(["--config", path, "--timeout-s", "0.1", "--server-ids", "job8-"]) == 1
-    assert "job7-a" in capsys.readouterr().err
-
-
 def test_a_proxy_of_the_environment_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with watched_proxy(monkeypatch) as asked:
         assert wait_ready.main(["--config", config(tmp_path, "http://rollout.invalid"), "--timeout-s", "0.1"]) == 1

@@ -15,7 +15,7 @@ from typing import Literal
 import httpx
 import pytest
 
-from deploy import launch, wait_ready
+from deploy import wait_ready
 from learner.rollout import client as client_module
 from learner.rollout.client import ServerClient, Timeouts
 from shared.answers import MAX_STATUS_BYTES, ask
@@ -101,9 +101,9 @@ def test_launch_and_wait_ready_read_no_more(
     code = wait_ready.main(["--config", config(tmp_path, stranger.url), "--timeout-s", "0"])
     assert code == (0 if is_good else 1)
     assert is_good or stranger.url in capsys.readouterr().err
-    process = launch.Process("server", None, server_id="abc")  # type: ignore[arg-type]
     with httpx.Client(trust_env=False, timeout=0.5) as client:
-        assert bool(launch.look(client, process, stranger.url)) != is_good
+        assert bool(wait_ready.look(client, stranger.url, "abc")) != is_good
+        assert wait_ready.look(client, stranger.url, "another start")
     assert stranger.num_sent < 40 * MAX_STATUS_BYTES
 
 
