@@ -43,6 +43,7 @@ from learner.data.formats.strict import plain_name
 from learner.data.units import Reach, sides_in, to_pixels
 from learner.records import DetectionObject, GeometryKind, Place, RawObject, RawRecord, Rect, Sample, Size
 from learner.tasks.detection.bins import canonical_order, encloses_something, to_bins
+from learner.tasks.detection.grammar import NUM_BINS
 from shared.errors import DataError, MediaError, RequestError
 from shared.generation import render_messages
 from shared.images import ImageRules, Images
@@ -217,12 +218,14 @@ def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: N
 @dataclass(frozen=True, kw_only=True)
 class SampleMaker:
     """Makes samples and takes note of what is bad. `too_long` says how long a sample is, if it does not fit a row.
-    `coordinates`: the unit of all records; None: each record's own."""
+    `coordinates`: the unit of all records; None: each record's own. `exact`: bins are not rounded, because tiles,
+    whose bins are finer, are cut from what is made."""
 
     task: Validates
     bad: BadRecords
     coordinates: Coordinates | None = None
     too_long: Callable[[Sample], str | None] | None = None
+    exact: bool = False
 
     def make(self, record: RawRecord, seen: SeenImages) -> Sample | None:
         """Return the sample; None where the record is not used. After an error the rest of the record is looked at all
@@ -249,7 +252,8 @@ class SampleMaker:
             ignored=tuple(made for obj, made in kept if obj.ignored),
             sizes=sizes if number > 1 else (),
         )
-        return sample if self._is_valid(sample, record.place) and self._fits(sample, record.place) else None
+        taught = rounded(sample) if self.exact else sample
+        return sample if self._is_valid(taught, record.place) and self._fits(taught, record.place) else None
 
     def finish(self, sample: Sample, seen: SeenImages, place: Place) -> Sample | None:
         """A sample of the user's own reader, with its images found; None where it is not used."""
@@ -424,9 +428,12 @@ class SampleMaker:
             if not obj.ignored and self._outside(obj, size, something_is_inside=bool(cut)) != "clip":
                 return None
             coords = cut
-        bins = to_bins(coords, *size) if coords else ()
+        bins: tuple[float, ...] = to_bins(coords, *size) if coords else ()
+        if self.exact:
+            shares = (min(max(value / size[i % 2], 0.0), 1.0) for i, value in enumerate(coords))
+            bins = tuple((NUM_BINS - 1) * share for share in shares)
         if bins and has_area(obj.kind, bins):
-            return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins, image=image)
+            return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins, image=image)  # type: ignore[arg-type]
         if not obj.ignored and coords:
             self._no_area(obj, f"an area above 0 after rounding to a thousandth of {size[0]} x {size[1]} pixels")
         return None
@@ -481,6 +488,16 @@ def _wrong_size(place: Place, said: Size, known: Sequence[Size], source: str, na
 
 def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:
     return all(-EDGE_TOLERANCE <= value <= size[i % 2] + EDGE_TOLERANCE for i, value in enumerate(coords))
+
+
+def rounded(sample: Sample) -> Sample:
+    """Return a sample whose bins were not rounded with whole ones; what has no area then is left out."""
+
+    def whole(objects: Iterable[DetectionObject]) -> list[DetectionObject]:
+        found = [obj._replace(bins=tuple(map(round, obj.bins))) for obj in objects]
+        return [obj for obj in found if has_area(obj.kind, obj.bins)]
+
+    return replace(sample, objects=canonical_order(whole(sample.objects)), ignored=tuple(whole(sample.ignored)))
 
 
 def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:

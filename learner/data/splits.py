@@ -65,7 +65,8 @@ def load_split(
     too_long: Callable[[Sample], str | None] | None = None,
     reader: Reader | None = None,
 ) -> Split:
-    """Read every sample of the annotations at `path`, in their order; of `data.train` at most `data.max_samples`.
+    """Read every sample of the annotations at `path`, in their order; of `data.train` at most `data.max_samples`, each
+    followed by its tiles (`data.tile`).
 
     `too_long` says of a sample how long it is, where it does not fit a row. `reader` is `data.reader`. What is dropped
     or clipped is logged. Raises DataError, which lists all records that can't be used, with file and line or id.
@@ -94,7 +95,8 @@ def read_split(
     bad = BadRecords(data.bad_records)
     whole, part = part_of(path)
     source = Source(data=data, path=whole, geometry=geometry, bad=bad)
-    maker = SampleMaker(task=task, bad=bad, coordinates=data.coordinates, too_long=too_long)
+    tile = data.tile if path == data.train else None
+    maker = SampleMaker(task=task, bad=bad, coordinates=data.coordinates, too_long=too_long, exact=tile is not None)
     limit = data.max_samples if path == data.train else None
     if reader is None:
         annotations = annotations_of(data, path)
@@ -103,6 +105,10 @@ def read_split(
     else:
         found = _samples_of_reader(reader, source, maker, part)
     samples = list(islice(_new_ids_only(found, bad), limit))
+    if tile is not None:
+        from learner.data.tiles import tiled  # imported here because it loads numpy
+
+        samples = [one for sample in samples for one in tiled(sample, tile)]
     if not samples and not bad.num_errors:
         remedy = bad.reach.hint() or f"correct {whole}, or take a larger part of it"
         if "image_missing" in bad.summary():

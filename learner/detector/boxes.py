@@ -1,4 +1,4 @@
-"""Predicted objects in pixels, and the tiles of large photographs.
+"""Predicted objects in pixels, and what is found in the tiles of large photographs, merged.
 
 A `Prediction` is all that was found in one image. Tiles overlap, so an object that one tile cuts is whole in the next,
 if it is smaller than the overlap. `merge` keeps the best of each: a box goes if a better one of its class overlaps it,
@@ -14,12 +14,12 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from learner.data.tiles import Tile
 from learner.records import DetectionObject
 from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.grammar import NUM_BINS
 
 SAME_IOU, COVERED = 0.5, 0.7
-OVERLAP = 0.25  # share of a tile's side
 _EDGE = 2.0  # pixels from a tile's edge at which a box counts as cut
 
 
@@ -47,15 +47,6 @@ class Prediction:
     truncated: bool = False
 
 
-class Tile(NamedTuple):
-    """A part of an image, in its pixels."""
-
-    left: int
-    top: int
-    right: int
-    bottom: int
-
-
 def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, float, float], tuple[float, ...]]:
     """Return box and outline (`()` for a box) of an object that was found in the tile, in the whole image's pixels."""
     sizes = ((tile.right - tile.left) / (NUM_BINS - 1), (tile.bottom - tile.top) / (NUM_BINS - 1))
@@ -66,29 +57,6 @@ def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, flo
 
     x1, y1, x2, y2 = pixels(bounding_box(obj))
     return (x1, y1, x2, y2), pixels(obj.bins) if obj.kind == "poly" else ()
-
-
-def tiles_of(width: int, height: int, side: int | None) -> list[Tile]:
-    """Return the whole image, and if it is larger than a tile, its tiles row by row: as few as cover it with the
-    overlap."""
-    whole = Tile(0, 0, width, height)
-    if side is None or (width <= side and height <= side):
-        return [whole]
-    return [
-        whole,
-        *(
-            Tile(left, top, min(left + side, width), min(top + side, height))
-            for top in _starts(height, side)
-            for left in _starts(width, side)
-        ),
-    ]
-
-
-def _starts(length: int, side: int) -> list[int]:
-    if length <= side:
-        return [0]
-    number = 1 + -(-(length - side) // max(1, round(side * (1 - OVERLAP))))
-    return [round(i * (length - side) / (number - 1)) for i in range(number)]
 
 
 def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height: int) -> list[ScoredBox]:

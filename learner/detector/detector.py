@@ -15,19 +15,21 @@ from __future__ import annotations
 import base64
 import io
 import mimetypes
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from PIL import Image
 
+from learner.data.tiles import Tile, tiles_of
 from learner.detector.answers import Answers, AnswerSettings
-from learner.detector.boxes import Prediction, ScoredBox, Tile, in_pixels, merge, tiles_of
+from learner.detector.boxes import Prediction, ScoredBox, in_pixels, merge
 from learner.detector.first_boxes import FirstReader
 from learner.detector.inputs import InputImage
 from learner.detector.model import ModelFiles, find_model, require_boxes, require_classes, require_one_image_prompt
-from learner.records import Rollout, Sample
+from learner.records import ParsedRollout, PredictedObject, Rollout, Sample
 from learner.tasks.detection.scores import Calibration, ScoredObject, read_calibration, scored_objects
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
@@ -89,6 +91,7 @@ class Detector:
         self._first = FirstReader(self.model.folder, settings, unit, self._pieces) if unit is not None else None
         self._images = Images(ImageRules())
         self._is_open = False
+        self.heard: Callable[[ParsedRollout], object] | None = None  # gets each greedy answer, as it was read
 
     def __enter__(self) -> Self:
         if not self._is_open:
@@ -238,12 +241,16 @@ class Detector:
 
     def _boxes(self, tile: Tile, answers: Sequence[Rollout], number: int | None = None) -> list[ScoredBox]:
         """Return the boxes, best first. `number`: the image that they are of, if the answers are to several."""
-        found: list[ScoredObject] = []
+        parsed = [self.task.parse(answer) for answer in answers]
         if self._first is not None:  # of a model that was not trained here
             size = tile.right - tile.left, tile.bottom - tile.top
             found = [ScoredObject(obj, score, None) for obj, score in self._first.objects(answers[0], size)]
+            own = tuple(PredictedObject(one.object, range(0)) for one in found)
+            parsed[0] = replace(parsed[0], objects=own, usable=True, drops={})
         else:
-            found = scored_objects([self.task.parse(answer) for answer in answers], self._pieces, self.calibration)
+            found = scored_objects(parsed, self._pieces, self.calibration)
+        if self.heard is not None:
+            self.heard(parsed[0])
         boxes = [
             ScoredBox(one.object.desc, one.score, *in_pixels(one.object, tile), one.votes)
             for one in found

@@ -166,6 +166,13 @@ class DataConfig(Section):
     augment: AugmentConfig | None = key(
         "training photographs are augmented; null: they are seen as they are. `augment: {}` takes the defaults", None
     )
+    tile: int | None = key(
+        "training photographs larger than this are learned whole and in overlapping tiles of this side, as `predict "
+        "--tile` asks; for small objects. Not with `augment` or `labels.complete`",
+        None,
+        unit="pixels",
+        ge=64,
+    )
     retain: list[RetainConfig] = key(
         "other annotation files that each evaluation also scores, with another prompt or task if they need it: what "
         "the model forgets is shown beside what it gains",
@@ -258,4 +265,18 @@ def copies_have_a_size(config: RunConfig) -> Iterator[Mistake]:
             yield Mistake(path=f"{path}.coordinates", found=found, wanted=wanted, remedy=remedy)
 
 
-RULES: tuple[Rule, ...] = (prompt_has_a_use, retained_is_evaluated, copies_have_a_size)
+def tiles_stand_alone(config: RunConfig) -> Iterator[Mistake]:
+    """`data.tile` is for detection, and not with `augment` or `labels.complete`."""
+    if config.data.tile is None:
+        return
+    others = {
+        "data.augment": config.data.augment is not None,
+        "labels.complete": config.labels.complete is not None,
+        f"task.type: {config.task.type}": config.task.type == "key_value",
+    }
+    for name in (name for name, is_set in others.items() if is_set):
+        wanted, remedy = "photographs as they are", "remove one of the two"
+        yield Mistake(path="data.tile", found=f"{config.data.tile} with {name}", wanted=wanted, remedy=remedy)
+
+
+RULES: tuple[Rule, ...] = (prompt_has_a_use, retained_is_evaluated, copies_have_a_size, tiles_stand_alone)

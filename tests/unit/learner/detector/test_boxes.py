@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from learner.detector.boxes import OVERLAP, ScoredBox, Tile, in_pixels, merge, tiles_of
+from learner.data.tiles import OVERLAP, Tile, tiles_of
+from learner.detector.boxes import ScoredBox, in_pixels, merge
 from learner.records import DetectionObject
 from learner.tasks.detection.bins import to_bins
 
