@@ -32,6 +32,8 @@ if TYPE_CHECKING:
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
 IMAGE_PLACEHOLDER = "<image>"
+# Tokens of a part that repeats itself: an object has at least so many. Fewer are digits and letters, which may repeat.
+FEWEST_REPEATED, MOST_REPEATED = 8, 128
 
 
 def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
@@ -171,7 +173,7 @@ class Scores:
 def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
     """Return vLLM's settings for one answer."""
     from vllm import SamplingParams
-    from vllm.sampling_params import RequestOutputKind
+    from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 
     return SamplingParams(
         max_tokens=config.max_tokens,
@@ -182,6 +184,11 @@ def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
         repetition_penalty=config.repetition_penalty,
         presence_penalty=config.presence_penalty,
         frequency_penalty=config.frequency_penalty,
+        repetition_detection=RepetitionDetectionParams(
+            min_pattern_size=FEWEST_REPEATED, max_pattern_size=MOST_REPEATED, min_count=config.stop_repetitions
+        )
+        if config.stop_repetitions
+        else None,
         # Greedy decoding needs no seed, and a random generator per request costs time.
         seed=seed if config.temperature > 0 else None,
         stop=list(config.stop),
@@ -255,7 +262,8 @@ def read_generation(
         prompt_token_ids=list(output.prompt_token_ids),
         response_token_ids=token_ids,
         text=completion.text or text_of(token_ids),
-        finish_reason=str(completion.finish_reason),
+        # vLLM ends repetitions with a reason of its own: such an answer is cut off too.
+        finish_reason="length" if completion.finish_reason == "repetition" else str(completion.finish_reason),
         logprobs=logprobs,
         stop_token_id=stop_token_id,
         stop_logprob=stop_logprob,

@@ -182,6 +182,12 @@ class RequestConfig(ClientModel):
     repetition_penalty: FiniteFloat = Field(default=1.0, gt=0.0)
     presence_penalty: FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0)
     frequency_penalty: FiniteFloat = Field(default=0.0, ge=-2.0, le=2.0)
+    stop_repetitions: int | None = Field(
+        default=None,
+        ge=2,
+        le=64,
+        description="end an answer after the same 8 to 128 tokens so often in a row, as `length`; null: never",
+    )
     seed: int | None = Field(default=None, ge=0, lt=2**63)
     stop: Items[Annotated[str, Field(min_length=1, max_length=256)]] = Field(default=[], max_length=64)
     n: int = Field(default=1, ge=1, le=MAX_ANSWERS, description="answers to each request")

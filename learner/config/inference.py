@@ -50,6 +50,7 @@ class InferenceSettings(BaseModel):
     max_pixels: int | None = None
     max_new_tokens: int = Field(default=512, ge=1)
     repetition_penalty: float = Field(default=1.0, gt=0.0)
+    stop_repetitions: int | None = Field(default=None, ge=2, le=64)
 
     def to_json(self) -> str:
         return self.model_dump_json(indent=2) + "\n"
@@ -75,6 +76,7 @@ def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceS
         max_pixels=config.model.max_pixels,
         max_new_tokens=decoding.max_new_tokens,
         repetition_penalty=decoding.repetition_penalty,
+        stop_repetitions=decoding.stop_repetitions,
     )
 
 

@@ -9,9 +9,11 @@ interruption.
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from types import TracebackType
 from typing import Literal, Self
 
@@ -189,7 +191,7 @@ class Answers:
             allow_untested_family=True,
         )
         policy = load_policy(config, device=self.device)
-        return HfBackend(self._config(), policy, run_seed=SEED, logprobs=True)
+        return HfBackend(self._config(), policy, run_seed=SEED, logprobs=True, tell=partial(print, file=sys.stderr))
 
     def _vllm(self, folder: str) -> RolloutBackend:
         prepare_for_vllm(os.environ)
@@ -232,6 +234,7 @@ class Answers:
                 "temperature": asked.temperature,
                 "max_new_tokens": asked.max_new_tokens or settings.max_new_tokens,
                 "repetition_penalty": settings.repetition_penalty,
+                "stop_repetitions": settings.stop_repetitions,
             },
             "vllm": vllm,
         }

@@ -18,6 +18,7 @@ Shapes: B prompts, P tokens with padding, R running sequences (B, or B x beams),
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -28,6 +29,8 @@ from transformers import (
     LogitsProcessorList,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    StoppingCriteria,
+    StoppingCriteriaList,
     TemperatureLogitsWarper,
     TopKLogitsWarper,
     TopPLogitsWarper,
@@ -52,8 +55,10 @@ from learner.rollout.backend import (
     split_window,
 )
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
+from shared.generation import FEWEST_REPEATED, MOST_REPEATED
 
 log = logging.getLogger("learner.rollout")
+TELL_S = 10.0
 NAME = "hf"  # call records have it in place of a server's URL
 
 
@@ -119,6 +124,41 @@ class SeededChoice(LogitsProcessor):
         # Rounded probabilities do not add up to exactly 1, so the draw is scaled with their sum.
         chosen = torch.searchsorted(cumulative, draw * total, right=True)
         return torch.full_like(scores, -torch.inf).scatter_(1, chosen, 0.0)
+
+
+class Repetitions(StoppingCriteria):
+    """Ends each sequence whose answer `repeats`."""
+
+    def __init__(self, count: int, prompt_length: int) -> None:
+        self.count, self._prompt_length = count, prompt_length
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        answers = input_ids[:, self._prompt_length :].tolist()
+        return torch.tensor([repeats(answer, self.count) for answer in answers], device=input_ids.device)
+
+
+class Pulse(StoppingCriteria):
+    """Ends nothing. Says from time to time how far the answers are: on a CPU they take minutes."""
+
+    def __init__(self, tell: Callable[[str], None], prompt_length: int, about: str) -> None:
+        self._tell, self._prompt_length, self._about = tell, prompt_length, about
+        self._told_s = time.monotonic()
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
+        if time.monotonic() - self._told_s > TELL_S:
+            self._told_s = time.monotonic()
+            self._tell(self._about.format(input_ids.shape[1] - self._prompt_length))
+        return torch.zeros(len(input_ids), dtype=torch.bool, device=input_ids.device)
+
+
+def repeats(token_ids: Sequence[int], count: int) -> bool:
+    """Return True if an answer ends with `count` times the same FEWEST_REPEATED to MOST_REPEATED tokens, as vLLM's
+    `check_sequence_repetition` does."""
+    for size in range(FEWEST_REPEATED, min(MOST_REPEATED, len(token_ids) // count) + 1):
+        tail = token_ids[-size * count :]
+        if tail[size:] == tail[:-size]:
+            return True
+    return False
 
 
 class ChosenLogprobs:
@@ -230,12 +270,14 @@ class HfBackend(RolloutBackend):
         run_seed: int,
         logprobs: bool = False,
         on_call: Callable[[RolloutCallLog], None] | None = None,
+        tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Raises ConfigError if the model cannot generate, or has no room for a prompt. `logprobs`: rollouts have them,
         except those of a beam search. Those that are asked for greedily always have them, because an evaluation scores
-        its boxes with them."""
+        its boxes with them. `tell` gets a line every TELL_S while answers are written."""
         self.config, self.chunk = config, samples_at_once(config, config.decoding.mode)
         self._policy, self._run_seed, self._on_call, self._logprobs = policy, run_seed, on_call, logprobs
+        self.tell = tell
         self._stop_ids = stop_token_ids(policy.model, policy.tokenizer)
         self._max_length = int(policy.model.config.get_text_config().max_position_embeddings)
         self._check_model()
@@ -268,7 +310,8 @@ class HfBackend(RolloutBackend):
                 for start in range(0, len(prompts), size):
                     here = slice(start, start + size)
                     batch = Requests(samples=asked.samples[here], indices=asked.indices[here], seeds=asked.seeds[here])
-                    rollouts += self._generate(batch, prompts[here], decoding, mode, with_logprobs, record)
+                    about = f"answers {start + 1} to {start + len(batch.samples)} of {len(prompts)}"
+                    rollouts += self._generate(batch, prompts[here], decoding, mode, with_logprobs, record, about)
             return split_window(window, rollouts)
 
     def close(self) -> None:
@@ -282,11 +325,12 @@ class HfBackend(RolloutBackend):
         mode: str,
         with_logprobs: bool,
         record: RolloutCallLog,
+        about: str,
     ) -> list[Rollout]:
-        """Return the rollouts of one batch."""
+        """Return the rollouts of one batch. `about`: what it is."""
         assert record.global_step is not None, "the trained model itself never runs ahead"
         with local_call(record, batch, name=NAME):
-            answers = self._decode(prompts, batch.seeds, decoding, mode, with_logprobs)
+            answers = self._decode(prompts, batch.seeds, decoding, mode, with_logprobs, about)
         return [
             Rollout(
                 sample=sample,
@@ -310,6 +354,7 @@ class HfBackend(RolloutBackend):
         decoding: DecodingConfig,
         mode: str,
         with_logprobs: bool,
+        about: str,
     ) -> list[tuple[tuple[int, ...], int | None, tuple[float, ...] | None]]:
         """Return responses, stop tokens and log-probabilities of one batch. Raises RolloutError if memory is too
         small."""
@@ -331,17 +376,28 @@ class HfBackend(RolloutBackend):
                 pad_token_id=pad_token_id,
             )
             processors = logits_processors(decoding, mode=mode, attention_mask=inputs["attention_mask"], seeds=seeds)
+            count = None if mode == "beam" else decoding.stop_repetitions
+            stops = Repetitions(count, inputs["input_ids"].shape[1]) if count is not None else None
+            said = f"{about}, token {{}} of at most {decoding.max_new_tokens}"
+            pulse = Pulse(self.tell, inputs["input_ids"].shape[1], said)
             chosen = ChosenLogprobs() if with_logprobs else None
             if chosen is not None:
                 processors = chosen.around(processors)
             with torch.autocast(policy.device.type, torch.bfloat16, enabled=policy.bf16):
-                output = policy.model.generate(**inputs, generation_config=settings, logits_processor=processors)
+                output = policy.model.generate(
+                    **inputs,
+                    generation_config=settings,
+                    logits_processor=processors,
+                    stopping_criteria=StoppingCriteriaList([*([] if stops is None else [stops]), pulse]),
+                )
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             raise self._out_of_memory(len(prompts), error) from error
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         answers = [read_answer(token_ids, self._stop_ids) for token_ids in new]
+        if stops is not None:  # what follows such an answer looks like a stop token
+            answers = [(ids, None if repeats(ids, stops.count) else stop) for ids, stop in answers]
         lengths = [len(response) + (stop is not None) for response, stop in answers]
         logprobs = chosen.of(lengths) if chosen is not None else [None] * len(answers)
         return [(*answer, own) for answer, own in zip(answers, logprobs, strict=True)]

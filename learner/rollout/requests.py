@@ -90,6 +90,7 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
             max_tokens=decoding.max_new_tokens,
             temperature=0.0,
             repetition_penalty=decoding.repetition_penalty,
+            stop_repetitions=decoding.stop_repetitions,
             logprobs=logprobs,
         )
     return RequestConfig(
@@ -98,6 +99,7 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
         top_p=decoding.top_p,
         top_k=decoding.top_k,
         repetition_penalty=decoding.repetition_penalty,
+        stop_repetitions=decoding.stop_repetitions,
         logprobs=logprobs,
     )
 

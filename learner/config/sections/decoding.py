@@ -29,6 +29,14 @@ class DecodingConfig(Section):
     )
     max_new_tokens: int = key("longest answer", 512, unit="tokens", req="D7", ge=1)
     repetition_penalty: float = key("above 1: tokens that already occurred become less likely", 1.0, req="D7", gt=0.0)
+    stop_repetitions: int | None = key(
+        "end an answer that has written the same 8 to 128 tokens so often in a row, and count it as cut off; null: it "
+        "goes on to `max_new_tokens`. Not with `decode_mode: beam`",
+        None,
+        unit="times",
+        ge=2,
+        le=64,
+    )
     decode_mode: Literal["greedy", "sample", "beam"] | None = key(
         "null: `greedy` at temperature 0, `sample` above; `beam` needs `rollout_backend: hf`", None, req="D7"
     )
@@ -58,6 +66,9 @@ def decode_mode_fits(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(
             path=f"{path}.num_beams", found=found, wanted=wanted, remedy="raise it, or set decode_mode: greedy"
         )
+    if mode == "beam" and decoding.stop_repetitions is not None:
+        found, wanted = given(decoding, "stop_repetitions"), "null with decode_mode: beam"
+        yield Mistake(path=f"{path}.stop_repetitions", found=found, wanted=wanted, remedy="remove it")
     if mode != "beam" and decoding.num_beams > 1:
         wanted, remedy = "1 without decode_mode: beam", "set decode_mode: beam, or remove it"
         yield Mistake(path=f"{path}.num_beams", found=str(decoding.num_beams), wanted=wanted, remedy=remedy)

@@ -34,6 +34,11 @@ def test_responses_are_stop_trimmed(token_ids: list[int], finish_reason: str, ke
     assert (read.response_token_ids, read.finish_reason, read.prompt_token_ids) == (kept, finish_reason, [1, 2])
 
 
+def test_an_answer_that_was_ended_for_repeating_itself_is_cut_off() -> None:
+    read = read_generation(output([3, 7, 3, 7], "repetition"), STOPS)
+    assert (read.response_token_ids, read.finish_reason, read.stop_token_id) == ([3, 7, 3, 7], "length", None)
+
+
 def test_log_probabilities_are_those_of_the_kept_tokens() -> None:
     """R39: and the stop token's, which is cut off, by itself."""
     answer = output([3, 4, 7], "stop")

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from learner.config.sections.model import LoraConfig
@@ -20,10 +22,13 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.data.prompt import PromptEncoder
 from learner.policy.load import Policy
 from learner.records import EncodedPrompt, RolloutCallLog, Sample
+from learner.rollout import hf
 from learner.rollout.backend import MicroStep
-from learner.rollout.hf import HfBackend, RepetitionPenalty, SeededChoice, stop_token_ids
+from learner.rollout.hf import HfBackend, RepetitionPenalty, SeededChoice, repeats, stop_token_ids
 from shared.errors import ConfigError, PromptTooLongError, RolloutError
+from shared.generation import sampling_params
 from shared.seeds import request_seed
+from shared.wire import RequestConfig
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, segment
 from tests.unit.learner.policy.rows import sample as sample_of
 from tests.unit.learner.rollout.hf_reference import NUM_NEW, SAMPLE, reference_beam, reference_greedy, reference_sample
@@ -104,6 +109,52 @@ def test_greedy_of_a_text_model(text: Policy) -> None:
     prompts = [sample_of(text="name " * n) for n in (1, 7, 3)]
     found = answers(backend_of(text, repetition_penalty=1.3), prompts)
     assert found == [reference_greedy(text, one, 1.3) for one in prompts]
+
+
+@given(
+    part=st.lists(st.integers(0, 2), min_size=1, max_size=12),
+    times=st.integers(1, 30),
+    end=st.lists(st.integers(0, 2), max_size=6),
+    count=st.integers(2, 4),
+)
+def test_repetitions_are_those_that_vllm_ends(part: list[int], times: int, end: list[int], count: int) -> None:
+    from vllm.sampling_params import RepetitionDetectionParams
+    from vllm.v1.core.sched.utils import check_sequence_repetition
+
+    sampling = sampling_params(RequestConfig(stop_repetitions=count), seed=None)
+    asked = sampling.repetition_detection
+    assert isinstance(asked, RepetitionDetectionParams)
+    answer = [*part * times, *end]
+    assert repeats(answer, count) == check_sequence_repetition(answer, asked)
+    assert sampling_params(RequestConfig(), seed=None).repetition_detection is None
+
+
+def test_an_answer_that_repeats_itself_is_ended_and_counts_as_cut_off(vlm: Policy, samples: list[Sample]) -> None:
+    """The others go on, and a penalty leaves nothing to end."""
+    long = {"max_new_tokens": 120}
+    whole = answers(backend_of(vlm, **long), samples)
+    expected = [next((a[:n] for n in range(len(a)) if repeats(a[:n], 3)), a) for a in whole]
+    assert any(len(cut) < len(a) for cut, a in zip(expected, whole, strict=True)), "nothing repeats: this shows nothing"
+    found = backend_of(vlm, stop_repetitions=3, **long).generate(samples, **PLACE, first_req_idx=0, greedy=True)
+    assert [rollout.response_token_ids for rollout in found] == expected
+    for rollout, cut, one in zip(found, expected, whole, strict=True):
+        if len(cut) < len(one):
+            assert (rollout.finish_reason, rollout.stop_token_id) == ("length", None)
+            assert rollout.logprobs is not None
+            assert len(rollout.logprobs) == len(cut)
+
+
+def test_it_says_how_far_answers_are(vlm: Policy, samples: list[Sample], monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a CPU they take minutes."""
+    monkeypatch.setattr(hf, "TELL_S", 0.0)
+    backend, said = backend_of(vlm, 3), list[str]()
+    backend.tell = said.append
+    answers(backend, samples)
+    assert said[0] == f"answers 1 to 3 of {len(samples)}, token 1 of at most {NUM_NEW}"
+    assert said[-1] == f"answers 4 to {len(samples)} of {len(samples)}, token {NUM_NEW} of at most {NUM_NEW}"
+    monkeypatch.setattr(hf, "TELL_S", 3600.0)
+    answers(backend, samples[:1])
+    assert len(said) <= 2 * NUM_NEW
 
 
 def test_samples_are_drawn_by_the_requests_own_seeds(vlm: Policy, samples: list[Sample]) -> None:
