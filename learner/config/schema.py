@@ -20,6 +20,7 @@ from learner.config.sections import (
     model,
     reward,
     rollout_matching,
+    rollouts,
     servers,
     stage2_ab,
     task,
@@ -35,6 +36,7 @@ from learner.config.sections.loss import LossConfig
 from learner.config.sections.model import ModelConfig
 from learner.config.sections.reward import RewardConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
+from learner.config.sections.rollouts import RolloutsConfig
 from learner.config.sections.stage2_ab import Stage2Config
 from learner.config.sections.task import TaskConfig
 from learner.config.sections.training import TrainingConfig
@@ -53,6 +55,7 @@ class RunConfig(Section):
     training: TrainingConfig = key("training loop")
     logging: LoggingConfig = key("logging", LoggingConfig())
     custom: CustomConfig = key("trainer variant and rollouts", req="R01")
+    rollouts: RolloutsConfig = key("short names of keys of rollouts", RolloutsConfig())
     grpo: GrpoConfig = key("policy gradients; only with `trainer_variant: grpo`", GrpoConfig(), req="R37")
     stage2_ab: Stage2Config | None = key(
         "settings of `stage2_ab_training`, which requires them, and of `grpo`; refused elsewhere", None, req="R26"
@@ -78,6 +81,7 @@ RULES: tuple[Rule, ...] = (
     *servers.RULES,
     *vllm.RULES,
     *rollout_matching.RULES,
+    *rollouts.RULES,
     *grpo.RULES,
     *stage2_ab.RULES,
 )

@@ -356,11 +356,28 @@ def _real_path(loc: tuple[str | int, ...], values: object, *, keep_last: bool) -
     return tuple(path)
 
 
+# Words of YOLO's trainers for keys of ours.
+OTHER_WORDS: Mapping[str, str] = {
+    "epochs": "training.num_train_epochs",
+    "imgsz": "model.max_pixels",
+    "batch": "training.effective_batch_size",
+    "batch_size": "training.effective_batch_size",
+    "lr0": "training.learning_rate",
+    "lr": "training.learning_rate",
+    "weights": "model.path",
+    "project": "training.output_dir",
+    "freeze": "model.freeze",
+    "patience": "training.early_stop_patience",
+    "workers": "data.num_workers",
+}
+
+
 def _unknown(model: type[BaseModel], path: KeyPath) -> tuple[Mistake, list[KeyPath]]:
     section, key = _section_at(model, path[:-1]), str(path[-1])
     known = list(section.model_fields) if section else []
     near = [(*path[:-1], name) for name in difflib.get_close_matches(key, known, n=1)]
-    meant = near or [other for other, _ in walk_keys(model) if other[-1] == key][:3]
+    word = [other for other, _ in walk_keys(model) if dotted(other) == OTHER_WORDS.get(key)]
+    meant = word or near or [other for other, _ in walk_keys(model) if other[-1] == key][:3]
     remedy = (
         f"did you mean {' or '.join(dotted(p) for p in meant)}?" if meant else "remove it (CONFIG.md lists every key)"
     )

@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from learner.config.sections.rollouts import SHORT, RolloutsConfig
 from learner.config.sections.servers import ServerEntry, entry_mistakes
-from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, minimal, mistakes, only_mistake, valid
+from tests.unit.learner.config.examples import REMOVE, ROLLOUT, SERVER, changed, minimal, mistakes, only_mistake, valid
 
 
 def form(**server: Any) -> dict[str, Any]:
@@ -177,3 +178,51 @@ def test_r05_timeout_is_a_positive_number(given: object, wanted: str) -> None:
 @pytest.mark.parametrize("given", [None, 0, -1, 3, 2.5])
 def test_r05_infer_timeout_takes_null_and_any_number(given: float | None) -> None:
     assert valid(minimal(), {f"{SERVER}.infer_timeout_s": given}).rollout_matching.vllm.server.infer_timeout_s == given
+
+
+def test_short_names_of_rollouts_are_the_long_ones() -> None:
+    """Each short name writes its long one, and equal values may stand in both places."""
+    entry = {"base_url": "http://h:8000", "group_port": 9000}
+    values = {
+        "servers": [entry],
+        "mode": "server",
+        "backend": "vllm",
+        "max_new_tokens": 77,
+        "temperature": 0.5,
+        "batch_size": 3,
+    }
+    assert values.keys() == SHORT.keys() == RolloutsConfig.model_fields.keys()
+    short = {key: value for key, value in minimal().items() if key != "custom"}
+    short |= {"custom": {"trainer_variant": "rollout_matching_sft"}, "rollouts": values}
+    long = changed(minimal(), {SHORT[name]: value for name, value in values.items()})
+    assert valid(short) == valid(long) == valid(changed(long, {"rollouts": values}))
+    assert valid(short).rollout_matching.decoding.max_new_tokens == 77
+
+
+def test_a_short_name_that_disagrees_or_is_wrong_is_one_mistake() -> None:
+    mistake = only_mistake(minimal(), {"rollouts.max_new_tokens": 77, SHORT["max_new_tokens"]: 78})
+    assert mistake.path == "rollouts.max_new_tokens"
+    assert "78" in mistake.found
+    assert SHORT["max_new_tokens"] in mistake.found
+    other = [{"base_url": "http://other:8000", "group_port": 9000}]
+    assert only_mistake(minimal(), {"rollouts.servers": other}).path == "rollouts.servers"
+    assert only_mistake(minimal(), {"rollouts.max_new_tokens": "many"}).path == "rollouts.max_new_tokens"
+    assert only_mistake(minimal(), {"rollouts.server": other}).remedy == "did you mean rollouts.servers?"
+
+
+@pytest.mark.parametrize(
+    ("word", "meant"),
+    [
+        ("epochs", "training.num_train_epochs"),
+        ("training.epochs", "training.num_train_epochs"),
+        ("imgsz", "model.max_pixels"),
+        ("model.imgsz", "model.max_pixels"),
+        ("training.batch", "training.effective_batch_size"),
+        ("lr0", "training.learning_rate"),
+        ("training.lr0", "training.learning_rate"),
+        ("val", "data.val"),
+        ("training.patience", "training.early_stop_patience"),
+    ],
+)
+def test_words_of_yolo_are_understood(word: str, meant: str) -> None:
+    assert f"did you mean {meant}" in only_mistake(minimal(), {word: 10}).remedy
