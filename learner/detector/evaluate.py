@@ -12,8 +12,9 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -34,17 +35,22 @@ from learner.detector.evaluation import (
     threshold_of,
     without_border,
 )
+from learner.detector.evaluation_page import class_table, curves, scenes_of
 from learner.detector.inputs import Anything, images_of
 from learner.detector.model import ModelFiles, find_model
-from learner.detector.pictures import TEMPLATES
 from learner.detector.results import REQUEST
 from learner.detector.results_in import ReadAs, box_in_sample, classes_of, read_results
 from learner.journal.retained import OWN
-from learner.records import Sample
+from learner.records import Assignment, ParsedRollout, Sample
+from learner.report.page import TEMPLATES
+from learner.report.results import matrix_of
+from learner.report.scenes import gallery_of
 from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.ap_interval import AP, AP50
 from learner.tasks.detection.audit import require_verdicts
+from learner.tasks.detection.metrics import count_objects, evaluate_counts
 from learner.tasks.detection.ranking import GapJudge, RankedModel, drawn_places, has_gaps, rank
+from learner.tasks.detection.reasons import reason_of
 from shared.errors import ConfigError, OutputError
 from shared.images import ImageRules, Images
 from shared.reading import json_of
@@ -106,20 +112,35 @@ def evaluate(options: EvaluateOptions) -> int:
     # Printed first: the disk may be full, and this took long.
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_table(results))
+    why = {one.name: f"{one.reason.what}; {one.reason.remedy}" for one in found[_MAIN] if one.reason is not None}
+    for name, text in why.items():
+        console.print(f"warning: the score of {name} is near 0: {text}")
     if compared:
         console.print(_gains(compared))
     ranked = _ranked(options, found[_MAIN], samples[_MAIN], thresholds, console)
-    write_atomically(options.out / EVALUATION, json.dumps(_rows(results, compared, ranked), indent=1) + "\n")
+    rows = _rows(results, compared, ranked)
+    for name, text in why.items():
+        rows[name]["reason"] = text
+    write_atomically(options.out / EVALUATION, json.dumps(list(rows.values()), indent=1) + "\n")
+    scenes = {one.name: scenes_of(one, samples[_MAIN], thresholds.get(one.name)) for one in found[_MAIN]}
     page = TEMPLATES.get_template("evaluation.html").render(
         title=Path(options.annotations).name,
         facts=f"{len(samples[_MAIN])} images, {sum(len(s.objects) for s in samples[_MAIN])} objects",
         results=results,
+        notes=[f"The score of {name} is near 0: {text}" for name, text in why.items()],
         compared=compared,
         ranked=ranked,
-        classes=sorted({name for one in results for name in one.classes}),
+        curves=curves(results),
+        classes=class_table(results),
+        matrices=[matrix for name, own in scenes.items() if (matrix := matrix_of(own, name)) is not None],
+        gallery=gallery_of(
+            [(name, {scene.scene_id: scene for scene in own}) for name, own in scenes.items()],
+            [Path()],
+            f"Images with what was found at the threshold. Worst and best are by F1 of {list(scenes)[:2][-1]}.",
+        ),
         chosen=f"on {options.val}" if options.val else "on other images of the same file (five parts)",
     )
-    write_atomically(options.out / PAGE, page)
+    write_atomically(options.out / PAGE, page.encode(errors="replace").decode())
     print(options.out / PAGE)
     return 0
 
@@ -223,19 +244,30 @@ def _by_model(
 ) -> dict[str, Found]:
     """Return what one model, which is started once, finds in each of the annotated sets."""
     with Detector(model, asked=asked) as detector:
-        return {key: Found(name=name, boxes=_boxes(detector, own)) for key, own in samples.items()}
+        return {key: _answered(detector, name, own) for key, own in samples.items()}
 
 
-def _boxes(detector: Detector, samples: Sequence[Sample]) -> dict[str, list[Scored]]:
+def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found:
     images = [(sample, image) for sample in samples for image in images_of(sample)]
     boxes: dict[str, list[Scored]] = {}
+    answers: list[ParsedRollout] = []  # one an image
+    detector.heard = answers.append
     for place, one in detector.predictions({place: image for place, (_, image) in enumerate(images)}):
         if not isinstance(one, Prediction):
             raise one
         sample, image = images[place]
         found = [Scored(box_in_sample(b.box, b.name, sample, image.image), b.score) for b in one.boxes]
         boxes.setdefault(sample.sample_id, []).extend(found)
-    return boxes
+    matched = [
+        Assignment(
+            parsed=replace(answer, rollout=replace(answer.rollout, sample=sample)), pairs=(), missed=(), spurious=()
+        )
+        for (sample, image), answer in zip(images, answers, strict=True)
+        if image.number == 1
+    ]
+    metrics = evaluate_counts(count_objects(matched))
+    reason = reason_of(matched, metrics, detector.answers.encoder.tokenizer.decode)
+    return Found(name=name, boxes=boxes, reason=reason)
 
 
 def _threshold(found: Found, samples: Sequence[Sample]) -> float:
@@ -278,16 +310,16 @@ def _ranked(
 
 def _rows(
     results: Sequence[DetectorResult], compared: Compared, ranked: Sequence[RankedModel]
-) -> list[dict[str, object]]:
-    """Return one row a detector. Those of models have their results on what is retained, as `retained`; `with_gaps` is
-    there where labels have gaps."""
+) -> dict[str, dict[str, Any]]:
+    """Return one row a detector, by name. Those of models have their results on what is retained, as `retained`.
+    `with_gaps` is there where labels have gaps."""
     rows = {one.name: asdict(one) for one in results}
     for model in ranked:
         rows[model.name]["with_gaps"] = asdict(model)
     for data, own in compared[1:]:
         for one in own:
             rows[one.name].setdefault("retained", {})[data] = asdict(one)
-    return list(rows.values())
+    return rows
 
 
 def _table(results: Sequence[DetectorResult]) -> Table:

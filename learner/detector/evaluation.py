@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
 from learner.tasks.detection.agreement import SAME_IOU
-from learner.tasks.detection.ap_interval import AP, AP50, ApDraws
+from learner.tasks.detection.ap_interval import AP, AP50, ApDraws, RankedBoxes, ap_of
 from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.calibrate import Bin, auc, best_threshold, ece, reliability, right_boxes
 from learner.tasks.detection.gaps import at_border
@@ -35,8 +35,10 @@ from learner.tasks.detection.metrics import (
     count_objects,
 )
 from learner.tasks.detection.parse import NO_COORDINATES
+from learner.tasks.detection.reasons import Reason
 
 FOLDS = 5
+GRID = tuple(i / 50 for i in range(51))  # recalls, or scores
 SHOWN_AP = (AP, AP50)
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5")
 
@@ -50,10 +52,21 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The boxes that one detector found, by sample id."""
+    """The boxes that one detector found, by sample id. `reason`: why a model's are near F1 0, if anything is known."""
 
     name: str
     boxes: Mapping[str, Sequence[Scored]]
+    reason: Reason | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Curves:
+    """Values at IoU 0.5 at each of `GRID`: precision by recall, mean over classes and of each; F1 of all boxes with a
+    score of at least so much. Empty without objects."""
+
+    precision: Sequence[float]
+    f1: Sequence[float]
+    precision_by_class: Mapping[str, Sequence[float]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +85,7 @@ class DetectorResult:
     bins: Sequence[Bin]
     classes: Mapping[str, Mapping[str, float]]
     num_boxes: int
+    curves: Curves
 
 
 def kept_boxes(one: Found, samples: Sequence[Sample], threshold: float | None) -> list[list[Scored]]:
@@ -122,6 +136,11 @@ def evaluate_all(
         everything = [assignment_of(boxes, sample) for boxes, sample in zip(line, samples, strict=True)]
         all_scores = [[box.score for box in boxes] for boxes in line]
         precision = ApDraws.of(everything, all_scores)
+        once = np.ones((1, len(samples)))
+        ap_by_class = {
+            one.name: {metric: float(values[0]) for metric, values in ap_of([one], once).items()}
+            for one in precision.classes
+        }
         intervals = {metric: bootstrap_interval(table, metric) for metric in SHOWN}
         pairs = {
             name: {m: bootstrap_difference(before, table, m) for m in SHOWN[:2]}
@@ -139,12 +158,45 @@ def evaluate_all(
                 auc=auc(right, scores),
                 ece=ece(right, scores),
                 bins=reliability(right, scores),
-                classes=by_class(kept, samples),
+                classes={
+                    name: own | ap_by_class.get(name, dict.fromkeys(SHOWN_AP, 0.0))
+                    for name, own in by_class(kept, samples).items()
+                },
                 num_boxes=sum(map(len, line)),
+                curves=curves_of(precision.classes),
             )
         )
         earlier[one.name] = (table, precision)
     return results
+
+
+def curves_of(classes: Sequence[RankedBoxes]) -> Curves:
+    """Return the curves of boxes at IoU 0.5. `precision` is COCO's: the best at this recall or a higher one."""
+    with_truth = [one for one in classes if one.truth.sum()]
+    by_class = {one.name: _precision_by_recall(one) for one in with_truth}
+    mean = np.mean(list(by_class.values()), axis=0).tolist() if by_class else []
+    scores, right, wrong = (
+        (
+            np.concatenate([np.zeros(0), *own])
+            for own in zip(*((one.scores, one.right[0], one.wrong[0]) for one in classes), strict=True)
+        )
+        if classes
+        else (np.zeros(0),) * 3
+    )
+    truth = sum(one.truth.sum() for one in classes)
+    f1 = []
+    for score in GRID:
+        hits, misses = right[scores >= score].sum(), wrong[scores >= score].sum()
+        f1.append(float(2 * hits / max(hits + misses + truth, 1)))
+    return Curves(precision=mean, f1=f1, precision_by_class={name: own.tolist() for name, own in by_class.items()})
+
+
+def _precision_by_recall(one: RankedBoxes) -> NDArray[np.float64]:
+    """[GRID] precision of a class with objects."""
+    right, wrong = one.right[0].cumsum(), one.wrong[0].cumsum()
+    precision = np.append(np.maximum.accumulate((right / np.maximum(right + wrong, 1))[::-1])[::-1], 0.0)
+    found: NDArray[np.float64] = precision[np.searchsorted(right / one.truth.sum(), GRID, side="left")]
+    return found
 
 
 def judged(

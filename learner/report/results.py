@@ -344,7 +344,7 @@ def class_table(runs: Sequence[Progress]) -> Table | None:
     for name, counts in list(last.items())[:MAX_CLASSES]:
         f1 = [by_class[name].f1 if name in by_class else math.nan for _, by_class in columns]
         values = [f"{v:.3f}" if math.isfinite(v) else "–" for v in (counts.precision, counts.recall, *f1)]
-        rows.append([_short(name), str(counts.truth), str(counts.predictions), *values])
+        rows.append([short(name), str(counts.truth), str(counts.predictions), *values])
     if len(last) > MAX_CLASSES:
         rows.append([f"… and {len(last) - MAX_CLASSES} more", *["" for _ in rows[0][1:]]])
     measured = [(name, which) for name in ("Predicted", "Precision", "Recall")]
@@ -368,10 +368,13 @@ class ConfusionMatrix:
 
 
 def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:
-    """The run's last evaluation, most frequent names. Rarer names are one row and one column. None if there are fewer
-    than two names."""
-    point = progress.after or progress.before
-    found = confusion(_scenes(point))
+    """Return that of the run's last evaluation."""
+    return matrix_of(_scenes(progress.after or progress.before), last_evaluation(progress))
+
+
+def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
+    """Return the most frequent names. Rarer names are one row and one column. None if there are fewer than two."""
+    found = confusion(scenes)
     weight: Counter[str] = Counter()
     for pair, count in found.items():
         weight.update({name: count for name in pair if name is not None})
@@ -386,10 +389,10 @@ def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:
     rows = []
     for truth in names:
         cells = [(pooled[truth, said], _kind(truth, said, rare)) for said in names]
-        label = "no object there" if truth is None else _short(truth)
+        label = "no object there" if truth is None else short(truth)
         rows.append((label, sum(count for count, _ in cells), cells))
-    columns = ["missed" if name is None else _short(name) for name in names]
-    return ConfusionMatrix(source=last_evaluation(progress), columns=columns, rows=rows)
+    columns = ["missed" if name is None else short(name) for name in names]
+    return ConfusionMatrix(source=source, columns=columns, rows=rows)
 
 
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
@@ -403,7 +406,7 @@ def _scenes(point: EvalPoint | None) -> Sequence[Scene]:
     return point.scenes if point else ()
 
 
-def _short(name: str) -> str:
+def short(name: str) -> str:
     return name if len(name) <= MAX_NAME else f"{name[: MAX_NAME - 1]}…"
 
 

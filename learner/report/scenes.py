@@ -116,21 +116,26 @@ class Tag:
 
 def gallery(runs: Sequence[Progress]) -> Gallery | None:
     """Return the chosen scenes of the main run before training, and of every run after it."""
-    main = runs[0]
-    before, after = _by_id(main.before), _by_id(main.after)
+    before, after = _by_id(runs[0].before), _by_id(runs[0].after)
+    return gallery_of(_evaluations(runs), image_roots(runs[0].run), _lead(runs, before, after))
+
+
+def gallery_of(
+    evaluations: Sequence[tuple[str, Mapping[str, Scene]]], roots: Sequence[Path], lead: str
+) -> Gallery | None:
+    """Return chosen scenes of evaluations, by name. The first two choose; None if nothing is chosen."""
+    before, after = evaluations[0][1], evaluations[1][1] if len(evaluations) > 1 else {}
     chosen = choose_scenes(before, after or None) if before else {}
     if not chosen:
         return None
     chosen |= choose_by_class(after or before, [key for _, keys in chosen.values() for key in keys])
-    evaluations = _evaluations(runs)
-    roots = image_roots(main.run)
     rows = {
         key: _row(key, evaluations, roots) for key in dict.fromkeys(key for _, keys in chosen.values() for key in keys)
     }
     filters = [Filter(ident=ident, name=name, scene_ids=keys) for ident, (name, keys) in chosen.items()]
     has_regions = any(scene.ignored for scene in before.values())
     legend = {c: LEGEND[c] for c in _OF_SCENES if has_regions or c not in _OF_REGIONS}
-    return Gallery(lead=_lead(runs, before, after), filters=filters, rows=list(rows.values()), legend=legend)
+    return Gallery(lead=lead, filters=filters, rows=list(rows.values()), legend=legend)
 
 
 def newest(run: RunRecord, step: int, scenes: Sequence[Scene]) -> list[SceneRow]:

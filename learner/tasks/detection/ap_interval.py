@@ -28,6 +28,8 @@ _VALUES_AT_ONCE = 4_000_000  # draws times boxes that are in memory together
 class RankedBoxes:
     """All boxes of one class, best first. T are COCO's ten IoU thresholds."""
 
+    name: str
+    scores: NDArray[np.float64]  # [D]
     images: NDArray[np.int64]  # [D] the sample that each is in
     right: NDArray[np.bool_]  # [T, D]
     wrong: NDArray[np.bool_]  # [T, D]; in an ignore region it is neither
@@ -42,12 +44,18 @@ def ranked_boxes(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
     owners, areas = samples_of_images(assignments), len(evaluation.params.areaRng)
     number = len(owners)
     return [
-        _of_class(evaluation.evalImgs[first : first + number], owners)  # the first area is all sizes
-        for first in range(0, len(evaluation.evalImgs), number * areas)
+        _of_class(category["name"], evaluation.evalImgs[first : first + number], owners)  # the first area: all sizes
+        for category, first in zip(
+            evaluation.cocoGt.dataset["categories"],
+            range(0, len(evaluation.evalImgs), number * areas),
+            strict=True,
+        )
     ]
 
 
-def _of_class(found: Sequence[Mapping[str, NDArray[np.float64]] | None], owners: Sequence[int]) -> RankedBoxes:
+def _of_class(
+    name: str, found: Sequence[Mapping[str, NDArray[np.float64]] | None], owners: Sequence[int]
+) -> RankedBoxes:
     truth = np.zeros(owners[-1] + 1)
     scores, images, right, wrong = [np.zeros(0)], [np.zeros(0, np.int64)], [], []
     for i, image in zip(owners, found, strict=True):
@@ -60,10 +68,11 @@ def _of_class(found: Sequence[Mapping[str, NDArray[np.float64]] | None], owners:
         images.append(np.full(len(own), i))
         right.append(hits & ~ignored)
         wrong.append(~hits & ~ignored)
-    order = np.argsort(-np.concatenate(scores), kind="stable")
+    line = np.concatenate(scores)
+    order = np.argsort(-line, kind="stable")
     empty = np.zeros((10, 0), dtype=bool)
     right_all, wrong_all = (np.concatenate([empty, *parts], axis=1)[:, order] for parts in (right, wrong))
-    return RankedBoxes(np.concatenate(images)[order], right_all, wrong_all, truth)
+    return RankedBoxes(name, line[order], np.concatenate(images)[order], right_all, wrong_all, truth)
 
 
 def ap_of(classes: Sequence[RankedBoxes], weights: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
@@ -105,6 +114,7 @@ class ApDraws:
 
     whole: Mapping[str, float]
     drawn: Mapping[str, NDArray[np.float64]]
+    classes: Sequence[RankedBoxes] = ()
 
     @classmethod
     def of(
@@ -114,7 +124,7 @@ class ApDraws:
         classes = ranked_boxes(assignments, scores)
         whole = ap_of(classes, np.ones((1, len(assignments))))
         weights = np.concatenate(list(draws(len(assignments), n, seed))).astype(np.float64)
-        return cls({name: float(values[0]) for name, values in whole.items()}, ap_of(classes, weights))
+        return cls({name: float(values[0]) for name, values in whole.items()}, ap_of(classes, weights), classes)
 
     def interval(self, name: str) -> Interval:
         return interval_of(self.whole[name], self.drawn[name], _CONFIDENCE)

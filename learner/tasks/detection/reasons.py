@@ -49,8 +49,8 @@ def _cut_off(answers: Sequence[Assignment], decode: Callable[[Sequence[int]], st
     end = _shown(decode(cut[0].response_token_ids)[-_SHOWN:])
     return Reason(
         f"{len(cut)} of {len(answers)} answers were cut off at max_new_tokens ({longest}), one at: {end}",
-        "raise custom.extra.rollout_matching.decoding.max_new_tokens, or train with trainer_variant: sft first if "
-        "answers repeat themselves",
+        "raise custom.extra.rollout_matching.decoding.max_new_tokens (--max-new-tokens of commands), or train with "
+        "trainer_variant: sft first if answers repeat themselves",
     )
 
 

@@ -351,6 +351,16 @@ def test_what_models_gain_and_forget_stands_side_by_side(
     assert f"{lost:+.3f}" in (tmp_path / "out" / "index.html").read_text()
 
 
+def test_a_score_near_0_says_why(data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main_file, out = str(data / "test.coco.json"), tmp_path / "out"
+    cut = ["--backend", "hf", "--max-new-tokens", "3"]
+    assert main(["evaluate", main_file, "--out", str(out), "--model", f"ours={CHECKPOINT}", *cut]) == 0
+    (row,) = json.loads((out / "evaluation.json").read_text())
+    assert "cut off at max_new_tokens (3)" in row["reason"]
+    assert f"the score of ours is near 0: {row['reason']}" in capsys.readouterr().err
+    assert "cut off at max_new_tokens (3)" in (out / "index.html").read_text()
+
+
 def _f1(result: dict[str, Any]) -> float:
     return float(result["intervals"]["f1@0.5"]["estimate"])
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,9 @@ def test_detectors_are_compared_with_the_first(truth: Path) -> None:
     assert other["differences"]["coco/ap"]["high"] < 0
     assert other["intervals"]["precision@0.5"]["estimate"] == 1.0, "the threshold leaves out what scores low"
     assert other["differences"]["f1@0.5"]["high"] < 0
-    assert best["classes"]["red"] == {"f1@0.5": 1.0, "precision@0.5": 1.0, "recall@0.5": 1.0, "objects": 10.0}
+    perfect = dict.fromkeys(("f1@0.5", "precision@0.5", "recall@0.5", "coco/ap", "coco/ap50"), 1.0)
+    assert best["classes"]["red"] == {**perfect, "objects": 10.0}
+    assert other["classes"]["white"]["coco/ap"] == 0.0
     assert other["classes"]["white"]["f1@0.5"] == 0.0
 
 
@@ -77,6 +80,38 @@ def test_what_touches_the_border_can_be_left_out(truth: Path) -> None:
     shown = {name: after["intervals"][name]["estimate"] for name in ("precision@0.5", "recall@0.5")}
     assert shown == {"precision@0.5": 1.0, "recall@0.5": 1.0}
     assert sum(one["objects"] for one in after["classes"].values()) == 14.0
+
+
+def test_the_page_shows_the_worst_images_confused_names_and_curves(truth: Path) -> None:
+    """Red cells of half of the images are called white, with a lower score. AP of a class is the mean of its curve."""
+    rows, file = results_of(truth), truth.parent / "found.json"
+    for row in rows[:10:2]:
+        row.update(category_id=3, score=0.4)
+    file.write_text(json.dumps(rows))
+    (found,) = evaluated(
+        truth, "--predictions", f"mine={file}", "--val", str(truth), "--val-predictions", f"mine={file}"
+    )
+    assert found["classes"]["red"]["coco/ap50"] == pytest.approx(51 / 101), "half of the recalls have a precision of 1"
+    curves = found["curves"]
+    assert curves["precision_by_class"]["red"] == [1.0] * 26 + [0.0] * 25
+    assert curves["precision_by_class"]["white"] == [1.0] * 51, "the wrong ones come last"
+    assert curves["precision"][50] == 0.5
+    assert curves["f1"][0] == pytest.approx(2 * 15 / (20 + 20))
+    assert curves["f1"][-1] == 0.0, "no score is 1"
+    page = (truth.parent / "out" / "index.html").read_text()
+    tree = ElementTree.fromstring(page[page.index("<body>") : page.index("</body>") + len("</body>")])
+    matrix = next(one for one in tree.iter("div") if "matrix" in one.get("class", ""))
+    cells = {line[0].text: [cell.text for cell in line[1:]] for line in matrix.iter("tr") if line[0].tag == "td"}
+    # The threshold that is best on these images leaves the wrong ones out.
+    assert {name: [text for text in line if text] for name, line in cells.items() if name != "no object there"} == {
+        "red": ["5", "5"],
+        "white": ["10"],
+    }
+    assert "Precision by recall" in page
+    assert "F1 by score" in page
+    worst = next(one for one in tree.iter("div") if "in-worst" in one.get("class", ""))
+    assert "1 of 2 found" in "".join(worst.itertext())
+    assert next(worst.iter("image")).get("href", "").startswith("data:image/")
 
 
 def test_every_two_detectors_are_compared(truth: Path) -> None:

@@ -1,0 +1,87 @@
+"""What the page of `evaluate` draws: curves, a table of classes, and scenes for the matrices and the gallery of the
+run's report.
+
+In: results of `evaluation.py`, and the boxes that reach a detector's threshold. Out: records of `learner.report`. Pure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from learner.detector.evaluation import GRID, DetectorResult, Found, kept_boxes
+from learner.records import Sample
+from learner.report.charts import Chart, Series, Table, line_chart
+from learner.report.records import Scene
+from learner.report.results import MAX_CLASSES, short
+from learner.report.sheet import Sheet
+from learner.tasks.detection.ap_interval import AP, AP50
+
+_COLORS = ("after", "other", "data", "target", "sync", "pack")
+_MOST_LINES = len(_COLORS)
+
+
+def scenes_of(found: Found, samples: Sequence[Sample], threshold: float | None) -> list[Scene]:
+    """Return each sample with the boxes that reach the threshold."""
+    scenes = []
+    for sample, kept in zip(samples, kept_boxes(found, samples, threshold), strict=True):
+        sheet = Sheet.of(sample.sizes) if len(sample.images) > 1 else None
+        width, height = sheet.size if sheet else (sample.width, sample.height)
+        scenes.append(
+            Scene(
+                scene_id=sample.sample_id,
+                images=sample.images,
+                width=width,
+                height=height,
+                truth=sample.objects,
+                ignored=sample.ignored,
+                predictions=tuple(box.object for box in kept),
+                num_dropped=0,
+                truncated=False,
+                sheet=sheet,
+            )
+        )
+    return scenes
+
+
+def curves(results: Sequence[DetectorResult]) -> list[Chart]:
+    """Return precision by recall and F1 by score; of one detector precision by recall of its classes too."""
+    shown = results[:_MOST_LINES]
+    mean = [(one.name, one.curves.precision) for one in shown]
+    charts = [
+        _curve("Precision by recall", mean, "recall", "At IoU 0.5, mean over classes: the area is AP50."),
+        _curve(
+            "F1 by score", [(one.name, one.curves.f1) for one in shown], "score", "Of boxes with this score or more."
+        ),
+    ]
+    if len(results) == 1 and len(results[0].classes) > 1:
+        frequent = sorted(results[0].classes, key=lambda name: -results[0].classes[name]["objects"])[:_MOST_LINES]
+        own = [(short(name), results[0].curves.precision_by_class.get(name, [])) for name in frequent]
+        charts.insert(
+            1, _curve("Precision by recall, classes", own, "recall", "Classes with most objects, at IoU 0.5.")
+        )
+    return [chart for chart in charts if chart is not None]
+
+
+def _curve(title: str, lines: Sequence[tuple[str, Sequence[float]]], x_label: str, note: str) -> Chart | None:
+    series = [
+        Series(name, list(zip(GRID, values, strict=False)), color)
+        for (name, values), color in zip(lines, _COLORS, strict=False)
+    ]
+    chart = line_chart(title, series, x_label=x_label, y_max=1.0, note=note)
+    if chart is None or chart.plane is None:
+        return None
+    return replace(chart, value="", plane=replace(chart.plane, counted=False))
+
+
+def class_table(results: Sequence[DetectorResult]) -> Table:
+    """Return a row a class, those with most objects first: AP, AP50 and F1 of each detector."""
+    objects = {name: own["objects"] for one in results for name, own in one.classes.items()}
+    rows = [
+        [short(name), f"{objects[name]:.0f}"]
+        + [f"{one.classes[name][metric]:.3f}" for one in results for metric in (AP, AP50, "f1@0.5")]
+        for name in sorted(objects, key=lambda name: (-objects[name], name))
+    ]
+    shown = [*rows[:MAX_CLASSES], *([[f"… and {len(rows) - MAX_CLASSES} more"]] if len(rows) > MAX_CLASSES else [])]
+    columns = [(metric, one.name) for one in results for metric in ("AP", "AP50", "F1@0.5")]
+    return Table(["Class", "Objects", *columns], shown)
