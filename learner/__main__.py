@@ -131,6 +131,9 @@ def init(
     folder: Annotated[Path, typer.Argument(help="Photographs and annotations: YOLO, COCO, VOC, JSONL or Roboflow's.")],
     out: Annotated[Path, typer.Option(help="The folder for run.yaml and server.yaml.")] = Path(),
     image_root: Annotated[Path | None, typer.Option(help="Where the images are, if not near the annotations.")] = None,
+    model: Annotated[
+        str | None, typer.Option(metavar="DIR", help="The model to train, a folder or a name on the hub.")
+    ] = None,
     label_with: Annotated[
         Path | None, typer.Option(metavar="MODEL", help="Photographs have no labels: suggest some by this model.")
     ] = None,
@@ -150,7 +153,7 @@ def init(
         from learner.doctor.init import init
 
         _tell_progress()
-        return init(folder, out, image_root=image_root)
+        return init(folder, out, image_root=image_root, model=model)
 
     _end(work)
 
@@ -405,6 +408,7 @@ def evaluate(
         list[str] | None, typer.Option(metavar="NAME=FILE", help="Results on --val, by the same names.")
     ] = None,
     samples: Annotated[int, typer.Option(min=0, max=64, help="Drawn answers of each image, of models.")] = 0,
+    max_new_tokens: Annotated[int | None, typer.Option(min=1, help="Most tokens of an answer, of models.")] = None,
     backend: BackendOption = AnswersBy.vllm,
     server: ServerOption = None,
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
@@ -436,7 +440,7 @@ def evaluate(
         from learner.detector.evaluate import EvaluateOptions, evaluate
         from learner.detector.results_in import ReadAs
 
-        asked = _answers(backend, server, samples=samples)
+        asked = _answers(backend, server, samples=samples, max_new_tokens=max_new_tokens)
         options = EvaluateOptions(
             annotations=annotations,
             predictions=given,

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from learner.config.inference import InferenceSettings, prompt_messages, read_settings
 from learner.config.sections.data import DataConfig
 from learner.data.check import WithoutTokenizer
 from learner.data.formats.detect import is_saved, locate
@@ -40,7 +41,8 @@ from learner.data.units import PixelLimits
 from learner.records import Sample
 from learner.run.files import write_atomically
 from learner.tasks.detection.write import validate_sample
-from shared.errors import DataError, OutputError
+from shared.errors import ConfigError, DataError, OutputError
+from shared.families import check_folder, text_only
 from shared.reading import is_file
 
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
@@ -59,13 +61,16 @@ _LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Machine:
-    """The GPUs of this machine."""
+    """The GPUs of this machine. `named`: the model that the user wants; None: one that fits."""
 
     num_gpus: int
     memory_gib: float  # each GPU's memory
+    named: str | None = None
 
     @property
     def model(self) -> str:
+        if self.named is not None:
+            return self.named
         large = self.num_gpus and self.memory_gib >= _LARGE_GIB
         return "Qwen/Qwen3-VL-4B-Instruct" if large else "Qwen/Qwen3-VL-2B-Instruct"
 
@@ -73,14 +78,16 @@ class Machine:
         return f"{self.num_gpus} GPU(s) of {self.memory_gib:.0f} GiB" if self.num_gpus else "no GPU"
 
 
-def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
-    """Returns the exit code: 2 if records cannot be used. Raises DataError if the folder has no annotations that are
-    known, OutputError if one of the files exists."""
+def init(folder: Path, out: Path, *, image_root: Path | None = None, model: str | None = None) -> int:
+    """`model`: a folder or a name on the hub; None: one that fits the machine. Returns the exit code: 2 if records
+    cannot be used. Raises DataError if the folder has no annotations that are known, ConfigError if the model cannot
+    be trained on photographs, OutputError if one of the files exists."""
     run_file, server_file = out / "run.yaml", out / "server.yaml"
     for file in (run_file, server_file):
         if file.exists():
             remedy = "give another folder with --out, or move the file away"
             raise OutputError("a file would be replaced", found=str(file), wanted="no such file", remedy=remedy)
+    trained = _trained(model) if model is not None else None
     data = _data_in(folder, image_root)
     found = _read_all(data)
     divided = data.val is None and not found["train"].bad.num_errors
@@ -91,14 +98,28 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None) -> int:
     if any(split.bad.num_errors for split in found.values()):
         _print_errors(found)
         return 2
-    machine = machine_at_hand()
+    machine = replace(machine_at_hand(), named=model)
     about = _survey_of_all(found)
-    write_atomically(run_file, run_yaml(data, about, machine, num_val=len(found["val"].samples)))
-    write_atomically(server_file, server_yaml(_images_folder(found), about, machine))
+    write_atomically(run_file, run_yaml(data, about, machine, num_val=len(found["val"].samples), trained=trained))
+    write_atomically(server_file, server_yaml(_images_folder(found), about, machine, trained))
     print(f"\nWrote {run_file} and {server_file} for this machine ({machine}). Next:")
     named = shlex.quote(str(run_file))
     print(f"  rollout-learner check --config {named}\n  rollout-learner train --config {named}")
     return 0
+
+
+def _trained(model: str) -> InferenceSettings | None:
+    """Return how a model that was trained here is asked; None for others. Raises ConfigError for one that no run could
+    train on photographs, as `check` does."""
+    check_folder(model, key="--model", allow_untested=False)
+    if kind := text_only(model):
+        raise ConfigError(
+            "--model: this model takes no images",
+            found=f"a model of text ({kind})",
+            wanted="a vision-language model",
+            remedy="name another one (docs/models.md)",
+        )
+    return read_settings(Path(model))
 
 
 def _data_in(folder: Path, image_root: Path | None) -> DataConfig:
@@ -257,10 +278,21 @@ def _quoted(text: str | None) -> str:
     return json.dumps(text, ensure_ascii=False).replace("${", "$${")
 
 
-def run_yaml(data: DataConfig, found: Survey, machine: Machine, *, num_val: int) -> str:
+def run_yaml(
+    data: DataConfig, found: Survey, machine: Machine, *, num_val: int, trained: InferenceSettings | None = None
+) -> str:
     """Return a configuration: teacher forcing on the labels, evaluated by rollouts: where most runs start. If there are
-    enough photographs to validate by, `num_val`, they choose the checkpoint."""
-    pixels, new_tokens = pixels_for(found), new_tokens_for(found)
+    enough photographs to validate by, `num_val`, they choose the checkpoint. `trained`: how it is asked."""
+    pixels, new_tokens = (trained and trained.max_pixels) or pixels_for(found), new_tokens_for(found)
+    prompt, form = f'"{PROMPT}"', "{container: array, coordinates: digits}     # how Qwen-VL models answer"
+    if trained is not None:
+        form = (
+            f"{{container: {trained.task.container}, coordinates: {trained.task.coordinates}}}     # as it was trained"
+        )
+        asked = str(trained.messages[-1].get("content", "")) if trained.messages else ""
+        if [dict(turn) for turn in prompt_messages(asked)] == trained.messages:
+            prompt = _quoted(asked)
+    least = f"  min_pixels: {trained.min_pixels}\n" if trained is not None and trained.min_pixels is not None else ""
     prompt_tokens = pixels // 1024 + 256
     row = max(4096, -(-2 * (prompt_tokens + new_tokens) // 1024) * 1024)
     epochs = 10 if found.num_samples < 500 else 3 if found.num_samples < 5000 else 1
@@ -274,7 +306,7 @@ def run_yaml(data: DataConfig, found: Survey, machine: Machine, *, num_val: int)
     root = f"  image_root: {_quoted(data.image_root)}\n" if data.image_root else ""
     paths = [path for path in (data.train, data.val, data.test) if isinstance(path, str)]
     own = any(annotations_of(data, path).format == "jsonl" for path in paths)  # with another prompt they are refused
-    rest = others + root + ("" if own else f'  prompt: "{PROMPT}"\n')
+    rest = others + root + ("" if own else f"  prompt: {prompt}\n")
     dtype, amp = ("bfloat16", "true") if machine.num_gpus else ("float32", "false")
     backend = (
         "      vllm: {mode: colocate, tensor_parallel_size: 1, gpu_memory_utilization: 0.4, "
@@ -286,17 +318,17 @@ def run_yaml(data: DataConfig, found: Survey, machine: Machine, *, num_val: int)
 # Written by `rollout-learner init` for {found.num_samples} photographs and {machine}. Every key is explained in the
 # reference of the configuration; `rollout-learner check --config run.yaml` says what this file does.
 model:
-  path: {machine.model}     # a folder, or a name on the Hugging Face hub
+  path: {_quoted(machine.model)}     # a folder, or a name on the Hugging Face hub
   dtype: {dtype}
   gradient_checkpointing: true
   lora: {{r: 64, alpha: 128}}
-  max_pixels: {pixels}        # a larger photograph is shrunk to it; a visual token is 32 x 32 pixels
+{least}  max_pixels: {pixels}        # a larger photograph is shrunk to it; a visual token is 32 x 32 pixels
 
 data:
   train: {_quoted(data.train)}
 {rest}  on_bad_record: clip        # cut or left out, counted and logged; `error` lists all of them instead
 
-task: {{container: array, coordinates: digits}}     # how Qwen-VL models answer
+task: {form}
 
 training:
   output_dir: runs/mine
@@ -318,17 +350,19 @@ global_max_length: {row}     # tokens of a packed row: two photographs with thei
 """
 
 
-def server_yaml(images: str, found: Survey, machine: Machine) -> str:
+def server_yaml(images: str, found: Survey, machine: Machine, trained: InferenceSettings | None = None) -> str:
     """Return a server's configuration, for a second GPU once rollouts are learned."""
-    length = pixels_for(found) // 1024 + 256 + new_tokens_for(found)
+    pixels = (trained and trained.max_pixels) or pixels_for(found)
+    least = f"min_pixels: {trained.min_pixels}\n" if trained is not None and trained.min_pixels is not None else ""
+    length = pixels // 1024 + 256 + new_tokens_for(found)
     dtype = "bfloat16" if machine.num_gpus else "float32"
     return f"""\
 # The rollout server, for `trainer_variant: rollout_matching_sft` or `grpo` with vllm.mode: server.
 # rollout-server --config server.yaml
-model: {machine.model}     # as model.path of run.yaml
+model: {_quoted(machine.model)}     # as model.path of run.yaml
 dtype: {dtype}
 max_model_len: {length}
-max_pixels: {pixels_for(found)}        # as in run.yaml: both must see the same pixels
+{least}max_pixels: {pixels}        # as in run.yaml: both must see the same pixels
 enable_lora: true
 max_lora_rank: 64
 allowed_image_roots: [{_quoted(images)}]

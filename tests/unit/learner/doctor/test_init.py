@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from pathlib import Path
@@ -16,6 +17,7 @@ from learner.data.check import check_split, splits
 from learner.data.survey import seen_by_model
 from learner.data.units import PixelLimits
 from learner.doctor.length import length_report
+from learner.doctor.model_folder import other_than_trained
 from rollout_server.config import load_server_config
 from tests.unit.learner.data.annotations import jsonl, voc, voc_object
 from tests.unit.learner.data.fakes import draw
@@ -375,3 +377,32 @@ def test_what_the_model_sees_of_a_large_photograph() -> None:
     assert seen.num_tokens <= 2048
     assert 0.1 < seen.share < 0.18
     assert seen_by_model((640, 480), PixelLimits(most=2 << 20)).share == 1.0
+
+
+def test_a_model_that_was_trained_here_is_asked_as_it_was_trained(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`check` has nothing to say about a run that goes on with it."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text('{"model_type": "qwen3_vl"}')
+    settings = {
+        "task": {"container": "index_map", "coordinates": "tokens"},
+        "messages": [{"role": "user", "content": "<image>Find ${all} cells."}],
+        "min_pixels": 4096,
+        "max_pixels": 65536,
+    }
+    (model / "inference.json").write_text(json.dumps(settings))
+    assert main(["init", str(folder), "--out", str(tmp_path / "out"), "--model", str(model)]) == 0
+    config = load_config(str(tmp_path / "out/run.yaml"), world_size=1, env={})
+    assert config.model.path == str(model)
+    assert config.data.prompt == "<image>Find ${all} cells."
+    assert other_than_trained(config) is None
+    server = load_server_config(tmp_path / "out/server.yaml", has_token=False)
+    assert (server.min_pixels, server.max_pixels) == (4096, 65536)
+    for family, word in (("llama", "images"), ("paligemma", "model_type")):
+        (model / "config.json").write_text(json.dumps({"model_type": family}))
+        assert main(["init", str(folder), "--out", str(tmp_path / family), "--model", str(model)]) == 2
+        assert word in capsys.readouterr().err
+    assert main(["init", str(folder), "--out", str(tmp_path / "no"), "--model", str(tmp_path / "no model")]) == 2
+    assert not (tmp_path / "no").exists()
