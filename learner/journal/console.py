@@ -22,7 +22,8 @@ from shared.masking import masked
 
 
 class Console:
-    """Progress and lines of one run. How far it is is said in steps, or in minutes if `max_minutes` will end it."""
+    """Progress and lines of one run. How far it is is said in steps, or in minutes if `max_minutes` will end it.
+    `plain`: the run learns no rollouts."""
 
     def __init__(
         self,
@@ -32,9 +33,10 @@ class Console:
         enabled: bool,
         progress_bar: bool,
         max_minutes: float | None = None,
+        plain: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._enabled = enabled
+        self._enabled, self._plain = enabled, plain
         self._max_minutes, self._clock = max_minutes, clock
         self._begun_step, self._begun_s = 0, clock()
         self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
@@ -66,7 +68,7 @@ class Console:
         if not self._enabled:
             return
         far, done, total = self._far(result.global_step)
-        self._rich.print(step_line(result, sync, far))
+        self._rich.print(step_line(result, sync, far, plain=self._plain))
         if self._progress is not None:
             self._progress.update(self._bar, completed=done, total=total, far=far.strip())
 
@@ -104,12 +106,13 @@ class Console:
             self._progress.stop()
 
 
-def step_line(result: StepResult, sync: SyncReceipt | None, far: str) -> str:
-    """How far the run is, channel, loss, results of the rollouts, seconds by phase, and the sync before the step."""
+def step_line(result: StepResult, sync: SyncReceipt | None, far: str, *, plain: bool = False) -> str:
+    """How far the run is, channel, loss, results of the rollouts, seconds by phase, and the sync before the step.
+    `plain`: without channel and sync, which say nothing where rollouts are not learned."""
     m = result.metrics
     parts = [
         f"step {far}",
-        f"{result.channel} (no packs for B)" if m.get(B_STEP_SKIPPED) else result.channel,
+        *([f"{result.channel} (no packs for B)" if m.get(B_STEP_SKIPPED) else result.channel] if not plain else []),
         f"loss {result.loss:6.4f}",
         f"grad {result.grad_norm:5.2f}",
         f"lr {result.learning_rate:.1e}",
@@ -125,7 +128,7 @@ def step_line(result: StepResult, sync: SyncReceipt | None, far: str) -> str:
     seconds = " ".join(f"{name} {m[key]:.2f}" for name, key in _PHASES if m.get(key, 0.0) >= 0.005)
     parts.append(f"{seconds} s")
     parts.append(f"{m['tokens_per_s']:.0f} tok/s")
-    if sync is not None:
+    if sync is not None and not plain:
         parts.append(f"ver {sync.ver} gap {sync.canary_gap:.4f}")
     return "  ".join(parts)
 

@@ -254,7 +254,8 @@ def cards(run: RunRecord) -> list[Card]:
     if run.steps:
         last = run.steps[-1]
         m = last.metrics
-        found.append(Card(name="Loss", big=number(last.loss), sub=f"channel {last.channel}, step {last.global_step}"))
+        channel = "" if run.setting("custom", "trainer_variant") == "sft" else f"channel {last.channel}, "
+        found.append(Card(name="Loss", big=number(last.loss), sub=f"{channel}step {last.global_step}"))
         rated = next((s for s in reversed(run.steps) if "match_rate" in s.metrics), None)
         if rated is not None:
             missed = f"{number(rated.metrics.get('missed', 0.0))} objects missed"

@@ -22,7 +22,7 @@ from safetensors import SafetensorError
 
 from learner.config.inference import INFERENCE_NAME, settings_of
 from learner.config.load import write_resolved
-from learner.config.modes import learns_rollouts, needs_rollouts
+from learner.config.modes import colocates, learns_rollouts, needs_rollouts
 from learner.config.plan import Plan, resolve, shards, steps_per_epoch
 from learner.config.retained import retained_configs
 from learner.config.schema import RunConfig
@@ -140,6 +140,8 @@ def train_on(
 def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
     """Make every part of a run, checked against the servers before the first step. Parts to be closed go on `stack`."""
     log = _open_run_dir(config, plan, ranks, stack)
+    if ranks.is_main:  # there is no console before the number of steps is known, and this takes minutes
+        print(f"{Path(config.training.output_dir).name} reading annotations, loading {config.model.path}", flush=True)
     basis = _basis(config, plan, ranks)
     batches, total_steps = _batches(basis, stack)
     check_packing_buffer(basis.data.train, basis.policy.encoder, config, plan, total_steps)
@@ -152,7 +154,11 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     timeline = Timeline(ranks.rank)
     after_backend = stack.enter_context(ExitStack())  # parts that wait for a call until the backend closes it
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
+    if colocates(config):
+        console.note("starting vLLM")
     backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
+    if isinstance(backend, HfBackend):
+        backend.tell = console.note
     clock = PhaseClock(on_phase=timeline.phase)
     journal = Journal(
         ranks=ranks,
@@ -451,6 +457,7 @@ def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack
         enabled=ranks.is_main,
         progress_bar=config.logging.progress_bar,
         max_minutes=config.training.max_minutes,
+        plain=not learns_rollouts(config),
     )
     stack.callback(console.close)
     return console
