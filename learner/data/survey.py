@@ -7,6 +7,7 @@ In: the samples of `read_split`. Out: a `Survey`, and lines of text. Of images t
 from __future__ import annotations
 
 import hashlib
+import os
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -274,8 +275,7 @@ def _called(image: str, sample: Sample) -> str:
 def _fingerprint(image: str) -> str:
     """Identifies a local file by its length and first bytes, everything else by the string."""
     try:
-        path = Path(image)
-        with path.open("rb") as file:
-            return f"{path.stat().st_size} {hashlib.blake2b(file.read(_HEAD_BYTES)).hexdigest()}"
+        with open(image, "rb", buffering=0) as file:  # noqa: PTH123  # a path object for each would cost more
+            return f"{os.fstat(file.fileno()).st_size} {hashlib.blake2b(file.read(_HEAD_BYTES)).hexdigest()}"
     except (OSError, ValueError):
         return image

@@ -23,6 +23,8 @@ _NO = ("0", "0.0", "false", "f", "no", "n", "", "none", "null", "unspecified")
 
 def number(value: object) -> float:
     """Return a finite number, also from a text."""
+    if type(value) in (int, float) and -LARGEST <= value <= LARGEST:  # type: ignore[operator]  # nearly always
+        return float(value)  # type: ignore[arg-type]
     wanted = "a number"
     if isinstance(value, str):
         value = value.strip()
@@ -65,8 +67,8 @@ def whole(value: object) -> int:
 
 def flag(value: object) -> bool:
     """Return yes or no, read in the words of several tools. Nothing, `None` and `Unspecified` are no."""
-    if isinstance(value, bool):
-        return value
+    if value is False or value is True or (type(value) is int and 0 <= value <= 1):
+        return bool(value)
     text = "" if value is None else str(value).strip().lower() if isinstance(value, str | int | float) else "?"
     if text not in _YES + _NO:
         raise ValueError("yes or no, as 1 or 0, true or false")

@@ -5,6 +5,7 @@ Pure, without arrays, and quick to import: `--check` reads annotations with it. 
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Sequence
 
 from learner.records import DetectionObject, GeometryKind
@@ -16,7 +17,9 @@ _LAST_BIN = NUM_BINS - 1
 def to_bins(coords: Iterable[float], width: int, height: int) -> tuple[int, ...]:
     """Return pixel coordinates x, y, x, y, ... as bins: `round(999 * pixel / size)`, clamped to 0..999."""
     sizes = (width, height)
-    scaled = (round(_LAST_BIN * value / sizes[i % 2]) for i, value in enumerate(coords))
+    scaled = [round(_LAST_BIN * value / size) for value, size in zip(coords, itertools.cycle(sizes), strict=False)]
+    if scaled and min(scaled) >= 0 and max(scaled) <= _LAST_BIN:
+        return tuple(scaled)
     return tuple(min(max(bin_, 0), _LAST_BIN) for bin_ in scaled)
 
 
