@@ -18,6 +18,7 @@ from shared.reading import is_file
 _HEAD_BYTES = 1 << 16
 _MOST_FILES = 200  # of a folder that are looked at
 _EXPORT = "export COCO from the tool instead"
+_DATUM = "datum convert -f coco -if"
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar")
 
 
@@ -53,15 +54,21 @@ _MARKS: tuple[tuple[tuple[str, ...], Foreign], ...] = (
         ('"score"', '"image_id"', '"bbox"'),
         Foreign("COCO results of a detector", "name the annotations; results are for evaluate"),
     ),
-    (("<annotations>", "<image "), Foreign("CVAT's own XML", "in CVAT, export COCO 1.0 or PASCAL VOC 1.1")),
+    (
+        ("<annotations>", "<image "),
+        Foreign("CVAT's own XML", "in CVAT, export COCO 1.0, or convert it with globox (docs/howto/own-data.md)"),
+    ),
     (("<dataset>", "<images>", "<box "), Foreign("dlib's XML (imglab)", _EXPORT)),
 )
 _NUMBER = r"-?\d+(?:\.\d+)?"
 # The first line of a text file.
 _LINES: tuple[tuple[str, Foreign], ...] = (
     (rf"(?:{_NUMBER},){{7}}{_NUMBER},?", Foreign("VisDrone's text files", "convert them to YOLO or COCO first")),
-    (rf"\d+,-?\d+(?:,{_NUMBER}){{5,8}}", Foreign("MOT's text files", "convert them to COCO first")),
-    (rf"[A-Za-z]\w*(?: {_NUMBER}){{14,15}}", Foreign("KITTI's text files", "convert them to COCO first")),
+    (rf"\d+,-?\d+(?:,{_NUMBER}){{5,8}}", Foreign("MOT's text files", f"convert them to COCO: {_DATUM} mot_seq")),
+    (
+        rf"[A-Za-z]\w*(?: {_NUMBER}){{14,15}}",
+        Foreign("KITTI's text files", f"convert them to COCO: {_DATUM} kitti_detection"),
+    ),
     (r"imagesource:.*", Foreign("DOTA's text files", "convert them to YOLO or COCO first")),
     (rf"(?:{_NUMBER} ){{8}}\S+ [012]", Foreign("DOTA's text files", "convert them to YOLO or COCO first")),
 )
