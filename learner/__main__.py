@@ -12,6 +12,7 @@
     rollout-learner find-missing suggest|review|audit|write     find objects that nobody labelled, with a person
     rollout-learner report RUN_DIR [--live]                      write a run's report as one HTML page, or follow it
     rollout-learner servers list|add|remove [URL] --run RUN_DIR  which servers a running run has; change that
+    rollout-learner split --config run.yaml --out DIR            write which photographs are learned, as lists of paths
     rollout-learner schema                                       print the JSON Schema of run.yaml, for editors
 
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
@@ -64,7 +65,7 @@ CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
     *("init", "train", "recipe", "check", "export", "predict", "calibrate"),
-    *("evaluate", "find-missing", "report", "servers", "schema"),
+    *("evaluate", "find-missing", "report", "servers", "split", "schema"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
 # "\b": click keeps these lines, and breaks no name at its hyphen.
@@ -683,6 +684,22 @@ def _ask_servers(run: Path, action: Literal["add", "remove"], url: str, group_po
     ask(run, ServerRequest(action=action, base_url=url.rstrip("/"), group_port=group_port or 0))
     print(f"asked: {action} {url}. The run takes it at the end of a step; `servers list` shows the result")
     return 0
+
+
+@app.command(epilog=OTHERS)
+def split(
+    config: ConfigOption,
+    out: Annotated[Path, typer.Option(help="The folder for train.txt, val.txt and test.txt.")],
+    overrides: Overrides = None,
+) -> None:
+    """Write which photographs a run learns, and which it is judged by: lists of paths, also for YOLO trainers."""
+
+    def work() -> int:
+        from learner.doctor.lists import write_lists
+
+        return write_lists(config, out, overrides or ())
+
+    _end(work)
 
 
 @app.command(epilog=OTHERS)

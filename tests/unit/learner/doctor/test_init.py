@@ -14,12 +14,13 @@ from learner.config.load import load_config
 from learner.config.plan import resolve
 from learner.config.sections.training import kept_metric
 from learner.data.check import check_split, splits
+from learner.data.formats.yolo import yolo_file
 from learner.data.survey import seen_by_model
 from learner.data.units import PixelLimits
 from learner.doctor.length import length_report
 from learner.doctor.model_folder import other_than_trained
 from rollout_server.config import load_server_config
-from tests.unit.learner.data.annotations import jsonl, voc, voc_object
+from tests.unit.learner.data.annotations import jsonl, samples_of, voc, voc_object, yolo
 from tests.unit.learner.data.fakes import draw
 
 ROOT = Path(__file__).parents[4]
@@ -406,3 +407,37 @@ def test_a_model_that_was_trained_here_is_asked_as_it_was_trained(
         assert word in capsys.readouterr().err
     assert main(["init", str(folder), "--out", str(tmp_path / "no"), "--model", str(tmp_path / "no model")]) == 2
     assert not (tmp_path / "no").exists()
+
+
+def test_split_writes_the_photographs_of_percents_also_for_yolo(tmp_path: Path) -> None:
+    """A YOLO trainer learns what the run learns: the lists are read again, and share nothing."""
+    names = [f"images/train/p{i}.jpg" for i in range(20)]
+    draw(tmp_path / "data", *names)
+    file = yolo(tmp_path / "data", *["1 0.5 0.5 0.5 0.5"], content="path: .\ntrain: images/train\n")
+    for name in names:
+        label = tmp_path / "data" / name.replace("images", "labels").replace(".jpg", ".txt")
+        label.parent.mkdir(parents=True, exist_ok=True)
+        label.write_text("1 0.5 0.5 0.5 0.5\n")
+    run = tmp_path / "run.yaml"
+    parts = {"train": f"{file}:train[:70%]", "val": f"{file}:train[70%:]"}
+    content = {
+        "model": {"path": "a/b"},
+        "data": parts,
+        "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
+    }
+    run.write_text(json.dumps({**content, "custom": {"trainer_variant": "sft"}}))
+    out = tmp_path / "lists"
+    assert main(["split", "--config", str(run), "--out", str(out)]) == 0
+    lists = {split: set((out / f"{split}.txt").read_text().split()) for split in ("train", "val")}
+    assert lists["train"] | lists["val"] >= {str(tmp_path / "data" / name) for name in names}
+    assert not lists["train"] & lists["val"]
+    assert lists["train"]
+    assert lists["val"]
+    for split, images in lists.items():
+        read = samples_of(f"{out / 'data.yaml'}:{split}")
+        assert {sample.images[0] for sample in read} == images
+        assert {obj.desc for sample in read for obj in sample.objects} == {yolo_file(file).classes[1]}
+    assert main(["split", "--config", str(run), "--out", str(out)]) == 0, "the same again"
+    (out / "val.txt").write_text("mine")
+    assert main(["split", "--config", str(run), "--out", str(out)]) == 2
+    assert (out / "val.txt").read_text() == "mine"
