@@ -152,7 +152,8 @@ def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> R
         config = parse(RunConfig, spelled_out(data), retired=RETIRED, rules=rules)
     except ConfigErrors as errors:
         raise ConfigErrors(errors.what, mistakes=_once(errors.mistakes)) from errors
-    config = config.model_copy(update={"rollouts": RolloutsConfig()})
+    if config.rollouts != RolloutsConfig():
+        config = config.model_copy(update={"rollouts": RolloutsConfig()})
     if uses_servers(config):
         server = config.rollout_matching.vllm.server
         forms = {"servers": paired_servers(server), "base_url": None, "group_port": None}

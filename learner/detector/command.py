@@ -175,7 +175,7 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
     own = {path: split for split in ("test", "val", "train") if (path := run.data.path_of(split)) is not None}
     splits = {own.get(path, "train") for path in paths}
     split = splits.pop() if len(splits) == 1 else "train"
-    return as_read_for(run.data, split), reader_of(run, split)
+    return as_read_for(run.data, split).model_copy(update={"tile": None}), reader_of(run, split)
 
 
 def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, object]:

@@ -100,6 +100,7 @@ def evaluate(options: EvaluateOptions) -> int:
     for name, folder in options.models.items():
         model = find_model(folder)
         tell_warnings(model, console)
+        console.print(f"{name} answers {sum(map(len, samples.values()))} images: loading {model.folder}")
         for key, one in _by_model(model, name, samples, options.asked).items():
             found[key].append(one)
     if options.ignore_border:

@@ -104,6 +104,7 @@ def suggest(
         )
     require_writable(out)
     writable_annotations(data, data.train)
+    tell(f"reading {data.train}")
     answers = Answers(model, asked)
     task = DetectionTask(model.settings.task, answers.encoder.tokenizer)
     samples = load_samples(data, data.train, task, geometry=model.settings.task.geometry)
@@ -111,6 +112,7 @@ def suggest(
     calibration, pieces = read_calibration(model.folder, samples=asked.samples), pieces_of(task.tokenizer)
     agreed, crops, scores = [], [], []
     load, share = Images(data.image_rules).load, share_of(sum(len(sample.objects) for sample in samples))
+    tell(f"loading {model.folder} for {len(samples)} images")
     with answers:
         for sample, rollouts in zip(samples, _answers(answers, asked_as(model, samples), tell), strict=True):
             parsed = [task.parse(rollout) for rollout in rollouts]
