@@ -20,7 +20,7 @@ from learner.config.sections.data import DataConfig, SplitConfig
 from learner.config.sections.labels import LabelsConfig
 from learner.config.sections.loss import LossConfig
 from learner.config.sections.reward import RewardConfig
-from learner.config.sections.rollouts import SHORT, RolloutsConfig, spelled_out
+from learner.config.sections.rollouts import SHORT, spelled_out, without_short_names
 from learner.config.sections.servers import paired_servers
 from shared.config.kinds import for_program
 from shared.config.model import ConfigErrors, Mistake, shown
@@ -152,8 +152,7 @@ def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> R
         config = parse(RunConfig, spelled_out(data), retired=RETIRED, rules=rules)
     except ConfigErrors as errors:
         raise ConfigErrors(errors.what, mistakes=_once(errors.mistakes)) from errors
-    if config.rollouts != RolloutsConfig():
-        config = config.model_copy(update={"rollouts": RolloutsConfig()})
+    config = without_short_names(config)
     if uses_servers(config):
         server = config.rollout_matching.vllm.server
         forms = {"servers": paired_servers(server), "base_url": None, "group_port": None}

@@ -57,6 +57,11 @@ def spelled_out(values: Mapping[str, object]) -> Mapping[str, object]:
     return filled
 
 
+def without_short_names(config: RunConfig) -> RunConfig:
+    """Return a configuration whose long names say everything."""
+    return config.model_copy(update={SECTION: RolloutsConfig()}) if _given(config.rollouts) else config
+
+
 def short_names_agree(config: RunConfig) -> Iterator[Mistake]:
     """A short name of `rollouts` has the value of its long name, where both are set."""
     for name, value in _given(config.rollouts).items():
