@@ -50,6 +50,14 @@ def test_a_step_on_ground_truth_claims_no_matches() -> None:
     assert "ver" not in line
 
 
+def test_a_run_that_learns_no_rollouts_says_nothing_of_them(capsys: pytest.CaptureFixture[str]) -> None:
+    console = Console(total_steps=5, name="run", enabled=True, progress_bar=False, plain=True)
+    console.step(result(channel="A", metrics={"learn_s": 0.1, "tokens_per_s": 5.0}), SYNC)
+    line = capsys.readouterr().out
+    assert "loss" in line
+    assert not {"A", "ver", "gap"} & set(line.split())
+
+
 def test_a_step_ahead_of_which_rollouts_run() -> None:
     """R25, R27: packs waiting, their age, what was dropped; and why Channel-B did not run."""
     queue = {"stage2_ab/async/queue_depth": 3.5, "stage2_ab/async/packs_dropped_oldest": 0.0}
