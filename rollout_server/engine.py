@@ -35,12 +35,12 @@ from shared.engine_images import EngineImages, Look
 from shared.errors import ConfigError, RequestError, ServerError, SyncError
 from shared.families import check_folder
 from shared.generation import (
-    CPU_ENGINE_ARGS,
     TRIES,
     Generation,
     Prompt,
     Scores,
     cached_scoring,
+    engine_args,
     read_cached_score,
     read_generation,
     read_scores,
@@ -487,21 +487,22 @@ def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.platforms import current_platform
 
-    settings: dict[str, object] = {
-        "model": path,
-        "dtype": config.dtype,
-        "seed": 0,  # requests bring their own
-        "trust_remote_code": config.trust_remote_code,
-        "tensor_parallel_size": config.tensor_parallel_size,
-        "data_parallel_size": config.data_parallel_size,
-        "max_num_seqs": config.max_num_seqs,
-        "gpu_memory_utilization": config.gpu_memory_utilization,
-        "enforce_eager": config.enforce_eager,
-        "worker_extension_cls": "rollout_server.worker.SyncWorker",
-        "disable_log_stats": True,
-    }
-    if current_platform.is_cpu():
-        settings |= CPU_ENGINE_ARGS
+    on_cpu = current_platform.is_cpu()
+    settings = engine_args(
+        model=path,
+        dtype=config.dtype,
+        max_model_len=config.max_model_len,
+        max_lora_rank=config.max_lora_rank if config.enable_lora else 0,
+        on_cpu=on_cpu,
+        trust_remote_code=config.trust_remote_code,
+        tensor_parallel_size=config.tensor_parallel_size,
+        data_parallel_size=config.data_parallel_size,
+        max_num_seqs=config.max_num_seqs,
+        gpu_memory_utilization=config.gpu_memory_utilization,
+        enforce_eager=config.enforce_eager,
+        worker_extension_cls="rollout_server.worker.SyncWorker",
+    )
+    if on_cpu:
         if config.tensor_parallel_size == 1:
             # The worker runs inside the engine's process, as on CUDA, which saves a third of the imports and of the
             # memory. The full name is needed: on CPU vLLM turns "uni" into "mp", to choose OpenMP's threads per worker.
@@ -509,10 +510,6 @@ def _engine_args(path: str, config: ServerConfig) -> AsyncEngineArgs:
             settings["distributed_executor_backend"] = "vllm.v1.executor.uniproc_executor.UniProcExecutor"
     else:
         settings |= graph_args(config)
-    if config.enable_lora:
-        settings |= {"enable_lora": True, "max_lora_rank": config.max_lora_rank, "max_loras": 1}
-    if config.max_model_len is not None:
-        settings["max_model_len"] = config.max_model_len
     try:
         return AsyncEngineArgs(**{**settings, **config.engine_args})
     except TypeError as error:

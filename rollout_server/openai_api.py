@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Annotated, Literal, Protocol
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from pydantic import Field, FiniteFloat
 
@@ -165,7 +165,8 @@ class OpenAILayer:
         else:
             answer = await serving.completion.create_completion(_completion_request(call))
         if hasattr(answer, "error"):
-            raise _refused(answer.error)
+            error = answer.error
+            raise RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
         if isinstance(answer, AsyncGenerator):
             return _checked(answer, watch)
         answer.ver = ver  # vLLM's models take fields that they do not have
@@ -260,17 +261,6 @@ def _fields(call: OpenAICall, without: set[str] | None = None) -> dict[str, obje
 
 def _json(answer: BaseModel) -> bytes:
     return answer.model_dump_json().encode()
-
-
-def _refused(error: _Refusal) -> RequestError:
-    return RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
-
-
-class _Refusal(Protocol):
-    """vLLM's error in an answer."""
-
-    message: str
-    code: int | str  # the HTTP status
 
 
 class _GivenBackError(Exception):

@@ -18,7 +18,7 @@ import hashlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import Concatenate, ParamSpec, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Concatenate, ParamSpec, TypeAlias
 
 import torch
 
@@ -34,6 +34,10 @@ from shared.sync.loading import CopyMemory, WeightLoad
 from shared.sync.meeting import num_strangers
 from shared.waits import Deadline
 from shared.wire import BUCKETS, Bucket, ErrorBody, InitCommunicatorCall, UpdateWeightsCall
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 
 P = ParamSpec("P")
 _Memory: TypeAlias = "torch.Tensor | Iterable[_Memory]"
@@ -64,30 +68,12 @@ def _answering(
     return answer
 
 
-class _ModelRunner(Protocol):
-    """vLLM's, with the attributes that all its versions have."""
-
-    model: torch.nn.Module
-    kv_caches: _Memory
-
-
-class _Parallel(Protocol):
-    data_parallel_rank: int
-    world_size: int
-
-
-class _Settings(Protocol):
-    """vLLM's `VllmConfig`."""
-
-    parallel_config: _Parallel
-
-
 class SyncWorker:
     """Mixed into a vLLM worker, whose `device`, `model_runner`, `vllm_config` and `rank` it uses."""
 
     device: torch.device
-    model_runner: _ModelRunner
-    vllm_config: _Settings
+    model_runner: GPUModelRunner
+    vllm_config: VllmConfig
     rank: int
 
     _sync_joining: Operation[Communicator] | None = None
@@ -154,7 +140,7 @@ class SyncWorker:
             raise CommunicatorError("this worker is in no group", wanted="/init_communicator/ before an update")
         return self._sync_joining
 
-    def _load(self, mode: str) -> Load:
+    def _load(self, mode: str) -> AdapterLoad | WeightLoad:
         model, loras = self.model_runner.model, getattr(self.model_runner, "lora_manager", None)
         if mode == "adapter":
             return AdapterLoad(loras)
@@ -194,23 +180,6 @@ def _read(buckets: str) -> list[Bucket]:
     return BUCKETS.validate_json(buckets)
 
 
-class Load(Protocol):
-    """The receiver of the tensors: `open`, `add` per bucket, then `finish`; `close` in every case."""
-
-    @property
-    def runs_meanwhile(self) -> bool:
-        """True if the model can run while it is loaded, though with unknown weights."""
-
-    def open(self) -> None: ...
-
-    def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None: ...
-
-    def finish(self) -> int:
-        """Return the number of tensors that were loaded."""
-
-    def close(self) -> None: ...
-
-
 class Receiving:
     """Begins to receive when it is made. The model is first touched by `advance`, on vLLM's own thread."""
 
@@ -218,7 +187,7 @@ class Receiving:
         self,
         update: UpdateWeightsCall,
         communicator: Communicator,
-        load: Load,
+        load: AdapterLoad | WeightLoad,
     ) -> None:
         self._update = update
         self._communicator = communicator

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from shared.canary import cached_positions
 from shared.errors import ConfigError, NotFiniteError, RequestError
@@ -23,6 +23,7 @@ from shared.wire import Content, ProcessedImages, RequestConfig, Turn
 
 if TYPE_CHECKING:
     from PIL import Image
+    from transformers import PreTrainedTokenizerBase
     from vllm import RequestOutput, SamplingParams
     from vllm.config import ModelConfig
     from vllm.outputs import CompletionOutput
@@ -34,6 +35,18 @@ CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 IMAGE_PLACEHOLDER = "<image>"
 # Tokens of a part that repeats itself: an object has at least so many. Fewer are digits and letters, which may repeat.
 FEWEST_REPEATED, MOST_REPEATED = 8, 128
+
+
+def engine_args(
+    *, model: str, dtype: str, max_model_len: int | None, max_lora_rank: int, on_cpu: bool, **others: object
+) -> dict[str, object]:
+    """Return what every vLLM engine of this project starts with. `max_lora_rank` 0: it takes no adapters."""
+    args = {"model": model, "dtype": dtype, "seed": 0, "disable_log_stats": True, **others}  # requests bring seeds
+    if max_model_len is not None:
+        args["max_model_len"] = max_model_len
+    if max_lora_rank:
+        args |= {"enable_lora": True, "max_lora_rank": max_lora_rank, "max_loras": 1}
+    return args | CPU_ENGINE_ARGS if on_cpu else args
 
 
 def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
@@ -317,14 +330,7 @@ def _check_finite(logprobs: list[float]) -> None:
         )
 
 
-class _EndsAnswers(Protocol):
-    """A tokenizer of transformers."""
-
-    @property
-    def eos_token_id(self) -> int: ...
-
-
-def stop_token_ids(model_config: ModelConfig, tokenizer: _EndsAnswers) -> frozenset[int]:
+def stop_token_ids(model_config: ModelConfig, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
     """Return the tokens that end an answer, from the checkpoint's generation settings and the tokenizer."""
     eos = model_config.try_get_generation_config().get("eos_token_id", [])
     ids = {eos} if isinstance(eos, int) else set(eos)

@@ -15,13 +15,14 @@ import hashlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from shared.errors import ServerMismatchError
 from shared.wire import ProcessedImage, ProcessedImages
 
 if TYPE_CHECKING:
     import torch
+    from transformers.image_processing_utils import BaseImageProcessor
 
 LEVELS = "uint8"  # the type of pixels that are not normalized yet
 NUM_VALUES = 256
@@ -47,16 +48,6 @@ _NORMALIZING = {"do_rescale", "rescale_factor", "do_normalize", "image_mean", "i
 _VERSIONS = {"transformers", "torchvision", "pillow"}  # they may round differently; all else must be equal
 
 
-class ImageProcessor(Protocol):
-    """An image processor of transformers that rescales and normalizes."""
-
-    do_rescale: bool
-    rescale_factor: float
-    do_normalize: bool
-    image_mean: Sequence[float]  # one per channel
-    image_std: Sequence[float]
-
-
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessing:
     """The learner's way from an image to pixel values: level * scale + shift, for each channel."""
@@ -66,7 +57,7 @@ class ImageProcessing:
     shift: tuple[float, ...]
 
     @classmethod
-    def of(cls, image_processor: ImageProcessor) -> ImageProcessing:
+    def of(cls, image_processor: BaseImageProcessor) -> ImageProcessing:
         factor = image_processor.rescale_factor if image_processor.do_rescale else 1.0
         means, stds = image_processor.image_mean, image_processor.image_std
         if not image_processor.do_normalize:
@@ -126,7 +117,7 @@ def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int])
     )
 
 
-def settings_of(image_processor: ImageProcessor, overrides: Mapping[str, object] | None = None) -> dict[str, str]:
+def settings_of(image_processor: BaseImageProcessor, overrides: Mapping[str, object] | None = None) -> dict[str, str]:
     """Return what decides how images are resized and scaled, in words; `overrides` are a call's own."""
     own = {name: getattr(image_processor, name, None) for name in _SETTINGS} | dict(overrides or {})
     found = {name: _in_words(own[name]) for name in _SETTINGS if own[name] is not None}

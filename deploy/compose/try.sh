@@ -3,7 +3,7 @@
 #   deploy/compose/try.sh [--quick] [FOLDER]     default: runs/compose-try
 # It shows that: everything runs as a user without rights on a root that is read-only; a server that is killed comes back
 # with the same shared memory; the run's exit code is the learner's; nothing is left. The long form also builds the images,
-# stops the learner, and resumes the run from its checkpoint. --quick takes a stub in place of both programs (stub.py), in
+# stops the learner, and resumes the run from its checkpoint. --quick takes a stub in place of both programs (tests/unit/deploy/compose_stub.py), in
 # an image of this machine's Python: no network, less than a minute.
 # It uses the engine that answers. If none does, it starts dockerd (as root), in a network of its own, which slirp4netns
 # connects if it is installed. The long form's base is PYTHON_IMAGE; if that cannot be pulled, debootstrap makes one. WHEELS: a
@@ -121,7 +121,7 @@ if [ -n "$quick" ]; then
   # ---- a stub in an image of this machine's Python ----
   rm -rf "$work/image" && mkdir -p "$work/image/app/runs" "$work/image/app/data" "$work/image/app/deploy/demo/checkpoint" "$work"/image/{cache,tmp}
   chmod 1777 "$work"/image/{cache,tmp} # a tmpfs gets the mode of its place in the image when its container is started again
-  "$PYTHON" - "$work/image" "$root/deploy/compose/stub.py" << 'P'
+  "$PYTHON" - "$work/image" "$root/tests/unit/deploy/compose_stub.py" << 'P'
 import pathlib, re, shutil, subprocess, sys, sysconfig
 image, stub = map(pathlib.Path, sys.argv[1:])
 python, library = pathlib.Path(sys.executable).resolve(), pathlib.Path(sysconfig.get_paths()["stdlib"])

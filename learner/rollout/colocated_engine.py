@@ -43,11 +43,11 @@ from shared.checkpoint import model_folder
 from shared.engine_images import EngineImages
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
 from shared.generation import (
-    CPU_ENGINE_ARGS,
     Generation,
     Prompt,
     Scores,
     cached_scoring,
+    engine_args,
     read_cached_score,
     read_generation,
     read_scores,
@@ -290,30 +290,27 @@ class ColocatedEngine:
 
     def _engine_args(self, folder: str) -> dict[str, object]:
         vllm, on_cpu = self._config.vllm, self._ranks.device.type == "cpu"
-        args: dict[str, object] = {
-            "model": folder,
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "seed": 0,  # requests bring their seeds
-            "tensor_parallel_size": self.tensor_parallel_size,
+        args = engine_args(
+            model=folder,
+            dtype=str(self.dtype).removeprefix("torch."),
+            max_model_len=vllm.max_model_len,
+            max_lora_rank=self.max_lora_rank,
+            on_cpu=on_cpu,
+            tensor_parallel_size=self.tensor_parallel_size,
             # torchrun has started the ranks, so vLLM must not start processes of its own.
-            "distributed_executor_backend": "external_launcher" if self._ranks.world_size > 1 else "uni",
-            "max_num_seqs": self._config.decode_batch_size * self.tensor_parallel_size,
-            "gpu_memory_utilization": vllm.gpu_memory_utilization,
-            "enforce_eager": vllm.enforce_eager,
-            "enable_sleep_mode": self._sleeps,
-            "disable_log_stats": True,
-            "use_tqdm_on_load": False,
-        }
+            distributed_executor_backend="external_launcher" if self._ranks.world_size > 1 else "uni",
+            max_num_seqs=self._config.decode_batch_size * self.tensor_parallel_size,
+            gpu_memory_utilization=vllm.gpu_memory_utilization,
+            enforce_eager=vllm.enforce_eager,
+            enable_sleep_mode=self._sleeps,
+            use_tqdm_on_load=False,
+        )
         if not self._reads_weights:
             args["load_format"] = unread_weights()
-        if self.max_lora_rank:
-            args |= {"enable_lora": True, "max_lora_rank": self.max_lora_rank, "max_loras": 1}
         if not (vllm.compile or vllm.enforce_eager):
             args["compilation_config"] = GRAPHS_ALONE
-        if vllm.max_model_len is not None:
-            args["max_model_len"] = vllm.max_model_len
         if on_cpu:
-            args |= CPU_ENGINE_ARGS | {"kv_cache_memory_bytes": vllm.cpu_kv_cache_gib * 2**30}
+            args["kv_cache_memory_bytes"] = vllm.cpu_kv_cache_gib * 2**30
         return args
 
     def _wake_up(self) -> None:
