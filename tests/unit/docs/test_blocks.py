@@ -108,7 +108,10 @@ def write(block: Block, folder: Path) -> None:
     kind, values = kind_of(block.title), load_yaml(str(path))
     if kind == "run" and not {"model", "data", "training", "custom"} <= values.keys():
         uses_stage2 = "stage2_ab" in values or "stage2_ab_training" in block.text
-        write_yaml(folder / "whole.yaml", stage2() if uses_stage2 else minimal())
+        filler = stage2() if uses_stage2 else minimal()
+        if "rollouts" in values:  # short names of what the filler says by long ones
+            del filler["custom"]["extra"]
+        write_yaml(folder / "whole.yaml", filler)
     elif kind == "server" and "model" not in values:
         write_yaml(folder / "whole.yaml", {"model": "some/model"})
     else:
