@@ -43,12 +43,10 @@ ServerEvent = Literal["lost", "joined", "added", "removed", "refused"]
 
 
 class Votes(NamedTuple):
-    """The number of a sample's answers that have an object which nobody labelled. `weight` is its loss weight as a
-    label."""
+    """The number of a sample's answers that have an object which nobody labelled."""
 
     found: int
     answers: int
-    weight: float = 1.0
 
     @property
     def share(self) -> float:

@@ -174,11 +174,9 @@ class LabelCompletion:
             return  # completed labels are new in this run
         added: Mapping[str, Any] = stored["samples"]
         for i, sample in enumerate(self._samples):
-            one = added.get(sample.sample_id, {})
-            extra = {kind: tuple(map(read_label, one.get(kind, ()))) for kind in ("objects", "ignored")}
-            objects = sorted([*sample.objects, *extra["objects"]], key=self._task.canonical_key)
-            ignored = (*sample.ignored, *extra["ignored"])
-            self._samples[i] = replace(sample, objects=tuple(objects), ignored=ignored)
+            extra = map(read_label, added.get(sample.sample_id, {}).get("objects", ()))
+            objects = sorted([*sample.objects, *extra], key=self._task.canonical_key)
+            self._samples[i] = replace(sample, objects=tuple(objects))
         self._done_at = int(stored["global_step"])
         self._ranks.all_succeed(self._write_annotations)
 
@@ -229,14 +227,11 @@ class LabelCompletion:
     ) -> tuple[Sample, int]:
         """Return the sample with its new labels, and the number of those without room: the ones with the fewest
         votes."""
-        settings, left_out = self._settings, 0
-        full = completed(sample, found, min_votes, probable=probable, ignore_below=settings.ignore_below)
+        full, left_out = completed(sample, found, min_votes, probable=probable), 0
         while len(full.objects) > len(sample.objects) and self._too_long(full) is not None:
             fewest = min((obj for obj in full.objects if obj.votes is not None), key=lambda obj: obj.votes)
             full = replace(full, objects=tuple(obj for obj in full.objects if obj is not fewest))
             left_out += 1
-        if settings.weight_by_votes:
-            full = replace(full, objects=tuple(map(_weighted, full.objects)))
         return full, left_out
 
     def _path(self, global_step: int) -> Path:
@@ -306,26 +301,18 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
             yield int(step), path
 
 
-def _weighted(obj: DetectionObject) -> DetectionObject:
-    return obj if obj.votes is None else obj._replace(votes=obj.votes._replace(weight=obj.votes.share))
-
-
 def _added(sample: Sample) -> dict[str, list[list[object]]]:
     """Return what a sample has besides its annotations, as JSON."""
-    parts = {"objects": sample.objects, "ignored": sample.ignored}
-    return {
-        kind: [_entry(obj, obj.votes) for obj in objects if obj.votes is not None]
-        for kind, objects in parts.items()
-        if any(obj.votes is not None for obj in objects)
-    }
-
-
-def _entry(obj: DetectionObject, votes: Votes) -> list[object]:
-    return [obj.desc, obj.kind, list(obj.bins), list(votes), *([] if obj.image is None else [obj.image])]
+    added = [
+        [obj.desc, obj.kind, list(obj.bins), list(obj.votes), *([] if obj.image is None else [obj.image])]
+        for obj in sample.objects
+        if obj.votes is not None
+    ]
+    return {"objects": added} if added else {}
 
 
 def read_label(entry: Sequence[Any]) -> DetectionObject:
     """Return a completed label of a run's file."""
-    desc, kind, bins, (found, answers, weight), *image = entry
-    votes = Votes(int(found), int(answers), float(weight))
+    desc, kind, bins, (found, answers), *image = entry
+    votes = Votes(int(found), int(answers))
     return DetectionObject(str(desc), kind, tuple(map(int, bins)), votes, *map(int, image))

@@ -49,17 +49,8 @@ class CompleteConfig(Section):
         unit="optimizer steps",
         req="R48",
     )
-    weight_by_votes: bool = key(
-        "the loss weight of a completed label is the share of the answers that have it; false: 1. Rewards count "
-        "every label alike",
-        False,
-    )
-    ignore_below: bool = key(
-        "boxes with too few votes become ignore regions: rewards and evaluations count no prediction there as wrong",
-        False,
-    )
     write: str | None = key(
-        "a new file (COCO, JSONL) or folder (Pascal VOC, YOLO, Hugging Face) for the completed annotations of "
+        "a new file (COCO, JSONL) or folder (Pascal VOC, YOLO) for the completed annotations of "
         "`data.train`, in the format that came in. It is written again at each completion. Nothing is overwritten but "
         "what the run wrote; null: none",
         None,

@@ -287,17 +287,15 @@ def completed(
     min_votes: int,
     *,
     probable: float = 0.0,
-    ignore_below: bool = False,
 ) -> Sample:
     """Return the sample with the free candidates as labels that have enough votes, and at least the probability
-    `probable`. `ignore_below`: others become ignore regions, which are neither taught nor counted as wrong."""
-    free = [one for one in found if one.relation == "free"]
-    enough = [one.votes >= min_votes and (one.probability or 0.0) >= probable for one in free]
-    labels = [one.object for one, is_label in zip(free, enough, strict=True) if is_label]
-    ignored = list(sample.ignored)
-    if ignore_below:
-        ignored += [one.object._replace(desc="") for one, is_label in zip(free, enough, strict=True) if not is_label]
-    return replace(sample, objects=canonical_order([*sample.objects, *labels]), ignored=tuple(ignored))
+    `probable`."""
+    labels = [
+        one.object
+        for one in found
+        if one.relation == "free" and one.votes >= min_votes and (one.probability or 0.0) >= probable
+    ]
+    return replace(sample, objects=canonical_order([*sample.objects, *labels]))
 
 
 def _votes_then_place(one: LabelCandidate) -> tuple[int, tuple[int, ...], str]:
@@ -313,9 +311,5 @@ def _apart(objects: Sequence[DetectionObject], overlap: float) -> list[bool]:
 
 
 def without_completed(sample: Sample) -> Sample:
-    """Return the sample with its annotated labels only. Ignore regions of `ignore_below` have votes, too."""
-    return replace(
-        sample,
-        objects=tuple(obj for obj in sample.objects if obj.votes is None),
-        ignored=tuple(obj for obj in sample.ignored if obj.votes is None),
-    )
+    """Return the sample with its annotated labels only."""
+    return replace(sample, objects=tuple(obj for obj in sample.objects if obj.votes is None))

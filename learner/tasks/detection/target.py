@@ -9,8 +9,7 @@ Invariants: the prefix is the rollout's own token ids. Every missed object is in
 holds for the targets of all tasks is in `learner/tasks/supervision.py`. Pure, no torch.
 
 Tail. Weight 1, except for descriptions: `desc_weight` on every token that holds any byte of one, fused tokens included.
-Predictions without a label (`keep_unmatched`) stand among the missed objects in canonical order, with weight 0. A
-completed label (`labels.complete`) has its own weight, on all its tokens.
+Predictions without a label (`keep_unmatched`) stand among the missed objects in canonical order, with weight 0.
 
 Matched predictions. `labels.py` gives the right token for each token of a coordinate and of a description. By default
 (SPEC) coordinates have weight 1 and descriptions none.
@@ -19,7 +18,7 @@ Matched predictions. `labels.py` gives the right token for each token of a coord
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Collection
 from dataclasses import replace
 
 import numpy as np
@@ -53,21 +52,17 @@ def build_target(
         assignment = cut(assignment, task)
     unlabelled = unmatched_behind(whole, assignment, task) if loss.keep_unmatched else []
     parsed = assignment.parsed
-    objects, factors = _appended(_missed(assignment, loss), unlabelled, task)
+    objects, untaught = _appended(_missed(assignment, loss), unlabelled, task)
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
-    target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, factors)
+    target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, untaught)
     read = target.token_ids[: len(prefix) + 1]  # the number at the prefix's end may differ in the next token
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
-    for factor, completed in _matched_by_factor(assignment):
-        positions, _ = coordinate_labels(completed, read, task.coordinate_text, tokenizer)
-        target.loss_weights[positions] = factor
     if loss.matched_desc_weight:
-        for factor, some in (*_matched_by_factor(assignment), (1.0, assignment)):
-            for position, label in description_labels(some, task.desc_text, tokenizer):
-                _teach_besides(target, position, label, factor * loss.matched_desc_weight)
+        for position, label in description_labels(assignment, task.desc_text, tokenizer):
+            _teach_besides(target, position, label, loss.matched_desc_weight)
     overrun = overrun_label(assignment, task, tokenizer) if loss.overrun_close_weight else None
     if overrun is not None:
         _teach_besides(target, *overrun, loss.overrun_close_weight)
@@ -85,30 +80,12 @@ def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
 
 def _appended(
     missed: list[DetectionObject], unlabelled: list[DetectionObject], task: ObjectTask
-) -> tuple[list[DetectionObject], dict[int, float]]:
-    """Return the missed and the unlabelled objects in canonical order, and factors on the loss of some of them: 0 for
-    those without a label."""
-    both = [(obj, _factor(obj)) for obj in missed] + [(obj, 0.0) for obj in unlabelled]
+) -> tuple[list[DetectionObject], list[int]]:
+    """Return the missed and the unlabelled objects in canonical order, and the places of those without a label."""
+    both = [(obj, True) for obj in missed] + [(obj, False) for obj in unlabelled]
     if unlabelled:
         both.sort(key=lambda pair: task.canonical_key(pair[0]))
-    return [obj for obj, _ in both], {place: factor for place, (_, factor) in enumerate(both) if factor != 1.0}
-
-
-def _factor(obj: DetectionObject) -> float:
-    return 1.0 if obj.votes is None else obj.votes.weight
-
-
-def _matched_by_factor(assignment: Assignment) -> list[tuple[float, Assignment]]:
-    """The pairs whose labels were completed with a weight other than 1, by that weight."""
-    truth = assignment.parsed.rollout.sample.objects
-    factors = sorted({_factor(truth[t]) for _, t, _ in assignment.pairs} - {1.0})
-    return [
-        (
-            factor,
-            replace(assignment, pairs=tuple(pair for pair in assignment.pairs if _factor(truth[pair[1]]) == factor)),
-        )
-        for factor in factors
-    ]
+    return [obj for obj, _ in both], [place for place, (_, has_label) in enumerate(both) if not has_label]
 
 
 def _teach_besides(target: Target, position: int, label: int, weight: float) -> None:
@@ -120,9 +97,8 @@ def _teach_besides(target: Target, position: int, label: int, weight: float) -> 
 
 def ground_truth_target(sample: Sample, task: ObjectTask, tokenizer: Tokenizer, desc_weight: float = 1.0) -> Target:
     """Return the whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
-    objects, factors = _appended(list(sample.objects), [], task)
-    tail = task.serialize(objects, after=None)
-    return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), desc_weight, factors)
+    tail = task.serialize(sample.objects, after=None)
+    return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), desc_weight)
 
 
 def _with_tail(
@@ -130,17 +106,15 @@ def _with_tail(
     tail: SerializedTail,
     pieces: TokenPieces,
     desc_weight: float,
-    factors: Mapping[int, float],
+    untaught: Collection[int] = (),
 ) -> Target:
-    """Return prefix, tail and EOS. The prefix is ignored, the rest is supervised. `factors`: what the weights of some
-    of the tail's objects are multiplied by; 0: they are ignored."""
+    """Return prefix, tail and EOS. The prefix is ignored, the rest is supervised but for the tail's objects at the
+    places `untaught`."""
     text = tokens_of(tail.text, pieces)
     target = continued(prefix, text, pieces.tokenizer.eos_token_id)
     token_ids, weights = target.token_ids, target.loss_weights
-    marked = [(tail.object_spans[place], factor) for place, factor in factors.items() if factor]
-    if desc_weight != 1.0:
-        marked += [(span, desc_weight * factors.get(place, 1.0)) for place, span in enumerate(tail.desc_spans)]
-    marked += [(tail.object_spans[place], 0.0) for place, factor in factors.items() if not factor]
+    marked = [(span, desc_weight) for span in tail.desc_spans] if desc_weight != 1.0 else []
+    marked += [(tail.object_spans[place], 0.0) for place in untaught]
     in_bytes = _byte_spans(tail.text, [span for span, _ in marked])
     for (first, last), (_, weight) in zip(in_bytes, marked, strict=True):
         if first < last:

@@ -211,18 +211,6 @@ def test_a_poor_estimate_completes_nothing_and_says_why() -> None:
     assert completion._samples == list(SAMPLES)
 
 
-def test_votes_can_be_weights() -> None:
-    completion = completion_of(
-        [SAMPLES[0]],
-        answers=[[(0, 750, 50, 800), (900, 900, 950, 950)], [(0, 750, 50, 800)]],
-        min_votes=1,
-        weight_by_votes=True,
-    )
-    completion.complete(0, 1)
-    found = {obj.bins: obj.votes.weight for obj in completion._samples[0].objects if obj.votes is not None}
-    assert found == {(0, 750, 50, 800): 1.0, (900, 900, 950, 950): 0.5}
-
-
 def test_a_completion_begins_from_the_annotations() -> None:
     """D20: what an earlier one added is no label any more if the answers of now lack it."""
     first, second = (0, 750, 50, 800), (900, 900, 950, 950)
@@ -329,7 +317,7 @@ def completion_of(
 @pytest.mark.parametrize("image", [None, 2])
 def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) -> None:
     """It has its votes, and its image if the sample has several."""
-    completed = DetectionObject("cell", "bbox_2d", (1, 2, 30, 40), Votes(3, 4, 0.75), image=image)
+    completed = DetectionObject("cell", "bbox_2d", (1, 2, 30, 40), Votes(3, 4), image=image)
     annotated = completed._replace(votes=None)
     sample = Sample(sample_id="s", messages=(), images=(), objects=(annotated, completed), width=9, height=9)
     written = json.loads(json.dumps(_added(sample)))

@@ -106,17 +106,6 @@ def test_boxes_in_an_ignore_region_are_no_labels() -> None:
     assert candidates(sample, [[inside], [inside]]) == []
 
 
-def test_what_has_too_few_votes_can_be_ignored() -> None:
-    often, once = box("a", 0, 0, 100, 100), box("b", 300, 300, 400, 400)
-    sample = sample_with([])
-    found = candidates(sample, [[often, once], [often]])
-    assert completed(sample, found, 2).ignored == ()
-    kept = completed(sample, found, 2, ignore_below=True)
-    assert [obj.bins for obj in kept.objects] == [often.bins]
-    assert [(obj.desc, obj.bins) for obj in kept.ignored] == [("", once.bins)]
-    assert without_completed(kept) == sample
-
-
 def test_a_cluster_confirms_a_label_or_contradicts_it_or_is_free() -> None:
     sample = sample_with([box("a", 0, 0, 100, 100), box("b", 500, 500, 600, 600)])
     answer = [box("a", 0, 0, 100, 100), box("a", 500, 500, 600, 600), box("a", 300, 0, 400, 100)]

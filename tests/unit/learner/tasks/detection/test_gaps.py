@@ -70,10 +70,9 @@ def test_finds_are_added_one_by_one() -> None:
     often, once = (replace(free(box), probability=p) for box, p in (((0, 0, 90, 90), 0.4), ((300, 300, 400, 400), 0.6)))
     sample = Sample(sample_id="s", messages=(), images=(), objects=(), width=999, height=999)
     by_votes = completed(sample, [often, once], 1)
-    by_probability = completed(sample, [often, once], 1, probable=PROBABLE, ignore_below=True)
+    by_probability = completed(sample, [often, once], 1, probable=PROBABLE)
     assert len(by_votes.objects) == 2
     assert [obj.bins for obj in by_probability.objects] == [once.object.bins]
-    assert [obj.bins for obj in by_probability.ignored] == [often.object.bins]
 
 
 def free(box: tuple[int, int, int, int]) -> LabelCandidate:

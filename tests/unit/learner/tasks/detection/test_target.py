@@ -10,8 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from learner.config.sections.loss import LossConfig
-from learner.records import Assignment, DetectionObject, EncodedPrompt, Target, Votes
+from learner.records import Assignment, DetectionObject, EncodedPrompt, Target
 from learner.tasks.detection.target import build_target, ground_truth_target
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.supervision import IGNORED, build_segment, check_supervision
@@ -247,30 +246,6 @@ def test_description_text_has_its_own_weight(weight: float) -> None:
     assert {i for i, w in enumerate(target.loss_weights) if w != 1} == (desc if weight != 1 else set())
     assert all(target.loss_weights[i] == np.float32(weight) for i in desc)
     assert ((target.labels == IGNORED) == (target.loss_weights == 0)).all()
-
-
-def test_a_label_that_the_model_completed_counts_by_its_weight() -> None:
-    """R48: where it is matched, its name too, and where it is appended; annotated labels beside it count fully."""
-    task, tokenizer = make_task()
-    weights = [1.0, 0.5, 0.25, 0.5, 1.0]
-    truth = [
-        box(name, 10 * i, 3, 10 * i + 5, 9)._replace(votes=None if weight == 1.0 else Votes(1, 2, weight))
-        for i, (name, weight) in enumerate(zip("KQVXZ", weights, strict=True))
-    ]
-    ids = tokenizer.encode(task.serialize(truth[:3], after=None).text)
-    assignment = pair_up(task, ids, truth)
-    loss = LossConfig(matched_desc_weight=3.0)
-    target = build_target(assignment, task, tokenizer, loss=loss)
-    parsed = assignment.parsed
-    for found, weight in zip(parsed.objects, weights, strict=False):
-        starts = [parsed.slots.start[slot] for slot in found.slots]
-        assert [target.loss_weights[at] for at in starts] == [weight] * 4
-    taught = np.flatnonzero(target.loss_weights[: target.prefix_length])
-    names = [at for at in taught if tokenizer.piece(int(target.token_ids[at])) in (b"K", b"Q", b"V")]
-    assert [target.loss_weights[at] for at in names] == [3.0, 1.5, 0.75]
-    rest = range(target.prefix_length, len(target.token_ids))
-    tail = [(tokenizer.piece(int(target.token_ids[at])), target.loss_weights[at]) for at in rest]
-    assert [weight for piece, weight in tail if piece in (b"X", b"Z")] == [0.5, 1.0]
 
 
 @pytest.mark.parametrize("container", CONTAINERS)
