@@ -38,7 +38,7 @@ from typing import TYPE_CHECKING, Literal, Protocol
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from learner.config.sections.data import BadRecordConfig, Coordinates
+from learner.config.sections.data import BadAction, BadKind, Coordinates
 from learner.data.formats.strict import plain_name
 from learner.data.units import Reach, sides_in, to_pixels
 from learner.records import DetectionObject, GeometryKind, Place, RawObject, RawRecord, Rect, Sample, Size
@@ -56,19 +56,8 @@ if TYPE_CHECKING:
 
     from learner.data.formats.source import Nearby
 
-Kind = Literal[
-    "no_area",
-    "outside_image",
-    "unknown_class",
-    "image_missing",
-    "image_size",
-    "image_shape",
-    "duplicate",
-    "too_long",
-    "malformed",
-]
+Kind = BadKind | Literal["malformed"]
 Kept = Literal["unlabelled", "orphan_label", "keypoints", "padded_name", "rotated", "found_by_name", "other_shape"]
-Action = Literal["error", "drop", "clip"]
 EDGE_TOLERANCE = 1.0  # pixels by which rounding may push a coordinate out of the image
 LARGEST = 1e9  # coordinate: above every pixel
 LONGEST_SHAPE = 200  # longer side / shorter side: the processors of Qwen-VL models refuse more
@@ -80,14 +69,14 @@ _DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
 class BadRecords:
     """Collects what was wrong with one annotation file, and what `policy` made of it. `reach`: where its boxes are."""
 
-    policy: BadRecordConfig
+    policy: Mapping[BadKind, BadAction]
     reach: Reach = field(default_factory=Reach)
     errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN
     num_errors: int = 0
-    counts: Counter[tuple[Kind | Kept, Action | Literal["keep"]]] = field(default_factory=Counter)
+    counts: Counter[tuple[Kind | Kept, BadAction | Literal["keep"]]] = field(default_factory=Counter)
     examples: dict[tuple[str, str], str] = field(default_factory=dict)  # by kind and action, the first
 
-    def meet(self, kind: Kind, error: DataError, *, can_be_cut: bool = True) -> Action:
+    def meet(self, kind: Kind, error: DataError, *, can_be_cut: bool = True) -> BadAction:
         """Take note of one, and say what happens to it. After `error` the caller goes on as after `drop`. What cannot
         be cut is dropped instead."""
         action = self._action(kind)
@@ -107,23 +96,11 @@ class BadRecords:
         self.counts[kind, "keep"] += 1
         self._add_example(kind, "keep", error)
 
-    def _add_example(self, kind: Kind | Kept, action: Action | Literal["keep"], error: DataError) -> None:
+    def _add_example(self, kind: Kind | Kept, action: BadAction | Literal["keep"], error: DataError) -> None:
         self.examples.setdefault((kind, action), f"{error.what}; found {error.found}")
 
-    def _action(self, kind: Kind) -> Action:
-        policy = self.policy
-        actions: Mapping[Kind, Action] = {
-            "no_area": policy.no_area,
-            "outside_image": policy.outside_image,
-            "unknown_class": policy.unknown_class,
-            "image_missing": policy.image_missing,
-            "image_size": policy.image_size,
-            "image_shape": policy.image_shape,
-            "duplicate": policy.duplicate,
-            "too_long": policy.too_long,
-            "malformed": "error",
-        }
-        return actions[kind]
+    def _action(self, kind: Kind) -> BadAction:
+        return "error" if kind == "malformed" else self.policy[kind]
 
     def malformed(self, place: Place, error: ValidationError) -> None:
         """Report all mistakes that pydantic found in one record."""
@@ -273,7 +250,7 @@ class SampleMaker:
         sample = replace(sample, images=seen.sources, width=width, height=height, sizes=sizes)
         return sample if self._is_valid(sample, place) and self._fits(sample, place) else None
 
-    def _miss_image(self, error: MediaError, place: Place) -> Action:
+    def _miss_image(self, error: MediaError, place: Place) -> BadAction:
         remedy = f"{error.remedy}, or set data.image_root to the images' folder"
         bad = place.error(error.what, found=error.found, wanted=error.wanted, remedy=remedy)
         return self.bad.meet("image_missing", bad)
@@ -441,7 +418,7 @@ class SampleMaker:
     def _no_area(self, obj: RawObject, wanted: str) -> None:
         self.bad.meet("no_area", obj.place.error(f"{obj.name} has no area", found=obj.written, wanted=wanted))
 
-    def _outside(self, obj: RawObject, size: tuple[int, int], *, something_is_inside: bool) -> Action:
+    def _outside(self, obj: RawObject, size: tuple[int, int], *, something_is_inside: bool) -> BadAction:
         what, wanted = f"{obj.name} lies outside the image", f"pixels within {size[0]} x {size[1]}"
         error = obj.place.error(what, found=obj.written, wanted=wanted)
         return self.bad.meet("outside_image", error, can_be_cut=something_is_inside)

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from learner.config.sections.data import BadRecordConfig, DataConfig
+from learner.config.sections.data import DataConfig
 from learner.data.formats.coco import category_ids
 from learner.data.formats.detect import format_of
 from learner.data.formats.source import OTHER_SUFFIXES, SUFFIXES, files_below
@@ -175,8 +175,7 @@ def _nothing(text: str, found: str) -> list[Path]:
 
 def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list[InputImage], list[str]]:
     """Return the images of an annotation file. Its objects do not matter, so bad ones are no mistake."""
-    dropped = dict.fromkeys(BadRecordConfig.model_fields, "drop")
-    lenient = BadRecordConfig.model_validate({**dropped, "image_missing": "error", "image_shape": "error"})
+    lenient = {kind: "error" if kind in ("image_missing", "image_shape") else "drop" for kind in data.bad_records}
     changed = {"train": text, "on_bad_record": lenient, "max_samples": None}
     try:
         split = read_split(data.model_copy(update=changed), text, Anything(), reader=reader)

@@ -291,18 +291,23 @@ def _type_at(model: type[BaseModel], path: KeyPath) -> object:
         return item_of(field.annotation) if field else None
     parent = _section_at(model, path[:-1]) if path else None
     field = parent.model_fields.get(str(last)) if parent else None
-    if (
-        field is None
-        and len(path) > 1
-        and (above := _section_at(model, path[:-2]))
-        and str(path[-2]) in above.model_fields
-    ):
-        annotation = above.model_fields[str(path[-2])].annotation  # a mapping with keys of the user's own
-        if get_origin(annotation) is dict:
-            return get_args(annotation)[1]
+    if field is None and (mapping := _mapping_at(model, path)) is not None:
+        return mapping[1]
     if field is None:
         return None
     return Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+
+
+def _mapping_at(model: type[BaseModel], path: KeyPath) -> tuple[object, object] | None:
+    """Return the types of keys and values of the mapping that has the path's last part as a key of the user's own;
+    None: it is in no such mapping."""
+    above = _section_at(model, path[:-2]) if len(path) > 1 else None
+    field = above.model_fields.get(str(path[-2])) if above else None
+    if field is None:
+        return None
+    is_union = get_origin(field.annotation) in (Union, types.UnionType)
+    one_of = get_args(field.annotation) if is_union else (field.annotation,)
+    return next((get_args(one) for one in one_of if get_origin(one) is dict), None)
 
 
 def _wanted_at(model: type[BaseModel], path: KeyPath) -> str:
@@ -330,6 +335,9 @@ def mistake_of(
         wanted = _wanted_at(model, key)
         return key, Mistake(path=dotted(key), found="nothing", wanted=wanted, remedy="add this key"), (path, key)
     wanted = _wanted_at(model, path)
+    if detail["loc"][-1] == "[key]":
+        mapping = _mapping_at(model, path)
+        wanted = describe(mapping[0]) if mapping else wanted
     found, remedy = show(detail["input"]), _remedy(detail["input"], wanted, detail, _type_at(model, path))
     if kind in ("value_error", "assertion_error"):  # a model's own validator
         wanted = str(detail["ctx"]["error"])

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Literal
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Annotated, Literal, get_args
 
 from pydantic import Field
 
@@ -18,35 +18,18 @@ if TYPE_CHECKING:
     from shared.images import ImageRules
 
 
-class BadRecordConfig(Section):
-    """The action for each kind of bad record. `error`: all of them are listed, and nothing starts. `drop`: the object
-    (or, for images and lengths, the whole sample) is left out. Whatever is dropped or clipped is counted and logged."""
-
-    no_area: Literal["error", "drop"] = key("an object without area", "error", req="R41")
-    outside_image: Literal["error", "drop", "clip"] = key(
-        "an object that extends more than a pixel beyond its image; `clip`: it is cut at the border", "error", req="R41"
-    )
-    unknown_class: Literal["error", "drop"] = key(
-        "an object whose class the annotations do not name", "error", req="R41"
-    )
-    image_missing: Literal["error", "drop"] = key("a missing or unreadable image", "error", req="R41")
-    image_size: Literal["error", "drop"] = key(
-        "an image whose size differs from the annotation (upright, by its EXIF orientation)", "error", req="R41"
-    )
-    duplicate: Literal["error", "drop"] = key(
-        "an object that stands twice: its class and its coordinates", "error", req="R41"
-    )
-    image_shape: Literal["error", "drop"] = key(
-        "an image more than 200 times as long as it is wide, or the reverse, which no processor takes",
-        "error",
-        req="R41",
-    )
-    too_long: Literal["error", "drop"] = key(
-        "a training sample that may become longer than `global_max_length`: prompt, labels and, where rollouts are "
-        "learned, `max_new_tokens`",
-        "error",
-        req="R41",
-    )
+BadKind = Literal[
+    "no_area",
+    "outside_image",
+    "unknown_class",
+    "image_missing",
+    "image_size",
+    "image_shape",
+    "duplicate",
+    "too_long",
+]
+BadAction = Literal["error", "drop", "clip"]
+_BAD_KINDS: tuple[BadKind, ...] = get_args(BadKind)
 
 
 Format = Literal["auto", "jsonl", "coco", "voc", "yolo", "labelme", "datasets"]
@@ -81,7 +64,7 @@ class SplitConfig(Section):
     )
     reader: str | None = key("as `data.reader`, of this split", None, min_length=1, req="R38")
     image_root: str | None = key("as `data.image_root`, of this split", None, req="R41")
-    coordinates: Coordinates | None = key("as `data.coordinates`, of this split", None, req="D23")
+    coordinates: Unit | None = key("as `data.coordinates`, of this split; no copy of another size", None, req="D23")
     prompt: str | None = key("as `data.prompt`, of this split", None, req="R41")
 
 
@@ -92,7 +75,7 @@ class RetainConfig(Section):
     val: str = key("annotations of any format, as for `data.train`", min_length=1, req="R44")
     format: Format = key("as `data.format`", "auto", req="R44")
     image_root: str | None = key("as `data.image_root`", None, req="R44")
-    coordinates: Coordinates | None = key("as `data.coordinates`, of these annotations", None, req="D23")
+    coordinates: Unit | None = key("as `data.coordinates`, of these annotations", None, req="D23")
     prompt: str | None = key("as `data.prompt`, of these annotations", None, req="R44")
     task: TaskConfig | None = key("as the section `task`, for other answers; null: the run's", None, req="R44")
     samples: int | None = key("score the first samples only", None, unit="samples", req="R44", ge=1)
@@ -157,9 +140,17 @@ class DataConfig(Section):
     names: list[str] = key(
         "names of classes 0, 1, 2, ... for `datasets` and `metadata.jsonl` that only have their numbers", [], req="R41"
     )
-    on_bad_record: Literal["error", "drop", "clip"] | BadRecordConfig = key(
-        "what happens to bad records: one rule for all, or one per kind. `clip`: boxes that extend beyond the image "
-        "are cut at its border; other kinds are dropped",
+    on_bad_record: BadAction | dict[BadKind, BadAction] = key(
+        "what happens to bad records: one rule for all, or one per kind (`error` for kinds that are not named). "
+        "`error`: all of them are listed, and nothing starts. `drop`: the object (or, for images and lengths, the "
+        "whole sample) is left out, counted and logged. `clip`: boxes that extend beyond the image are cut at its "
+        "border; other kinds are dropped. Kinds: `no_area`, an object without area; `outside_image`, one that "
+        "extends more than a pixel beyond its image; `unknown_class`, one whose class the annotations do not name;"
+        " `duplicate`, one that stands twice; `image_missing`, a missing or unreadable image; `image_size`, one "
+        "whose size differs from the annotation (upright, by its EXIF orientation); `image_shape`, one more than "
+        "200 times as long as it is wide, or the reverse, which no processor takes; `too_long`, a training sample "
+        "that may become longer than `global_max_length`: prompt, labels and, where rollouts are learned, "
+        "`max_new_tokens`",
         "error",
         req="R41",
     )
@@ -213,12 +204,13 @@ class DataConfig(Section):
         return ImageRules(hosts=tuple(self.allowed_image_hosts), max_pixels=self.max_image_pixels)
 
     @property
-    def bad_records(self) -> BadRecordConfig:
+    def bad_records(self) -> Mapping[BadKind, BadAction]:
         """`on_bad_record`, kind by kind."""
-        if isinstance(self.on_bad_record, BadRecordConfig):
-            return self.on_bad_record
-        one_for_all = dict.fromkeys(BadRecordConfig.model_fields, "error" if self.on_bad_record == "error" else "drop")
-        return BadRecordConfig.model_validate({**one_for_all, "outside_image": self.on_bad_record})
+        rule = self.on_bad_record
+        if isinstance(rule, dict):
+            return {kind: rule.get(kind, "error") for kind in _BAD_KINDS}
+        other: BadAction = "error" if rule == "error" else "drop"
+        return {kind: rule if kind == "outside_image" else other for kind in _BAD_KINDS}
 
 
 def prompt_has_a_use(config: RunConfig) -> Iterator[Mistake]:
@@ -245,24 +237,22 @@ def retained_is_evaluated(config: RunConfig) -> Iterator[Mistake]:
 
 
 def copies_have_a_size(config: RunConfig) -> Iterator[Mistake]:
-    """A resized copy has a width and a height, or a processor's limit (D23)."""
-    data = config.data
-    named: dict[str, object] = {"data": data, "data.val": data.val, "data.test": data.test}
-    named |= {f"data.retain[{i}]": one for i, one in enumerate(data.retain)}
-    for path, part in named.items():
-        copy = getattr(part, "coordinates", None)
-        if isinstance(copy, ResizedCopy) and [copy.width is None, copy.height is None, copy.max_pixels is None] not in (
-            [False, False, True],
-            [True, True, False],
-        ):
-            found = (
-                ", ".join(name for name in ("width", "height", "max_pixels") if getattr(copy, name)) or "none of them"
+    """A resized copy has a width and a height, or a processor's limit. Only boxes beyond the image are clipped."""
+    copy, on_bad = config.data.coordinates, config.data.on_bad_record
+    sizes = ("width", "height", "max_pixels")
+    if isinstance(copy, ResizedCopy):
+        given = [name for name in sizes if getattr(copy, name) is not None]
+        if given not in (["width", "height"], ["max_pixels"]):
+            yield Mistake(
+                path="data.coordinates",
+                found=", ".join(given) or "none of them",
+                wanted="width and height, or max_pixels",
+                remedy="give the size that the photographs had when boxes were made",
             )
-            wanted, remedy = (
-                "width and height, or max_pixels",
-                "give the size that the photographs had when boxes were made",
-            )
-            yield Mistake(path=f"{path}.coordinates", found=found, wanted=wanted, remedy=remedy)
+    for kind, action in on_bad.items() if isinstance(on_bad, dict) else ():
+        if action == "clip" and kind != "outside_image":
+            path, wanted = f"data.on_bad_record.{kind}", "error or drop"
+            yield Mistake(path=path, found="clip", wanted=wanted, remedy="only outside_image can be clipped")
 
 
 def tiles_stand_alone(config: RunConfig) -> Iterator[Mistake]:

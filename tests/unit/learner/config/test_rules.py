@@ -48,6 +48,16 @@ def test_the_run_has_one_length() -> None:
     valid(minimal(), {"training.max_steps": None, "training.num_train_epochs": 1})
 
 
+def test_each_kind_of_bad_record_has_a_rule() -> None:
+    on_bad = "data.on_bad_record"
+    assert only_mistake(minimal(), {on_bad: {"no_area": "clip"}}).wanted == "error or drop"
+    unknown = only_mistake(minimal(), {on_bad: {"too_lng": "drop"}})
+    assert (unknown.path, unknown.remedy) == (f"{on_bad}.too_lng", "did you mean too_long?")
+    assert only_mistake(minimal(), {on_bad: {"no_area": "dropp"}}).remedy == "did you mean drop?"
+    kept = valid(minimal(), {on_bad: {"no_area": "drop", "outside_image": "clip"}}).data.bad_records
+    assert (kept["no_area"], kept["outside_image"], kept["duplicate"]) == ("drop", "clip", "error")
+
+
 def test_warmup_is_part_of_the_run() -> None:
     assert only_mistake(minimal(), {"training.warmup_steps": 11}).path == "training.warmup_steps"
     valid(minimal(), {"training.warmup_steps": 10})

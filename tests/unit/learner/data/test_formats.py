@@ -14,7 +14,7 @@ import pytest
 from PIL import Image
 from pycocotools import mask as coco_mask
 
-from learner.config.sections.data import BadRecordConfig, DataConfig
+from learner.config.sections.data import DataConfig
 from learner.data.formats.detect import format_of
 from learner.data.splits import Split, load_split
 from learner.data.survey import lines_of, survey, warnings_of
@@ -446,10 +446,10 @@ def test_a_photograph_in_two_records_is_told_where_their_objects_differ(tmp_path
 
 def test_each_kind_has_a_policy_of_its_own(tmp_path: Path) -> None:
     file = jsonl(tmp_path, FLAT, OUT)
-    text = refusal(file, on_bad_record=BadRecordConfig(outside_image="clip"))
+    text = refusal(file, on_bad_record={"outside_image": "clip"})
     assert "line 1" in text
     assert "line 2" not in text
-    assert split_of(file, on_bad_record=BadRecordConfig(no_area="drop", outside_image="clip")).bad.summary()
+    assert split_of(file, on_bad_record={"no_area": "drop", "outside_image": "clip"}).bad.summary()
 
 
 @pytest.mark.parametrize("content", [None, b"", b"no image"])
