@@ -174,7 +174,7 @@ class ServersAndRun:
         for index, away in list(self._away.items()):
             server = self.servers[index]
             check_alive([server.process])
-            if away.back_s is None and not look(self._client, server.process, server.url):
+            if away.back_s is None and not look(self._client, server.url):
                 assert away.started_s is not None
                 away.back_s = time.time()
                 away.row["start_s"] = away.back_s - away.started_s

@@ -154,12 +154,14 @@ def kept(root: Path) -> Path | None:
 def check_kept_metric(config: RunConfig) -> None:
     """Raises ConfigErrors if no evaluation has the metric that `training.keep_best` names. What a task of one's own
     measures is known at its first evaluation."""
-    from learner.tasks import key_value
+    metric = kept_metric(config)
+    if metric is None or config.training.keep_best == "auto":
+        return
+    from learner.tasks import key_value  # they take a second
     from learner.tasks.detection import task as detection
 
     of_tasks = {"detection": detection.EVALUATED, "key_value": key_value.EVALUATED}
-    metric = kept_metric(config)
-    if metric is None or config.task.type not in of_tasks:
+    if config.task.type not in of_tasks:
         return
     known = [*of_tasks[config.task.type], *_rewards_of(config)]
     if metric in known:
