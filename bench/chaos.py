@@ -891,19 +891,10 @@ def main(
     loopback: Annotated[bool, typer.Option(help="No network namespaces, even if there could be.")] = False,
     vllm: Annotated[bool, typer.Option(help="Two real vLLM servers on CPU, and note what all processes hold.")] = False,
     keep: Annotated[Path | None, typer.Option(help="A folder for logs and the run; default: a temporary one.")] = None,
-    pairs: Annotated[int, typer.Option(help="Instead: pairs of runs with and without kills (`bench.pairs`).")] = 0,
 ) -> None:
     """Inject faults into the servers of a real run, and check what must hold."""
     from bench import figures
 
-    if pairs:
-        from bench.pairs import compare
-
-        assert out is not None, "--pairs needs --out"
-        wrong = compare(pairs, out, seconds)
-        print(out.read_text())
-        say("; ".join(wrong) or "killed runs end as others do")
-        sys.exit(1 if wrong else 0)
     with tempfile.TemporaryDirectory() as temporary:
         folder = (keep or Path(temporary)).resolve()
         samples = (out.with_suffix(".samples.jsonl") if out else folder / "samples.jsonl") if vllm else None

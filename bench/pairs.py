@@ -1,4 +1,4 @@
-"""Does a run under random kills end as one without: `python -m bench.chaos --pairs 5 --out FILE`.
+"""Does a run under random kills end as one without: `python -m bench.pairs --seeds 5 --out FILE`.
 
 Two real servers on CPU, and the demo's model, which learns its own rollouts of digit scenes. Each seed is run three
 times: without a kill, again without, and with kills. `first - again` is the noise of an unkilled pair, `first - killed`
@@ -22,7 +22,9 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import typer
 
 from bench import chaos, forked
 from bench.figures import check_options, circumstances
@@ -205,3 +207,19 @@ def run_config(model: Path, data: Path, run_dir: Path, servers: Sequence[Server]
     config["training"] |= {"eval_on_end": True, "save_total_limit": 2}
     config["logging"] = {"trackers": [], "progress_bar": False}
     return config
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="Result file.")],
+    seeds: Annotated[int, typer.Option(help="Three runs each.")] = 5,
+    seconds: Annotated[float, typer.Option(help="No run starts later than this after the first.")] = 500.0,
+) -> None:
+    """Compare runs under kills with runs without."""
+    wrong = compare(seeds, out, seconds)
+    print(out.read_text())
+    say("; ".join(wrong) or "killed runs end as others do")
+    sys.exit(1 if wrong else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

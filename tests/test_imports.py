@@ -176,9 +176,13 @@ def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
     return sorted(sorted(group) for group in groups)
 
 
-def importers(name: str, *packages: str) -> set[str]:
-    """Return files that import the package `name`, in whatever way."""
-    return {path for path in modules(*packages) if any(found.top == name for found in imports(ROOT / path))}
+def importers(name: str, *packages: str, typing: bool = True) -> set[str]:
+    """Return files that import the package `name`, in whatever way. `typing`: also for types alone."""
+    return {
+        path
+        for path in modules(*packages)
+        if any(found.top == name and (typing or not found.typing) for found in imports(ROOT / path))
+    }
 
 
 def loaded_with(module: str) -> set[str]:
@@ -233,7 +237,7 @@ def test_imports_up_and_circles_are_found() -> None:
 
 def test_vllm_is_imported_in_few_files_and_late() -> None:
     """Late: a process that does not generate never loads it, and settings reach its environment first."""
-    assert importers("vllm", *PROGRAMS) <= VLLM_FILES
+    assert importers("vllm", *PROGRAMS) <= VLLM_FILES | {"rollout_server/worker.py"}  # vLLM's own process loads it
     assert not {path for path in VLLM_FILES if _early(ROOT / path, "vllm")}
 
 
@@ -247,7 +251,7 @@ def test_torch_in_shared_is_for_weights() -> None:
     assert others == {"shared/pixels.py"}
     assert importers("httpx", "shared") == {"shared/answers.py"}  # reads answers over HTTP
     for other in ("transformers", "fastapi", "peft"):
-        assert importers(other, "shared") == set()
+        assert importers(other, "shared", typing=False) == set()
 
 
 @pytest.mark.parametrize("module", PURE)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ def test_models_answer_the_scenes_that_are_shown_and_a_best_step_on_the_way(tmp_
     scored = {"step_000000": 0.1, "step_000004": 0.5, "step_000012": 0.2, "test": 0.6}
     write_run(tmp_path / "sft", scored, {"event": "note"}, images)
     for name in ("ours", "sft"):
-        (tmp_path / name / "checkpoint-4").symlink_to(ROOT / "deploy/demo/checkpoint")
+        shutil.copytree(ROOT / "deploy/demo/checkpoint", tmp_path / name / "checkpoint-4")
         (tmp_path / name / "best").symlink_to("checkpoint-4")
     found = summarize(tmp_path / "ours", tmp_path / "sft", tmp_path / "test.jsonl", {}, missing=0.4)
     assert found["step"]["sft"] == 4

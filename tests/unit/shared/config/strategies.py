@@ -43,7 +43,8 @@ def values_of(annotation: Any, metadata: tuple[Any, ...] = ()) -> st.SearchStrat
         return st.lists(values_of(args[0]), max_size=3)
     if origin is dict:
         anything = st.none() | st.booleans() | st.integers() | texts
-        return st.dictionaries(texts, anything if args[1] is Any else values_of(args[1]), max_size=3)
+        values = anything if args[1] is Any else values_of(args[1])
+        return st.dictionaries(texts if args[0] is str else values_of(args[0]), values, max_size=3)
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return sections(annotation)
     return _numbers(annotation, metadata) if annotation in (int, float) else _others(annotation, metadata)
