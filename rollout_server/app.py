@@ -121,7 +121,19 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     app.add_middleware(BodyLimit, config=config, open_paths=open_paths)
     hosts = (config.host.lower(), config.group_host.lower())
     app.add_middleware(Guard, token=token, open_paths=open_paths, hosts=hosts)
+    written = app.openapi
+    app.openapi = lambda: _with_whole_bounds(written())  # type: ignore[method-assign]
     return app
+
+
+def _with_whole_bounds(schema: Any) -> Any:
+    """Return the document with whole bounds as integers: FastAPI makes them floats, and 2**63 as a float's digits is a
+    larger number."""
+    if isinstance(schema, dict):
+        return {name: _with_whole_bounds(value) for name, value in schema.items()}
+    if isinstance(schema, list):
+        return [_with_whole_bounds(value) for value in schema]
+    return int(schema) if isinstance(schema, float) and schema.is_integer() else schema
 
 
 def _router(prefix: str, route_class: type[_Route], error: type[BaseModel], dependencies: list[Depends]) -> APIRouter:
