@@ -126,14 +126,22 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     return app
 
 
+_BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
+
+
 def _with_whole_bounds(schema: Any) -> Any:
     """Return the document with whole bounds as integers: FastAPI makes them floats, and 2**63 as a float's digits is a
     larger number."""
-    if isinstance(schema, dict):
-        return {name: _with_whole_bounds(value) for name, value in schema.items()}
     if isinstance(schema, list):
         return [_with_whole_bounds(value) for value in schema]
-    return int(schema) if isinstance(schema, float) and schema.is_integer() else schema
+    if not isinstance(schema, dict):
+        return schema
+    return {
+        name: int(value)
+        if name in _BOUNDS and isinstance(value, float) and value.is_integer()
+        else _with_whole_bounds(value)
+        for name, value in schema.items()
+    }
 
 
 def _router(prefix: str, route_class: type[_Route], error: type[BaseModel], dependencies: list[Depends]) -> APIRouter:

@@ -313,6 +313,6 @@ def _added(sample: Sample) -> dict[str, list[list[object]]]:
 
 def read_label(entry: Sequence[Any]) -> DetectionObject:
     """Return a completed label of a run's file."""
-    desc, kind, bins, (found, answers), *image = entry
+    desc, kind, bins, (found, answers, *_), *image = entry  # earlier versions wrote a weight, too
     votes = Votes(int(found), int(answers))
     return DetectionObject(str(desc), kind, tuple(map(int, bins)), votes, *map(int, image))

@@ -237,9 +237,8 @@ def retained_is_evaluated(config: RunConfig) -> Iterator[Mistake]:
 
 
 def copies_have_a_size(config: RunConfig) -> Iterator[Mistake]:
-    """A resized copy has a width and a height, or a processor's limit. Only boxes beyond the image are clipped."""
-    copy, on_bad = config.data.coordinates, config.data.on_bad_record
-    sizes = ("width", "height", "max_pixels")
+    """A resized copy has a width and a height, or a processor's limit (D23)."""
+    copy, sizes = config.data.coordinates, ("width", "height", "max_pixels")
     if isinstance(copy, ResizedCopy):
         given = [name for name in sizes if getattr(copy, name) is not None]
         if given not in (["width", "height"], ["max_pixels"]):
@@ -249,7 +248,12 @@ def copies_have_a_size(config: RunConfig) -> Iterator[Mistake]:
                 wanted="width and height, or max_pixels",
                 remedy="give the size that the photographs had when boxes were made",
             )
-    for kind, action in on_bad.items() if isinstance(on_bad, dict) else ():
+
+
+def boxes_are_clipped(config: RunConfig) -> Iterator[Mistake]:
+    """Only boxes beyond the image can be clipped."""
+    rule = config.data.on_bad_record
+    for kind, action in rule.items() if isinstance(rule, dict) else ():
         if action == "clip" and kind != "outside_image":
             path, wanted = f"data.on_bad_record.{kind}", "error or drop"
             yield Mistake(path=path, found="clip", wanted=wanted, remedy="only outside_image can be clipped")
@@ -269,4 +273,10 @@ def tiles_stand_alone(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path="data.tile", found=f"{config.data.tile} with {name}", wanted=wanted, remedy=remedy)
 
 
-RULES: tuple[Rule, ...] = (prompt_has_a_use, retained_is_evaluated, copies_have_a_size, tiles_stand_alone)
+RULES: tuple[Rule, ...] = (
+    prompt_has_a_use,
+    retained_is_evaluated,
+    copies_have_a_size,
+    boxes_are_clipped,
+    tiles_stand_alone,
+)

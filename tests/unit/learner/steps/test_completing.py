@@ -323,6 +323,8 @@ def test_what_a_run_writes_of_a_completed_label_reads_back(image: int | None) ->
     written = json.loads(json.dumps(_added(sample)))
     assert list(map(read_label, written["objects"])) == [completed]
     assert len(written["objects"][0]) == (4 if image is None else 5)
+    written["objects"][0][3].append(1.0)  # a weight, which earlier versions wrote
+    assert list(map(read_label, written["objects"])) == [completed]
 
 
 @pytest.mark.parametrize("missing", [None, 0.25])
