@@ -96,10 +96,6 @@ GRPO = (
     Metric("grpo/reward_std", "", "standard deviation of the rewards in a group; mean over groups"),
     Metric("grpo/no_signal", "share", "groups without signal: no token has an advantage"),
     Metric("grpo/groups", "groups", "groups that were learned; sum over ranks"),
-    Metric("grpo/refills", "micro-batches", "with `max_refills`: drawn in this step beyond the planned ones"),
-    Metric(
-        "grpo/taught", "segments", "of groups, with `sft_weight` or `matching_weight`: taught besides; sum over ranks"
-    ),
     Metric("grpo/drawn_elsewhere", "tokens", "tokens whose log-probability the engine gave; sum over ranks"),
     Metric("grpo/tokens", "tokens", "tokens that were reinforced; sum over ranks"),
     Metric("grpo/entropy", "nats", "entropy of the policy at a token; mean"),

@@ -19,15 +19,11 @@ _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"))
 
 
 def length_report(config: RunConfig, plan: Plan, num_samples: int) -> dict[str, Any]:
-    """`steps`, `epochs`, whether the latter is not exact (`epochs_are_about`), and `step_s` of an earlier run, if any.
-
-    Groups without a signal are replaced (`grpo.max_refills`), so the epochs that such a run sees are known afterwards.
-    """
+    """`steps`, `epochs`, and `step_s` of an earlier run, if any."""
     per_epoch = steps_of_epoch(config, plan, num_samples)
     training = config.training
     steps = training.max_steps or (training.num_train_epochs or 0) * per_epoch
-    refills = config.custom.trainer_variant == "grpo" and bool(config.grpo.max_refills)
-    report: dict[str, Any] = {"steps": steps, "epochs": round(steps / per_epoch, 2), "epochs_are_about": refills}
+    report: dict[str, Any] = {"steps": steps, "epochs": round(steps / per_epoch, 2)}
     seconds = _earlier_steps(Path(training.output_dir))
     if seconds:
         report["step_s"] = round(median(seconds), 3)
@@ -59,13 +55,11 @@ def length_in_words(report: Mapping[str, Any]) -> list[str]:
     if length is None:
         return []
     steps, epochs = length["steps"], f"{length['epochs']:g}"
-    whole = not length["epochs_are_about"] and float(length["epochs"]).is_integer()
+    whole = float(length["epochs"]).is_integer()
     line = (
         f"length: {steps} step{'s' if steps > 1 else ''} of {report['effective_batch_size']} samples: "
         f"{'' if whole else 'about '}{epochs} epoch{'s' if epochs != '1' else ''} of {report['samples']['train']}"
     )
-    if length["epochs_are_about"]:
-        line += " (groups without a signal are replaced, so it may be more)"
     return [line, _time_in_words(length)]
 
 

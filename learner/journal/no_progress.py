@@ -29,7 +29,7 @@ class RunWarning:
 
 
 def _nothing_is_read(step: StepResult) -> bool:
-    return step.metrics.get("unusable", 0.0) >= _num_answers(step) > 0
+    return step.metrics.get("unusable", 0.0) >= step.num_segments > 0
 
 
 def _nothing_matches(step: StepResult) -> bool:
@@ -46,10 +46,6 @@ def _every_reward_is_zero(step: StepResult) -> bool:
 
 def _no_advantage(step: StepResult) -> bool:
     return step.metrics.get("grpo/no_signal", 0.0) == 1 and not _every_reward_is_zero(step)
-
-
-def _num_answers(step: StepResult) -> float:
-    return step.num_segments - step.metrics.get("grpo/taught", 0.0)
 
 
 CONDITIONS: Sequence[tuple[Callable[[StepResult], bool], RunWarning]] = (

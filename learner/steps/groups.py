@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -30,14 +30,13 @@ from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PolicyTokens, Rollout, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream
 from learner.steps.advantages import object_advantages, sequence_advantages
-from learner.steps.segments import RolloutSource, SegmentStream, in_groups, silent
+from learner.steps.segments import RolloutSource, SegmentStream, in_groups
 from learner.tasks.rewards import Rewards
 from learner.tasks.supervision import build_segment, own_target
 from shared.errors import ConfigError
 from shared.pixels import ImageProcessing
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
-TAUGHT = "grpo/taught"  # segments besides those of the rollouts (`sft_weight`, `matching_weight`)
 _ROUNDING = 1e-9  # advantages below it count as none: the mean of equal rewards may differ from them in the last bit
 
 
@@ -62,13 +61,6 @@ class _Scored:
                 )
 
 
-class _StepStandard(NamedTuple):
-    """The standard that all rewards of a step, on all ranks, are compared with (`advantage: batch`)."""
-
-    mean: float
-    deviation: float
-
-
 class GroupSource(RolloutSource):
     """With `advantage: batch`, making segments is collective: it must happen on the thread of the trainer."""
 
@@ -88,16 +80,17 @@ class GroupSource(RolloutSource):
         super().__init__(backend, task, rewards, loss=loss, on_answer=on_answer, image_processing=image_processing)
         self._ranks, self._on_group = ranks, on_group
         self.task, self.rewards, self.grpo = task, rewards, grpo
-        # With `advantage: batch`, this holds the window's groups by global_step and micro_step_idx, and their standard.
+        # With `advantage: batch`, this holds the window's groups by global_step and micro_step_idx, and the mean
+        # reward of the step on all ranks.
         self._scored: dict[tuple[int, int], list[list[_Scored]]] = {}
-        self._standard: _StepStandard | None = None
+        self._step_mean = 0.0
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
         super().begin_window(window, global_step=global_step, clock=clock)
         if self.grpo.advantage == "batch":
             with clock.phase("target"):
                 self._scored = {key: self._groups(rollouts) for key, rollouts in self._made.items()}
-                self._standard = self._step_standard([group for part in self._scored.values() for group in part])
+                self._step_mean = self._mean_of_step([group for part in self._scored.values() for group in part])
 
     def _groups(self, rollouts: Sequence[Rollout]) -> list[list[_Scored]]:
         scored = [_Scored(rollout, self) for rollout in rollouts]
@@ -108,40 +101,33 @@ class GroupSource(RolloutSource):
 
     def reinforced(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
         """The segment of each rollout of whole groups, in order."""
-        return self._reinforced(self._groups(rollouts), prompts, None)
+        return self._reinforced(self._groups(rollouts), prompts, 0.0)
 
     def _reinforced(
         self,
         groups: Sequence[Sequence[_Scored]],
         prompts: Sequence[EncodedPrompt],
-        standard: _StepStandard | None,
+        step_mean: float,
     ) -> list[Segment]:
         """Return the segment of each rollout, in order. `prompts` are those of the rollouts."""
         found: list[Segment] = []
         prompt = iter(prompts)
-        for group, per_token in zip(groups, self._advantages(groups, standard), strict=True):
+        for group, per_token in zip(groups, self._advantages(groups, step_mean), strict=True):
             segments = [self._segment(one, next(prompt), tokens) for one, tokens in zip(group, per_token, strict=True)]
             has_signal = any((np.abs(tokens) > _ROUNDING).any() for tokens in per_token)
             deviation = float(np.std([one.reward for one in group]))
             counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: deviation}
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
-            found += segments if has_signal or not self.grpo.max_refills else map(silent, segments)
+            found += segments
             if self._on_group is not None:
                 self._on_group([_scored_answer(*one) for one in zip(group, per_token, strict=True)])
         return found
 
-    def _advantages(
-        self, groups: Sequence[Sequence[_Scored]], standard: _StepStandard | None
-    ) -> list[list[NDArray[np.float64]]]:
+    def _advantages(self, groups: Sequence[Sequence[_Scored]], step_mean: float) -> list[list[NDArray[np.float64]]]:
         """Return the advantage of each token [T], per group and rollout."""
-        steps = self._steps(groups, standard.mean if standard is not None else 0.0)
-        if self.grpo.normalize_std:
-            by = [standard.deviation] * len(groups) if standard is not None else map(_deviation, self._compared(groups))
-            # Where all rewards are equal, the deviation is 0.
-            steps = [[step / (each + 1e-6) for step in group] for group, each in zip(steps, by, strict=True)]
         return [
             [_of_tokens(step, one) for step, one in zip(own, group, strict=True)]
-            for own, group in zip(steps, groups, strict=True)
+            for own, group in zip(self._steps(groups, step_mean), groups, strict=True)
         ]
 
     def _steps(self, groups: Sequence[Sequence[_Scored]], step_mean: float) -> list[list[NDArray[np.float64]]]:
@@ -157,22 +143,10 @@ class GroupSource(RolloutSource):
             steps = [[a + b for a, b in zip(*both, strict=True)] for both in zip(steps, earned, strict=True)]
         return steps
 
-    def _compared(self, groups: Sequence[Sequence[_Scored]], step_mean: float = 0.0) -> list[NDArray[np.float64]]:
-        """Return per group the values whose deviation divides its advantages. Objects differ also where rewards are
-        equal, so by objects it is what each of them gained."""
-        if self.grpo.credit == "object":
-            return [np.concatenate(group) for group in self._steps(groups, step_mean)]
-        return [np.array([one.reward for one in group]) for group in groups]
-
-    def _step_standard(self, groups: Sequence[Sequence[_Scored]]) -> _StepStandard:
-        """Return mean and deviation over `groups`, this rank's part of the step, and those of all other ranks.
-        Collective."""
-        mean = float(self._of_all_ranks(_rest(groups)).mean())
-        return _StepStandard(mean=mean, deviation=_deviation(self._of_all_ranks(self._compared(groups, mean))))
-
-    def _of_all_ranks(self, values: Sequence[NDArray[np.float64]]) -> NDArray[np.float64]:
-        parts = [part for own in self._ranks.all_gather_object(list(values)) for part in own]
-        return np.concatenate(parts) if parts else np.zeros(1)
+    def _mean_of_step(self, groups: Sequence[Sequence[_Scored]]) -> float:
+        """Return the mean over `groups`, this rank's part of the step, and those of all other ranks. Collective."""
+        parts = [part for own in self._ranks.all_gather_object(_rest(groups)) for part in own]
+        return float(np.concatenate(parts).mean()) if parts else 0.0
 
     def _segment(self, one: _Scored, prompt: EncodedPrompt, advantages: NDArray[np.float64]) -> Segment:
         rollout = one.rollout
@@ -193,41 +167,15 @@ class GroupSource(RolloutSource):
     def segments(
         self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int, clock: PhaseClock
     ) -> list[Segment]:
-        """Return the segments of each rollout, in order. Behind them comes what is taught of each group besides: the
-        ground truth with `sft_weight`, and the best rollout, matched and corrected, with `matching_weight`."""
+        """Return the segment of each rollout, in order."""
         rollouts = self._rollouts(step, global_step=global_step, clock=clock)
         with clock.phase("target"):
             groups = self._scored.pop((global_step, step.micro_step_idx), None)
-            standard = self._standard
+            step_mean = self._step_mean
             if groups is None:  # no window has it: it is all that the step learns
                 groups = self._groups(rollouts)
-                standard = self._step_standard(groups) if self.grpo.advantage == "batch" else None
-            segments = self._reinforced(groups, prompts, standard)
-            whole = list(zip(groups, prompts[:: self.grpo.num_generations], strict=True))
-            if self.grpo.sft_weight:
-                segments += [one for group, prompt in whole for one in self._ground_truth(group, prompt)]
-            if self.grpo.matching_weight:
-                segments += [one for group, prompt in whole for one in self._matched(group, prompt)]
-            return segments
-
-    def _ground_truth(self, group: Sequence[_Scored], prompt: EncodedPrompt) -> list[Segment]:
-        target = self.task.ground_truth(group[0].rollout.sample, self._loss)
-        return self._taught(group, prompt, target, self.grpo.sft_weight)
-
-    def _matched(self, group: Sequence[_Scored], prompt: EncodedPrompt) -> list[Segment]:
-        best = max(group, key=lambda one: one.reward)  # takes the first of equal ones
-        return self._taught(group, prompt, self.task.target(best.assignment, self._loss), self.grpo.matching_weight)
-
-    def _taught(self, group: Sequence[_Scored], prompt: EncodedPrompt, target: Target, factor: float) -> list[Segment]:
-        """Return a segment that weighs `factor` times its group, also if that is skipped for want of a signal; none if
-        nothing of it has a weight."""
-        weight = sum(rollout.num_tokens for rollout in group)
-        sample_id = group[0].rollout.sample.sample_id
-        segment = build_segment(prompt, target, sample_id=sample_id, stats={TAUGHT: 1.0})
-        scale = factor * weight / max(float(segment.loss_weights.sum()), 1e-6)
-        if not scale or not segment.loss_weights.any():
-            return []
-        return [replace(segment, loss_weights=(segment.loss_weights * scale).astype(np.float32))]
+                step_mean = self._mean_of_step(groups) if self.grpo.advantage == "batch" else 0.0
+            return self._reinforced(groups, prompts, step_mean)
 
     def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:
         assert self.grpo.advantage != "batch", "a step's mean is known when its last rollout has ended"
@@ -256,10 +204,6 @@ def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
         np.array([one.reward - (0.0 if one.by_object is None else one.by_object.values[-1]) for one in group])
         for group in groups
     ]
-
-
-def _deviation(values: NDArray[np.float64]) -> float:
-    return float(values.std())
 
 
 def _of_tokens(step: NDArray[np.float64], one: _Scored) -> NDArray[np.float64]:

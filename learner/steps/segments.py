@@ -7,10 +7,7 @@ Sample -> Rollout -> ParsedRollout -> Assignment -> Segment (`rollout_matching_s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
-
-import numpy as np
 
 from learner.config.sections.loss import LossConfig
 from learner.data.prompt import PromptCheck
@@ -19,7 +16,7 @@ from learner.journal.log import PhaseClock
 from learner.records import Channel, EncodedPrompt, Rollout, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
 from learner.tasks.rewards import Rewards
-from learner.tasks.supervision import IGNORED, build_segment
+from learner.tasks.supervision import build_segment
 from shared.pixels import ImageProcessing
 
 
@@ -179,17 +176,3 @@ def in_groups(
         if len(group) == len(places):
             del ended[first]
             yield places, [group[i] for i in places]
-
-
-def silent(segment: Segment) -> Segment:
-    """Return the segment without loss and without weight: only its counts remain, and the prompt's last token, so that
-    a row has it at no cost."""
-    return replace(
-        segment,
-        input_ids=segment.input_ids[segment.prompt_length - 1 : segment.prompt_length],
-        labels=np.full(1, IGNORED, dtype=np.int64),
-        loss_weights=np.zeros(1, dtype=np.float32),
-        prompt_length=1,
-        vision=None,
-        policy=None,
-    )

@@ -6,9 +6,9 @@ The trainer asks, once per optimizer step, in this order:
 
 A step that `postpones_sync` has its fence between two rows, as soon as `is_quiet`, or after the last one.
 
-Six sources answer: `FreshSteps` with ground truth (`sft`) or with rollouts (`rollout_matching_sft`, `grpo`),
-`buffered.BufferedSteps`, which learns a window's rows several times, `refill.RefilledSteps`, which takes more data
-until enough of it teaches (`grpo`), and for `stage2_ab_training` `in_step.Stage2InStep` and `ahead.Stage2Ahead`.
+Five sources answer: `FreshSteps` with ground truth (`sft`) or with rollouts (`rollout_matching_sft`, `grpo`),
+`buffered.BufferedSteps`, which learns a window's rows several times, and for `stage2_ab_training`
+`in_step.Stage2InStep` and `ahead.Stage2Ahead`.
 
 Invariants: every rank calls the same methods in the same order, and has equally many micro-steps. Ranks may have
 different numbers of rows in a micro-step; `padded` and `in_lockstep` fill them up (D5). A sample that was handed out is

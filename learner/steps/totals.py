@@ -10,7 +10,6 @@ from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.policy.policy_gradient import policy_metrics
 from learner.records import Channel, LearnedRow, PackedRow, StepResult
-from learner.steps.groups import TAUGHT
 from learner.tasks.rewards import TOTAL, mean_rewards
 
 # Counts that are fields of `StepResult`, or part of its figures; all others are metrics under their own names.
@@ -55,7 +54,7 @@ class StepTotals:
         samples, so that one sample does not count as much as a batch elsewhere. 1 for every other step."""
         if shortfall is None:
             return 1.0
-        return min(1.0, (self.counts.get("segments", 0.0) - self.counts.get(TAUGHT, 0.0)) / shortfall.whole)
+        return min(1.0, self.counts.get("segments", 0.0) / shortfall.whole)
 
     def reduced(self, ranks: Ranks) -> StepTotals:
         """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""

@@ -62,7 +62,6 @@ from learner.steps.evaluation import GAPS, GapMetrics, Retained
 from learner.steps.groups import GroupSource
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows
-from learner.steps.refill import RefilledSteps
 from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.steps.shares import Bounds
 from learner.steps.source import FreshSteps, StepSource
@@ -516,9 +515,6 @@ def _step_source(
         "encoder": basis.policy.encoder,
         "clock": clock,
     }
-    if config.custom.trainer_variant == "grpo" and config.grpo.max_refills:
-        settings["groups_per_step"] = plan.effective_batch_size // config.grpo.num_generations
-        return RefilledSteps(batches, source, row_maker, max_refills=config.grpo.max_refills, **settings)
     if plan.m_steps == 1:
         drains_at = None if config.training.packing_drop_last else total_steps - 1
         return FreshSteps(batches, source, row_maker, drains_at=drains_at, **settings)

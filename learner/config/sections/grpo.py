@@ -24,9 +24,6 @@ class GrpoConfig(Section):
         "group",
         req="R37",
     )
-    normalize_std: bool = key(
-        "divide advantages by the standard deviation of the rewards that they were compared with", False, req="R37"
-    )
     credit: Literal["sequence", "object"] = key(
         "`sequence`: all tokens of a rollout have its advantage; `object`: the tokens of an object have what the "
         "answer gained from that object on, compared with the group's answers at the same object, and the closing "
@@ -38,30 +35,6 @@ class GrpoConfig(Section):
         "weight of the divergence from the model without its adapter, per token; above 0 needs `model.lora`",
         0.0,
         unit="1/nats",
-        req="R37",
-        ge=0.0,
-    )
-    max_refills: int = key(
-        "dynamic sampling (DAPO): while fewer groups have a signal than a step has groups, the step takes another "
-        "micro-batch of the data, at most this many, and groups whose rollouts all have the same reward do not count "
-        "in the mean; 0: none, and they count with gradient 0. Every sample that was drawn counts as used. Needs "
-        "`training.max_steps`; not with `stage2_ab` or a `rollout_buffer`",
-        0,
-        unit="micro-batches per step",
-        req="R37",
-        ge=0,
-    )
-    sft_weight: float = key(
-        "teacher forcing in the same step: the ground truth of every group, whose tokens together weigh this many "
-        "times the group's; 0: none",
-        0.0,
-        req="R37",
-        ge=0.0,
-    )
-    matching_weight: float = key(
-        "rollout matching in the same step: the best rollout of every group, matched and corrected as the section "
-        "`loss` says, whose tokens together weigh this many times the group's; 0: none",
-        0.0,
         req="R37",
         ge=0.0,
     )
@@ -113,9 +86,6 @@ def grpo_whole_step(config: RunConfig) -> Iterator[Mistake]:
             wanted=wanted,
             remedy=remedy,
         )
-    if config.grpo.max_refills:
-        found = given(config.grpo, "max_refills")
-        yield Mistake(path="grpo.max_refills", found=found, wanted=wanted, remedy=remedy)
 
 
 def grpo_samples(config: RunConfig) -> Iterator[Mistake]:
@@ -153,43 +123,6 @@ def grpo_reference(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path="grpo.kl_weight", found=found, wanted="model.sharding: none", remedy="set grpo.kl_weight: 0")
 
 
-def grpo_mix(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo.sft_weight` and `grpo.matching_weight` mix within a step; with the section `stage2_ab` Channel-A is the
-    teacher forcing, and Channel-B has one segment per rollout (R37)."""
-    if config.custom.trainer_variant != "grpo" or config.stage2_ab is None:
-        return
-    for name, wanted, remedy in (
-        ("sft_weight", "whose Channel-A is teacher forcing", ", and lower stage2_ab.schedule.b_ratio"),
-        ("matching_weight", "whose Channel-B learns each rollout once", ", or remove stage2_ab"),
-    ):
-        if getattr(config.grpo, name):
-            yield Mistake(
-                path=f"grpo.{name}",
-                found=given(config.grpo, name),
-                wanted=f"0 with the section stage2_ab, {wanted}",
-                remedy=f"set grpo.{name}: 0{remedy}",
-            )
-
-
-def grpo_refills(config: RunConfig) -> Iterator[Mistake]:
-    """`grpo.max_refills` needs `training.max_steps`, and goes neither with `stage2_ab`, whose steps are shares of an
-    epoch, nor with a `rollout_buffer`, whose windows have a fixed size (R37)."""
-    if config.custom.trainer_variant != "grpo" or not config.grpo.max_refills:
-        return
-    path, found, off = "grpo.max_refills", given(config.grpo, "max_refills"), "set grpo.max_refills: 0"
-    buffer = config.rollout_matching.rollout_buffer
-    if config.training.max_steps is None:
-        wanted = "training.max_steps: a step takes as much data as it needs, so epochs do not tell the run's length"
-        remedy = f"replace training.num_train_epochs, or {off}"
-        yield Mistake(path="training.max_steps", found="no number of steps", wanted=wanted, remedy=remedy)
-    if config.stage2_ab is not None:
-        wanted = "0 with the section stage2_ab, whose steps are fixed shares of an epoch"
-        yield Mistake(path=path, found=found, wanted=wanted, remedy=f"{off}, or remove stage2_ab")
-    if buffer is not None and buffer.enabled and buffer.m_steps > 1:
-        wanted = "0 with a rollout_buffer, which learns the same micro-batches again"
-        yield Mistake(path=path, found=found, wanted=wanted, remedy=f"{off}, or {ROLLOUT}.rollout_buffer: null")
-
-
 RULES: tuple[Rule, ...] = (
     grpo_has_a_use,
     grpo_credit,
@@ -197,6 +130,4 @@ RULES: tuple[Rule, ...] = (
     grpo_whole_step,
     grpo_samples,
     grpo_reference,
-    grpo_mix,
-    grpo_refills,
 )

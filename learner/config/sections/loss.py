@@ -77,8 +77,11 @@ def preset_advice(config: RunConfig) -> str | None:
     """Say in one line when to take the other preset; None if the run does not learn matched rollouts of detection, or
     if keys of its own decide."""
     loss, variant = config.loss, config.custom.trainer_variant
-    matches = variant in ("rollout_matching_sft", "stage2_ab_training") or bool(config.grpo.matching_weight)
-    if not matches or config.task.type != "detection" or loss.function is not None:
+    if (
+        variant not in ("rollout_matching_sft", "stage2_ab_training")
+        or config.task.type != "detection"
+        or loss.function is not None
+    ):
         return None
     chosen = RECOMMENDED if loss.preset == "recommended" else {name: _default(name) for name in RECOMMENDED}
     if any(getattr(loss, name) != value for name, value in chosen.items()):

@@ -630,11 +630,6 @@ def test_r37_grpo_may_be_a_channel_of_stage2() -> None:
     valid(minimal(), {**GRPO_STAGE2, f"{ASYNC}.enabled": True, f"{ASYNC}.queue_limit": 8})
     missing = {key: value for key, value in GRPO_STAGE2.items() if key != "training.effective_batch_size"}
     assert only_mistake(minimal(), missing).path == "training.effective_batch_size"
-    mixed = only_mistake(minimal(), {**GRPO_STAGE2, "grpo.sft_weight": 0.5})
-    assert mixed.path == "grpo.sft_weight"
-    assert "b_ratio" in mixed.remedy
-    assert only_mistake(minimal(), {**GRPO_STAGE2, "grpo.matching_weight": 0.5}).path == "grpo.matching_weight"
-    valid(minimal(), {**GRPO, "grpo.sft_weight": 0.5, "grpo.matching_weight": 0.5})
 
 
 def test_d21_advantage_batch_knows_the_whole_step_first() -> None:
@@ -643,8 +638,6 @@ def test_d21_advantage_batch_knows_the_whole_step_first() -> None:
     valid(minimal(), {**GRPO_STAGE2, **batch, **COLOCATE})  # nothing overlaps, so no servers are needed
     ahead = {**GRPO_STAGE2, **batch, f"{ASYNC}.enabled": True, f"{ASYNC}.queue_limit": 8}
     assert only_mistake(minimal(), ahead).path == f"{ASYNC}.enabled"
-    refilled = {**GRPO, **batch, "grpo.max_refills": 2}
-    assert only_mistake(minimal(), refilled).path == "grpo.max_refills"
 
 
 def test_r37_stage2_with_grpo_has_the_rules_of_stage2() -> None:
@@ -682,17 +675,3 @@ def test_all_mistakes_at_once() -> None:
         f"{SERVER}.servers",
         "stage2_ab.schedule.b_ratio",
     }
-
-
-def test_r37_refills_need_steps_that_may_grow() -> None:
-    refilled = {**GRPO, "grpo.max_refills": 2}
-    valid(minimal(), refilled)
-    for backend in (COLOCATE, HF):
-        valid(minimal(), {**refilled, **backend})
-    epochs = {**refilled, "training.max_steps": None, "training.num_train_epochs": 2}
-    assert only_mistake(minimal(), epochs).path == "training.max_steps"
-    stage2_too = {**GRPO_STAGE2, "grpo.max_refills": 2}
-    for more in ({}, {f"{ASYNC}.enabled": True}):
-        assert only_mistake(minimal(), {**stage2_too, **more}).path == "grpo.max_refills"
-    buffer = {f"{ROLLOUT}.rollout_buffer": {"enabled": True, "m_steps": 2}}
-    assert only_mistake(minimal(), {**refilled, **buffer}).path == "grpo.max_refills"

@@ -76,18 +76,11 @@ def test_steps_and_epochs_follow_from_each_other(tmp_path: Path) -> None:
     assert length_report(*run_of({**folder, **EPOCHS}), 10)["length"] == {
         "steps": 6,
         "epochs": 2.0,
-        "epochs_are_about": False,
     }
     config, plan = run_of(folder)
     assert length_report(config, plan, 16)["length"]["epochs"] == 2.5
     assert "10 steps" in words(config, plan, 16)[0]
     assert "about 2.5 epochs" in words(config, plan, 16)[0]
-
-
-def test_replaced_groups_make_the_epochs_uncertain() -> None:
-    config, plan = run_of({**GROUPS, "grpo.max_refills": 2})
-    assert length_report(config, plan, 4)["length"]["epochs_are_about"]
-    assert "about 5 epochs" in words(config, plan, 4)[0]
 
 
 def test_time_is_known_only_from_an_earlier_run(tmp_path: Path) -> None:

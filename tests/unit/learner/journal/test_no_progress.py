@@ -30,7 +30,7 @@ def step(metrics: dict[str, float]) -> StepResult:
         loss=0.0,
         grad_norm=0.0,
         learning_rate=0.0,
-        num_segments=4 + int(metrics.get("grpo/taught", 0)),
+        num_segments=4,
         num_rows=1,
         num_tokens=1,
         num_supervised=1,
@@ -48,7 +48,6 @@ def warned_at(*steps: dict[str, float]) -> list[int]:
     ("metrics", "after", "remedy"),
     [
         (UNREAD, STEPS_WITHOUT_ANSWERS, "max_new_tokens"),
-        ({**UNREAD, "grpo/taught": 2.0}, STEPS_WITHOUT_ANSWERS, "max_new_tokens"),
         (WRONG, STEPS_WITHOUT_ANSWERS, "iou_threshold"),
         (FIELDS_WRONG, STEPS_WITHOUT_ANSWERS, "iou_threshold"),
         (UNPAID, STEPS_WITHOUT_SIGNAL, "reward.weights"),

@@ -4,7 +4,6 @@ sources."""
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +15,7 @@ from learner.config.sections.task import TaskConfig
 from learner.journal.log import PhaseClock
 from learner.records import DetectionObject, EncodedPrompt, Rollout, Sample, Segment
 from learner.rollout.backend import MicroStep
-from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource, silent
+from learner.steps.segments import GroundTruthSource, RolloutSource, SegmentSource
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards
 from shared.errors import PromptMismatchError
@@ -128,14 +127,3 @@ def test_nothing_in_nothing_out() -> None:
     """A rank without samples at an epoch's end still asks, with nothing: backends may count calls."""
     source = rollout_source(Answers([], []))
     assert segments_in(source, [], []) == []
-
-
-def test_a_silent_segment_costs_one_token_and_keeps_its_counts() -> None:
-    """No loss and no weight of it may be left, and all its arrays have one length."""
-    whole = replace(segments(GroundTruthSource(TASK, loss=LossConfig()))[0], stats={"matched": 2.0})
-    found = silent(whole)
-    assert found.input_ids.tolist() == [whole.input_ids[whole.prompt_length - 1]]
-    assert found.labels.tolist() == [IGNORED]
-    assert found.loss_weights.tolist() == [0.0]
-    assert (found.prompt_length, found.policy, found.vision) == (1, None, None)
-    assert (found.sample_id, found.stats) == (whole.sample_id, whole.stats)

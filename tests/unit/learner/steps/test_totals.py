@@ -11,7 +11,6 @@ from learner.data.batches import Shortfall
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
 from learner.records import PackedRow, Segment, StepResult
-from learner.steps.groups import TAUGHT
 from learner.steps.totals import StepTotals
 from tests.unit.learner.trainer_world import Meeting, ThreadRanks
 
@@ -104,8 +103,7 @@ def test_ranks_that_saw_different_things_get_the_same_sums() -> None:
 
 
 def test_a_short_last_step_makes_as_much_of_an_update_as_it_has_samples() -> None:
-    """Segments that are taught beside the rollouts of a sample are no samples."""
-    totals = StepTotals(counts={"segments": 6.0, TAUGHT: 2.0})
+    totals = StepTotals(counts={"segments": 4.0})
     assert totals.share_of(None) == 1.0
     assert totals.share_of(Shortfall(size=4, whole=16)) == 0.25
     assert totals.share_of(Shortfall(size=4, whole=2)) == 1.0
