@@ -2,8 +2,9 @@
 
 One real server and one learner that runs ahead, with the defaults of `async_actor_learner` and a tiny model with random
 weights, so every answer has the same length. The server runs for a third of the time and answers one request after the
-other: a step's share takes four calls and about three steps' time. In turn: `b_ratio` 0.75 and 1, each with 3 steps an
-epoch. Out: FILE, with each step's channel, rollouts made and learned, and how many steps a share's rollouts take.
+other: a step's share takes four calls and about three steps' time. On GPUs the server is not held: a step is short
+there. With two GPUs server and learner have one each. In turn: `b_ratio` 0.75 and 1, each with 3 steps an epoch.
+Out: FILE, with each step's channel, rollouts made and learned, and how many steps a share's rollouts take.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
+import torch
 import typer
 
 from bench.figures import circumstances
@@ -29,7 +31,6 @@ from shared.errors import ProjectError
 
 B_RATIOS = (0.75, 1.0)
 SAMPLES, STEPS_PER_EPOCH, STEPS = 4, 3, 26
-DECODING = {"temperature": 1.0, "max_new_tokens": 96}
 _LIMIT_S = 480.0
 
 
@@ -58,15 +59,20 @@ def figures(run_dir: Path) -> dict[str, Any]:
     }
 
 
-def main(out: Annotated[Path, typer.Option(help="Result file.")]) -> None:
+def main(
+    out: Annotated[Path, typer.Option(help="Result file.")],
+    tokens: Annotated[int, typer.Option(min=1, help="Of an answer.")] = 96,
+) -> None:
     """Run the cases, one after the other, by one server."""
+    gpus = list(range(torch.cuda.device_count()))
     rows: dict[str, dict[str, Any]] = {}
     with tempfile.TemporaryDirectory(prefix="late-") as scratch, supervised() as processes:
         folder = Path(scratch)
         model, data = vision_model(folder, "tiny"), folder / "data"
         build(Build(train=STEPS_PER_EPOCH * SAMPLES, val=1, test=1), data)
-        settings = {"model": str(model), "allowed_image_roots": [str(data)], "enforce_eager": True, "cpu_threads": 1}
-        server = serve(processes, folder, "server", settings)
+        settings = {"model": str(model), "allowed_image_roots": [str(data)], "enforce_eager": True}
+        settings |= {"gpu_memory_utilization": 0.3} if gpus else {"cpu_threads": 1}
+        server = serve(processes, folder, "server", settings, devices=gpus[:1])
         for b_ratio in B_RATIOS:
             name = f"b_ratio {b_ratio:g}"
             config = learner_config(
@@ -77,16 +83,21 @@ def main(out: Annotated[Path, typer.Option(help="Result file.")]) -> None:
                 batch_size=SAMPLES,
                 per_device=1,
                 variant="stage2_ab_training",
-                matching={"decode_batch_size": 1, "decoding": DECODING, "vllm": served_by(server)},
+                matching={
+                    "decode_batch_size": 1,
+                    "decoding": {"temperature": 1.0, "max_new_tokens": tokens},
+                    "vllm": served_by(server),
+                },
                 training={"learning_rate": 1.0e-5},
                 logging={"trackers": [], "progress_bar": False},
                 stage2_ab={"schedule": {"b_ratio": b_ratio}, "async_actor_learner": {"enabled": True}},
                 global_max_length=1024,
             )
-            learner = start_learner(processes, folder, name, config, ranks=None, prefix=("env", "OMP_NUM_THREADS=1"))
+            one_thread = () if gpus else ("env", "OMP_NUM_THREADS=1")
+            learner = start_learner(processes, folder, name, config, ranks=None, devices=gpus[-1:], prefix=one_thread)
             error = {}
             try:
-                learner.wait(_LIMIT_S, until=partial(slow_down, server.pid))
+                learner.wait(_LIMIT_S, until=None if gpus else partial(slow_down, server.pid))
             except ProjectError:
                 error = {"error": last_words(learner.log, 4)}
             rows[name] = figures(learner.run_dir) | error

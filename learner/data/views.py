@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import io
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -75,6 +76,16 @@ def sent_images(sample: Sample, images: Images) -> list[str]:
     if sample.view is None:
         return list(sample.images)
     return [_data_url(render(sample.view, sample.images[0], images), "PNG")]
+
+
+def with_small_images(sample: Sample, images: Images, side: int) -> Sample:
+    """Return the sample with images of at most `side` pixels a side, in the sample itself. Raises MediaError."""
+    pictures = [one.resize((min(one.width, side), min(one.height, side))) for one in open_images(sample, images)]
+    if not pictures:
+        return sample
+    urls = tuple(_data_url(picture, "PNG") for picture in pictures)
+    sizes = tuple(picture.size for picture in pictures) if sample.sizes else ()
+    return replace(sample, images=urls, width=pictures[0].width, height=pictures[0].height, view=None, sizes=sizes)
 
 
 def shown_images(sample: Sample) -> list[str]:

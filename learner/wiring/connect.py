@@ -17,6 +17,7 @@ from learner.config.modes import sync_mode
 from learner.config.plan import tensor_parallel_size
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import LossConfig
+from learner.data.views import with_small_images
 from learner.extensions import Task
 from learner.policy.canary_scores import CanaryScorer
 from learner.policy.load import Policy
@@ -41,6 +42,7 @@ from shared.checkpoint import signature
 
 Backend = ServerBackend | ColocateBackend | HfBackend
 ALONE = Ranks()  # one process
+_CANARY_SIDE, _CANARY_TOKENS = 256, 128  # pixels; of an answer. Two prompts fit into one CUDA graph of an engine
 
 
 def connect_backend(
@@ -206,10 +208,11 @@ def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence
 
 def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
     """Return the ground truth of a training sample: fixed, and with its image, so that the vision tower is checked
-    too."""
+    too. Servers stand still while they score it, so the image is small and a long answer is cut."""
     target = task.ground_truth(sample, LossConfig())
+    small = with_small_images(sample, policy.encoder.images, _CANARY_SIDE)
     return CanaryItem(
-        sample=sample,
-        prompt=policy.encoder.encode(sample),
-        response_token_ids=tuple(int(token) for token in target.token_ids),
+        sample=small,
+        prompt=policy.encoder.encode(small),
+        response_token_ids=tuple(int(token) for token in target.token_ids[:_CANARY_TOKENS]),
     )

@@ -21,7 +21,7 @@ from learner.config.schema import RunConfig
 from learner.config.sections.augment import AugmentConfig, stays_upright
 from learner.data.augment import Augmenter, augmented, moved, placed
 from learner.data.batches import Batches
-from learner.data.views import open_images, render, shown_images
+from learner.data.views import open_images, render, shown_images, with_small_images
 from learner.records import DetectionObject, EncodedPrompt, GeometryKind, Sample, View
 from learner.rollout.requests import infer_request, sent_pictures
 from learner.tasks.detection.bins import bounding_box, to_bins, to_pixels
@@ -305,6 +305,20 @@ def test_servers_get_the_pixels_that_are_learned(scenes: list[Sample]) -> None:
         assert IMAGES.load(str(request.images[0])).tobytes() == wanted.tobytes()
     assert requests[3].images == list(scenes[3].images)
     assert len({request.uuid for request in requests}) == 4
+
+
+@pytest.mark.parametrize(("side", "wanted"), [(64, (64, 64)), (150, (150, HEIGHT)), (999, (WIDTH, HEIGHT))])
+def test_small_images_travel_in_the_sample(scenes: list[Sample], side: int, wanted: tuple[int, int]) -> None:
+    turned = Augmenter(scenes, config_of(horizontal_flip=1.0), seed=1)(0, 0)
+    for sample in (scenes[0], turned):
+        small = with_small_images(sample, IMAGES, side)
+        (picture,) = open_images(small, IMAGES)
+        assert picture.size == (small.width, small.height) == wanted
+        assert infer_request(small).images == list(small.images)
+        (whole,) = open_images(sample, IMAGES)
+        assert picture.tobytes() == whole.resize(wanted).tobytes()
+    text = replace(scenes[0], images=(), width=0, height=0)
+    assert with_small_images(text, IMAGES, side) == text
 
 
 def test_logs_show_the_picture_that_the_model_saw(scenes: list[Sample]) -> None:
