@@ -36,7 +36,7 @@ from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
 
 _FOLDER = "rs-"
-_LONGEST_FOLDER = 55  # two random names follow, and the path of a Unix socket has at most 107 characters
+_LONGEST_FOLDER = 55  # max characters: with two random names, a Unix socket's path has at most 107
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -64,14 +64,14 @@ def serve(
         check_compiler(os.environ)
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))
-            typer.echo("ready", err=True)  # as the learner's check says it
+            typer.echo("ready", err=True)  # the learner's check prints the same word
             return
         code = _serve(config, token, os.environ.get(SERVER_ID_VARIABLE, ""))
     except ProjectError as error:
         _fail(error)
     except (ImportError, OSError) as error:
         _fail(missing_package(error) or error)
-    # The engine's processes are gone. vLLM's threads would keep this one for many seconds more.
+    # The engine's processes have ended. vLLM's threads would delay a normal exit by many seconds.
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
@@ -85,7 +85,7 @@ def _fail(error: Exception) -> NoReturn:
 
 
 def resolved(config: ServerConfig) -> dict[str, object]:
-    """Return every key with its value, and the values derived from them."""
+    """Return the value of every configuration key and derived property, with secrets masked."""
     derived = {"base_url": config.base_url, "group_host": config.group_host, "world_size": config.world_size}
     values: dict[str, object] = masked_in({**shown(config), **derived})
     return values
@@ -93,8 +93,8 @@ def resolved(config: ServerConfig) -> dict[str, object]:
 
 def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     folder = _temporary_folder()
-    listener = _bind(config)  # binds before the engine, which takes long to start
-    os.register_at_fork(after_in_child=listener.close)  # the port is free once this process is gone
+    listener = _bind(config)  # before the engine's long start, so a port in use is reported at once
+    os.register_at_fork(after_in_child=listener.close)  # forked processes must not keep the port
     console = _console(config)
     _prepare_environment(config)
     # These handlers hold until uvicorn takes over. SystemExit lets vLLM clean up.
@@ -105,10 +105,10 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     from rollout_server.engine import VllmEngine
 
     print(f"[rollout_server] loading {masked(config.model)}", file=console, flush=True)
-    # A terminal sends SIGHUP to the engine's processes too, which have calls to answer.
+    # A closed terminal sends SIGHUP to all its processes. The engine's must ignore it until running calls have ended.
     with held_back(signal.SIGHUP):
         engine = VllmEngine(config)
-    # Their semaphores stay in shared memory if they are killed.
+    # If these processes are killed, the next server removes their semaphores from shared memory.
     note_processes(folder, {os.getpid(), *descendants(os.getpid())})
     try:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))
@@ -120,10 +120,10 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
 
 def _temporary_folder() -> str:
     """Make the folder for all temporary files of this server's processes, such as the sockets of vLLM's processes and
-    torch's files for its groups. Those leave their files behind. The folder is removed at any end; after SIGKILL by the
-    next server that starts."""
+    torch's files for its groups, which vLLM and torch do not delete. The folder is removed when the server ends; after
+    SIGKILL the next server that starts removes it."""
     around = "/tmp" if len(tempfile.gettempdir()) > _LONGEST_FOLDER else tempfile.gettempdir()
-    # Torch's compiled programs outlive the server. Torch's own folder for them is one that another user can make first.
+    # Compiled programs are kept for later servers. Torch's default folder is unsafe: another user can create it first.
     if not os.environ.get("TORCHINDUCTOR_CACHE_DIR"):
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(cache_folder(os.environ, "rollout-server"))
     folder = locked_folder(_FOLDER, Path(around), leave=remove_semaphores)
@@ -134,7 +134,7 @@ def _temporary_folder() -> str:
 def _bind(config: ServerConfig) -> socket.socket:
     try:
         family = socket.getaddrinfo(config.host, config.port, type=socket.SOCK_STREAM)[0][0]
-        # asyncio switches Nagle's algorithm off only if the protocol is named; with it replies come 40 ms late.
+        # asyncio disables Nagle's algorithm, which delays replies by 40 ms, only if the socket's protocol is named.
         listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listener.bind((config.host, config.port))
@@ -149,8 +149,8 @@ def _bind(config: ServerConfig) -> socket.socket:
 
 
 def _console(config: ServerConfig) -> TextIO:
-    """Returns the stream for our own few lines. With a log folder, everything else, vLLM's processes included, goes
-    into a file."""
+    """Return the stream for the server's own few lines. With `log_dir`, all other output, vLLM's included, goes into a
+    file."""
     if config.log_dir is None:
         return sys.stderr
     config.log_dir.mkdir(parents=True, exist_ok=True)
@@ -162,24 +162,23 @@ def _console(config: ServerConfig) -> TextIO:
 
 
 def _prepare_environment(config: ServerConfig) -> None:
-    """vLLM takes these as variables only. Variables that the user has set stay."""
+    """Set the options that vLLM reads only from the environment. Variables that the user has set stay."""
     settings = {
         "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
         "VLLM_NO_USAGE_STATS": "1",
-        # The workers' own groups: all workers are on this machine. By default gloo listens at the address that the
-        # machine's name stands for, and takes connections from anybody.
+        # All workers are on this machine. By default their gloo groups would listen at the address of the machine's
+        # name, and accept connections from anybody.
         "GLOO_SOCKET_IFNAME": "lo",
         "VLLM_HOST_IP": "127.0.0.1",
-        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves; they are killed then
+        "VLLM_WORKER_SHUTDOWN_TIMEOUT_SECONDS": "1",  # CPU workers never end by themselves: kill them after 1 s
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
         **FEW_SHAPES,
     }
-    if "kv_cache_memory_bytes" not in config.engine_args:  # the variable would win
+    if "kv_cache_memory_bytes" not in config.engine_args:  # the variable would override it
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
     if config.cpu_threads is not None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
-        # A value of the user's own stays.
         os.environ.setdefault(name, value)
     os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
 

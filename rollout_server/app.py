@@ -3,9 +3,9 @@
 Every endpoint answers at `/x/` and `/x`, below the configured prefix. An error is an `ErrorBody` with the error's HTTP
 status. If the caller hangs up, its call is cancelled. The layers around the routes are plain ASGI and buffer nothing.
 
-`/infer/` answers a JSON list in request order. With `Accept: application/x-ndjson` it answers one line per request, as
-each ends (`AnswerLine`). The status is sent with the first line, so what fails before it is an ordinary error. What
-fails later is the last line.
+`/infer/` answers a JSON list in request order. With `Accept: application/x-ndjson` it sends one `AnswerLine` per
+request, as soon as the request ends. The HTTP status is sent with the first line. So an earlier failure is an ordinary
+error, and a later one becomes the last line.
 
 `/v1/` is OpenAI's API (`openai_api.py`), for other clients. FastAPI describes all of it at `/openapi.json`.
 """
@@ -67,9 +67,9 @@ T = TypeVar("T")
 
 JSON, EVENTS = "application/json", "text/event-stream"
 _AS_OPENAI = "as OpenAI's; an error is an `OpenAIError`"
-_OPEN = ("/health", "/ready")  # probes hold no token; these two say alive or ready, and which start of the server it is
+_OPEN = ("/health", "/ready")  # no token needed: they tell a probe the state and the server's id only
 
-# The examples of the API's description.
+# Examples for the OpenAPI document.
 _PROMPT = RolloutInferRequest(
     messages=[Message(role="user", content="<image>Detect every digit.")], images=["/data/images/1.png"], uuid="1"
 )
@@ -95,12 +95,12 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
         version="1",
         description="Every path also answers without its last slash.",
         openapi_url=f"{config.url_prefix}/openapi.json",
-        docs_url=None,  # its viewer and redoc's load scripts from elsewhere
+        docs_url=None,  # the viewers of FastAPI load scripts from other hosts
         redoc_url=None,
         redirect_slashes=False,
     )
     app.state.config = config
-    # `Guard` looks at the token. This only describes it.
+    # `Guard` checks the token. This only documents it.
     guarded = [] if token is None else [Security(HTTPBearer(scheme_name="token"))]
     probes = _router(config.url_prefix, _Route, ErrorBody, [])
     _add_probes(probes, service)
@@ -130,8 +130,8 @@ _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 
 def _with_whole_bounds(schema: Any) -> Any:
-    """Return the document with whole bounds as integers: FastAPI makes them floats, and 2**63 as a float's digits is a
-    larger number."""
+    """Return the OpenAPI document with whole-number bounds as integers. FastAPI makes them floats, whose digits round
+    2**63 up."""
     if isinstance(schema, list):
         return [_with_whole_bounds(value) for value in schema]
     if not isinstance(schema, dict):
@@ -155,8 +155,8 @@ def _openai_error(error: ProjectError) -> Response:
 
 
 class _Route(APIRoute):
-    """A route whose body, the handler's argument `call`, is read by `read_body`: in turns, within the server's limits.
-    FastAPI only describes it. The first paragraph of the handler's docstring is its summary."""
+    """A route whose body, the handler's argument `call`, is read by `read_body` within the server's limits. FastAPI
+    only documents the body. The first paragraph of the handler's docstring is the route's summary."""
 
     on_error: Callable[[ProjectError], Response] = staticmethod(error_response)
 
@@ -184,13 +184,13 @@ class _OpenAIRoute(_Route):
 
 
 def _takes(example: BaseModel) -> dict[str, object]:
-    """Return what the description of a call adds to its type."""
+    """Return the OpenAPI fields that add an example of the request body."""
     content = {JSON: {"example": example.model_dump(mode="json", exclude_unset=True)}}
     return {"requestBody": {"content": content}}
 
 
 def _answers(example: object, others: Mapping[str, object] | None = None) -> dict[int | str, dict[str, Any]]:
-    """Return what the description of a success adds to its type. `others`: its other forms, by media type."""
+    """Return the OpenAPI fields that add an example of the 200 response. `others`: its other media types."""
     return {200: {"content": {JSON: {"example": to_jsonable_python(example)}, **(others or {})}}}
 
 
@@ -221,7 +221,7 @@ def _add_probes(router: APIRouter, service: RolloutService) -> None:
 
 
 def _add_state_routes(router: APIRouter, service: RolloutService) -> None:
-    """Add the routes of what the server is and does."""
+    """Add the routes that report the server's state."""
 
     @router.get("/status/", response_model=ServerStatus)
     async def status(request: Request) -> Response:
@@ -240,9 +240,9 @@ def _add_state_routes(router: APIRouter, service: RolloutService) -> None:
 
 
 def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
-    """Add the routes of what the served weights answer, and of how they score answers."""
+    """Add the routes that generate and score answers with the served weights."""
     line = AnswerLine.model_json_schema(mode="serialization", ref_template=REF_TEMPLATE)
-    del line["$defs"]  # they are those of the JSON answer
+    del line["$defs"]  # the JSON answer documents the same types
 
     @router.post(
         "/infer/",
@@ -283,7 +283,7 @@ def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
 
 
 def _add_sync_routes(router: APIRouter, service: RolloutService) -> None:
-    """Add the routes of new weights: a learner's group, and the updates that it sends."""
+    """Add the routes for weight syncs: the learner's group and its updates."""
 
     @router.post(
         "/init_communicator/",
@@ -324,7 +324,7 @@ def _add_sync_routes(router: APIRouter, service: RolloutService) -> None:
 
 
 def _add_openai_routes(router: APIRouter, service: RolloutService) -> None:
-    """Add other clients' calls. Errors are in OpenAI's form."""
+    """Add OpenAI's routes, for clients other than the learner. Errors have OpenAI's format."""
     events: dict[int | str, dict[str, Any]] = {200: {"content": {EVENTS: {}}}}
 
     async def complete(request: Request, call: OpenAICall) -> Response:
@@ -369,7 +369,7 @@ def _add_openai_routes(router: APIRouter, service: RolloutService) -> None:
 
 
 async def _openai_events(events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
-    """Raises what fails before the first event; what fails later is the last one."""
+    """Yield the events. An error before the first event is raised; a later error becomes the last event."""
     began = False
     async with aclosing(events):
         try:
@@ -414,7 +414,7 @@ async def _while_connected(request: Request, call: Coroutine[object, None, T]) -
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
             working.cancel()
-            # The call gives its place in the gate back before this one ends.
+            # Wait until the cancelled call has left the gate.
             await asyncio.wait({working})
         if working.cancelled():
             raise hung_up()
@@ -430,7 +430,7 @@ async def _hung_up(request: Request) -> None:
 
 
 async def _answer_lines(answers: AsyncGenerator[tuple[int, bytes]]) -> AsyncGenerator[bytes]:
-    """Yield each answer as a line. Raises what fails before the first one; what fails later is the last line."""
+    """Yield each answer as a line. An error before the first line is raised; a later error becomes the last line."""
     began = False
     async with aclosing(answers):
         try:
@@ -452,12 +452,12 @@ def _as_project_error(path: str, error: Exception) -> ProjectError:
 
 
 async def _first(lines: AsyncGenerator[bytes]) -> bytes:
-    """Return the first line; nothing if the call has no requests."""
+    """Return the first line, or b"" if the call has no requests."""
     return await anext(lines, b"")
 
 
 class AnswerStream(StreamingResponse):
-    """`first`, then the rest of `lines`. If the caller hangs up, the lines that are left are given up at once."""
+    """Sends `first`, then `lines`. If the caller hangs up, the remaining lines are cancelled at once."""
 
     def __init__(self, first: bytes, lines: AsyncGenerator[bytes], media_type: str = NDJSON) -> None:
         super().__init__(lines, media_type=media_type)

@@ -1,7 +1,7 @@
-"""Bodies of calls as models of `shared/wire.py`.
+"""Request bodies parsed into models of `shared/wire.py`.
 
-What is too much is counted before a model is built. Large bodies are built item by item, and others get their turn on
-the event loop in between.
+A body's items are counted before a model is built, and too many are refused. Large bodies are built item by item, so
+that other tasks can run on the event loop in between.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from shared.errors import RequestError
 from shared.wire import MAX_PARTS, ContentPart, Message
 
 Body = TypeVar("Body", bound=BaseModel)
-_MAX_FIELDS = 256  # one JSON object's; no right body has so many
+_MAX_FIELDS = 256  # max fields of one JSON object; valid bodies have fewer
 _PARTS = (Message, ContentPart)
-_FEW_OBJECTS = 1000  # are built in one go, in about 10 ms
+_FEW_OBJECTS = 1000  # up to so many are built without a pause, in about 10 ms
 _TURN_S = 0.02
-_MAX_ESCAPES = 4_000_000  # 30 ns each, in which nobody else gets a turn
-_MAX_OBJECTS = 150_000  # one body's, lists included; an update of 60,000 tensors has 120,000
+_MAX_ESCAPES = 4_000_000  # max in one body; each blocks the event loop for 30 ns
+_MAX_OBJECTS = 150_000  # max objects and lists in one body; an update of 60,000 tensors has 120,000
 
 
 async def read_body(request: Request, model: type[Body]) -> Body:
-    """Raises RequestError, which names the wrong fields."""
+    """Return the request's body as a `model`. Raises RequestError, which names the wrong fields."""
     try:
         chunks = [chunk async for chunk in request.stream()]
     except ClientDisconnect:
@@ -62,11 +62,11 @@ async def read_body(request: Request, model: type[Body]) -> Body:
 
 
 class _WrongError(Exception):
-    """Wrong fields by name."""
+    """The body has wrong fields; the message names them."""
 
 
 class _Turns:
-    """Lets others run on the event loop, every few milliseconds."""
+    """Lets other tasks run on the event loop, every few milliseconds."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -78,7 +78,7 @@ class _Turns:
 
 
 def _check_number(value: object, config: ServerConfig) -> None:
-    """Raises RequestError (413). To understand too many requests takes much longer than to count them."""
+    """Raises RequestError (413) if the body has too many requests. Counting is much faster than building them."""
     for field in ("infer_requests", "items", "prompt"):
         items = value.get(field) if isinstance(value, dict) else None
         if isinstance(items, list) and not (field == "prompt" and items and isinstance(items[0], int)):
@@ -100,8 +100,8 @@ def _check_tools(path: str, value: object) -> None:
 
 
 async def _num_objects(value: object, turns: _Turns) -> int:
-    """Objects and lists in it. Raises ValueError if there are too many, or too many fields: both cost far more than
-    their bytes."""
+    """Return the number of objects and lists in `value`. Raises ValueError if there are too many, or one has too many
+    fields: building them takes far more memory than their bytes."""
     todo, num_seen = [value], 0
     while todo:
         part = todo.pop()
@@ -120,7 +120,7 @@ async def _num_objects(value: object, turns: _Turns) -> int:
 
 
 def _built(model: type[Body], value: object, where: str) -> Body:
-    """Raises _WrongError."""
+    """Return `value` validated as a `model`. Raises _WrongError."""
     try:
         return model.model_validate(value)
     except ValidationError as error:
@@ -131,7 +131,7 @@ def _built(model: type[Body], value: object, where: str) -> Body:
 
 
 async def _built_in_turns(model: type[Body], value: object, where: str, turns: _Turns) -> Body:
-    """The same, with lists of objects built before the object that holds them. Raises _WrongError."""
+    """Do what `_built` does, but build lists of objects before the object that holds them. Raises _WrongError."""
     if isinstance(value, dict):
         built: dict[str, object] = {}
         for name, item in _lists(model).items():
@@ -149,7 +149,7 @@ async def _built_in_turns(model: type[Body], value: object, where: str, turns: _
 
 @functools.cache
 def _lists(model: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    """Return the model's fields that may be lists of models, and of which."""
+    """Return the item's model for each field that may be a list of models."""
     items = {name: _item_model(field.annotation) for name, field in model.model_fields.items()}
     return {name: item for name, item in items.items() if item is not None}
 

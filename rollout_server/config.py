@@ -22,13 +22,13 @@ from shared.wire import TOKEN_VARIABLE
 if TYPE_CHECKING:
     from shared.images import ImageRules
 
-_IMAGE_CACHE_BYTES = 256 << 20  # of fetched images, in memory
-Folder = Annotated[Path, Field(strict=False)]  # strict: a string would be none
+_IMAGE_CACHE_BYTES = 256 << 20  # max memory for fetched images
+Folder = Annotated[Path, Field(strict=False)]  # strict mode would refuse a string
 
-# This configuration has a key for these, or the server decides them itself.
+# Arguments of vLLM that `engine_args` may not set: another key sets them, or the server does.
 RESERVED_ENGINE_ARGS = frozenset(
     {
-        "calculate_kv_scales",  # from the first request's keys and values, so not those of later weights
+        "calculate_kv_scales",  # vLLM takes them from the first request, so they are wrong for later weights
         "data_parallel_size",
         "disable_log_stats",
         "dtype",
@@ -153,7 +153,7 @@ class ServerConfig(Section):
 
     @property
     def model_name(self) -> str:
-        """Return what clients call the model: no path of this machine."""
+        """Return the model's name for clients, which contains no path of this machine."""
         return self.served_model_name or (Path(self.model).resolve().name if Path(self.model).is_dir() else self.model)
 
     @property
@@ -182,7 +182,7 @@ class ServerConfig(Section):
         return self.base_url_for({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.host, self.host))
 
     def base_url_for(self, host: str) -> str:
-        """Return the URL under which a machine reaches the endpoints that knows this one as `host`."""
+        """Return the URL of the endpoints for a machine that reaches this one at `host`."""
         return f"http://{f'[{host}]' if ':' in host else host}:{self.port}{self.url_prefix}"
 
     @property
@@ -192,8 +192,8 @@ class ServerConfig(Section):
 
 
 def load_server_config(path: str | Path, *, has_token: bool = True, overrides: Sequence[str] = ()) -> ServerConfig:
-    """Raises ConfigErrors, which lists every mistake of the file. Without a token (ROLLOUT_SERVER_TOKEN), an address
-    that other machines can reach is one of them."""
+    """Return the configuration of a file. Raises ConfigErrors, which lists every mistake. Without a token
+    (ROLLOUT_SERVER_TOKEN), an address that other machines can reach is a mistake."""
     rules = (_check_family, _check_hosts, _check_engine_args, _check_roots)
     document = for_program(load_yaml(path, overrides=overrides), "server")
     return parse(ServerConfig, document, rules=rules if has_token else (*rules, _check_token))

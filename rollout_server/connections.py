@@ -1,15 +1,16 @@
 """Limits on a connection's time and size, before anybody knows who it is (R16).
 
 uvicorn's own connections wait for ever: for a request that never begins, for headers that come one byte at a time, for
-a caller that does not read its answer. A few hundred of them take all open files, and then not even `/health/` answers.
+a caller that does not read its answer. A few hundred such callers use up all open files, and then not even `/health/`
+answers.
 
 Invariants:
-- at most `max_connections` and SPARE are open. If one more comes, the one that has waited longest for its caller's next
-  request goes. Calls under way are at most `max_connections` (`BodyLimit`), so probes always find a place;
-- all of them together leave RESERVED_FILES of the process's open files to the rest of the server;
+- at most `max_connections` + SPARE connections are open. One more closes the connection that has waited longest for
+  its caller's next request. At most `max_connections` calls run (`BodyLimit`), so probes can always connect;
+- connections leave RESERVED_FILES of the process's open files to the rest of the server;
 - a request's headers arrive within HEADER_S of the connection, or of the first byte of a later request;
-- no more than about MAX_HEADER_BYTES of headers, or of anything else that is no body, are kept;
-- a caller that reads nothing of its answer for BODY_S is left.
+- a connection keeps at most about MAX_HEADER_BYTES of headers and of other bytes outside a body;
+- a caller that reads nothing of its answer for BODY_S is disconnected.
 """
 
 from __future__ import annotations
@@ -26,19 +27,19 @@ from rollout_server.config import ServerConfig
 from shared.errors import ConfigError
 
 SPARE = 64  # connections beyond those of calls, for probes
-ACCEPTED_AT_ONCE = 64  # asyncio accepts so many at once before any of them is counted
+ACCEPTED_AT_ONCE = 64  # max connections that asyncio accepts at once, before they are counted
 HEADER_S = 10.0  # longest time for sending a request's headers
 MAX_HEADER_BYTES = 64 << 10
-RESERVED_FILES = 256  # the engine's sockets, images, logs
-_MAX_PIPELINED = 8  # requests sent before the answer to the first one
+RESERVED_FILES = 256  # open files kept for the engine's sockets, images and logs
+_MAX_PIPELINED = 8  # max requests of one connection that wait for earlier answers
 _MIN_CONNECTIONS = 16
 
 
 def with_open_files(config: ServerConfig) -> ServerConfig:
-    """Return the configuration with `max_connections` as far as the limit on open files allows, which is raised as far
-    as it may be.
+    """Raise the process's limit on open files, and return the configuration with `max_connections` lowered to what the
+    limit allows.
 
-    Raises ConfigError if it allows hardly any.
+    Raises ConfigError if the limit allows hardly any connection.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = config.max_connections + SPARE + ACCEPTED_AT_ONCE + RESERVED_FILES
@@ -57,7 +58,7 @@ def with_open_files(config: ServerConfig) -> ServerConfig:
 
 
 class Waiting:
-    """The connections of one server, those first that have waited longest for their next request."""
+    """Counts a server's open connections, and keeps the waiting ones, the longest-waiting first."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
@@ -77,7 +78,7 @@ class Waiting:
 
 
 class Connection(HttpToolsProtocol):
-    """uvicorn's connection within these limits."""
+    """uvicorn's connection, with the limits of this module."""
 
     def __init__(
         self,
@@ -90,7 +91,7 @@ class Connection(HttpToolsProtocol):
         super().__init__(config, server_state, app_state, _loop)
         self._waiting, self._config = waiting, waiting.config
         self._num_idle_bytes = 0  # bytes since the last part of a body, or the end of the headers
-        self._in_message = False  # the end of a request has not come
+        self._in_message = False  # True until the end of the current request has come
         self._headers_ended = False
         # deadline of the headers, or of what is left of a refused body
         self._caller_due: asyncio.TimerHandle | None = None
@@ -123,7 +124,7 @@ class Connection(HttpToolsProtocol):
         self._await_caller(HEADER_S)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        if not self._headers_ended:  # a trailer comes later, and says nothing about who calls
+        if not self._headers_ended:  # trailers, which follow the body, are ignored
             super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -145,7 +146,7 @@ class Connection(HttpToolsProtocol):
         super().on_response_complete()
         if self.cycle.response_complete:  # no other request is waiting
             self._waiting.add(self)
-            if self._in_message:  # it was refused before it was read
+            if self._in_message:  # the request was refused before its whole body came
                 self._await_caller(guards.BODY_S)
 
     def pause_writing(self) -> None:

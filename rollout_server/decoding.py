@@ -1,16 +1,15 @@
-"""Images decoded in processes of their own, which can be ended (R16).
+"""Image decoding in separate processes, which can be killed (R16).
 
-Decoding runs code in C on bytes that anybody may have made: it may take minutes, or end the process that does it. In:
-image strings. Out: decoded images. `python -m rollout_server.decoding FD MAX_PIXELS` is such a process; it knows
-neither the token nor the engine, and may take a bounded amount of memory.
+Decoding runs C code on untrusted bytes: it may take minutes, or crash its process. In: image strings. Out: decoded
+images. `python -m rollout_server.decoding FD MAX_PIXELS` starts a decoding process. It has neither the token nor the
+engine, and its memory is limited.
 
 Invariants:
-- nothing is decoded before pixels times scans of all images of its request were counted, and are at most
-  MOST_COST;
-- decoded images of all calls hold at most MOST_PIXELS, each until its `PixelShare` is closed;
-- a request is decoded within DECODE_S, in which pauses of the server do not count; then, or once its
-  share is closed, its process is killed;
-- there are as many processes as threads that decode, started when they are first needed.
+- a request is decoded only if the sum of pixels times scans over its images is at most MOST_COST;
+- decoded images of all calls have at most MOST_PIXELS; an image counts until its `PixelShare` is closed;
+- a request is decoded within DECODE_S, not counting pauses of the server. After that, or when its share is closed, its
+  process is killed;
+- each thread that decodes uses one process. It is started when it is first needed.
 """
 
 from __future__ import annotations
@@ -38,20 +37,20 @@ from shared.waits import SLICE_S, Deadline
 if TYPE_CHECKING:
     from rollout_server.config import ServerConfig
 
-MOST_COST = 256_000_000  # pixels times scans of one request's images: how long they take to decode
-MOST_PIXELS = 2_000_000_000  # of the images of all running requests, 4 bytes each
+MOST_COST = 256_000_000  # max pixels times scans of one request's images: a measure of decoding time
+MOST_PIXELS = 2_000_000_000  # max pixels in the images of all running requests; a pixel takes 4 bytes
 DECODE_S = 20.0  # longest decoding of one request's images
 _HEAD = struct.Struct("<cQ")  # a kind, and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")  # Python may not start without them
 _CHUNK_BYTES = 1 << 20
-_BYTES_PER_PIXEL = 24  # the largest image's, with all copies that decoding, turning and converting make
+_BYTES_PER_PIXEL = 24  # memory for the largest image, with all copies made by decoding, rotating and converting
 _OTHER_BYTES = 1 << 30
 
 
 class PixelShare:
-    """One request's part of MOST_PIXELS. Closing it also ends the decoding."""
+    """The pixels that one request holds. Closing the share also stops the request's decoding."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -59,10 +58,10 @@ class PixelShare:
         self.closed = threading.Event()
 
     def take(self, num_pixels: int) -> None:
-        """Waits until there is room. Raises ServerBusyError, RequestError if it was closed."""
+        """Wait until `num_pixels` more are free. Raises ServerBusyError after a time, RequestError if it is closed."""
         self._budget.take(num_pixels, self.closed)
         self._num_pixels += num_pixels
-        if self.closed.is_set():  # meanwhile
+        if self.closed.is_set():  # closed during the wait
             self.close()
 
     def close(self) -> None:
@@ -72,7 +71,7 @@ class PixelShare:
 
 
 class Budget:
-    """Pixels that all decoded images hold together."""
+    """Counts the pixels of all decoded images, and makes calls wait above `most`."""
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self._most, self._timeout_s = most, timeout_s
@@ -101,7 +100,7 @@ class Budget:
 
 
 class Decoders:
-    """Reads and decodes the images of requests. Call it from threads."""
+    """Reads and decodes the images of requests. Its methods block, so call them on threads."""
 
     def __init__(self, config: ServerConfig) -> None:
         self._config = config
@@ -113,14 +112,14 @@ class Decoders:
         return PixelShare(self._budget)
 
     def load(self, sources: Sequence[str], share: PixelShare) -> list[Image.Image]:
-        """Raises MediaError, ServerBusyError, and RequestError if the share was closed."""
+        """Return the decoded images. Raises MediaError, ServerBusyError, and RequestError if `share` was closed."""
         self._check_number(len(sources))
         encoded = [(source, self._images.read(source)) for source in sources]
         deadline = Deadline(DECODE_S)
         looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, deadline)) for source, data in encoded]
         self._check_cost(sum(num_pixels * num_scans for num_pixels, num_scans in looks))
         share.take(sum(num_pixels for num_pixels, _ in looks))
-        # The wait for room does not count as decoding.
+        # The wait for free pixels does not count as decoding time.
         deadline = Deadline(DECODE_S)
         return [_image(self._ask(_DECODE, data, source, share, deadline)) for source, data in encoded]
 
@@ -172,14 +171,14 @@ class Decoders:
         try:
             yield process
         except BaseException:
-            # Its answer may still come, and would be taken for that of the next image.
+            # The process may still answer, and its late answer would be taken for the next image's.
             process.kill()
             raise
         self._idle.put(process)
 
 
 class _Process:
-    """This side of a decoding process."""
+    """The server's end of a decoding process."""
 
     def __init__(self, rules: ImageRules) -> None:
         self._link, theirs = socket.socketpair()
@@ -187,7 +186,7 @@ class _Process:
         with theirs:
             argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]
             env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
-            # It imports from where this process does; `-m` alone would look into the working directory first.
+            # The process imports from the same folders as this one. `-m` alone would search the working directory.
             folders = os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)
             env |= {"PYTHONPATH": folders, "PYTHONSAFEPATH": "1"}
             self._popen = subprocess.Popen(
@@ -195,11 +194,11 @@ class _Process:
                 pass_fds=[theirs.fileno()],
                 env=env,
                 stdin=subprocess.DEVNULL,
-                start_new_session=True,  # Ctrl-C is for the server
+                start_new_session=True,  # so that Ctrl-C reaches only the server
             )
 
     def ask(self, what: bytes, data: bytes, check: Callable[[], None]) -> tuple[bytes, bytearray]:
-        """`check` raises when it is time to give up."""
+        """Send a request, and return the kind and bytes of the answer. `check` raises when it is time to give up."""
         try:
             _send(self._link, _HEAD.pack(what, len(data)), check)
             _send(self._link, data, check)
@@ -236,7 +235,7 @@ def _send(link: socket.socket, data: bytes, check: Callable[[], None] = lambda: 
 
 
 def _receive(link: socket.socket, num_bytes: int, check: Callable[[], None] = lambda: None) -> bytearray:
-    """Return what is there is received before `check` can give up. Raises EOFError."""
+    """Return `num_bytes` bytes. Bytes that have arrived are read before `check` may raise. Raises EOFError."""
     data = bytearray(num_bytes)
     view = memoryview(data)
     while view:
@@ -259,9 +258,9 @@ def _image(answer: bytearray) -> Image.Image:
 
 
 def work(link: socket.socket, max_pixels: int) -> None:
-    """Answer until the other side is gone."""
+    """Answer requests until the server closes the link."""
     limit = _OTHER_BYTES + _BYTES_PER_PIXEL * max_pixels
-    # No image may take the machine's memory, or leave a core dump when it ends this process.
+    # An image may not use up the machine's memory, nor leave a core dump if it crashes this process.
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     images = Images(ImageRules(roots=(), max_pixels=max_pixels, keys="the server's "))

@@ -63,9 +63,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
-END_S = 12.0  # of the engine's processes: containers have 15 s beyond `shutdown_timeout_s`
-_MOST_HELD_S = 1.0  # that the engine waits for the last request of those that share a step
-_MOST_CAPTURED, _CAPTURED_EVERY = 512, 64  # tokens of a step that has CUDA graphs
+END_S = 12.0  # longest end of the engine's processes; containers allow 15 s beyond `shutdown_timeout_s`
+_MOST_HELD_S = 1.0  # longest pause of the engine while requests that share a step are sent
+_MOST_CAPTURED, _CAPTURED_EVERY = 512, 64  # largest captured step, and spacing of the sizes above vLLM's; in tokens
 _GRAPH_ARGS = {
     "compilation_config",
     "cudagraph_capture_sizes",
@@ -80,20 +80,20 @@ class WorkerReply(WireModel):
 
     error: ErrorBody | None = None
     done: bool = True  # the join, or the update, has ended
-    runs_meanwhile: bool = False  # the model can run while it is loaded
-    num_tensors: int = 0  # loaded by the whole update
+    runs_meanwhile: bool = False  # the model can run while weights are loaded
+    num_tensors: int = 0  # tensors loaded by the whole update
     weights: str = ""  # a digest of all that was loaded, the same on every worker of every server
     num_strangers: int = 0  # connections dropped at the group's port since the worker started
 
 
 class Engine(Protocol):
-    """All that the rest of the server knows about vLLM; tests bring a fake."""
+    """The interface to vLLM for the rest of the server; tests use a fake engine."""
 
     model: str
     dtype: str
     architecture: dict[str, str]
     gpus: list[str]  # the workers' GPUs, by UUID; [] on CPU
-    weights: str  # a digest of the checkpoint's
+    weights: str  # a digest of the checkpoint's weights
     vocab_size: int
     max_model_len: int
 
@@ -118,8 +118,8 @@ class Engine(Protocol):
 
 
 async def score(engine: Engine, items: Sequence[ScoreItem], ver: int, *, through_cache: bool = False) -> ScoreReply:
-    """Log-probabilities of given answers, for `/score/` and the canary, `through_cache` too. Raises what `Engine.score`
-    raises."""
+    """Return the log-probabilities of given answers, for `/score/` and the canary. `through_cache` and errors: as in
+    `Engine.score`."""
 
     async def one(i: int, item: ScoreItem) -> Scores:
         with named(f"items.{i}"):
@@ -137,7 +137,7 @@ async def score(engine: Engine, items: Sequence[ScoreItem], ver: int, *, through
 
 @contextlib.contextmanager
 def named(field: str) -> Iterator[None]:
-    """A refused request says where in the call it stands."""
+    """Put `field`, the request's place in the call, before the message of a RequestError."""
     try:
         yield
     except RequestError as error:
@@ -154,7 +154,7 @@ class VllmEngine:
         check_folder(self._path, key="model", allow_untested=config.allow_untested_family)
         self._renderer = Renderer(self._path, config)
         self._llm: AsyncLLM = _start(_engine_args(self._path, config), config)
-        self._processes = descendants(os.getpid())  # those that decode images start later
+        self._processes = descendants(os.getpid())  # without image decoders, which start later
         model_config = self._llm.model_config
         self.dtype = str(model_config.dtype).removeprefix("torch.")
         self.architecture = signature(model_config.hf_config.to_dict())
@@ -173,7 +173,7 @@ class VllmEngine:
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
         self._images = EngineImages(self._llm.renderer, self._threads)
         self.weights = checkpoint_digest(self._path)
-        # Objects from start-up stay anyway. Without the freeze the collector walked them again and again: 0.4 s a time.
+        # Objects made at start-up are never freed. Without the freeze each full garbage collection took 0.4 s.
         gc.collect()
         gc.freeze()
 
@@ -184,17 +184,17 @@ class VllmEngine:
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
         """Return `config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError,
         PromptTooLongError, ServerError, NotFiniteError."""
-        num_new = config.max_tokens or 1  # null: what the context has room for, if there is any
+        num_new = config.max_tokens or 1  # null: as many as fit; at least one must
         seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
             look = self._look(request, prompt)
             with self._vllm_errors():
-                answers = await gather(  # all answer one request: the first one's images are all's
+                answers = await gather(  # the responses share their images, so only the first one looks at them
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)
                 )
-        self._check_length(len(answers[0].prompt_token_ids), _MAX_TOKENS, num_new)  # images were widened
+        self._check_length(len(answers[0].prompt_token_ids), _MAX_TOKENS, num_new)  # image placeholders were expanded
         return answers
 
     async def _generation(self, prompt: Prompt, params: SamplingParams, look: Look | None) -> Generation:
@@ -203,14 +203,14 @@ class VllmEngine:
         return answer if look is None else replace(answer, pixels=await look.result())
 
     def text_of(self, token_ids: list[int]) -> str:
-        """Return what the tokens say, special ones included."""
+        """Return the text of the tokens, special tokens included."""
         return self._renderer.text_of(token_ids)
 
     async def score(
         self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
     ) -> Scores:
-        """Return the natural log-probabilities of the response after the prompt. `through_cache`: also those that the
-        prefix cache gives, if there is one. Raises what `generate` raises."""
+        """Return the natural log-probabilities of the response after the prompt. `through_cache`: also score through
+        the prefix cache, if the engine has one. Raises what `generate` raises."""
         self._check_ids(response_token_ids)
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
@@ -231,8 +231,8 @@ class VllmEngine:
         return await self._openai.models()
 
     async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]:
-        """Return the answer of vLLM's OpenAI layer by the weights of version `ver`; its events if `call.stream`. Raises
-        what `generate` raises."""
+        """Return the answer of vLLM's OpenAI layer, or its events if `call.stream`. `ver`: the version of the weights.
+        Raises what `generate` raises."""
         with contextlib.ExitStack() as stack:
             share = stack.enter_context(contextlib.closing(self._renderer.decoders.share()))
             for text in texts(call):
@@ -259,13 +259,13 @@ class VllmEngine:
         self._stalls.check()
 
     async def watch(self) -> None:
-        """Look after the engine, as long as this runs."""
+        """Watch for a stalled engine until cancelled."""
         await self._stalls.run(lambda: self._call_workers("sync_ping"), lambda: cpu_seconds(self._processes))
 
     async def _call_workers(self, method: str, *args: object) -> list[WorkerReply]:
-        """Call all workers, without a deadline in vLLM: replies of workers that are processes of their own have no
-        number, so one that is given up would be taken for the answer of the next call, or for a step's tokens. A worker
-        that is stopped stops the engine, which `StallWatch` notices."""
+        """Call all workers, without a deadline in vLLM. Replies of workers in other processes have no number, so after
+        a timeout the late reply would be taken for the next call's, or for a step's tokens. A stopped worker stops the
+        engine, which `StallWatch` notices."""
         core = self._llm.engine_core
         call = (method, None, args, None)
         if len(getattr(core, "core_engines", ())) > 1:
@@ -274,7 +274,7 @@ class VllmEngine:
         else:
             calls = [core.collective_rpc_async(*call)]
         try:
-            # The gather is shielded: vLLM cannot take a worker call back, and its answer must find the caller.
+            # The gather is shielded: vLLM cannot cancel a worker call, so its answer must still be received.
             answers = [answer for one in await asyncio.shield(asyncio.gather(*calls)) for answer in one]
         except Exception as error:
             raise SyncError(f"{method} failed in a worker", found=f"{type(error).__name__}: {error}") from error
@@ -285,11 +285,11 @@ class VllmEngine:
         return replies
 
     async def reset_caches(self) -> None:
-        """Forget what was computed with other weights. Raises SyncError if a request still uses it."""
+        """Empty the prefix and encoder caches. Raises SyncError if a request still uses the prefix cache."""
         with self._vllm_errors():
             async with self._stalls.guard():
-                # vLLM knows an image's embedding by the image's hash alone, so its encoder cache would serve old
-                # weights' embeddings. Its cache of processed images can stay: pixels do not depend on weights.
+                # vLLM's encoder cache finds embeddings by the image's hash alone, so it would return those of old
+                # weights. The cache of processed images can stay: pixels do not depend on weights.
                 prefix_reset, _ = await asyncio.gather(self._llm.reset_prefix_cache(), self._llm.reset_encoder_cache())
         if not prefix_reset:
             raise SyncError(
@@ -301,12 +301,11 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def together(self, items: Sequence[ScoreItem]) -> AsyncIterator[None]:
-        """Let the engine begin none of the items before it has been sent all, with their reads through the cache. They
-        share a step then, if they fit into one. Without it the first request has a step of its own, because requests
-        are sent one by one. The caller holds the gate.
+        """Pause the engine until the scoring requests of all items are sent, so that they share a step if they fit.
+        Otherwise the first request gets a step alone, because requests are sent one by one. The caller holds the gate.
 
-        Images may wait for each other's memory, or take long. Then the engine goes on after `_MOST_HELD_S`. Nothing is
-        held with several replicas, which agree on every pause, in steps of their own."""
+        Images may take long, or wait for memory, so the pause ends after `_MOST_HELD_S`. With several replicas there is
+        no pause: to agree on it would take them extra steps."""
         core = self._llm.engine_core
         if len(getattr(core, "core_engines", ())) > 1:
             yield
@@ -314,22 +313,22 @@ class VllmEngine:
         answers = [len(item.response_token_ids) for item in items]
         number = sum(1 + (len(cached_positions(n)) if self._caches_prefixes else 0) for n in answers)
         sent = self._sends.expect(number)
-        # The engine does one thing after the other, so the answer is not waited for. No caches are cleared.
+        # The engine runs calls in order, so the answer need not be awaited. False: no caches are cleared.
         holding = asyncio.ensure_future(core.pause_scheduler_async("keep", False))
         going_on = asyncio.create_task(self._go_on(sent, holding))
         try:
-            await asyncio.sleep(0)  # the engine is told to hold before it is sent anything
+            await asyncio.sleep(0)  # lets the pause be sent before any request
             yield
         finally:
             sent.set()
-            await asyncio.shield(going_on)  # an engine that is still held would serve nobody
+            await asyncio.shield(going_on)  # a paused engine would serve nobody
 
     async def _go_on(self, sent: asyncio.Event, holding: asyncio.Future[None]) -> None:
-        """Let the engine go on after `sent`, or after some time if that is shorter."""
+        """Resume the engine once `sent` is set, at the latest after `_MOST_HELD_S`."""
         with contextlib.suppress(TimeoutError):
             async with time_limit(_MOST_HELD_S):
                 await sent.wait()
-        # This is sent whatever the watch says: an engine that answers again must not be held then.
+        # Sent even while the engine stalls: when it answers again, it must not stay paused.
         resuming = asyncio.ensure_future(self._llm.engine_core.resume_scheduler_async())
         with self._vllm_errors():
             async with self._stalls.guard():
@@ -343,15 +342,15 @@ class VllmEngine:
         """Stop the engine's processes."""
         self._threads.shutdown(wait=False, cancel_futures=True)
         self._renderer.decoders.close()
-        # Left alone, vLLM kills its processes after 5 s, which a busy machine needs; older versions take no limit.
+        # By default vLLM kills its processes after 5 s, too early on a busy machine. Older versions have no `timeout`.
         limit = {"timeout": END_S} if "timeout" in inspect.signature(self._llm.shutdown).parameters else {}
         self._llm.shutdown(**limit)
-        self._llm.shutdown = lambda: None  # its destructor calls it again, when half of the interpreter is gone
-        gc.unfreeze()  # some libraries count what is left at exit, and would complain
+        self._llm.shutdown = lambda: None  # vLLM's destructor calls it again, too late in the interpreter's exit
+        gc.unfreeze()  # some libraries report objects that are left at exit
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
-        """Render the prompt. Its images hold memory until this ends. If it is cancelled, so is their decoding."""
+        """Yield the rendered prompt. Its images hold memory until the block ends. Cancelling stops their decoding."""
         with contextlib.closing(self._renderer.decoders.share()) as share:
             yield await self._on_thread(self._renderer.render, request, share)
 
@@ -362,8 +361,8 @@ class VllmEngine:
         return self._images.look(prompt) if request.pixels and prompt.images else None
 
     async def _run(self, prompt: Prompt, params: SamplingParams, look: Look | None = None) -> RequestOutput:
-        """Return the finished output. `look`: a look at what the vision tower is fed. Raises ServerBusyError if the
-        engine gives the request back again and again."""
+        """Return the finished output. `look`: reads the processed images of this request. Raises ServerBusyError if the
+        engine gives the request back (`was_given_back`) in all tries."""
         for _ in range(TRIES):
             asked = prompt.for_engine() if look is None else await look.render()
             answers = self._llm.generate(asked, params, str(next(self._ids)), lora_request=self._adapter)
@@ -375,7 +374,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _vllm_errors(self) -> Iterator[None]:
-        """Raise vLLM's errors as ours."""
+        """Raise vLLM's errors as the project's."""
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
@@ -384,7 +383,7 @@ class VllmEngine:
         try:
             yield
         except (EngineDeadError, EngineGenerateError) as error:
-            if not self.dead and isinstance(error.__cause__, ValueError):  # of the request, such as an image's shape
+            if not self.dead and isinstance(error.__cause__, ValueError):  # a wrong request
                 raise RequestError("the engine refuses the request", found=str(error.__cause__)[:500]) from error
             raise ServerError(
                 "the engine died" if self.dead else "the engine failed on this request",
@@ -413,7 +412,7 @@ class VllmEngine:
 
 
 class _Sends:
-    """Counts the requests that are sent to the engine: `AsyncLLM` says nowhere when one has been."""
+    """Counts the requests that are sent to the engine, because `AsyncLLM` does not report it."""
 
     def __init__(self, core: Any) -> None:
         self._send = core.add_request_async
@@ -436,8 +435,8 @@ class _Sends:
 def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:
     """Start an `AsyncLLM`.
 
-    On CPU the engine's process is forked if this process has a single thread. A new process would spend half of the
-    server's start on imports, and vLLM's CPU backend asks for one whatever the number of threads.
+    On CPU the engine's process is forked if this process has a single thread. vLLM's CPU backend would always spawn it,
+    and a spawned process spends half of the server's start on imports.
     """
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
@@ -468,16 +467,16 @@ def _gpus(num_workers: int) -> list[str]:
 
 
 def graph_args(config: ServerConfig) -> dict[str, object]:
-    """Return vLLM's argument for the sizes of steps, in tokens, that are captured as CUDA graphs; {} if those are the
-    user's, or vLLM's own are enough.
+    """Return vLLM's argument for the step sizes, in tokens, that are captured as CUDA graphs. {} if the user sets the
+    sizes, or vLLM's default sizes are enough.
 
-    vLLM's own end at twice `max_num_seqs`, which is enough for decoding. A step of short prompts, such as a text
-    canary's, is larger. Without graphs Python launches each layer, and the device waits for it."""
+    vLLM's default sizes end at twice `max_num_seqs`, which is enough for decoding. A step of short prompts, such as a
+    text canary's, is larger. Without a graph Python launches each layer, and the device waits for Python."""
     most = min(2 * config.max_num_seqs, _MOST_CAPTURED)
     if config.enforce_eager or most == _MOST_CAPTURED or _GRAPH_ARGS & config.engine_args.keys():
         return {}
     own = {n for n in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)) if n <= most}
-    # Newer versions of vLLM add this one: a padded step of more tokens than sequences has no graph of a whole decode.
+    # Newer versions of vLLM add this size: a decode padded to more tokens than sequences has no full graph.
     own.add(config.max_num_seqs)
     larger = {n for n in range(_CAPTURED_EVERY, _MOST_CAPTURED + 1, _CAPTURED_EVERY) if n > most}
     return {"cudagraph_capture_sizes": sorted(own | larger)}

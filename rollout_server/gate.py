@@ -10,7 +10,7 @@ updates, updates wait for calls, both up to a deadline. It lives on one event lo
 Invariants:
 - calls are in flight only in `serving` and `draining`, so no call sees two versions;
 - `updating` begins with no call in flight;
-- versions rise, whoever sends them, so no two models are ever served as the same one;
+- versions rise, also over several learners, so two models are never served under one version;
 - `poisoned` ends only with a complete full update, because weights are overwritten in place and nothing rolls back;
   the weights below an adapter count as complete only together with the adapter, by the same learner;
 - an update belongs to the incarnation of the learner that opened the group;
@@ -52,10 +52,10 @@ class Gate:
         self.incarnation = ""
         self.poisoned_because = ""
         self.update: Update | None = None
-        # True: this incarnation's adapter is to follow on the base weights that it has sent
+        # True: this learner has sent base weights, and its adapter must follow
         self._awaits_adapter = False
-        self._base_ver = 0  # their version
-        self._unsound = False  # the weights were found to be wrong while they were served
+        self._base_ver = 0  # version of those base weights
+        self._unsound = False  # the served weights were found to be wrong
 
     @property
     def ver(self) -> int:
@@ -76,7 +76,7 @@ class Gate:
         self.in_flight -= 1
 
     def poison(self, because: str) -> None:
-        """The served weights were found to be wrong. An update under way replaces them anyway."""
+        """Note that the served weights are wrong. Without an update under way, serving stops at once."""
         self._unsound = True
         self.poisoned_because = self.poisoned_because or because
         if self.state == "serving":
@@ -88,13 +88,13 @@ class Gate:
             raise self._poisoned()
 
     def open_group(self, incarnation: str) -> None:
-        """Note that a learner opened the group again; any other group is gone. This cannot happen during an update."""
+        """Note that a learner opened a group, which replaces any other group. Not allowed during an update."""
         assert self.update is None, "fail the update before its group is replaced"
         self._awaits_adapter = False
         self.incarnation = incarnation
 
     def close_group(self) -> None:
-        """The group was left. Not during an update."""
+        """Note that the group is closed. Not allowed during an update."""
         assert self.update is None, "fail the update before its group is closed"
         self.incarnation = ""
 
@@ -107,7 +107,7 @@ class Gate:
                 f"incarnation {incarnation!r}, while the group belongs to {self.incarnation or 'nobody'!r}",
                 "the incarnation that opened the group",
             )
-        # The weights below an adapter have used up a version that is never served.
+        # Base weights below an adapter use up a version number, which is never served.
         last = max(self.ver, self._base_ver) if self._awaits_adapter else self.ver
         if ver <= last:
             raise _refused(f"version {ver}", f"a version above {last}, the last that this server has seen")
@@ -129,7 +129,7 @@ class Gate:
         return self.state == "updating"
 
     def complete(self, weights: str = "") -> None:
-        """The served weights, of this digest, have been checked."""
+        """End the update: its weights are checked and served from now on. `weights`: their digest."""
         assert self.update is not None, "no update under way"
         assert self.state == "updating", "only drained updates complete"
         self.served = ServedWeights(ver=self.update.ver, incarnation=self.update.incarnation, weights=weights)
@@ -137,14 +137,14 @@ class Gate:
         self._awaits_adapter = self._unsound = False
 
     def complete_base(self) -> None:
-        """The weights below an adapter are there. Nothing is served before this learner's adapter is, too."""
+        """End an update of base weights below an adapter. Nothing is served until this learner's adapter is."""
         assert self.update is not None, "no update under way"
         self._base_ver = self.update.ver
         self.fail("the weights below an adapter have come, and the adapter has not")
         self._awaits_adapter = True
 
     def fail(self, because: str) -> None:
-        """The update ended unchecked, so nobody knows what it has written."""
+        """End the update as failed. The gate is poisoned, because the weights may be partly overwritten."""
         assert self.update is not None, "no update under way"
         self.state, self.poisoned_because, self.update = "poisoned", because, None
         self._awaits_adapter = False
@@ -166,13 +166,13 @@ def _refused(found: str, wanted: str) -> SyncError:
 
 @dataclass
 class Outcome:
-    """The result that an update reports when it ends well."""
+    """The result of a successful update; the body of `WaitingGate.exclusive` fills it in."""
 
-    weights: str = ""  # their digest
+    weights: str = ""  # digest of the new weights
 
 
 class WaitingGate:
-    """`waiting` counts the calls that wait; `gate.in_flight` those that were let in."""
+    """A gate with waiting. `waiting` counts the waiting calls, `gate.in_flight` the calls that were let in."""
 
     def __init__(self, gate: Gate, *, queue_timeout_s: float, drain_timeout_s: float) -> None:
         self.gate = gate
@@ -199,9 +199,9 @@ class WaitingGate:
     async def exclusive(
         self, incarnation: str, ver: int, mode: Literal["full", "adapter"], *, base_of_adapter: bool = False
     ) -> AsyncIterator[Outcome]:
-        """Hold the weights alone. The body runs when all calls have ended. If it returns, the new version is served, or
-        waits for its adapter; if it raises, the server is poisoned. Raises SyncError if the gate refuses, DeadlineError
-        if calls do not end."""
+        """Run the body of `async with` for an update, once all calls have ended. If the body returns, the new version
+        is served, or waits for its adapter. If the body raises, the server is poisoned. Raises SyncError if the gate
+        refuses the update, DeadlineError if calls do not end in time."""
         self.gate.begin_update(incarnation, ver, mode)
         try:
             await self._drain()
@@ -247,6 +247,6 @@ class WaitingGate:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        # This is no Condition: a cancelled wait for its lock would lose the news that a call has ended.
+        # A Condition would not do: a cancelled wait for its lock loses the notification.
         self._changed.set()
         self._changed = asyncio.Event()

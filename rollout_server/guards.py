@@ -19,8 +19,8 @@ from shared.errors import ProjectError, RequestError, ServerBusyError, Unauthori
 from shared.wire import TOKEN_VARIABLE, ErrorBody
 
 BODY_S = 60.0  # longest time for sending one body, and longest pause in reading an answer
-MOST_BYTES = 2 << 30  # of the bodies of all running calls
-MOST_VALUES = 1_000_000  # of one body: commas, brackets and braces, those in texts too, counted before it is parsed
+MOST_BYTES = 2 << 30  # max bytes in the bodies of all running calls
+MOST_VALUES = 1_000_000  # max commas, brackets and braces in one body, also in strings; counted before parsing
 _RETRY_AFTER_S = 1.0
 
 
@@ -35,11 +35,11 @@ def refused(http_status: int, what: str, found: str, wanted: str, remedy: str) -
 
 
 class Guard:
-    """Lets a request through if it brings the token or asks for an open path, and no web page can have made it.
+    """Lets a request through if it brings the token or asks for an open path, and does not come from a web page.
 
-    A page in a browser of this machine can send requests here, but not in the form of this API. The browser names the
-    page's `Origin`, and sends no JSON without asking first. If the page's own name was made to point here (DNS
-    rebinding), `Host` says that name; with a token that is harmless, and the server may have any name.
+    A web page can make a browser on this machine send requests here. The browser adds the page's `Origin`, and sends
+    JSON only after asking the server. If the page's domain was made to point here (DNS rebinding), `Host` holds that
+    domain. `Host` is checked only without a token, because a page does not know the token.
     """
 
     def __init__(self, app: ASGIApp, token: str | None, open_paths: tuple[str, ...], hosts: tuple[str, ...]) -> None:
@@ -99,8 +99,8 @@ class Guard:
 
 
 class BodyLimit:
-    """Refuses a body that is too large, too slow, or too much together with those of other calls under way; and a call
-    if there are too many, unless it is a probe.
+    """Refuses a body that is too large or too slow, or if the bodies of all running calls are too large together. Also
+    refuses a call if too many run, unless it is a probe.
 
     It refuses as soon as the length, announced or counted, passes a limit. A body counts until its call has ended,
     because what was read of it stays in memory until then.
@@ -126,7 +126,7 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal num_bytes, num_values, complete
-            if complete:  # the next message is the client's going
+            if complete:  # the next message says that the client hung up
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):

@@ -1,4 +1,4 @@
-"""`/metrics/` in Prometheus' text format. The service moves the counters; everything else is read when somebody asks.
+"""`/metrics/` in Prometheus' text format. The service counts; other values are read at each call.
 
 Names begin with `rollout_`, and units are in the names.
 """

@@ -6,12 +6,11 @@ answers, as JSON or as server-sent events. Weights, adapters and settings cannot
 Invariants:
 - vLLM's layer loads nothing: it gets decoded images, read by the server's own rules (`shared/images.py`), and no other
   medium. So there is no second place that fetches URLs or opens files;
-- fields that vLLM takes and that are not listed here are refused: among them are a template and a processor's settings
-  of the client's own;
+- fields of vLLM that are not listed here are refused, such as a client's own chat template or processor settings;
 - requests are answered with the adapter that the learner has sent, whatever `model` says;
-- each choice says the versions of its weights as in `/infer/`, in a stream with the event that ends it;
-- a log-probability that is not finite ends the call, whatever vLLM's layer makes of it;
-- a request that the engine gives back is made again from its images, as long as nothing of the answer was sent.
+- each choice reports its weights' versions as in `/infer/`; in a stream, the event that ends the choice does;
+- a log-probability that is not finite fails the call, even if vLLM's layer would answer;
+- a request that the engine gives back (`was_given_back`) is made again, as long as nothing of the answer was sent.
 """
 
 from __future__ import annotations
@@ -132,7 +131,7 @@ class OpenAIError(WireModel):
 
 
 class OpenAILayer:
-    """vLLM's serving classes over an `AsyncLLM`. `adapter` says what requests are answered with now."""
+    """vLLM's serving classes over an `AsyncLLM`. `adapter` returns the adapter that requests get now."""
 
     def __init__(
         self, llm: AsyncLLM, *, model: str, renderer: Renderer, adapter: Callable[[], LoRARequest | None]
@@ -146,8 +145,8 @@ class OpenAILayer:
         return _json(await self._started().models.show_available_models())
 
     async def complete(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
-        """Return the answer by the weights of version `ver`; with `call.stream` its events, as they come. `images` are
-        those of the call's messages, in order. Raises RequestError, NotFiniteError, and what vLLM raises."""
+        """Return the answer, or with `call.stream` its events, as they come. `images`: those of the call's messages, in
+        order. `ver`: the version of the weights. Raises RequestError, NotFiniteError, and what vLLM raises."""
         for _ in range(TRIES):
             with contextlib.suppress(_GivenBackError):
                 answer = await self._answer(call, images, ver)
@@ -155,7 +154,7 @@ class OpenAILayer:
         raise given_back()
 
     async def _answer(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
-        """Try once. Raises _GivenBackError, or its events do, before the first one."""
+        """Try once. Raises _GivenBackError if the engine gives the request back; events raise it before the first."""
         serving = self._started()
         watch = _Watch(ver=ver, n=call.n)
         # vLLM's layer calls `_Client.generate` in this context, and finds this call's watch there.
@@ -169,7 +168,7 @@ class OpenAILayer:
             raise RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
         if isinstance(answer, AsyncGenerator):
             return _checked(answer, watch)
-        answer.ver = ver  # vLLM's models take fields that they do not have
+        answer.ver = ver  # vLLM's replies accept unknown fields
         for choice in answer.choices:
             choice.weight_versions = watch.versions(choice.index)
         return _json(answer)
@@ -202,8 +201,8 @@ class OpenAILayer:
         return request
 
     def _started(self) -> _Serving:
-        """Made at the first call: most servers never need it. Raises ServerError if this version of vLLM has another
-        form."""
+        """Return vLLM's serving classes, made at the first call because most servers never need them. Raises
+        ServerError if the classes differ in this version of vLLM."""
         if self._serving is None:
             with _other_versions():
                 self._serving = _Serving.of(self._client, self._model)
@@ -211,7 +210,7 @@ class OpenAILayer:
 
 
 def texts(call: OpenAICall) -> list[str]:
-    """Return what has to be tokenized."""
+    """Return the call's texts that have to be tokenized."""
     if isinstance(call, ChatCall):
         return [text_of(call.messages)]
     prompt = getattr(call, "prompt", "")
@@ -219,7 +218,7 @@ def texts(call: OpenAICall) -> list[str]:
 
 
 def image_parts(call: OpenAICall) -> list[str]:
-    """Return the call's images in order. Raises RequestError for a part without one."""
+    """Return the call's images in order. Raises RequestError for an image part without an image."""
     sources = []
     for message in call.messages if isinstance(call, ChatCall) else ():
         for part in message.content if not isinstance(message.content, str) else ():
@@ -255,7 +254,7 @@ def _completion_request(call: OpenAICall) -> CompletionRequest:
 
 
 def _fields(call: OpenAICall, without: set[str] | None = None) -> dict[str, object]:
-    """Return what the client has set."""
+    """Return the fields that the client has set, except `without`."""
     return call.model_dump(exclude_unset=True, exclude_none=True, exclude=without)
 
 
@@ -264,7 +263,7 @@ def _json(answer: BaseModel) -> bytes:
 
 
 class _GivenBackError(Exception):
-    """The engine wants the request again."""
+    """The engine gave the request back (`was_given_back`)."""
 
 
 def given_back() -> ServerBusyError:
@@ -278,20 +277,20 @@ def given_back() -> ServerBusyError:
 
 @dataclass
 class _Watch:
-    """The engine's outputs during one try, seen below vLLM's layer. That layer makes an event of every error in a
-    stream, and does not say how many tokens an answer has."""
+    """Token counts and errors of the engine's outputs during one try. vLLM's layer hides both: it turns errors in a
+    stream into events, and does not report an answer's number of tokens."""
 
     ver: int
-    n: int  # answers to each prompt
+    n: int  # answers per prompt
     num_prompts: int = 0
-    num_tokens: Counter[int] = field(default_factory=Counter)  # keys are choices
+    num_tokens: Counter[int] = field(default_factory=Counter)  # by the choice's index
     faults: list[Exception] = field(default_factory=list)
 
     def versions(self, choice: int) -> list[dict[str, object]]:
         return [WeightVersionSpan(version=str(self.ver), start=0, end=self.num_tokens[choice]).model_dump()]
 
     def said(self, event: str) -> str:
-        """Return the event; if answers end with it, with the versions of their weights."""
+        """Return the event. If it ends choices, add the versions of their weights."""
         if _ENDS not in event:
             return event
         value = json.loads(event.removeprefix(_DATA))
@@ -302,12 +301,12 @@ class _Watch:
 
 
 _DATA = "data: "
-_ENDS = '"finish_reason":"'  # the JSON of a choice that ends; within a text its quotes would be escaped
+_ENDS = '"finish_reason":"'  # is only in events that end a choice; in a text its quotes would be escaped
 _watch: ContextVar[_Watch] = ContextVar("watch")
 
 
 async def _checked(events: AsyncGenerator[str], watch: _Watch) -> AsyncGenerator[str]:
-    """Raises the first fault; _GivenBackError only before the first event."""
+    """Yield the events. Raises the first fault; after the first event ServerBusyError instead of _GivenBackError."""
     began = False
     async with contextlib.aclosing(events):
         async for event in events:
@@ -318,7 +317,7 @@ async def _checked(events: AsyncGenerator[str], watch: _Watch) -> AsyncGenerator
 
 
 class _Client:
-    """The engine as vLLM's layer sees it."""
+    """The engine client that vLLM's layer uses."""
 
     def __init__(self, llm: AsyncLLM, adapter: Callable[[], LoRARequest | None]) -> None:
         self._llm, self._served_adapter = llm, adapter
@@ -327,7 +326,8 @@ class _Client:
         return getattr(self._llm, name)
 
     def generate(self, *args: object, **kwargs: object) -> AsyncGenerator[RequestOutput]:
-        """vLLM's layer calls it for each prompt, in order. Raises NotFiniteError, _GivenBackError."""
+        """Yield one prompt's outputs, with the served adapter. vLLM's layer calls this for each prompt, in order. The
+        outputs raise NotFiniteError, _GivenBackError."""
         watch = _watch.get()
         first = watch.num_prompts * watch.n
         watch.num_prompts += 1
@@ -348,14 +348,14 @@ class _Client:
                 except (NotFiniteError, _GivenBackError) as error:
                     watch.faults.append(error)
                     raise
-                for completion in output.outputs:  # a stream's outputs bring their new tokens only
+                for completion in output.outputs:  # in a stream, each output has only its new tokens
                     watch.num_tokens[first + completion.index] += len(completion.token_ids)
                 yield output
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Serving:
-    """vLLM's own objects."""
+    """vLLM's serving objects."""
 
     models: OpenAIServingModels
     chat: OpenAIServingChat
@@ -372,7 +372,7 @@ class _Serving:
         template: dict[str, str | None] = {"chat_template": None, "chat_template_content_format": "auto"}
         models = OpenAIServingModels(client, [BaseModelPath(name=model, model_path=model)])
         renderer = OnlineRenderer(client.model_config, client.renderer, request_logger=None, **template)
-        renderer.trust_request_mm_kwargs = True  # this module alone sets them (before vLLM 0.30 nobody asks)
+        renderer.trust_request_mm_kwargs = True  # only this module sets such arguments; vLLM checks from 0.30 on
         common: dict[str, object] = {"online_renderer": renderer, "request_logger": None}
         return cls(
             models=models,

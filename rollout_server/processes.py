@@ -1,9 +1,9 @@
-"""The engine's processes: they give their core to others when idle, and never outlive the server (Linux).
+"""The engine's processes: when idle they use no core, and they never outlive the server (Linux).
 
-`sleep_when_idle`: vLLM's workers, if they are processes of their own (several ranks), read orders from shared memory
-and busy-wait for a whole second after the last one. Without a GPU, others need that second: in a loop of rollout,
-learn, sync the wait made learning 2.5 times slower on two cores. Now the worker sleeps after `SPIN_S` without an order,
-until vLLM's own notification wakes it.
+`sleep_when_idle`: vLLM's workers in separate processes (several ranks) read orders from shared memory, and busy-wait
+for a second after each order. Without a GPU the learner needs these cores: in a loop of rollout, learn, sync the wait
+made learning 2.5 times slower on two cores. Now the worker sleeps after `SPIN_S` without an order, until vLLM's
+notification wakes it.
 
 `end_with_server`, the orphan guard: vLLM's processes notice a dead parent late or never. So each worker watches the
 server. When the server is gone, even by SIGKILL, the worker ends everything that descended from it: engine cores, the
@@ -37,13 +37,13 @@ def sleep_when_idle() -> None:
         waiting.__init__.__defaults__ = (SPIN_S,)
 
 
-# Tells a process that vLLM starts whose it is. By inheritance, because vLLM's start-up hands nothing on.
+# Holds the server's process id. vLLM's processes inherit it, because vLLM's start-up has no other way to pass it on.
 SERVER_PID_VARIABLE = "ROLLOUT_SERVER_PID"
 _LOOK_EVERY_S = 2.0
 
 
 def end_with_server() -> None:
-    """Watch from now on, on a thread. Does nothing if the variable is not set: there is no server then."""
+    """Start the thread that watches the server. Does nothing without a server (SERVER_PID_VARIABLE is not set)."""
     server_pid = os.environ.get(SERVER_PID_VARIABLE)
     if server_pid is not None:
         threading.Thread(target=_watch, args=(int(server_pid),), name="watching the server", daemon=True).start()
@@ -60,9 +60,9 @@ def descendants(pid: int) -> set[int]:
 
 
 def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
-    """Return the seconds of CPU time that each of these processes has used so far, with the children that it started:
-    an engine that waits for its compiler works. Empty if one is stopped (SIGSTOP, a debugger). One that has ended is
-    left out."""
+    """Return the seconds of CPU time that each of these processes has used so far. Children count too, because an
+    engine that waits for its compiler is busy. Returns {} if a process is stopped (SIGSTOP, a debugger). Processes that
+    have ended are left out."""
     used, named = {}, set(pids)
     for pid in named:
         with contextlib.suppress(OSError):  # it has ended
@@ -76,12 +76,12 @@ def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
 def _seconds_of_child(pid: int) -> float:
     try:
         return _stat(pid)[1]
-    except OSError:  # it has just ended: its parent's seconds have its own
+    except OSError:  # the child has just ended: its parent's seconds include it
         return 0.0
 
 
 def _stat(pid: int) -> tuple[str, float]:
-    """State, and seconds of CPU time, those of children that have ended included. Raises OSError if it has ended."""
+    """Return a process's state and seconds of CPU time, with ended children. Raises OSError if the process is gone."""
     state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return state, sum(map(int, fields[10:14])) / os.sysconf("SC_CLK_TCK")  # user, system, and those of children
 
@@ -89,9 +89,9 @@ def _stat(pid: int) -> tuple[str, float]:
 def _watch(server_pid: int) -> None:
     family = {os.getppid(), os.getpid()} - {1, server_pid}
     with contextlib.suppress(ProcessLookupError):  # gone already
-        # A descriptor stays with this process. Its number may be given to another one.
+        # A descriptor always means this process, while a process id may be reused.
         server = os.pidfd_open(server_pid)
-        # Readable once the process has ended. Its children cannot be asked for after that.
+        # `select` returns the descriptor once the server has ended. Its children cannot be listed after that.
         family |= descendants(server_pid)
         while not select.select([server], [], [], _LOOK_EVERY_S)[0]:
             family = descendants(server_pid)

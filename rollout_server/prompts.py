@@ -16,7 +16,7 @@ from shared.generation import IMAGE_PLACEHOLDER, Prompt, limit_pixels, render_me
 from shared.wire import RolloutInferRequest, text_of
 
 _PIECE_CHARS = 1 << 16
-_PIECES_MARGIN = 2  # a text may have fewer tokens than its pieces have together
+_PIECES_MARGIN = 2  # a text may have fewer tokens than the sum over its pieces
 
 
 class Renderer:
@@ -41,8 +41,8 @@ class Renderer:
         )
 
     def render(self, request: RolloutInferRequest, share: PixelShare) -> Prompt:
-        """Raises MediaError, ServerBusyError, PromptTooLongError, or RequestError if messages and images do not fit or
-        the template refuses them. `share` is what the images hold of the server's memory."""
+        """Return the prompt. `share`: counts the images' pixels. Raises MediaError, ServerBusyError,
+        PromptTooLongError, or RequestError if messages and images do not fit or the template refuses them."""
         sources = image_sources(request)
         self.check_length(text_of(request.messages), share)
         self.check_template_kwargs(request.chat_template_kwargs)
@@ -58,7 +58,7 @@ class Renderer:
             text = self._processor.apply_chat_template(
                 turns, add_generation_prompt=True, tokenize=False, **request.chat_template_kwargs
             )
-        except Exception as error:  # templates raise what they like
+        except Exception as error:  # templates can raise anything
             raise RequestError(
                 "the model's chat template refuses the messages",
                 found=f"{type(error).__name__}: {error}",
@@ -70,8 +70,8 @@ class Renderer:
         return Prompt(token_ids=token_ids, images=images, pixels=self.pixels)
 
     def check_length(self, text: str, share: PixelShare) -> None:
-        """Raises PromptTooLongError for a text that cannot fit, long before all of it is tokenized, and RequestError if
-        the share was closed meanwhile."""
+        """Raises PromptTooLongError for a text that cannot fit, usually before all of it is tokenized. Raises
+        RequestError if `share` is closed."""
         most = self.max_model_len
         if most is None or len(text) <= _PIECE_CHARS:
             return
@@ -86,14 +86,14 @@ class Renderer:
                 raise too_long(f"more than {num_tokens} tokens in {len(text)} characters", most)
 
     def text_of(self, token_ids: list[int]) -> str:
-        """Return what the tokens say, special ones included."""
+        """Return the text of the tokens, special tokens included."""
         text = self.tokenizer.decode(token_ids, skip_special_tokens=False, spaces_between_special_tokens=False)
         assert isinstance(text, str)
         return text
 
     def check_template_kwargs(self, kwargs: Mapping[str, object]) -> None:
-        """Raises RequestError for a name that is not a variable of the template but an argument of what renders it:
-        one of these replaces the template."""
+        """Raises RequestError for names that are arguments of the rendering function instead of template variables:
+        such an argument could replace the template."""
         arguments = sorted(self._template_arguments & kwargs.keys())
         if arguments:
             raise RequestError(
@@ -114,8 +114,8 @@ def too_long(found: str, max_model_len: int) -> PromptTooLongError:
 
 
 def image_sources(request: RolloutInferRequest) -> list[str]:
-    """Return the request's images in the order of their places in the messages: a part's own, or the next of `images`.
-    What is left of `images` has no place, and comes last."""
+    """Return the request's images in the order of their places in the messages. A place without an image of its own
+    takes the next of `images`; the rest of `images` comes last."""
     left, sources = iter(request.images), []
     for message in request.messages:
         if isinstance(message.content, str):

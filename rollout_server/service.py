@@ -4,7 +4,8 @@ In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 
 Invariants:
 - all new rollouts of a call are of one version;
-- answer `j` to a request is seeded with the request's seed + `j`; request `i` without one has the call's + `i * n`;
+- answer `j` to a request is seeded with the request's seed + `j`. Without a seed, request `i` takes the call's seed +
+  `i * n`;
 - a call holds its place in the gate until its last answer is made, however slowly its caller reads;
 - exactly once: a repeated uuid gets the same rollout, so a retry after a lost reply never makes a second one. Also
   after a later sync the answer keeps the `ver` it was made with: a second rollout of a sample would be trained twice.
@@ -54,10 +55,10 @@ from shared.wire import (
 )
 
 T = TypeVar("T")
-KEPT_ANSWERS = 4096  # a retry of these gets the same answer
-MOST_REQUESTS = 65_536  # of all running calls
-_MANY_CHARS = 1 << 18  # take a millisecond or more to read
-_MANY_LOGPROBS = 1024  # take 10 ms or more to write
+KEPT_ANSWERS = 4096  # so many recent answers are kept for retries
+MOST_REQUESTS = 65_536  # max requests of all running calls together
+_MANY_CHARS = 1 << 18  # so many take a millisecond or more to read
+_MANY_LOGPROBS = 1024  # so many take 10 ms or more to write
 
 
 class RolloutService:
@@ -74,17 +75,17 @@ class RolloutService:
         self.server_id = server_id or uuid.uuid4().hex[:12]
         self._answers: RecentAnswers[bytes] = RecentAnswers(KEPT_ANSWERS)
         self._versions = _versions()
-        self._num_requests = 0  # counts all calls, those included that wait for an update
+        self._num_requests = 0  # of all calls, also those that wait for an update
 
     async def infer(self, call: InferCall) -> list[bytes]:
-        """All of `answers`, in request order."""
+        """Return all rollouts of `answers` as JSON, in request order."""
         async with aclosing(self.answers(call)) as answers:
             outputs = {i: output async for i, output in answers}
         return [outputs[i] for i in range(len(call.infer_requests))]
 
     async def answers(self, call: InferCall) -> AsyncGenerator[tuple[int, bytes]]:
-        """Place and JSON of a `RolloutOutput` for each request, as each ends. What waits to be taken is bounded by the
-        call. Close it to abort what is left.
+        """Yield each request's index and the JSON of its `RolloutOutput`, as soon as the request ends. Close the
+        generator to abort the remaining requests.
 
         Raises what the gate, the media rules and the engine raise; one bad request fails the call.
         """
@@ -126,7 +127,7 @@ class RolloutService:
         return answer
 
     async def completion_events(self, call: OpenAICall) -> AsyncGenerator[bytes]:
-        """Yield the same as server-sent events, as they come; the gate is held until the last one is made."""
+        """Yield the answer of `complete` as server-sent events. The gate is held until the last event is made."""
         check_number("n", call.num_prompts * call.n, self.config)
         async with aclosing(relay(partial(self._put_events, call))) as events:
             async for event in events:
@@ -158,7 +159,7 @@ class RolloutService:
             self.metrics.openai_calls.labels(outcome).inc()
 
     async def score(self, call: ScoreCall) -> ScoreReply:
-        """Log-probabilities under the served weights, all of one version. One that is not finite poisons the server."""
+        """Return log-probabilities under the served weights. One that is not finite poisons the server."""
         check_number("items", len(call.items), self.config)
         async with self._admitted(len(call.items)) as ver:
             return await self._checked(score(self.engine, call.items, ver))
@@ -191,7 +192,7 @@ class RolloutService:
             raise
 
     async def reset_prefix_cache(self) -> None:
-        """Forget cached prefixes and images. Does not wait: it fails if blocks are in use."""
+        """Empty the caches of prefixes and images. Raises SyncError at once if a request uses them."""
         await self.engine.reset_caches()
 
     def check_alive(self) -> None:
@@ -257,8 +258,8 @@ class RolloutService:
             return await self._answers.get(request.uuid, fingerprint, compute)
 
     def _output(self, generations: Sequence[Generation], infos: RolloutInfos) -> bytes:
-        """Return the JSON of a `RolloutOutput`. Its choices are written one by one: together they may take a second, in
-        which nothing else runs."""
+        """Return the JSON of a `RolloutOutput`. Its choices are written one by one, because one call for all may
+        block other threads for a second."""
         whole = self._without_choices(generations, infos).model_dump_json().encode()
         choices = (
             self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
@@ -310,7 +311,7 @@ class RolloutService:
 
 
 def check_number(field: str, number: int, config: ServerConfig) -> None:
-    """Raises RequestError (413) if these are too many requests for one call."""
+    """Raises RequestError (413) if `number` is above the limit for one call."""
     if number > config.max_requests_per_call:
         raise RequestError(
             f"{field}: too many for one call",
@@ -339,8 +340,9 @@ class RecentAnswers(Generic[T]):
         self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
 
     async def get(self, uuid: str, fingerprint: str, compute: Callable[[], Coroutine[object, None, T]]) -> T:
-        """Return the answer of this uuid, or `compute()` if there is none. Raises RequestError if the uuid was used for
-        another request, and whatever `compute` raises. If all who wait are cancelled, so is the computation."""
+        """Return the kept answer of this uuid, or else the result of `compute()`. Raises RequestError if the uuid was
+        used for another request, and whatever `compute` raises. If all waiting callers are cancelled, so is `compute`.
+        """
         entry = self._entries.get(uuid)
         if entry is None:
             entry = self._entries[uuid] = _Entry(fingerprint, asyncio.create_task(compute()))
@@ -375,7 +377,7 @@ class RecentAnswers(Generic[T]):
 
 
 async def _beside(large: bool, work: Callable[..., T], *arguments: object) -> T:
-    """Large work runs on a thread, so that the event loop can go on."""
+    """Return the result of `work`. If `large`, it runs on a thread, so that the event loop can go on."""
     return await asyncio.to_thread(work, *arguments) if large else work(*arguments)
 
 
@@ -386,7 +388,7 @@ def _num_chars(message: Message) -> int:
 
 
 def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> str:
-    """Return a digest of all that decides an answer. The call's own seed counts only through the request's."""
+    """Return a digest of all that decides an answer. `seed`: the request's, which replaces the call's."""
     digest = hashlib.blake2b(digest_size=16)
     for value in (request.model_dump(exclude={"data_dict"}), config.model_copy(update={"seed": seed}).model_dump()):
         _feed(digest, value)
@@ -394,8 +396,8 @@ def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int 
 
 
 def _feed(digest: hashlib.blake2b, value: object) -> None:
-    """Hash each value with its type and length, so that no two of them read alike. As JSON, a long text would be copied
-    several times, while no other thread runs."""
+    """Hash each value with its type and length, so that different values never give the same bytes. As JSON, a long
+    text would be copied several times, while no other thread runs."""
     if isinstance(value, str):
         content = value.encode(errors="surrogatepass")
         digest.update(b"s%d:" % len(content))

@@ -21,13 +21,13 @@ from shared.masking import masked
 from shared.processes import leave_lost_output, stop_signals
 
 _WATCH_EVERY_S = 0.5
-_BACKLOG = 2048  # connections that the kernel holds
-_HANG_UP_S = 5.0  # `/health/` answers 503 for so long after the engine died, before the process ends
+_BACKLOG = 2048  # max connections that the kernel holds until they are accepted
+_HANG_UP_S = 5.0  # after the engine's death `/health/` answers 503 for so long, then the process ends
 
 
 class _UvicornServer(uvicorn.Server):
-    """The kernel may hold more connections than are accepted at once. For asyncio these are one number.
-    `streams`: file descriptors of what is printed."""
+    """Lets the kernel hold more connections than are accepted at once; asyncio has one number for both.
+    `streams`: the file descriptors that the server prints to."""
 
     def __init__(self, config: uvicorn.Config, *, streams: Collection[int]) -> None:
         super().__init__(config)
@@ -41,7 +41,7 @@ class _UvicornServer(uvicorn.Server):
     def listen_to_signals(self) -> None:
         """Drain at each of `stop_signals`, from the start of serving on. Call it in the main thread."""
         for signum in stop_signals():
-            # uvicorn drains at SIGTERM and SIGINT, then raises them again for earlier handlers: there are none.
+            # uvicorn drains at SIGTERM and SIGINT, then raises the signal again for the handler set here.
             signal.signal(signum, self._hung_up if signum == signal.SIGHUP else signal.SIG_IGN)
 
     def _hung_up(self, signum: int, frame: FrameType | None) -> None:
@@ -66,7 +66,7 @@ async def serve(
             create_app(RolloutService(engine, config, server_id), token),
             http=functools.partial(Connection, Waiting(config)),  # type: ignore[arg-type]
             ws="none",
-            log_level="error",  # nothing that callers send is a warning
+            log_level="error",  # uvicorn's warnings are about callers' mistakes
             access_log=False,
             backlog=ACCEPTED_AT_ONCE,
             timeout_graceful_shutdown=max(1, round(config.shutdown_timeout_s)),

@@ -2,8 +2,8 @@
 
 In: a ping, and the CPU time of the engine's processes. Out: a ServerError (503) for all that wait for the engine.
 
-Invariants: one ping is under way at a time, and none is given up; an engine whose processes work gets BUSY_TURNS times
-as long; the stall ends with the ping's answer.
+Invariants: one ping is under way at a time, and a ping is never cancelled; an engine whose processes use CPU time gets
+BUSY_TURNS times as long; the stall ends with the ping's answer.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.errors import ServerError
 from shared.waits import ends_within
 
 BUSY_TURNS = 10
-BUSY_SHARE = 0.02  # share of a core: more than processes use that only wait
+BUSY_SHARE = 0.02  # share of a core; processes that only wait use less
 
 
 class StallWatch:
@@ -44,7 +44,7 @@ class StallWatch:
 
     @contextlib.asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
-        """Guard a wait for the engine. Raises what `check` raises, as soon as it does."""
+        """Wait for the engine inside this block. Raises ServerError (503) as soon as the engine stalls."""
         self.check()
         try:
             async with asyncio.timeout(None) as limit:
@@ -70,13 +70,13 @@ class StallWatch:
                     limit.reschedule(asyncio.get_running_loop().time())
                 # The ping is never given up (see `_call_workers`): its answer ends the stall.
                 await asyncio.wait({asking})
-            asking.exception()  # a dead engine is found by others
+            asking.exception()  # a dead engine is reported elsewhere, not by the watch
             self._stalled = False
             await asyncio.sleep(0.25 * self._stall_s)
 
     async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
-        """Return True if the engine answers, with as many turns as it gets. No time passes while this process itself
-        stands still."""
+        """Return True if the engine answers in time, BUSY_TURNS turns at most. Time in which this process itself is
+        stopped does not count."""
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
             if await ends_within(turn_s, asking):

@@ -1,17 +1,17 @@
 """Weight updates as the server runs them: one call is one update (R09, R10).
 
-In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/` and `/close_communicator/`. Out: replies;
-an update's comes once the workers have loaded and checked everything and the canary's scores are those that the learner
-expects.
+In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/` and `/close_communicator/`. Out: replies.
+The reply to an update comes once the workers have loaded and checked everything, and the canary's scores are those that
+the learner expects.
 
 Invariants:
-- one sync call runs at a time; a new learner's group ends whatever the old one had under way;
+- one sync call runs at a time; a new learner's group ends the old learner's running call;
 - a call lasts MOST_SYNC_S at most, whatever the learner asks for;
 - an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
 - nothing is served before the verdict on the canary;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
 - caches are empty, and nothing else runs, when the canary is scored;
-- no weights answer with NaN that others have left in the KV cache.
+- NaN that earlier weights left in the KV cache never reaches an answer of later weights.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ from shared.wire import (
 
 SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
 MOST_SYNC_S = 600.0
-_SLICE_S = 0.25  # nothing else runs during an update, so workers may wait
-# The engine generates while a group is joined, so workers only take a look.
+_SLICE_S = 0.25  # longest wait of a worker in one call; nothing else runs during an update
+# The engine generates while a group is joined, so a worker answers at once whether it has joined.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 
 
@@ -63,13 +63,13 @@ class SyncTotals:
 
     completed: int = 0
     failed: int = 0
-    num_bytes: int = 0  # received
+    num_bytes: int = 0  # bytes received
     seconds: float = 0.0
     last_seconds: float = 0.0
-    pause_seconds: float = 0.0  # time in which no call was let in though none was in flight
+    pause_seconds: float = 0.0  # time in which no call was in flight and none was let in
     last_pause_seconds: float = 0.0
-    last_load_seconds: float = 0.0  # of that pause: until the workers had loaded the weights
-    last_canary_seconds: float = 0.0  # and from then until the canary's scores were there
+    last_load_seconds: float = 0.0  # part of the last pause until the workers had loaded the weights
+    last_canary_seconds: float = 0.0  # part of the last pause from the load to the canary's scores
     num_strangers: int = 0  # connections to the group's port that did not know its secret
 
     def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
@@ -97,7 +97,7 @@ class WeightUpdates:
         self._full_weights = engine.weights  # the digest of the last full update
 
     async def open_group(self, call: InitCommunicatorCall) -> None:
-        """Join the learner's group; returns when all have joined. Ends what another group had under way.
+        """Join the learner's group; returns when all have joined. Ends a running sync call of another group.
 
         Raises CommunicatorError or DeadlineError; no group is open then.
         """
@@ -117,7 +117,7 @@ class WeightUpdates:
 
     async def replace_weights(self, call: UpdateWeightsCall) -> UpdateWeightsReply:
         """Receive, check and serve new weights. Raises SyncError, CommunicatorError, DigestError, CoverageError,
-        CanaryError or DeadlineError. The gate is poisoned then, unless it refused the update to begin with."""
+        CanaryError or DeadlineError. After an error the gate is poisoned, unless the update was refused at once."""
         _check_verdict(call)
         _check_sizes(call.buckets)
         call = self._bounded(call)
@@ -162,8 +162,8 @@ class WeightUpdates:
     async def _load(
         self, call: UpdateWeightsCall, outcome: Outcome, *, clear_cache: bool
     ) -> tuple[WorkerReply, ScoreReply, tuple[float, float]]:
-        """Load the update, and check its canary; also returns when the load and the scoring ended, by the monotonic
-        clock. Raises what `replace_weights` raises."""
+        """Load the update, and check its canary. Returns a worker's reply, the canary's scores, and when the load and
+        the scoring ended, by the monotonic clock. Raises what `replace_weights` raises."""
         deadline = Deadline(call.timeout_s)
         loaded, scores, loaded_at = await load_and_score(self._engine, call, clear_cache=clear_cache)
         scored_at = time.monotonic()
@@ -173,7 +173,8 @@ class WeightUpdates:
         return loaded, scores, (loaded_at, scored_at)
 
     async def expect(self, call: ExpectScoresCall) -> None:
-        """Note what an update's canary must score. Raises CommunicatorError if the group is not this learner's."""
+        """Note the scores that the learner expects of the canary. Raises CommunicatorError if the group is not this
+        learner's."""
         if call.incarnation != self._gate.incarnation:
             raise CommunicatorError(
                 "the expected scores were refused",
@@ -222,8 +223,8 @@ class WeightUpdates:
         return call.model_copy(update={"timeout_s": min(call.timeout_s, MOST_SYNC_S)})
 
     def _weights(self, call: UpdateWeightsCall, loaded: WorkerReply) -> str:
-        """Return the digest of what is served once this is loaded: an adapter's together with that of the weights
-        below."""
+        """Return the digest of the weights that are served after this update. For an adapter it covers the weights
+        below the adapter too."""
         if call.mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {loaded.weights}".encode(), digest_size=16).hexdigest()
         self._full_weights = loaded.weights
@@ -270,16 +271,16 @@ class WeightUpdates:
 async def load_and_score(
     engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False
 ) -> tuple[WorkerReply, ScoreReply, float]:
-    """Receive, load and score: a worker's last reply, the canary's scores, and when the load ended, by the monotonic
-    clock.
+    """Receive and load the weights, and score the canary. Returns a worker's last reply, the canary's scores, and when
+    the load ended, by the monotonic clock.
 
     The caller holds the gate, and leaves the group if this raises. Raises what the workers, the media rules and the
     engine raise.
 
-    The engine does one thing after the other, so the next call is made before the last one has answered. Caches are
-    reset right after the receiving has begun. If the model can run while it is loaded, the canary's requests are
-    already queued when the load ends, and share one forward pass. If the load then takes longer than a slice, their
-    answers belong to some weights in between: they are thrown away and made again.
+    The engine runs calls in order, so each call is sent before the previous one has answered. Caches are reset right
+    after the receiving has begun. If the model can run while weights are loaded, the canary's requests are queued
+    before the load ends, and share one forward pass. If the load then takes longer than a slice, their scores are of
+    partly loaded weights, so they are thrown away and made again.
 
     Weights that are not finite leave NaN in the KV cache. There it spoils answers of later weights, because attention
     also reads places that it gives no weight. So if a canary's scores are not finite, they are made once more from a
@@ -305,7 +306,7 @@ async def load_and_score(
 
 
 async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
-    """The canary's scores. Raises NotFiniteError if it is the weights that are not finite."""
+    """Return the canary's scores. Raises NotFiniteError if they are not finite even with a cleared cache."""
     try:
         return await score(engine, call.canary, call.ver, through_cache=True)
     except NotFiniteError:
@@ -317,7 +318,7 @@ async def _score_behind(
     engine: Engine,
     call: UpdateWeightsCall,
 ) -> tuple[WorkerReply, ScoreReply, float] | None:
-    """Return what `load_and_score` does; None if the load takes longer than a slice."""
+    """Return what `load_and_score` returns, or None if the load takes longer than a slice."""
 
     async def score_then() -> ScoreReply:
         async with engine.together(call.canary):
@@ -337,7 +338,7 @@ async def _score_behind(
 
 
 def _check_verdict(call: UpdateWeightsCall) -> None:
-    """Raises RequestError if nothing could tell whether the new weights are right."""
+    """Raises RequestError unless the update has a canary. Base weights below an adapter must have none."""
     found = wanted = ""
     if call.base_of_adapter and (call.mode != "full" or call.canary):
         found, wanted = f"mode {call.mode} and {len(call.canary)} canary items", "mode full and no canary"
@@ -349,7 +350,7 @@ def _check_verdict(call: UpdateWeightsCall) -> None:
 
 
 def _check_sizes(buckets: Sequence[Bucket]) -> None:
-    """Raises SyncError if a bucket is said to have another size than its tensors."""
+    """Raises SyncError if a bucket's `num_bytes` differs from the size of its tensors."""
     for i, bucket in enumerate(buckets):
         wanted = num_bucket_bytes(bucket.tensors)
         if bucket.num_bytes != wanted:
@@ -362,7 +363,7 @@ def _check_sizes(buckets: Sequence[Bucket]) -> None:
 
 
 def check_canary(expected: ExpectScoresCall, scores: ScoreReply) -> None:
-    """Raises CanaryError if a gap is above the tolerance, SyncError if the two do not fit together."""
+    """Raises CanaryError if a gap is above the tolerance, SyncError if the scores' shapes differ."""
     if wrong := shape_error(expected.logprobs, scores):
         raise SyncError(
             "the expected scores do not fit the canary",

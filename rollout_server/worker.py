@@ -82,8 +82,8 @@ class SyncWorker:
 
     @_answering
     def sync_join(self, init_call: str, host: str) -> WorkerReply:
-        """Begin to join the group of this `InitCommunicatorCall`, in place of any other. `host` is where it meets: the
-        server's own address, from its configuration."""
+        """Leave any group, and begin to join the group of this `InitCommunicatorCall`. `host`: where the group meets,
+        the server's own address from its configuration."""
         self._leave("another learner opened the group")
         call = InitCommunicatorCall.model_validate_json(init_call)
         parallel = self.vllm_config.parallel_config
@@ -94,7 +94,7 @@ class SyncWorker:
         self._sync_joining = start_join(
             *place, self.device, secret=bytes.fromhex(call.secret), allow_shared_gpu=call.allow_shared_gpu
         )
-        # This makes the seals' keys and kernel while others are on their way, for about as many bytes as a bucket has.
+        # A digest of about a bucket's size prepares the seals' keys and kernel while others join.
         digest(torch.zeros(1 << 20, dtype=torch.uint8, device=self.device), seal_key(bytes.fromhex(call.secret)))
         return WorkerReply()
 
@@ -104,7 +104,7 @@ class SyncWorker:
 
     @_answering
     def sync_start(self, update: str, buckets: str) -> WorkerReply:
-        """Begin to receive this `UpdateWeightsCall`. Its buckets come apart: they are the same in every update."""
+        """Begin to receive this `UpdateWeightsCall`. `buckets` is separate because it is the same in every update."""
         self._end_receiving()
         call = UpdateWeightsCall.model_validate_json(update).model_copy(update={"buckets": _read(buckets)})
         load = self._load(call.mode)
@@ -113,7 +113,7 @@ class SyncWorker:
 
     @_answering
     def sync_poll(self, slice_s: float) -> WorkerReply:
-        """Go on with the update. Its last reply stays until the next start."""
+        """Go on with the update. Once it has ended, answer its last reply again."""
         if self._sync_receiving is None:
             raise SyncError("no update is under way")
         return self._sync_receiving.advance(slice_s)
@@ -167,7 +167,7 @@ class SyncWorker:
 
 def _clear(kept: _Memory) -> None:
     if isinstance(kept, torch.Tensor):
-        # On CPU, most of it was never touched, and takes no memory until it is written.
+        # On CPU the cache is zeroed only if it holds NaN: untouched parts take no memory until they are written.
         if kept.is_cuda or not torch.isfinite(kept.sum(dtype=torch.float32)):
             kept.zero_()
     else:
@@ -181,7 +181,8 @@ def _read(buckets: str) -> list[Bucket]:
 
 
 class Receiving:
-    """Begins to receive when it is made. The model is first touched by `advance`, on vLLM's own thread."""
+    """One update as a worker receives it. The constructor starts receiving. Only `advance`, on vLLM's own thread,
+    changes the model."""
 
     def __init__(
         self,
@@ -196,12 +197,12 @@ class Receiving:
         self._num_asked = self._num_loaded = 0
         self._opened = False
         self._seals = hashlib.blake2b(digest_size=16)
-        self._reply: WorkerReply | None = None  # the last one
+        self._reply: WorkerReply | None = None  # the last reply, once all is loaded
         self._incoming: deque[tuple[torch.Tensor, Operation[None]]] = deque()
         self._receive()
 
     def advance(self, slice_s: float) -> WorkerReply:
-        """Go on for about `slice_s` plus one load. Done once all is loaded and every parameter accounted for.
+        """Go on for about `slice_s` plus one load. The reply is `done` once every parameter is loaded.
 
         Raises DigestError, CoverageError, CommunicatorError or DeadlineError; the update has failed then.
         """
@@ -226,7 +227,7 @@ class Receiving:
         return self._reply
 
     def close(self) -> None:
-        """Give up what has not been done. May be called again, at any time."""
+        """Give up the rest of the update. May be called at any time, also twice."""
         if self._incoming:
             self._communicator.abort()
             self._incoming.clear()
