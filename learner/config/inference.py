@@ -1,8 +1,8 @@
-"""`inference.json`: what a model folder must say so that `predict` and `evaluate` ask it as training did.
+"""`inference.json` in a model folder lets `predict` and `evaluate` prompt the model as training did.
 
-Written with every checkpoint and export, read by `learner.detector`. It holds the task, the prompt, the classes, the
-limits of images and the decoding. A folder without it is an older checkpoint: then the run's `config.yaml` says the
-same, and `settings_of` makes it from there.
+The learner writes the file with every checkpoint and export. `learner.detector` reads it. It holds the task, the
+prompt, the classes, the limits of images and the decoding. Older checkpoints have no such file. For them `settings_of`
+makes the same settings from the run's `config.yaml`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shared.validation import read_if_there
 from shared.wire import Turn
 
 INFERENCE_NAME = "inference.json"
-CALIBRATION_NAME = "calibration.json"  # it lies beside it and makes scores (`learner.tasks.detection.scores`)
+CALIBRATION_NAME = "calibration.json"  # beside it: how scores are made (`learner.tasks.detection.scores`)
 IMAGE = "<image>"
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Raises ValueError if one is no turn of a chat."""
+    """Return `messages`. Raises ValueError if an item is not a turn of a chat."""
     for turn in messages:
         content = turn.get("content")
         parts = content if isinstance(content, list) else []
@@ -57,7 +57,7 @@ class InferenceSettings(BaseModel):
 
 
 def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceSettings:
-    """Return what the run says. `samples`: of its training data. The prompt is the one that most of them have."""
+    """Return the settings of a run. `samples` are its training data, of which the most frequent prompt is kept."""
     prompts: Counter[tuple[tuple[str, str], ...]] = Counter()
     classes: dict[str, None] = {}
     turns: dict[tuple[tuple[str, str], ...], Sequence[Turn]] = {}
@@ -81,13 +81,13 @@ def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceS
 
 
 def prompt_messages(prompt: str | None) -> list[Turn]:
-    """Return the user's turn, with the image before the text if the text does not place it."""
+    """Return the user's turn. The image comes first if the text has no `<image>`."""
     text = prompt if prompt is not None else "Detect every object."
     return [{"role": "user", "content": text if IMAGE in text else IMAGE + text}]
 
 
 def read_settings(folder: Path) -> InferenceSettings | None:
-    """Read the settings; None if the folder has none. Raises ConfigError if they cannot be read."""
+    """Return the settings in a model folder, or None if it has none. Raises ConfigError if the file cannot be read."""
     return read_if_there(
         InferenceSettings,
         folder / INFERENCE_NAME,

@@ -1,9 +1,10 @@
-"""The way from a YAML file to a `RunConfig` and back. `load_config` runs before anything else is loaded,
-`write_resolved` when the run begins.
+"""Reads a YAML file into a `RunConfig`, and writes a `RunConfig` back. `load_config` is called before anything else is
+loaded, `write_resolved` when the run begins.
 
-`load_config` raises ConfigErrors with every mistake: of the YAML, retired keys, unknown and ill-typed keys, and between
-keys. If servers are used, the result has them as a list, in whatever form the file has them. Paths in a configuration
-are relative to the working directory, those of `base:` to the file that names them.
+`load_config` raises ConfigErrors, which lists every mistake: in the YAML syntax, retired keys, unknown keys, wrong
+types, and keys that contradict each other. If the run uses servers, the result names them as a list, whichever form the
+file uses. Paths in a configuration are relative to the working directory. Paths in `base:` are relative to the file
+that names them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _flat_decoding() -> dict[str, tuple[str, str]]:
 
 # Keys that are refused, whatever their value: dotted path -> (what is wanted, what to do).
 RETIRED: dict[str, tuple[str, str]] = {
-    # R22: one key bounds every generation call.
+    # R22: one key limits the sequences of every generation call.
     f"{_ROLLOUT}.rollout_generate_batch_size": (
         f"{_ROLLOUT}.decode_batch_size",
         f"remove it and set {_ROLLOUT}.decode_batch_size, the sequences per rollout GPU in one generation call",
@@ -103,7 +104,7 @@ def load_config(
     overrides: Sequence[str] = (),
 ) -> RunConfig:
     """Return the configuration in `path`, with the command line's `path.to.key=VALUE` laid over it. With `world_size`,
-    what depends on the number of ranks is checked and derived too.
+    keys that depend on the number of ranks are checked and filled in too.
 
     Raises ConfigErrors.
     """
@@ -111,10 +112,11 @@ def load_config(
 
 
 def load_found(path: Path) -> tuple[RunConfig, list[str]]:
-    """Return the configuration of a run that nobody named (D24), as far as it is data: prompt, task, limits and the
-    names of annotations. Returns too what was left out, in words.
+    """Return the configuration of a run whose `config.yaml` was found and not named by the user (D24). Only prompt,
+    task, limits and the paths of annotations are kept. Return also what was left out, as words for a message.
 
-    Nothing of it is imported, none of its bases is read and no `${VARIABLE}` filled in. Raises ConfigErrors.
+    No module that the file names is imported, none of its `base:` files is read, and no `${VARIABLE}` is filled in.
+    Raises ConfigErrors.
     """
     config = config_of(for_program(load_alone(path), "learner"))
     data = DataConfig(
@@ -136,7 +138,7 @@ def load_found(path: Path) -> tuple[RunConfig, list[str]]:
 
 
 def _ways_to_read(data: DataConfig) -> list[str]:
-    """Return the keys that say how annotations are read."""
+    """Return the set keys that say how annotations are read, such as `data.format`."""
     names = [name for name in SplitConfig.model_fields if name not in ("path", "prompt")]
     given = [f"data.{name}" for name in names if getattr(data, name) != DataConfig.model_fields[name].default]
     for split, own in (("val", data.val), ("test", data.test)):
@@ -146,7 +148,7 @@ def _ways_to_read(data: DataConfig) -> list[str]:
 
 
 def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> RunConfig:
-    """Do the same for a mapping or a `Document`. Raises ConfigErrors."""
+    """Return the configuration in a mapping or a `Document`, checked as by `load_config`. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
     try:
         config = parse(RunConfig, spelled_out(data), retired=RETIRED, rules=rules)
@@ -163,14 +165,14 @@ def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> R
 
 
 def _once(mistakes: Sequence[Mistake]) -> list[Mistake]:
-    """Leave out what is wrong with a long name's value, if it came from the short name, which is as wrong."""
+    """Return `mistakes` without those of a long name whose short name has the same mistake."""
     paths = [mistake.path for mistake in mistakes]
     twice = tuple(long for name, long in SHORT.items() if any(path.startswith(f"rollouts.{name}") for path in paths))
     return [mistake for mistake in mistakes if not mistake.path.startswith(twice)]
 
 
 def write_resolved(config: RunConfig, run_dir: Path) -> Path:
-    """Write every key with its value to `run_dir/config.yaml`, from which the run can be repeated. Raises OSError."""
+    """Write every key with its value to `run_dir/config.yaml`, which can start the same run again. Raises OSError."""
     values = shown(config)
     if config.custom.trainer_variant == "stage2_ab_training":  # this variant refuses the key, even as null (D2)
         del values["custom"]["extra"]["rollout_matching"]["rollout_buffer"]

@@ -1,11 +1,11 @@
-"""The memory that learning takes on one GPU, computed from a model's `config.json`. Imports neither torch nor numpy.
+"""Estimates the memory that learning takes on one GPU, from a model's `config.json`. Imports neither torch nor numpy.
 
-In: a checkpoint's configuration and how it is trained. Out: a `MemoryEstimate` in bytes, by what takes it.
+In: the configuration of a checkpoint, and how it is trained. Out: a `MemoryEstimate`, with bytes for each kind of use.
 
-Per layer and token, the backward pass needs the inputs of every matrix product and of every norm: 4 x hidden, 3 x
-(query + key + value width), 3 x intermediate values. With checkpointing only the layer's input stays, and one layer at
-a time is computed again, with its gradients beside it. Attention keeps no square matrix. The output head runs on
-LOGITS_CHUNK tokens at a time. The vision tower sees `merge ** 2` patches for each image token of the row.
+The backward pass of a layer needs the inputs of every matrix product and of every norm. Per token, these are 4 x
+hidden, 3 x (query + key + value width) and 3 x intermediate values. With checkpointing only the layer's input is kept.
+One layer at a time is then computed again, and its gradients are held as well. Attention stores no square matrix. The
+output head takes LOGITS_CHUNK tokens at a time. The vision tower sees `merge ** 2` patches for each image token.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from learner.config.schema import RunConfig
 from shared.reading import json_in
 
 GIB = 2**30
-LOGITS_CHUNK = 1024  # supervised tokens, the same as in learner/policy/loss.py; a test compares them
-IMAGE_SHARE = 0.5  # assumed share of a row's tokens
+LOGITS_CHUNK = 1024  # supervised tokens; a test checks that learner/policy/loss.py has the same number
+IMAGE_SHARE = 0.5  # assumed share of image tokens in a row
 OTHER_BYTES = GIB  # CUDA's context and what the allocator cannot reuse
-EAGER = 1.55  # activations of an eager layer over a compiled one, measured for 4B: (126 - 32) / (92 - 31) GiB
-COMPILED_FROM = 5e8  # parameters, of `model.compile: auto`
-COMPILED_LOGITS, EAGER_LOGITS = 4, 14  # bytes a logit: in bfloat16 with its gradient; in float32 three times too
-FILLED = 0.9  # share of a GPU's memory: the estimate was up to 12% off
+EAGER = 1.55  # activations of an eager layer / a compiled one, measured for 4B: (126 - 32) / (92 - 31) GiB
+COMPILED_FROM = 5e8  # parameters; `model.compile: auto` compiles larger models
+COMPILED_LOGITS, EAGER_LOGITS = 4, 14  # bytes per logit: bfloat16 and its gradient; bfloat16 and three float32
+FILLED = 0.9  # share of a GPU's memory that an estimate may fill, because estimates were up to 12% off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tower:
-    """Layers of one width. `inner`: values per token between up and down projections. `attention`: query, key and
-    value."""
+    """A stack of layers of one width. `inner` is the number of values per token between the up and down projections.
+    `attention` is the width of query, key and value together."""
 
     layers: int
     hidden: int
     inner: int
     attention: int
     layer_parameters: int
-    adapted: int  # sum of inputs and outputs of a layer's linear modules, which an adapter multiplies by its rank
+    adapted: int  # inputs + outputs of a layer's linear modules; LoRA adds this many weights per rank
 
     @property
     def values(self) -> int:
-        """Values per token that a layer's backward pass needs."""
+        """Return how many values per token a layer's backward pass needs."""
         return 4 * self.hidden + 3 * self.attention + 3 * self.inner
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """The part of a model's shape that the estimate needs."""
+    """The sizes of a model that the estimate needs."""
 
     text: Tower
     vision: Tower | None
     patches_per_token: int
     vocab_size: int
-    embedding_parameters: int  # the head is counted too, if it has weights of its own
+    embedding_parameters: int  # embedding, and the output head if it has its own weights
     merger_parameters: int
     merger_adapted: int
 
@@ -71,21 +71,21 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """The way in which the model is trained."""
+    """How the model is trained."""
 
     row_tokens: int
-    weight_bytes: int = 2  # one value's bytes
+    weight_bytes: int = 2  # bytes per value
     autocast: bool = True  # `training.bf16`
     lora_rank: int | None = None
     checkpointing: bool = True
     compiled: bool = True
     vision_trained: bool = True
-    parts: int = 1  # ranks that share weights, gradients and moments
+    parts: int = 1  # ranks that share weights, gradients and moments; 1: every rank has all of them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MemoryEstimate:
-    """Bytes on one GPU while it learns, without the engine of colocated rollouts."""
+    """Bytes on one GPU while the model learns. The engine of colocated rollouts is not counted."""
 
     weights: int
     adapter: int  # weights of LoRA
@@ -100,13 +100,13 @@ class MemoryEstimate:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def to_json(self) -> dict[str, float]:
-        """Return GiB by name, `total` among them."""
+        """Return the numbers by name in GiB, with `total`."""
         named = {field.name: getattr(self, field.name) for field in fields(self)} | {"total": self.total}
         return {name: round(value / GIB, 1) for name, value in named.items()}
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """The shape that a `config.json` describes. Raises KeyError, TypeError or ValueError if it lacks a size."""
+    """Return the shape that a `config.json` describes. Raises KeyError, TypeError, ValueError if a size is missing."""
     text = config.get("text_config") or config
     hidden, vocab_size = int(text["hidden_size"]), int(text["vocab_size"])
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
@@ -135,7 +135,7 @@ def _text_tower(text: Mapping[str, Any]) -> Tower:
     if experts:
         width = int(text["moe_intermediate_size"])
         inner = width * int(text["num_experts_per_tok"])
-        wide = experts * (3 * hidden * width + hidden)  # experts are one tensor each, which LoRA leaves alone
+        wide = experts * (3 * hidden * width + hidden)  # LoRA does not adapt a layer's tensor of experts
     else:
         inner = int(text["intermediate_size"])
         wide = 3 * hidden * inner
@@ -195,9 +195,9 @@ def _adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 
 def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
-    """Return the bytes of activations and logits. With checkpointing the head's work is over when a layer is computed
-    again, so the larger of the two counts."""
-    stream = use.weight_bytes  # one value's bytes between layers
+    """Return the bytes of activations and of logits. With checkpointing, the logits are freed before a layer is
+    computed again, so only the larger of the two counts."""
+    stream = use.weight_bytes  # bytes of a value that goes from layer to layer
     inside = 2 if use.autocast else use.weight_bytes
     eager = 1.0 if use.compiled else EAGER
     towers = [(shape.text, use.row_tokens)]
@@ -222,8 +222,8 @@ def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
 
 
 def of_run(config: RunConfig, world_size: int) -> MemoryEstimate | None:
-    """Estimate what the run's model takes on a GPU. None if `model.path` has no readable `config.json` on this
-    machine."""
+    """Estimate the memory that the run's model takes on a GPU. Return None if `model.path` has no readable
+    `config.json` on this machine."""
     shape = _shape_at(Path(config.model.path))
     if shape is None:
         return None
@@ -250,7 +250,7 @@ def _shape_at(folder: Path) -> ModelShape | None:
         if adapter.is_file():
             folder = Path(str(json_in(adapter)["base_model_name_or_path"]))
         return shape_of(json_in(folder / "config.json"))
-    # whoever loads the model says what is wrong with it
+    # The error is reported later, when the model is loaded.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -261,13 +261,13 @@ def engine_share(config: RunConfig) -> float:
 
 
 def memory_report(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return `memory_gib` for `--json`; {} if the model is not on this machine."""
+    """Return the keys `memory_gib` and `engine_share` for `--json`; {} if the model is not on this machine."""
     found = of_run(config, world_size)
     return {} if found is None else {"memory_gib": found.to_json(), "engine_share": engine_share(config)}
 
 
 def memory_in_words(report: Mapping[str, Any], row_tokens: int) -> str:
-    """Return one line of the report of `memory_report`."""
+    """Return a report of `memory_report` as one line of text."""
     gib = report.get("memory_gib")
     if gib is None:
         return "memory: not known, because model.path has no config.json on this machine"

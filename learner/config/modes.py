@@ -1,6 +1,6 @@
-"""A run's modes, as its configuration says: which backend, which channels, which syncs.
+"""Answers which modes a run's configuration chooses: backend, channels, syncs.
 
-The answers hold whatever the number of ranks. `Rule` is the type of the checks between keys, which ask here too.
+The answers do not depend on the number of ranks. `Rule` is the type of a check between keys.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def uses_servers(config: RunConfig) -> bool:
 
 
 def colocates(config: RunConfig) -> bool:
-    """Return True if vLLM runs inside the learner's job."""
+    """Return True if vLLM runs inside the learner's processes and the run makes rollouts."""
     rollout = config.rollout_matching
     return rollout.rollout_backend == "vllm" and rollout.vllm.mode == "colocate" and needs_rollouts(config)
 
@@ -57,8 +57,8 @@ def needs_rollouts(config: RunConfig) -> bool:
 
 
 def overlaps(config: RunConfig) -> bool:
-    """Return True if Channel-B learns a step's first packs while the other rollouts of the step run (R32). Not with
-    `advantage: batch`, which compares each rollout with all of the step."""
+    """Return True if Channel-B learns a step's first packs while the step's other rollouts are still generated (R32).
+    It does not with `advantage: batch`, which compares each rollout with all rollouts of the step."""
     stage2 = config.stage2_ab
     return (
         config.custom.trainer_variant in ("stage2_ab_training", "grpo")

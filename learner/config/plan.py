@@ -1,9 +1,7 @@
-"""The numbers that follow from a configuration and the number of ranks: `resolve` gives every derived number by its
-name.
+"""Derives a run's numbers from its configuration and the number of ranks. `resolve` returns all of them by name.
 
-`resolve` is pure and cheap. `--check` prints its result, and the learner logs it at its start (R15). `topology_rules`
-are rules like those of the sections, for what must hold between the configuration and the number of ranks: batch
-arithmetic and device counts.
+`resolve` has no side effects. `--check` prints its result, and the learner logs the result at its start (R15).
+`topology_rules` checks the keys that depend on the number of ranks: batch sizes and device counts.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from shared.masking import masked_in
 
 
 def topology_rules(world_size: int) -> tuple[Rule, ...]:
-    """The rules for `world_size` learner ranks."""
+    """Return the rules for `world_size` learner ranks."""
     rules = (
         _batch_divides,
         _tensor_parallel_divides,
@@ -38,7 +36,7 @@ def shards(config: RunConfig, world_size: int) -> bool:
 
 
 def derived_gas(config: RunConfig, world_size: int) -> int:
-    """Return `gradient_accumulation_steps`; it follows from `effective_batch_size` if that is given (D8)."""
+    """Return `gradient_accumulation_steps`, computed from `effective_batch_size` if that key is set (D8)."""
     training = config.training
     if training.effective_batch_size is not None:
         return training.effective_batch_size // (training.per_device_train_batch_size * world_size)
@@ -46,7 +44,7 @@ def derived_gas(config: RunConfig, world_size: int) -> int:
 
 
 def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Return the devices per colocated engine (R04). The user's value is kept; the default becomes 1 if there is one
+    """Return the devices per colocated engine (R04): the user's value if it is set, else the default; 1 if there is one
     rank."""
     vllm = config.rollout_matching.vllm
     if world_size == 1 and "tensor_parallel_size" not in vllm.model_fields_set:
@@ -55,7 +53,7 @@ def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
 
 
 def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """R33, D8: a step has a whole number of micro-steps, and both keys agree on it."""
+    """R33, D8: a step has a whole number of micro-steps, and both keys give the same number."""
     training = config.training
     batch, given = training.effective_batch_size, training.gradient_accumulation_steps
     if batch is None:
@@ -75,7 +73,7 @@ def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
 
 
 def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """R04: colocated engines share out the learner's devices."""
+    """R04: the size of a colocated engine divides the number of ranks."""
     if not colocates(config):
         return
     size = tensor_parallel_size(config, world_size)
@@ -89,7 +87,7 @@ def _tensor_parallel_divides(config: RunConfig, world_size: int) -> Iterator[Mis
 
 
 def _sharded_model_is_served(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """A rank that generates needs the whole weights."""
+    """A sharded model needs servers for its rollouts, because a rank that generates needs all weights."""
     if not shards(config, world_size) or not needs_rollouts(config) or uses_servers(config):
         return
     rollout = config.rollout_matching
@@ -100,7 +98,7 @@ def _sharded_model_is_served(config: RunConfig, world_size: int) -> Iterator[Mis
 
 
 def _sharded_model_is_eager(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """A compiled layer cannot gather and free its weights."""
+    """A sharded model is not compiled, because a compiled layer cannot gather and free its weights."""
     if shards(config, world_size) and config.model.compile is True:
         remedy = "set model.compile: auto, or model.sharding: none"
         yield Mistake(
@@ -109,8 +107,8 @@ def _sharded_model_is_eager(config: RunConfig, world_size: int) -> Iterator[Mist
 
 
 def _step_fits_queue(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """R27: a Channel-B step of the asynchronous actor-learner takes `gradient_accumulation_steps` packs from the queue
-    of each rank."""
+    """R27: a rank's queue can hold the `gradient_accumulation_steps` packs that a Channel-B step of the asynchronous
+    actor-learner takes from it."""
     if config.stage2_ab is None or not config.stage2_ab.async_actor_learner.enabled:
         return
     queue, packs = config.stage2_ab.async_actor_learner, derived_gas(config, world_size)
@@ -135,34 +133,34 @@ NUM_CHANNELS_SHOWN = 10
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plan:
-    """The numbers of a run, derived from its configuration. None: the number does not apply to this run."""
+    """The numbers of a run, derived from its configuration. A number that does not apply to the run is None."""
 
     trainer_variant: str
     world_size: int  # learner ranks
     per_device_train_batch_size: int  # samples per micro-step and rank
     gradient_accumulation_steps: int  # micro-steps per optimizer step
-    m_steps: int  # optimizer steps that learn one accumulation window; 1: each rollout is used once
+    m_steps: int  # optimizer steps that learn one accumulation window; 1: each rollout is learned once
     effective_batch_size: int  # samples per optimizer step, all ranks
-    packed_rows_per_step: int | None  # effective batch counted in packed rows, for information (R19)
-    rollouts_per_step: int  # all ranks; 0 under sft
-    local_rollouts_per_step: tuple[int, ...]  # one number per rank
+    packed_rows_per_step: int | None  # packed rows in a step of all ranks, for information (R19)
+    rollouts_per_step: int  # by all ranks; 0 under sft
+    local_rollouts_per_step: tuple[int, ...]  # one number for each rank
     rollout_backend: str
     vllm_mode: str | None
     decode_batch_size: int  # sequences per rollout GPU and generation call
     decode_mode: str
-    tensor_parallel_size: int | None  # colocate: devices per engine
+    tensor_parallel_size: int | None  # devices per colocated engine
     servers: tuple[ServerEntry, ...]
     sync_mode: str | None
     timeout_s: float
-    infer_timeout_s: float | None  # None: derived from the server's pace (D16)
+    infer_timeout_s: float | None  # None: derived from the server's speed (D16)
     packing_length: int  # tokens
     overlap: bool  # Channel-B learns while the step's other rollouts run (R32)
     async_actor_learner: bool
     b_ratio: float | None
-    channels: tuple[str, ...]  # the first steps' channels, by the schedule
+    channels: tuple[str, ...]  # channels of the first steps, by the schedule
 
     def to_json(self) -> dict[str, object]:
-        """JSON values by the names above, without secrets; `channels` only with `stage2_ab`, where they differ."""
+        """Return the fields as JSON values, without secrets. `channels` is left out unless `stage2_ab` is set."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "channels"}
         channels = {} if self.b_ratio is None else {"channels": list(self.channels)}
         servers = [entry.model_dump() for entry in self.servers]
@@ -172,7 +170,7 @@ class Plan:
 
 
 def resolve(config: RunConfig, world_size: int) -> Plan:
-    """The plan for `world_size` learner ranks. Raises ConfigErrors if the configuration does not fit them."""
+    """Return the plan for `world_size` learner ranks. Raises ConfigErrors if the configuration does not fit them."""
     mistakes = [mistake for rule in topology_rules(world_size) for mistake in rule(config)]
     if mistakes:
         raise ConfigErrors(f"the configuration does not fit {world_size} rank(s)", mistakes=mistakes)
@@ -212,14 +210,14 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
 
 
 def steps_per_epoch(per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
-    """Optimizer steps that learn an epoch of `per_epoch` micro-batches."""
+    """Return the optimizer steps in an epoch of `per_epoch` micro-batches."""
     whole_windows, rest = divmod(per_epoch, gradient_accumulation_steps)
     return whole_windows * m_steps + (rest > 0)
 
 
 def steps_of_epoch(config: RunConfig, plan: Plan, num_samples: int) -> int:
-    """Optimizer steps of one epoch over `num_samples` training samples."""
-    if config.stage2_ab is not None:  # a dataloader batch is a whole step (R31)
+    """Return the optimizer steps in an epoch of `num_samples` training samples."""
+    if config.stage2_ab is not None:  # a dataloader batch holds a whole step (R31)
         return -(-num_samples // plan.effective_batch_size)
     places = num_samples * (config.grpo.num_generations if config.custom.trainer_variant == "grpo" else 1)
     micro_batches = -(-places // (plan.per_device_train_batch_size * plan.world_size))

@@ -1,6 +1,6 @@
-"""`data.retain`: each entry as a configuration of its own, whose `data.train` are the annotations to score.
+"""Turns each entry of `data.retain` into a configuration of its own, whose `data.train` are the annotations to score.
 
-So everything that reads or checks a run's annotations does it for these too.
+All code that reads or checks the annotations of a run can then read and check these annotations too.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from learner.config.sections.data import RetainConfig
 
 
 def retained_configs(config: RunConfig) -> dict[str, RunConfig]:
-    """Return the configurations of `data.retain` by name, in order. The reader of the run's own format does not apply
-    to them."""
+    """Return a configuration for each entry of `data.retain`, by name, in the file's order. `data.reader` is removed
+    from it."""
     return {one.name: _config_of(config, one) for one in config.data.retain}
 
 

@@ -1,8 +1,8 @@
-"""The schedule: it decides which channel a step runs (R26, R27). Pure: numbers in, a decision out.
+"""The schedule decides which channel a step runs (R26, R27). It has no side effects.
 
-Invariants: the channel that the schedule wants depends only on `global_step` and `b_ratio`, so a resume changes
-nothing. After any n steps exactly floor(n * b_ratio) of them wanted Channel-B. Rank 0 calls `decide_channel` with
-numbers that are already reduced over ranks, and broadcasts the decision. It holds for the whole accumulation window.
+Invariants: the wanted channel depends only on `global_step` and `b_ratio`, so it is the same after a resume. Of the
+first n steps exactly floor(n * b_ratio) want Channel-B. Rank 0 calls `decide_channel` with numbers that are already
+reduced over ranks, and broadcasts the decision. The decision holds for the whole accumulation window.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ B_STEP_SKIPPED = "stage2_ab/async/b_step_skipped_due_to_queue"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelDecision:
-    """The decision for one optimizer step: the channel `wanted` by the schedule, and the feasible `channel`."""
+    """The decision for one optimizer step. `wanted` is the schedule's channel, `channel` the one that runs."""
 
     wanted: Channel
     channel: Channel
@@ -30,7 +30,7 @@ class ChannelDecision:
         return self.wanted != self.channel
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the step's metrics: the channel that ran, and whether a short queue kept Channel-B from running."""
+        """Return the step's metrics: whether Channel-B ran, and whether a short queue prevented it."""
         return {
             "stage2_ab/channel_b": float(self.channel == "B"),
             B_STEP_SKIPPED: float(self.skipped_due_to_queue),
@@ -61,8 +61,9 @@ def scheduled_channel(global_step: int, b_ratio: float) -> Channel:
 def decide_channel(global_step: int, b_ratio: float, *, feasible: bool = True) -> ChannelDecision:
     """Return the schedule's channel, or A if B is not feasible.
 
-    With the asynchronous actor-learner a B step takes `gradient_accumulation_steps` packs of every rank. It is feasible
-    if all ranks have those of one share ready. Where rollouts are made in the step, B always is feasible.
+    With the asynchronous actor-learner a B step takes `gradient_accumulation_steps` packs from each rank's queue. The
+    step is feasible if all ranks have enough packs of one share. Without the asynchronous actor-learner B is always
+    feasible.
     """
     wanted = scheduled_channel(global_step, b_ratio)
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")

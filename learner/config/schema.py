@@ -1,10 +1,10 @@
-"""The learner's configuration as a whole: `RunConfig`, and `RULES`, what must hold between its keys.
+"""The learner's whole configuration: `RunConfig`, and `RULES`, the checks between its keys.
 
-Each section of the YAML has one file under `sections/`: a frozen pydantic model, which refuses unknown keys and has
-types and ranges of single keys, and the section's rules. A rule takes a `RunConfig`, or a view of one that is partly
-wrong, and yields one `Mistake` per thing that is wrong. Rules that need the number of ranks are in `plan.py`. `load.py`
-reads YAML into `RunConfig`. `make docs` writes CONFIG.md and config.schema.json from these models and from the first
-line of each rule.
+Each section of the YAML has one file under `sections/`. The file has a frozen pydantic model, which refuses unknown
+keys and checks the type and range of each key, and the section's rules. A rule takes a `RunConfig`, which may be partly
+wrong, and yields one `Mistake` for each thing that is wrong. Rules that need the number of ranks are in `plan.py`.
+`load.py` reads YAML into `RunConfig`. `make docs` writes CONFIG.md and config.schema.json from the models and from the
+first line of each rule.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`data` as it applies to one split: `val` and `test` may have a format, a reader and a folder of their own."""
+"""`data` as it applies to one split: `val` and `test` may set some keys, such as the format, for themselves."""
 
 from __future__ import annotations
 
@@ -6,14 +6,15 @@ from learner.config.sections.data import DataConfig, SplitConfig
 
 
 def as_read_for(data: DataConfig, split: str) -> DataConfig:
-    """Return `data` with the own keys of `train`, `val` or `test` instead of those of all, and with paths alone."""
+    """Return `data` for `train`, `val` or `test`: keys that the split sets replace those of `data`. `val` and `test` of
+    the result are paths."""
     paths = {name: data.path_of(name) for name in ("val", "test")}
     own = {"val": data.val, "test": data.test}.get(split)
     return data.model_copy(update={**paths, **(_own_keys(own) if isinstance(own, SplitConfig) else {})})
 
 
 def _own_keys(own: SplitConfig) -> dict[str, object]:
-    """Return what is given. A format of its own is not read by the run's reader."""
+    """Return the keys that the split sets. If it sets `format` and no `reader`, the run's reader is removed."""
     keys = {
         "format": own.format,
         "reader": own.reader,

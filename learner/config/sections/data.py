@@ -193,19 +193,19 @@ class DataConfig(Section):
 
     @property
     def pixel_share(self) -> float:
-        """`pixel_check` as a number."""
+        """Return the share of pixels that `pixel_check` asks for: `all` is 1.0, `off` is 0.0."""
         return {"all": 1.0, "off": 0.0}[self.pixel_check] if isinstance(self.pixel_check, str) else self.pixel_check
 
     @property
     def image_rules(self) -> ImageRules:
-        """Local images may be anywhere: the data set is the user's own."""
+        """Return the rules for opening images. Local files may lie in any folder, because the user chose the data."""
         from shared.images import ImageRules
 
         return ImageRules(hosts=tuple(self.allowed_image_hosts), max_pixels=self.max_image_pixels)
 
     @property
     def bad_records(self) -> Mapping[BadKind, BadAction]:
-        """`on_bad_record`, kind by kind."""
+        """Return what `on_bad_record` says to do with each kind of bad record."""
         rule = self.on_bad_record
         if isinstance(rule, dict):
             return {kind: rule.get(kind, "error") for kind in _BAD_KINDS}

@@ -44,7 +44,7 @@ class DecodingConfig(Section):
 
     @property
     def mode(self) -> Literal["greedy", "sample", "beam"]:
-        """`decode_mode`, or what follows from the temperature."""
+        """Return `decode_mode`. If it is null, return `sample` for a temperature above 0, else `greedy`."""
         return self.decode_mode or ("sample" if self.temperature > 0 else "greedy")
 
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from learner.config.schema import RunConfig
 
 
-# Best of what was measured on labels that leave objects out (docs/concepts/loss.md).
+# The values that gave the best F1 on labels that leave objects out (docs/concepts/loss.md).
 RECOMMENDED: Mapping[str, object] = {"prefix_end": "first_miss", "matched_desc_weight": 1.0, "keep_unmatched": True}
 
 
@@ -74,8 +74,8 @@ class LossConfig(Section):
 
 
 def preset_advice(config: RunConfig) -> str | None:
-    """Say in one line when to take the other preset; None if the run does not learn matched rollouts of detection, or
-    if keys of its own decide."""
+    """Return one line that says when to take the other preset. Return None if the run does not learn matched rollouts
+    of detection, or if it sets a key of a preset itself."""
     loss, variant = config.loss, config.custom.trainer_variant
     if (
         variant not in ("rollout_matching_sft", "stage2_ab_training")

@@ -1,7 +1,8 @@
 """The section `rollouts`: short names of the keys below `custom.extra.rollout_matching` that most runs set.
 
-A short name stands for its long one (`SHORT`). Loading writes its value there before anything is checked, and clears
-the section afterwards: everything else reads the long names. Where a file has both, they must be equal.
+A short name stands for one long name (`SHORT`). Loading writes the value of the short name to the key of the long name
+before anything is checked, and then clears the section. All other code reads the long names. If a file sets both names,
+their values must be equal.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ class RolloutsConfig(Section):
 
 
 def spelled_out(values: Mapping[str, object]) -> Mapping[str, object]:
-    """Return a configuration in which short names have written their values where the long ones have none."""
+    """Return the configuration with the value of each short name copied to its long name, if the long name has none."""
     section = values.get(SECTION)
     if not isinstance(section, dict):
         return values
@@ -58,7 +59,7 @@ def spelled_out(values: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def without_short_names(config: RunConfig) -> RunConfig:
-    """Return a configuration whose long names say everything."""
+    """Return the configuration with an empty section `rollouts`."""
     return config.model_copy(update={SECTION: RolloutsConfig()}) if _given(config.rollouts) else config
 
 

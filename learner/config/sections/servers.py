@@ -1,7 +1,7 @@
 """The section `vllm.server` of the rollouts: where the rollout servers are.
 
-Servers are named in one of two forms (R05): `servers`, or `base_url` paired with `group_port`. `paired_servers` makes
-them one.
+The configuration names servers in one of two forms (R05): `servers`, or `base_url` paired with `group_port`.
+`paired_servers` turns both into one list.
 """
 
 from __future__ import annotations
@@ -100,8 +100,8 @@ class ServerClientConfig(Section):
 
 
 def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
-    """Return the servers of either form, for a section without mistakes. A single port rises by one per URL. URLs lose
-    their trailing slashes."""
+    """Return the servers that the section names in either form. The section must have no mistakes. A
+    single port is counted up by one for each further URL. Slashes at the end of a URL are removed."""
     if server.servers is not None:
         pairs = [(entry.base_url, entry.group_port) for entry in server.servers]
     else:
@@ -122,8 +122,8 @@ def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
 
 
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
-    """Yield what is wrong with a section in use: none, both or half a form, wrong pairing, bad URLs, ports that clash
-    (R05, R16)."""
+    """Yield the mistakes of a section in use: no form, both forms or half of one, lists of different lengths, bad URLs,
+    ports that clash (R05, R16)."""
     yield from _discovery_mistakes(server)
     form = list(_form_mistakes(server))
     yield from form
@@ -234,7 +234,8 @@ def _url_mistake(url: str, at: str) -> Mistake | None:
 
 
 def _port_mistakes(urls: list[str], ports: list[int], url_at: list[str], port_at: list[str]) -> Iterator[Mistake]:
-    """The same server twice, two groups on one host's port, or a group on the port that answers HTTP."""
+    """Yield a mistake for each server named twice, each port that two groups share on one host, and each group on the
+    port of HTTP."""
     bases: dict[str, str] = {}
     groups: dict[tuple[str | None, int], str] = {}
     for url, port, here, port_here in zip(urls, ports, url_at, port_at, strict=True):

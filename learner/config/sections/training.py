@@ -11,7 +11,7 @@ from shared.config.model import Mistake, Section, given, key
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig
 
-ESTIMATED = "estimated_f1@0.5"  # F1 where labels have gaps
+ESTIMATED = "estimated_f1@0.5"  # F1 estimated for labels that leave objects out
 
 
 class TrainingConfig(Section):
@@ -176,7 +176,7 @@ def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
 
 
 def kept_metric(config: RunConfig) -> str | None:
-    """Return the metric that decides which evaluation is the best; None: no checkpoint is kept for it (D17)."""
+    """Return the metric that decides which evaluation is the best, or None if no best checkpoint is kept (D17)."""
     training = config.training
     if training.keep_best != "auto":
         return training.keep_best
@@ -186,8 +186,8 @@ def kept_metric(config: RunConfig) -> str | None:
 
 
 def chosen_by_test(config: RunConfig) -> str | None:
-    """Warn in one line if `data.test` decides which weights are kept or when the run ends, because there is no
-    `data.val` (D17). None: it decides nothing."""
+    """Return a warning of one line if `data.test` decides which weights are kept or when the run ends, because there is
+    no `data.val` (D17). Return None if `data.test` decides neither."""
     training, data = config.training, config.data
     if data.val is not None or data.test is None or not training.eval_steps or kept_metric(config) is None:
         return None
