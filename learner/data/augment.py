@@ -1,15 +1,15 @@
-"""`data.augment` decides which other picture of a photograph is seen in an epoch, and where its objects are in it.
+"""`data.augment` draws how a photograph is altered in an epoch, and computes where its objects then are.
 
-In: training samples, and an epoch. Out: samples with a `View`, and with objects, regions and size of the augmented
-picture. No pixel is read here: `learner.data.views` makes the picture where it is needed, in a data worker or for a
+In: training samples, and an epoch. Out: samples with a `View`, and with the objects, regions and size of the augmented
+picture. This module reads no pixels. `learner.data.views` makes the picture, in a data worker or before a request to a
 server.
 
 Invariants: a sample's view follows from (seed, epoch, sample id), so it is the same on every rank, in every worker and
-after a resume. Every transform is a crop, a mirror, a quarter turn or a resize. So a box stays a box, exactly, and a
-polygon's box is the box transformed. No object reaches out of its picture.
+after a resume. Every transform is a crop, a mirror, a quarter turn or a resize. So a box stays an exact box, and the
+box around a polygon is transformed like the polygon. No object reaches beyond its picture.
 
-Of an object that is cut off (`_LEAST_SHARE`) or tiny (`_LEAST_SIDE`), the visible part becomes an ignore region: it is
-not taught, and a prediction there is neither right nor wrong. What lies outside is dropped.
+If an object is cut off (`_LEAST_SHARE`) or tiny (`_LEAST_SIDE`), its visible part becomes an ignore region: it is not
+taught, and a prediction there is neither right nor wrong. Objects outside the picture are dropped.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from shared.errors import DataError
 
 log = logging.getLogger(__name__)
 
-Augmented = Callable[[int, int, int], Sample]  # sample `index` as it is seen in `epoch`, at `position`
-_TRIES = 8  # draws until a picture shows an object, if the photograph has some
-_LEAST_SHARE = 0.35  # of its area in the picture, for an object to stay a label
-_LEAST_SIDE = 4.0  # pixels of its shorter side, for an object to stay a label
+Augmented = Callable[[int, int, int], Sample]  # (index, epoch, position) -> the sample as altered for that epoch
+_TRIES = 8  # most draws of a view, until it shows an object; only if the photograph has one
+_LEAST_SHARE = 0.35  # least share of an object's area inside the picture; below it the object is an ignore region
+_LEAST_SIDE = 4.0  # least shorter side in pixels; below it the object is an ignore region
 
 
 class Augmenter:
-    """`too_long` says of a sample how long it is, if it does not fit a packed row. Such a picture is not used: the
-    photograph is seen as it is. Raises DataError for samples that have not one image of known size."""
+    """Alters samples. `too_long` returns the length of a sample that does not fit a packed row, as text; then the
+    photograph is used unaltered. Raises DataError for samples that do not have exactly one image of known size."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class Augmenter:
         self._told = False
 
     def __call__(self, index: int, epoch: int) -> Sample:
-        """Sample `index` as it is seen in `epoch`."""
+        """Return sample `index` as altered for `epoch`."""
         sample = self._samples[index]
         digest = hashlib.blake2b(sample.sample_id.encode(), digest_size=8).digest()
         rng = np.random.default_rng([self._seed, epoch, int.from_bytes(digest, "little")])
@@ -87,8 +87,9 @@ def augmented(
     too_long: Callable[[Sample], str | None] = lambda _: None,
     rollouts: bool = False,
 ) -> Augmented | None:
-    """Return the way in which training samples are seen; None: as they are. `rollouts`: the thread that makes rollouts
-    ahead asks. Only steps that learn ground truth see augmented pictures, unless `data.augment.rollouts` is set."""
+    """Return the function that alters training samples, or None if photographs are used unaltered. `rollouts`: True in
+    the thread that makes rollouts ahead. Only steps that learn ground truth use altered pictures, unless
+    `data.augment.rollouts` is set."""
     augment, stage2 = config.data.augment, config.stage2_ab
     if augment is None or (rollouts and not augment.rollouts):
         return None
@@ -96,15 +97,15 @@ def augmented(
     b_ratio = 0.0 if stage2 is None or augment.rollouts or plan.async_actor_learner else stage2.schedule.b_ratio
 
     def seen(index: int, epoch: int, position: int) -> Sample:
-        """Return the sample as it is seen. In step, a step has one position, and a rollout sees the photograph
-        itself."""
+        """Return the altered sample. Without the asynchronous actor-learner `position` is the step. Channel-B steps get
+        the unaltered photograph."""
         return samples[index] if scheduled_channel(position, b_ratio) == "B" else augmenter(index, epoch)
 
     return seen
 
 
 def require_augmentable(sample: Sample) -> None:
-    """Raises DataError for a sample that has not one image of known size."""
+    """Raises DataError for a sample that does not have exactly one image of known size."""
     if len(sample.images) != 1 or min(sample.width, sample.height) < 2:
         raise DataError(
             f"data.augment: sample {sample.sample_id!r} can't be augmented",
@@ -118,8 +119,8 @@ def require_augmentable(sample: Sample) -> None:
 
 
 def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -> View:
-    """Draw a view of the photograph. The picture has the photograph's shape, also after a quarter turn: models see
-    shapes that they know."""
+    """Draw a view of the photograph. The picture has the photograph's proportions, also after a quarter turn, because
+    models know these shapes."""
     turns = int(rng.integers(1, 4)) if rng.random() < config.quarter_turn else 0
     mirrored = bool(rng.random() < config.horizontal_flip)
     if (turns or mirrored) and any(stays_upright(obj.desc) for obj in (*sample.objects, *sample.ignored)):
@@ -127,7 +128,7 @@ def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -
     width, height = sample.width, sample.height
     share = rng.uniform(config.smallest_crop, 1.0)
     size = max(2, round(width * share)), max(2, round(height * share))
-    shape = size[::-1] if turns % 2 else size  # the window is as large as the photograph allows
+    shape = size[::-1] if turns % 2 else size  # the largest window of this shape in the photograph, times `share`
     most = min(width / shape[0], height / shape[1]) * share
     across, down = (min(max(1, round(side * most)), whole) for side, whole in zip(shape, (width, height), strict=True))
     left, top = int(rng.integers(width - across + 1)), int(rng.integers(height - down + 1))
@@ -146,7 +147,7 @@ def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -
 
 
 def seen_as(sample: Sample, view: View) -> Sample:
-    """Return the sample with the objects, regions and size of the picture."""
+    """Return the sample with the objects, regions and size that it has in the picture."""
     placed_objects = [placed(obj, view) for obj in sample.objects]
     return replace(
         sample,
@@ -165,8 +166,8 @@ def seen_as(sample: Sample, view: View) -> Sample:
 
 
 def moved(obj: DetectionObject, view: View) -> list[float]:
-    """Return the object's coordinates in the augmented picture, in pixels, wherever they lie. A box has its corners in
-    order."""
+    """Return the object's coordinates in the augmented picture, in pixels. They may lie outside it. Corners of a box
+    are sorted."""
     left, top, right, bottom = view.window
     pixels = to_pixels(obj.bins, *view.photograph)
     points = [
@@ -180,14 +181,14 @@ def moved(obj: DetectionObject, view: View) -> list[float]:
 
 
 def _turned(u: float, v: float, view: View) -> tuple[float, float]:
-    """Return a point of the window, as shares of its sides, after turn and mirrors."""
+    """Return a point after the quarter turn and mirrors. The point is given in shares of the window's sides."""
     if view.quarter_turn:
         u, v = v, 1.0 - u
     return (1.0 - u if view.flip_horizontal else u), (1.0 - v if view.flip_vertical else v)
 
 
 def placed(obj: DetectionObject, view: View) -> tuple[list[DetectionObject], list[DetectionObject]]:
-    """Return the object in the picture: (as a label, as an ignore region), one of them or neither."""
+    """Return the object in the picture as (labels, ignore regions). At most one of the lists has an item."""
     coords = moved(obj, view)
     seen = within(obj.kind, coords, (0, 0, *view.size))
     here = _in_picture(obj, coords, view)
@@ -198,7 +199,7 @@ def placed(obj: DetectionObject, view: View) -> tuple[list[DetectionObject], lis
 
 
 def _in_picture(obj: DetectionObject, coords: Sequence[float], view: View) -> list[DetectionObject]:
-    """Return the part of the object in the picture; nothing where it is less than a pixel wide or high."""
+    """Return the part of the object that lies in the picture; [] if that part is less than a pixel wide or high."""
     seen = within(obj.kind, coords, (0, 0, *view.size))
     if not seen or _shorter_side(seen) < 1.0:
         return []

@@ -1,21 +1,21 @@
-"""This rank's micro-batches, epoch after epoch, with prompts encoded ahead of their use; and windows of them, repeated.
+"""Yields this rank's micro-batches, epoch after epoch. Prompts are encoded ahead of use. Windows can be repeated.
 
 `Batches`: samples, configuration and rank in, an endless iterator of `MicroBatch` out. Its state is a few numbers of
-JSON, equal on all ranks; what was prefetched and not yet taken is not part of it, so a resume repeats and skips
-nothing.
+JSON, equal on all ranks. Micro-batches that were prefetched and not yet handed out do not count in it, so a resume
+repeats and skips no sample.
 
-Which samples a rank takes at which micro-step is the sampler's (`sampler.py`).
+`sampler.py` decides which samples a rank takes at which micro-step.
 
-Micro-batches are handed out in order, or in the order in which `take` and `skip` are called; each of them once. The
-state says which ones are left.
+Micro-batches are handed out in order, or in the order in which `take` and `skip` are called, each one once. The state
+says which ones are left.
 
 `ShareReader` reads the same shares for another thread, with an encoder of its own.
 
-`WindowRepeater` gives the same micro-batches, an accumulation window of them at a time, `m_steps` times over, each
-marked with its `WindowStep`, so that rollouts can be reused without a sample skipped. A window of fewer than
-`gradient_accumulation_steps` micro-batches, which an epoch may end with, is given once (R18). Invariants: over ranks,
-an epoch hands out each sample `m_steps` times, those of its short last window once, also across a resume in the middle
-of a window. State counts whole passes: a pass that was begun and not ended comes again.
+`WindowRepeater` hands out each accumulation window of micro-batches `m_steps` times, and marks each micro-batch with
+its `WindowStep`. So rollouts are reused, and no sample is skipped. The last window of an epoch may have fewer than
+`gradient_accumulation_steps` micro-batches. Then it is handed out once (R18). Invariants: over all ranks, an epoch
+hands out each sample `m_steps` times, and samples of a short last window once, also if a resume falls inside a window.
+The state counts whole passes over a window. After a resume an unfinished pass starts again.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shared.errors import CheckpointError
 
 
 class WindowStep(NamedTuple):
-    """The accumulation window, and the optimizer step among those that learn it; both counted from 0."""
+    """The number of an accumulation window, and of the pass over it; both start at 0."""
 
     window: int
     m_step: int
@@ -44,27 +44,28 @@ class WindowStep(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """One rank's samples of one micro-step, and their prompts; empty at most at an epoch's end."""
+    """One rank's samples of one micro-step, and their prompts. It can be empty only at the end of an epoch."""
 
     samples: tuple[Sample, ...]
     prompts: tuple[EncodedPrompt, ...]
     epoch: int
     micro_batch: int  # counted within the epoch
-    first_req_idx: int  # place of the first sample among all ranks' of this micro-step
+    first_req_idx: int  # index of the first sample among all ranks' samples of the micro-step
     ends_epoch: bool
     window_step: WindowStep | None = None  # None: accumulation windows are not repeated in this run
 
     @property
     def fingerprint(self) -> tuple[int, int, tuple[str, ...]]:
-        """Epoch, micro-batch and sample ids: equal where the same micro-batch is handed out again."""
+        """Return epoch, micro-batch and sample ids. A micro-batch has the same fingerprint each time it is handed
+        out."""
         return self.epoch, self.micro_batch, tuple(sample.sample_id for sample in self.samples)
 
 
 class Shortfall(NamedTuple):
-    """An epoch's last step, if fewer samples were left for it than other steps learn. Counted over all ranks."""
+    """The size of an epoch's last step, if it learns fewer samples than other steps. Samples of all ranks count."""
 
     size: int
-    whole: int  # the other steps' number
+    whole: int  # samples in each other step
 
 
 class Upcoming(NamedTuple):
@@ -76,14 +77,14 @@ class Upcoming(NamedTuple):
 
 class _SeenShare(NamedTuple):
     share: Share
-    given: tuple[Sample, ...]  # the samples as annotated
-    samples: tuple[Sample, ...]  # the same, as they are seen
+    given: tuple[Sample, ...]  # as annotated
+    samples: tuple[Sample, ...]  # the same samples, altered by `data.augment`
 
 
 def see(
     samples: Sequence[Sample], indices: Sequence[int], epoch: int, position: int, augmented: Augmented | None
 ) -> tuple[Sample, ...]:
-    """The samples as they are seen: those that are equal stay one object."""
+    """Return the samples, altered by `augmented` if it is given. Equal indices give the same object."""
     if augmented is None:
         return tuple(samples[i] for i in indices)
     seen = {i: augmented(i, epoch, position) for i in dict.fromkeys(indices)}
@@ -91,7 +92,7 @@ def see(
 
 
 class Batches(Iterator[MicroBatch]):
-    """The training data of one rank. Close it: it may own processes."""
+    """The training data of one rank. Call `close` at the end, because worker processes may run."""
 
     def __init__(
         self,
@@ -103,48 +104,49 @@ class Batches(Iterator[MicroBatch]):
         encoder: Encoder,
         augmented: Augmented | None = None,
     ) -> None:
-        """Set up the stream. `augmented`: how samples are seen, if not as they are."""
+        """Set up the iterator. `augmented` alters the samples; None: they are used as they are."""
         self._samples, self._augmented = samples, augmented
         self._sampler = sampler_of(len(samples), config=config, plan=plan, rank=rank)
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
         self._first = 0  # all micro-batches before this one were handed out
-        self._taken: set[int] = set()  # the positions behind it that were handed out too
+        self._taken: set[int] = set()  # positions after `_first` that were handed out
         self._seen: dict[int, _SeenShare] = {}  # shares that were not handed out yet, by position
         self._ahead: dict[int, list[EncodingJob]] = {}
 
     @property
     def per_epoch(self) -> int:
-        """Micro-batches per epoch, equal on all ranks."""
+        """Return the number of micro-batches in an epoch, equal on all ranks."""
         return self._sampler.per_epoch
 
     @property
     def num_taken(self) -> int:
-        """Micro-batches handed out since the beginning of training."""
+        """Return the number of micro-batches handed out since the beginning of training."""
         return self._first + len(self._taken)
 
     def size(self, micro_batch: int) -> int:
-        """Samples of all ranks in a micro-batch."""
+        """Return the number of samples in a micro-batch, over all ranks."""
         return self._sampler.global_size(micro_batch)
 
     def shortfall(self, number: int) -> Shortfall | None:
-        """Return the shortfall of the step that learns the next `number` micro-batches, or those up to an epoch's
-        end."""
+        """Return the shortfall of the step that learns the next `number` micro-batches, or fewer if the epoch ends;
+        None if the step is not short."""
         micro_batch = self._first % self.per_epoch
         size = sum(self.size(i) for i in range(micro_batch, min(micro_batch + number, self.per_epoch)))
         return self.shortfall_of(size, number)
 
     def shortfall_of(self, size: int, number: int) -> Shortfall | None:
-        """Return the shortfall of a step that learns `size` samples in at most `number` micro-batches."""
+        """Return the shortfall of a step of `size` samples in at most `number` micro-batches; None if it is not
+        short."""
         whole = min(number * self._sampler.global_batch, self._sampler.num_places)
         return Shortfall(size=size, whole=whole) if size < whole else None
 
     def __next__(self) -> MicroBatch:
-        """Return the next micro-batch. Raises DataError where a sample can't be encoded."""
+        """Return the next micro-batch. Raises DataError if a sample cannot be encoded."""
         return self.take(next(self._coming()))
 
     def take(self, position: int, *, then: Iterable[int] | None = None) -> MicroBatch:
-        """Return the micro-batch at `position`, which was not handed out before. `then`: what will probably be asked
-        for next, to be encoded meanwhile; None: what follows in order."""
+        """Return the micro-batch at `position`, which was not handed out before. `then` gives the positions that are
+        probably asked for next; they are encoded in advance. None: the positions that follow in order."""
         assert position in self.left(position // self.per_epoch), f"micro-batch {position} was handed out"
         self._prefetch(position, self._coming() if then is None else then)
         share, samples = self._share(position)
@@ -160,7 +162,7 @@ class Batches(Iterator[MicroBatch]):
         )
 
     def skip(self, position: int) -> None:
-        """The micro-batch at `position` counts as handed out: it was read in another way."""
+        """Count the micro-batch at `position` as handed out, because another reader has read it."""
         self._ahead.pop(position, None)
         self._seen.pop(position, None)
         self._taken.add(position)
@@ -174,7 +176,8 @@ class Batches(Iterator[MicroBatch]):
         return [p for p in range(max(first, self._first), first + self.per_epoch) if p not in self._taken]
 
     def upcoming(self, number: int) -> list[Upcoming]:
-        """Return the next `number` micro-batches, or those up to an epoch's end. Takes and encodes nothing."""
+        """Return the next `number` micro-batches, or fewer if the epoch ends. Counts none as handed out, encodes
+        none."""
         found = []
         for position in islice(self._coming(), number):
             share, samples = self._share(position)
@@ -184,12 +187,12 @@ class Batches(Iterator[MicroBatch]):
         return found
 
     def state(self) -> dict[str, object]:
-        """Return where training stands in the data, as JSON: the first micro-batch that was not handed out, those
-        behind it that were, and of which data."""
+        """Return the position in the data, as JSON: the first micro-batch that was not handed out, later ones that
+        were, and what identifies the data."""
         return {"position": self._first, "taken": sorted(self._taken), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on after the micro-batches that `state` counts. Raises CheckpointError where the data is another."""
+        """Go on after the micro-batches that `state` counts. Raises CheckpointError if `state` is of other data."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise CheckpointError(
@@ -204,8 +207,7 @@ class Batches(Iterator[MicroBatch]):
         self._seen.clear()
 
     def last_epochs(self, sample_ids: Sequence[str]) -> list[int]:
-        """Return the epoch in which each of these samples was handed out last, to any rank, before the next
-        micro-batch."""
+        """Return the epoch in which each sample was handed out last, on any rank, before the next micro-batch."""
         epoch, micro_batch = divmod(self._first, self.per_epoch)
         order = self._sampler.order(epoch)[: micro_batch * self._sampler.global_batch]
         now = {self._samples[i].sample_id for i in order.tolist()}
@@ -225,7 +227,7 @@ class Batches(Iterator[MicroBatch]):
         return (position for position in count(self._first) if position not in self._taken)
 
     def _prefetch(self, position: int, then: Iterable[int]) -> None:
-        """Hand jobs to the pool until `position` is under way, and behind it the look-ahead."""
+        """Submit `position` to the pool, and then the positions of `then` up to the pool's look-ahead."""
         self._submit(position)
         behind = 0
         for other in then:
@@ -241,8 +243,8 @@ class Batches(Iterator[MicroBatch]):
         return share
 
     def _share(self, position: int) -> tuple[Share, tuple[Sample, ...]]:
-        """The share and its samples as they are seen. Labels may be completed while prompts are encoded. Then an
-        augmented picture, which its labels have a part in, is made anew."""
+        """Return the share and its samples, altered by `data.augment`. If labels were completed meanwhile, an altered
+        picture is made again, because it depends on the labels."""
         seen = self._seen.get(position)
         share = seen.share if seen else self._sampler.share(position)
         given = tuple(self._samples[i] for i in share.indices)
@@ -265,7 +267,7 @@ class Batches(Iterator[MicroBatch]):
 
 
 class ShareReader:
-    """The micro-batches of `Batches` on this rank, part by part, for another thread. `pool` is closed with the reader.
+    """Reads the same micro-batches as `Batches` on this rank, in parts, for another thread. `close` closes `pool`.
     `augmented` is as in `Batches`."""
 
     def __init__(
@@ -279,11 +281,12 @@ class ShareReader:
         self._samples, self._sampler, self._pool, self._augmented = samples, sampler, pool, augmented
 
     def size(self, position: int) -> int:
-        """This rank's samples in the micro-batch at `position`."""
+        """Return the number of this rank's samples in the micro-batch at `position`."""
         return len(self._sampler.places(position))
 
     def read(self, position: int, part: range) -> MicroBatch:
-        """Samples `part` of the micro-batch. Raises DataError where a sample can't be encoded."""
+        """Return the samples `part` of the micro-batch at `position`. Raises DataError if a sample cannot be
+        encoded."""
         share = self._sampler.share(position)
         indices = share.indices[part.start : part.stop]
         samples = see(self._samples, indices, share.epoch, position, self._augmented)
@@ -302,7 +305,7 @@ class ShareReader:
 
 
 def submit_all(pool: EncoderPool, samples: Sequence[Sample]) -> list[EncodingJob]:
-    """Submit jobs of the pool's size, in order. A sample that comes several times in a row (`grpo`) is encoded once."""
+    """Submit jobs of at most `pool.job_size` samples, in order. Equal neighbours (`grpo`) are encoded once."""
     runs = [(first, 1 + sum(1 for _ in again)) for _, again in groupby(samples, key=id) for first in [next(again)]]
     jobs = (runs[i : i + pool.job_size] for i in range(0, len(runs), pool.job_size))
     return [_Repeated(pool.submit([one for one, _ in job]), [times for _, times in job]) for job in jobs]
@@ -310,7 +313,7 @@ def submit_all(pool: EncoderPool, samples: Sequence[Sample]) -> list[EncodingJob
 
 @dataclass(frozen=True)
 class _Repeated:
-    """A job each of whose prompts is wanted several times."""
+    """An encoding job whose n-th prompt is returned `times[n]` times."""
 
     job: EncodingJob
     times: Sequence[int]
@@ -320,7 +323,7 @@ class _Repeated:
 
 
 def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch: int) -> EncoderPool:
-    """Return the pool that encodes prompts: `data.num_workers` processes, or this one."""
+    """Return the pool that encodes prompts: in `data.num_workers` processes, or in this process if that is 0."""
     if not config.data.num_workers:
         return LocalPool(encoder)
     return WorkerPool(
@@ -332,20 +335,20 @@ def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch
 
 
 def _cost(share: Share) -> int:
-    """Return what a share takes of the look-ahead. An empty one takes its part too, so that their number stays
-    bounded."""
+    """Return how many samples a share counts as in the look-ahead. An empty share counts as one, so that the number of
+    shares stays bounded."""
     return max(1, len(share.indices))
 
 
 def fewest_micro_batches(steps: int, per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
-    """Return what `steps` optimizer steps learn at least of the data, in micro-batches, each counted once."""
+    """Return the fewest micro-batches that `steps` optimizer steps can learn. Repeated ones count once."""
     whole = steps_per_epoch(per_epoch, gradient_accumulation_steps=gradient_accumulation_steps, m_steps=m_steps)
     epochs, rest = divmod(steps, whole)
     return epochs * per_epoch + min(rest // m_steps * gradient_accumulation_steps, per_epoch)
 
 
 class WindowRepeater(Iterator[MicroBatch]):
-    """Stands before a rank's `Batches`, with the same state and iterator, and keeps one window of it in memory."""
+    """Repeats the micro-batches of `Batches` window by window. It keeps one window in memory."""
 
     def __init__(self, batches: Batches, *, gradient_accumulation_steps: int, m_steps: int) -> None:
         assert gradient_accumulation_steps > 0
@@ -356,18 +359,18 @@ class WindowRepeater(Iterator[MicroBatch]):
         self._begin_window()
 
     def shortfall(self, number: int) -> Shortfall | None:
-        """See `Batches`, at the beginning of a pass."""
+        """Return as `Batches.shortfall` does. Call it at the beginning of a pass."""
         if self._kept:
             return self._batches.shortfall_of(sum(self._batches.size(b.micro_batch) for b in self._kept), number)
         return self._batches.shortfall(number)
 
     @property
     def next_step(self) -> WindowStep:
-        """Return where the next micro-batch belongs."""
+        """Return the window and the pass of the next micro-batch."""
         return self._next
 
     def __next__(self) -> MicroBatch:
-        """Return the next micro-batch, new or again. Raises DataError where a sample can't be encoded."""
+        """Return the next micro-batch, new or repeated. Raises DataError if a sample cannot be encoded."""
         if self._taken == len(self._kept):  # true only in a window's first pass
             self._kept.append(next(self._batches))
         batch = replace(self._kept[self._taken], window_step=self._next)
@@ -377,29 +380,29 @@ class WindowRepeater(Iterator[MicroBatch]):
         return batch
 
     def upcoming(self, number: int) -> list[Upcoming]:
-        """See `Batches`, at the beginning of a pass: the window's micro-batches."""
+        """Return the window's micro-batches as `Batches.upcoming` does. Call it at the beginning of a pass."""
         assert self._taken == 0, "in the middle of a pass"
         if self._kept:
             return [Upcoming(samples=batch.samples, first_req_idx=batch.first_req_idx) for batch in self._kept]
         return self._batches.upcoming(number)
 
     def last_epochs(self, sample_ids: Sequence[str]) -> list[int]:
-        """See `Batches`, for what was handed out before the window."""
+        """Return as `Batches.last_epochs` does."""
         return self._batches.last_epochs(sample_ids)
 
     def seen_in(self, epoch: int, sample_id: str) -> Sample:
-        """See `Batches`."""
+        """Return as `Batches.seen_in` does."""
         return self._batches.seen_in(epoch, sample_id)
 
     def state(self) -> dict[str, object]:
-        """Return the data's own state at the window's beginning, and how many passes over the window are done; as
+        """Return the state of `Batches` at the window's beginning, and how many passes over the window are done; as
         JSON."""
         return {**self._start, **self._next._asdict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the passes that the window has left, at least one of them, whatever `m_steps` was.
+        """Go on with the passes that are left of the window. At least one is made, even if `m_steps` is smaller now.
 
-        Raises CheckpointError where the data is another.
+        Raises CheckpointError if `state` is of other data.
         """
         self._batches.restore(state)
         m_step = min(int(state.get("m_step", 0)), self._m_steps - 1)
@@ -409,7 +412,7 @@ class WindowRepeater(Iterator[MicroBatch]):
     def _begin_window(self) -> None:
         self._start = self._batches.state()
         self._kept: list[MicroBatch] = []
-        self._taken = 0  # counts those of the present pass
+        self._taken = 0  # micro-batches of the present pass that were handed out
 
     def _end_pass(self, *, is_whole: bool) -> None:
         window, m_step = self._next

@@ -1,8 +1,8 @@
-"""`--check` of the annotations: everything that can be checked without a tokenizer or a model.
+"""Checks annotations for `--check`, as far as it is possible without a tokenizer or a model.
 
-In: a configuration. Out: how many samples a split has, what is dropped or clipped, and every record that cannot be
-used. Headers of images are read, URLs are not fetched. What needs the tokenizer (whether a description survives it, how
-long a sample is) is checked before the first step. Imports neither torch nor transformers.
+In: a configuration. Out: how many samples a split has, how many records are dropped or clipped, and every record that
+cannot be used. Headers of images are read, URLs are not fetched. Checks that need the tokenizer (whether a description
+survives it, how long a sample is) are made before the first step. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True, slots=True)
 class WithoutTokenizer:
-    """The part of `Task.validate` that needs no tokenizer, as a task."""
+    """A task whose `validate` is the part of `Task.validate` that needs no tokenizer."""
 
     check: Callable[[Sample], None]
 
@@ -35,8 +35,8 @@ class WithoutTokenizer:
 
 
 def checks_of(config: RunConfig) -> Validates:
-    """Return what can be checked of a run's samples without a tokenizer. Raises ConfigErrors."""
-    if config.task.type == "detection":  # its class loads more than a check needs
+    """Return the checks of a run's samples that need no tokenizer. Raises ConfigErrors."""
+    if config.task.type == "detection":  # the task's class would load more than a check needs
         from learner.tasks.detection.write import validate_sample
 
         return WithoutTokenizer(partial(validate_sample, pieces=None))
@@ -45,22 +45,22 @@ def checks_of(config: RunConfig) -> Validates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedSplit:
-    """`dropped`: number of records by kind and action. `mistakes`: one per bad record, and one with the number of the
-    others."""
+    """The result of checking a split. `dropped` counts records by kind and action. `mistakes` has one item per bad
+    record, and one that counts the bad records that are not listed."""
 
     num_samples: int = 0
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)
     mistakes: list[Mistake] = field(default_factory=list)
-    split: Split | None = None  # the part that could be read
+    split: Split | None = None  # the readable part of the split
 
 
 def splits(config: RunConfig) -> dict[str, str]:
-    """Return the annotations of `train`, and of `val` and `test` if they are given."""
+    """Return the paths of `train`, and of `val` and `test` if they are set."""
     return {split: path for split in SPLITS if (path := config.data.path_of(split)) is not None}
 
 
 def check_retained(config: RunConfig) -> dict[str, CheckedSplit]:
-    """Return what is in the annotations of `data.retain`, by name."""
+    """Return the checked annotations of `data.retain`, by name."""
     return {
         f"retain {name}": check_split(own, "train", own.data.train, key=f"data.retain ({name})")
         for name, own in retained_configs(config).items()
@@ -68,8 +68,8 @@ def check_retained(config: RunConfig) -> dict[str, CheckedSplit]:
 
 
 def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> CheckedSplit:
-    """Check what is in the annotations at `path`, which are those of `split`; never raises DataError. `key`: what names
-    them, if not `data.SPLIT`."""
+    """Check the annotations of `split`, which are at `path`. Never raises DataError. `key` is the name that mistakes
+    show, `data.SPLIT` if it is empty."""
     key = key or f"data.{split}"
     data, geometry = as_read_for(config.data, split), config.task.geometry
     try:
@@ -92,7 +92,7 @@ def check_split(config: RunConfig, split: str, path: str, *, key: str = "") -> C
 
 
 def _not_augmentable(samples: Sequence[Sample]) -> list[Mistake]:
-    """Return the first object that cannot be augmented, if there is one."""
+    """Return a mistake for the first sample that cannot be augmented; [] if all can."""
     from learner.data.augment import require_augmentable  # imported here because it loads numpy
 
     try:
@@ -104,7 +104,7 @@ def _not_augmentable(samples: Sequence[Sample]) -> list[Mistake]:
 
 
 def load_unchecked(config: RunConfig, path: str) -> list[Sample]:
-    """The samples of a file that is read as `data.train`, before a tokenizer has seen them. Raises DataError, which
-    lists every record that cannot be used."""
+    """Return the samples of a file that is read as `data.train`, without the checks that need a tokenizer. Raises
+    DataError, which lists every record that cannot be used."""
     split = load_split(config.data, path, checks_of(config), geometry=config.task.geometry, reader=reader_of(config))
     return split.samples

@@ -1,4 +1,4 @@
-"""Labels drawn on photographs: outlines with names, and pictures side by side, for people."""
+"""Draws labels on photographs, as outlines with names, and puts pictures side by side, for people to look at."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _GAP = 12  # pixels
 
 
 def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Return all pictures in a row on white."""
+    """Return all pictures in a row on a white picture."""
     width = sum(picture.width for picture in pictures) + _GAP * (len(pictures) - 1)
     made = Image.new("RGB", (max(1, width), max([1, *(picture.height for picture in pictures)])), "white")
     left = 0

@@ -1,12 +1,12 @@
-"""Encoding prompts ahead of time: in the learner itself, or in worker processes.
+"""Encodes prompts ahead of time: in the learner's process, or in worker processes.
 
-In: jobs of samples, in order. Out: their encoded prompts, when asked for. A worker sends a job's pixels back as one
-tensor in shared memory, and the learner cuts it into views. Nothing is copied or pickled per sample, so 16 cores can
-feed a GPU. Errors raised in a worker keep their type.
+In: jobs of samples, in order. Out: their encoded prompts, when `result` is called. A worker sends a job's pixels back
+as one tensor in shared memory, and the learner cuts it into views. Nothing is copied or pickled per sample, so 16 cores
+can feed a GPU. Errors raised in a worker keep their type.
 
-Workers are not forked from the learner: CUDA, NCCL and gloo have threads, and a fork would break them. Workers are
-forked from a server process that has only imported what they need, once for all. On slow file systems, eight processes
-that import torch at the same time take a minute or more.
+Workers are not forked from the learner, because CUDA, NCCL and gloo have threads, which a fork would break. They are
+forked from a server process that has imported the modules they need, and nothing else. On slow file systems, eight
+processes that import torch at the same time take a minute or more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shared.waits import result_of
 
 
 class Encoder(Protocol):
-    """Must be picklable if workers are used."""
+    """Encodes a sample. It must be picklable if workers are used."""
 
     def encode(self, sample: Sample) -> EncodedPrompt: ...
 
@@ -40,7 +40,7 @@ class EncodingJob(Protocol):
     """Samples that are being encoded."""
 
     def result(self) -> list[EncodedPrompt]:
-        """Return their prompts, in order. Raises the encoder's errors, and DeadlineError."""
+        """Return the prompts of the samples, in order. Raises the encoder's errors, and DeadlineError."""
         ...
 
 
@@ -83,7 +83,7 @@ class LocalPool:
 
 # ---- in worker processes -------------------------------------------------------------------------------------------
 
-JOBS_PER_WORKER = 3  # one running, two waiting: a worker never idles while the learner computes
+JOBS_PER_WORKER = 3  # one runs, two wait: a worker is never idle while the learner computes
 MAX_JOB_SIZE = 16
 END_TIMEOUT_S = 5.0
 _STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
@@ -91,16 +91,16 @@ _STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)
 
 @dataclass(frozen=True, slots=True)
 class _Encoded:
-    """A job's prompts as they travel: the vision inputs of all samples are concatenated."""
+    """A job's prompts as a worker sends them: the vision inputs of all samples are concatenated."""
 
     token_ids: list[tuple[int, ...]]
-    num_images: list[int | None]  # None: a prompt without vision inputs
+    num_images: list[int | None]  # per prompt; None: the prompt has no vision inputs
     pixel_values: torch.Tensor | None  # [P, patch_dim], all images
     image_grid_thw: list[list[int]]  # I x 3, all images
 
 
 class WorkerPool:
-    """`num_workers` processes. Raises DataError if one of them dies."""
+    """Encodes in `num_workers` processes. Raises DataError if one of them dies."""
 
     def __init__(self, encoder: Encoder, *, num_workers: int, samples_per_micro_batch: int, timeout_s: float) -> None:
         self.job_size = min(MAX_JOB_SIZE, -(-samples_per_micro_batch // num_workers))
@@ -121,7 +121,7 @@ class WorkerPool:
 
     def close(self) -> None:
         """End the workers, even one that hangs. Waiting and running jobs are dropped."""
-        workers = list((self._pool._processes or {}).values())  # Python before 3.14 has no public way to end them
+        workers = list((self._pool._processes or {}).values())  # Python before 3.14 has no public way to end workers
         self._pool.shutdown(wait=False, cancel_futures=True)
         for worker in workers:
             worker.kill()
@@ -149,9 +149,10 @@ class _WorkerJob:
 
 
 def _start_fork_server() -> None:
-    """Start it if it does not run yet. Like a worker, it must not end by signals to the whole process group. So they
-    are blocked here while it starts, and it inherits the block. This process gets them a moment later."""
-    resource_tracker.ensure_running()  # otherwise the fork server would start it and unblock signals
+    """Start the fork server if it does not run yet. Like workers, it must not end by signals to the whole process
+    group. So this process blocks the signals while the fork server starts, which inherits the block. Then it unblocks
+    them."""
+    resource_tracker.ensure_running()  # otherwise the fork server would start the tracker and unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -160,7 +161,7 @@ def _start_fork_server() -> None:
 
 
 def _modules_of(encoder: Encoder) -> set[str]:
-    """Return the modules that a process imports to unpickle it."""
+    """Return the modules that a process must import to unpickle the encoder."""
     modules = set()
 
     class Unpickler(pickle.Unpickler):
@@ -172,12 +173,13 @@ def _modules_of(encoder: Encoder) -> set[str]:
     return modules
 
 
-_worker_encoder: Encoder | None = None  # set once in a worker process, when it starts
+_worker_encoder: Encoder | None = None  # set once in each worker process, when it starts
 
 
 def _start_worker(encoder: Encoder) -> None:
-    """A worker ends when the learner closes it or is gone. It ignores signals that a terminal or a launcher sends to
-    the whole group: a learner that was asked to stop still needs its prompts to finish the step."""
+    """Set up a worker process. It ends when the learner closes it or is gone. It ignores the signals that a terminal or
+    a launcher sends to the whole group, because a learner that was asked to stop still needs prompts to finish the
+    step."""
     global _worker_encoder
     for signum in _STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)

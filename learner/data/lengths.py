@@ -1,10 +1,10 @@
-"""Says if a sample fits a packed row at any step, and if all of them fit the run's rows. The training samples are
-checked before the first step.
+"""Checks whether a sample fits a packed row at any step, and whether all samples together fit the run's rows. Training
+samples are checked before the first step.
 
-In: samples. Out: what is too long, or None; when the packing buffer must overflow, or None. What is learned from a
-rollout is part of an answer of at most `max_new_tokens`, with at most all objects appended: their sum is the longest
-that a step can meet. No pixels are decoded: the processor tells an image's tokens by its size. An answer is tokenized
-only where an upper bound of its tokens does not settle it.
+In: samples. Out: the length of a sample that is too long, or None; when the packing buffer must overflow, or None. A
+step learns part of an answer of at most `max_new_tokens`, with at most all objects appended. So the sum of both is the
+longest sequence. No pixels are decoded: the processor computes an image's tokens from its size. An answer is tokenized
+only if an upper bound of its tokens does not fit.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ from learner.data.sampler import DistributedSampler
 from learner.extensions import Task
 from learner.records import DetectionObject, Sample
 
-_FEWEST_COORDINATES = 4  # tokens: a box has four numbers, a polygon more
+_FEWEST_COORDINATES = 4  # tokens per object: a box has four coordinates, a polygon more
 _CONTAINER_BYTES = 16
-_OBJECT_BYTES = 64  # the longest key takes so many, with its quotes and brackets
-_NUMBER_BYTES = 16  # "<|coord_999|>, "
-_ESCAPED_BYTES = 6  # one byte of a description takes so many, as `\u0001`
+_OBJECT_BYTES = 64  # most bytes of an object's keys, quotes and brackets
+_NUMBER_BYTES = 16  # most bytes of a coordinate: "<|coord_999|>, "
+_ESCAPED_BYTES = 6  # most bytes of an escaped byte of a description: `\u0001`
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLimit:
-    """Decides if samples fit rows of `max_tokens`. `max_new_tokens`: of a rollout; 0 where none is learned."""
+    """Checks that samples fit rows of `max_tokens`. `max_new_tokens` is a rollout's limit, 0 if no rollout is
+    learned."""
 
     encoder: PromptEncoder
     task: Task
@@ -37,7 +38,8 @@ class RowLimit:
     max_new_tokens: int = 0
 
     def __call__(self, sample: Sample) -> str | None:
-        """Raises DataError where the sample's turns and images do not fit the model."""
+        """Return the sample's length as text if it is too long, else None. Raises DataError for wrong turns or
+        images."""
         prompt = self.encoder.num_tokens(sample)
         before = prompt + self.max_new_tokens
         if _are_detected(sample.objects) and before + _most_tokens(sample.objects) <= self.max_tokens:
@@ -51,32 +53,33 @@ class RowLimit:
 
 
 def fewest_tokens(sample: Sample, encoder: PromptEncoder) -> int:
-    """Return a lower bound of the sample's segment, whatever the rollout: its prompt, every object's coordinates, the
-    end."""
+    """Return a lower bound of the sample's tokens with any rollout: its prompt, the coordinates of every object, and
+    the end."""
     coordinates = _FEWEST_COORDINATES * len(sample.objects) if _are_detected(sample.objects) else 0
     return encoder.num_tokens(sample) + coordinates + 1
 
 
 def _are_detected(objects: Iterable[object]) -> bool:
-    """Return True if the truth is that of the detection task, whose tokens have bounds. Others are tokenized."""
+    """Return True if all objects are of the detection task, which has bounds for tokens. Other answers are
+    tokenized."""
     return all(isinstance(obj, DetectionObject) for obj in objects)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overflow:
-    """More segments must wait than a rank may carry."""
+    """More segments have to wait for a row than a rank may carry over."""
 
-    micro_steps: int  # it happens after so many at the latest
-    carried: int  # segments on some rank, at least
+    micro_steps: int  # the overflow happens after this many micro-steps, or earlier
+    carried: int  # least number of segments that wait on some rank
 
 
 def carry_overflow(
     fewest: Sequence[int], sampler: DistributedSampler, *, row_tokens: int, micro_steps: int, most_carried: int
 ) -> Overflow | None:
-    """Return True if one row per micro-step and rank is too little for what `sampler` hands out (D6). `fewest[i]`: a
-    lower bound of sample i's segment. It is looked for after 1, 2, 4, ... micro-steps and at the run's end.
+    """Return the overflow that must happen with one row per micro-step and rank (D6); None if none must. `fewest[i]` is
+    a lower bound of the tokens of sample i. The check is made after 1, 2, 4, ... micro-steps and at the run's end.
 
-    Even if all ranks' rows held the shortest segments and were filled to the last token, so many would be left.
+    It assumes that the rows of all ranks hold the shortest segments, and are filled to the last token.
     """
     lengths = np.asarray(fewest)
     points = [*(1 << i for i in range(micro_steps.bit_length()) if 1 << i < micro_steps), micro_steps]
@@ -92,7 +95,7 @@ def carry_overflow(
 
 
 def _most_tokens(objects: Iterable[DetectionObject]) -> int:
-    """Return an upper bound: a token has at least one byte."""
+    """Return an upper bound of the objects' tokens. A token has at least one byte, so it counts bytes."""
     sizes = (
         _OBJECT_BYTES + _ESCAPED_BYTES * len(obj.desc.encode(errors="replace")) + _NUMBER_BYTES * len(obj.bins)
         for obj in objects

@@ -1,10 +1,9 @@
-"""A sample's prompt as the model sees it, on the learner's side, and the check that an engine's prompt is the same
-(R03, R45).
+"""Encodes a sample's prompt as the model reads it, and checks that an engine has read the same prompt (R03, R45).
 
-In: a `Sample`, whose images are strings (`shared/images.py`). Out: an `EncodedPrompt`: token ids with image
-placeholders expanded, and pixels. Chat template and processor are the checkpoint's own, so ids equal the server's.
+In: a `Sample`, whose images are strings (`shared/images.py`). Out: an `EncodedPrompt`: pixels, and token ids with image
+placeholders expanded. Chat template and processor come from the checkpoint, so the ids equal the server's.
 
-`PromptEncoder` can be pickled, for data workers.
+`PromptEncoder` can be pickled, because data workers need it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from shared.wire import ProcessedImages
 
 log = logging.getLogger(__name__)
 
-CONTEXT = 8  # tokens shown around a difference
+CONTEXT = 8  # tokens shown on each side of a difference
 
 
 @dataclass(frozen=True)
@@ -40,14 +39,14 @@ class PromptEncoder:
     tokenizer: PreTrainedTokenizerBase
     processor: ProcessorMixin | None
     images: Images = field(default_factory=lambda: Images(ImageRules()))
-    pixels: Mapping[str, int] | None = None  # the same as in `Prompt`
+    pixels: Mapping[str, int] | None = None  # limits of pixels, as in `Prompt`
 
     @classmethod
     def load(
         cls, path: str, *, rules: ImageRules | None = None, min_pixels: int | None = None, max_pixels: int | None = None
     ) -> PromptEncoder:
-        """Raises ConfigError if the checkpoint has no tokenizer, processor or chat template, or if a limit of pixels is
-        given but its processor has no such limits."""
+        """Load the checkpoint's tokenizer or processor. Raises ConfigError if one of them or the chat template is
+        missing, or if a limit of pixels is given and the processor has no such limits."""
         try:
             processor = AutoProcessor.from_pretrained(path) if _has_vision(path) else None
             tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(path)
@@ -72,8 +71,8 @@ class PromptEncoder:
         return EncodedPrompt(token_ids=tuple(inputs["input_ids"][0].tolist()), vision=vision)
 
     def for_engine(self, sample: Sample) -> Prompt:
-        """Return the same prompt for a vLLM engine in this process. The engine processes images itself, so it gets one
-        placeholder per image, and the images. Raises like `encode`."""
+        """Return the prompt for a vLLM engine in this process. The engine expands image placeholders itself, so the
+        prompt has one placeholder per image, and the images. Raises like `encode`."""
         return Prompt(
             token_ids=self._token_ids(self._text(sample)),
             images=self._open_images(sample),
@@ -82,18 +81,19 @@ class PromptEncoder:
 
     @property
     def image_processing(self) -> ImageProcessing | None:
-        """Return how images are resized and scaled; None for text."""
+        """Return how images are resized and scaled; None for a text-only model."""
         return None if self.processor is None else ImageProcessing.of(self.processor.image_processor)
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return `len(encode(sample).token_ids)`, computed from the sizes of its images only. Raises like `encode`."""
+        """Return the number of tokens of `encode(sample)`, computed from the sizes of the images. Raises like
+        `encode`."""
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
-        if sample.images and count is None:  # this processor cannot count them
+        if sample.images and count is None:  # this processor cannot count image tokens
             return len(self.encode(sample).token_ids)
         text = len(self._token_ids(self._text(sample)))  # each image is one placeholder
         if count is None or not sample.images:
             return text
-        one = len(sample.images) == 1  # its size is checked by the reader
+        one = len(sample.images) == 1  # the reader has checked its size
         sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
         with _shape_errors(sample, sizes):
             tokens = count(image_sizes=[(height, width) for width, height in sizes]).num_image_tokens
@@ -122,11 +122,10 @@ class PromptEncoder:
 
 
 class PromptCheck:
-    """Has a rollout's engine read the learner's prompt: the same token ids (R03), and the same pixels (R45)?
+    """Checks that a rollout's engine read the learner's prompt: the same token ids (R03) and the same pixels (R45).
 
-    `decode`: the tokenizer's. `image_processing`: the encoder's; without it images are not compared. Several threads
-    may call. The digest of
-    a prompt's images is made once, for all rollouts of its sample.
+    `decode` is the tokenizer's. `image_processing` is the encoder's; None: images are not compared. Several threads may
+    call it. The digest of a prompt's images is made once for all rollouts of its sample.
     """
 
     def __init__(
@@ -144,7 +143,7 @@ class PromptCheck:
             self.pixels(prompt.vision, rollout.pixels, sample_id=sample_id, name=rollout.server_id)
 
     def pixels(self, mine: VisionInputs, theirs: ProcessedImages, *, sample_id: str, name: str) -> None:
-        """Compare the pixels. `name` is the other side's. Raises ServerMismatchError."""
+        """Compare the pixels of the learner and of the engine `name`. Raises ServerMismatchError."""
         if self._processing is None:
             return
         seen = self._processed.get(mine)
@@ -169,9 +168,9 @@ def check_prompt_prefix(
     *,
     decode: Callable[[list[int]], str] | None = None,
 ) -> None:
-    """R03: the server's prompt token ids must equal the learner's. Raises PromptMismatchError at the first difference.
+    """R03: check that the server's prompt token ids equal the learner's. Raises PromptMismatchError.
 
-    With `decode` (a tokenizer's) the message shows both places as text.
+    With `decode`, a tokenizer's method, the message shows the first difference as text, on both sides.
     """
     if tuple(expected) == tuple(served):
         return
@@ -193,8 +192,8 @@ def check_prompt_prefix(
 
 
 def _has_vision(path: str) -> bool:
-    """Return True if the model takes images. The folder of an adapter has no configuration of a model, but has the
-    processor of its base."""
+    """Return True if the model takes images. An adapter's folder has no model configuration, but it has the processor
+    of its base model."""
     folder = Path(path)
     if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
         return any((folder / name).is_file() for name in ("processor_config.json", "preprocessor_config.json"))

@@ -1,10 +1,10 @@
-"""Records as annotation files have them, and how each becomes a `Sample` or is counted as bad (R12, R41).
+"""Turns records of annotation files into `Sample`s, or counts them as bad (R12, R41).
 
 In: a `RawRecord`, which every reader yields: images as strings, objects in pixels of the upright image. Out: a `Sample`
-with absolute image paths, and objects in bins and canonical order. Of each image only the header is read.
+with absolute image paths, and objects in bins and canonical order. Only the headers of images are read.
 
-Nothing is skipped in silence. A bad record is of one of the kinds below, and `data.on_bad_record` says what happens to
-it. `BadRecords` keeps the first errors and counts all of them, so that a user sees all mistakes of a file at once.
+Nothing is skipped silently. A bad record has one of the kinds below, and `data.on_bad_record` says what happens to it.
+`BadRecords` keeps the first errors and counts all of them, so that a user sees all mistakes of a file at once.
 
     no_area          an object without area, in pixels or after rounding to bins
     outside_image    an object that reaches more than a pixel out of its image
@@ -16,14 +16,14 @@ it. `BadRecords` keeps the first errors and counts all of them, so that a user s
     too_long         prompt, labels and the longest rollout do not fit a packed row
     malformed        everything else (not JSON, a field missing, an id twice): always an error
 
-Some things are right in one data set and a mistake in another. They are kept, and counted in the same way:
+Some records may be right or wrong. They are used, and counted in the same way:
 
     unlabelled       an image without a label file (YOLO), which becomes a scene without objects
     orphan_label     a label file without an image (YOLO)
     keypoints        a label with keypoints (YOLO), which are left out
     padded_name      a class name with spaces around it or control characters, which are removed
     rotated          a turned rectangle (CVAT), of which the enclosing box is taken
-    found_by_name    an image that is not where its record says, and that one file near it has the name of
+    found_by_name    an image that is not at its record's path; exactly one file near it has its name
     other_shape      a point or a line (Labelme), which is left out
 """
 
@@ -59,26 +59,27 @@ if TYPE_CHECKING:
 Kind = BadKind | Literal["malformed"]
 Kept = Literal["unlabelled", "orphan_label", "keypoints", "padded_name", "rotated", "found_by_name", "other_shape"]
 EDGE_TOLERANCE = 1.0  # pixels by which rounding may push a coordinate out of the image
-LARGEST = 1e9  # coordinate: above every pixel
+LARGEST = 1e9  # largest coordinate, above every pixel
 LONGEST_SHAPE = 200  # longer side / shorter side: the processors of Qwen-VL models refuse more
-MAX_SHOWN = 50  # errors that are kept word for word
+MAX_SHOWN = 50  # errors that are kept in full
 _DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
 
 
 @dataclass
 class BadRecords:
-    """Collects what was wrong with one annotation file, and what `policy` made of it. `reach`: where its boxes are."""
+    """Collects the bad records of one annotation file and applies `policy` to them. `reach` counts where the boxes
+    lie."""
 
     policy: Mapping[BadKind, BadAction]
     reach: Reach = field(default_factory=Reach)
     errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN
     num_errors: int = 0
     counts: Counter[tuple[Kind | Kept, BadAction | Literal["keep"]]] = field(default_factory=Counter)
-    examples: dict[tuple[str, str], str] = field(default_factory=dict)  # by kind and action, the first
+    examples: dict[tuple[str, str], str] = field(default_factory=dict)  # the first record, by kind and action
 
     def meet(self, kind: Kind, error: DataError, *, can_be_cut: bool = True) -> BadAction:
-        """Take note of one, and say what happens to it. After `error` the caller goes on as after `drop`. What cannot
-        be cut is dropped instead."""
+        """Count a bad record, and return what happens to it. After `error` the caller goes on as after `drop`. With
+        `clip`, a record that cannot be cut is dropped."""
         action = self._action(kind)
         if action == "clip" and not can_be_cut:
             action = "drop"
@@ -92,7 +93,7 @@ class BadRecords:
         return action
 
     def keep(self, kind: Kept, error: DataError) -> None:
-        """Take note of what may be a mistake, and is used all the same."""
+        """Count a record that may be wrong, but is used."""
         self.counts[kind, "keep"] += 1
         self._add_example(kind, "keep", error)
 
@@ -108,7 +109,7 @@ class BadRecords:
             self.meet("malformed", _in_words(place, detail))
 
     def raise_errors(self, file: str) -> None:
-        """Raise DataError where there are any: the only one as it is, several as a list."""
+        """Raise DataError if there were errors. A single error is raised unchanged, several as a list."""
         if self.num_errors == 1:
             raise self.errors[0]
         if self.num_errors:
@@ -153,15 +154,16 @@ def _in_words(place: Place, detail: ErrorDetails) -> DataError:
 
 
 class Validates(Protocol):
-    """The part of a `Task` that is needed here."""
+    """The method of a `Task` that readers need."""
 
     def validate(self, sample: Sample) -> None: ...
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenImages:
-    """A record's images: as any process understands them, and their upright sizes (None: URLs, which are not fetched
-    for it). `error`: the first that can't be had. `found`: where those are that had to be looked for."""
+    """A record's images. `sources` are strings that any process can open. `sizes` are upright; None for a URL, which is
+    not fetched. `error` is the first image that cannot be read. `found` has the images found elsewhere: name and
+    file."""
 
     sources: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int] | None, ...] = ()
@@ -170,8 +172,8 @@ class SeenImages:
 
 
 def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: Nearby) -> SeenImages:
-    """Find a record's images, relative paths below `folder`, else by their names, and read their headers. Called from
-    several threads."""
+    """Find a record's images and read their headers. Relative paths start at `folder`; an image that is not there is
+    searched by its name. Several threads call it."""
     found: list[tuple[str, Path]] = []
 
     def source_of(name: str) -> str:
@@ -194,9 +196,9 @@ def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: N
 
 @dataclass(frozen=True, kw_only=True)
 class SampleMaker:
-    """Makes samples and takes note of what is bad. `too_long` says how long a sample is, if it does not fit a row.
-    `coordinates`: the unit of all records; None: each record's own. `exact`: bins are not rounded, because tiles,
-    whose bins are finer, are cut from what is made."""
+    """Makes samples and counts bad records. `too_long` returns the length of a sample that does not fit a row, as text.
+    `coordinates` is the unit of all records; None: each record has its own. With `exact` bins are not rounded, because
+    tiles with finer bins are cut from the samples."""
 
     task: Validates
     bad: BadRecords
@@ -205,8 +207,8 @@ class SampleMaker:
     exact: bool = False
 
     def make(self, record: RawRecord, seen: SeenImages) -> Sample | None:
-        """Return the sample; None where the record is not used. After an error the rest of the record is looked at all
-        the same."""
+        """Return the sample, or None if the record is not used. After an error the rest of the record is still
+        checked."""
         errors = self.bad.num_errors
         number = len(record.images)
         self._tell_found(seen, record.place)
@@ -233,7 +235,7 @@ class SampleMaker:
         return sample if self._is_valid(taught, record.place) and self._fits(taught, record.place) else None
 
     def finish(self, sample: Sample, seen: SeenImages, place: Place) -> Sample | None:
-        """A sample of the user's own reader, with its images found; None where it is not used."""
+        """Complete a sample of the user's reader with its images' paths and sizes; None if the sample is not used."""
         if seen.error is not None:
             self._miss_image(seen.error, place)
             return None
@@ -261,7 +263,7 @@ class SampleMaker:
             self.bad.keep("found_by_name", error)
 
     def _has_shape(self, seen: SeenImages, place: Place) -> bool:
-        """Return True if a model's processor takes the images."""
+        """Return True if a model's processor takes images of this shape, or if the policy says `error`."""
         long = [size for size in seen.sizes if size and max(size) > LONGEST_SHAPE * min(size)]
         if not long:
             return True
@@ -270,16 +272,16 @@ class SampleMaker:
         return self.bad.meet("image_shape", error) == "error"
 
     def _said(self, record: RawRecord, number: int) -> Sequence[Size | None]:
-        """Return the sizes that the record says of its images."""
+        """Return the sizes that the record gives for its images."""
         same = (record.width, record.height) if record.width and record.height else None
         return record.sizes or (same,) * max(1, number)
 
     def _is_copy(self, record: RawRecord) -> bool:
-        """Return True if the record's width and height are those of another copy of the image."""
+        """Return True if the record's width and height belong to a resized copy of the image."""
         return (self.coordinates or record.unit) == "resized"
 
     def _size(self, record: RawRecord, seen: SeenImages) -> Size | None:
-        """Return width and height of the annotated image; None where the record is dropped, or they are not known."""
+        """Return width and height of the image; None if the record is dropped, or if they are not known."""
         place, error = record.place, seen.error
         size = self._said(record, 1)[0]
         if error is not None:
@@ -303,7 +305,7 @@ class SampleMaker:
         return size or known[0]
 
     def _sizes(self, record: RawRecord, seen: SeenImages) -> tuple[Size, ...] | None:
-        """Return the same for each of a record's images; one size if it has none."""
+        """Return the size of each image; one size if the record has no image. None as in `_size`."""
         place, number = record.place, len(record.images)
         if number < 2:
             size = self._size(record, seen)
@@ -332,7 +334,7 @@ class SampleMaker:
         return known if len(known) == number else None
 
     def _has_name(self, record: RawRecord) -> bool:
-        """Return True if files and logs of a run can hold its id, which may be the name of a file."""
+        """Return True if the record's id is valid UTF-8, so that files and logs can hold it. It may be a file name."""
         if is_utf8(record.sample_id):
             return True
         found, wanted = f"the id {record.sample_id!r}", "a name in UTF-8"
@@ -341,7 +343,7 @@ class SampleMaker:
         return False
 
     def _names_image(self, obj: RawObject, number: int) -> bool:
-        """Return True if it is clear which of a record's images the object is in."""
+        """Return True if the object says which of the record's images it is in, or if there is only one."""
         if (obj.image is None and number < 2) or (obj.image is not None and 1 <= obj.image <= max(1, number)):
             return True
         wanted = f"`image`: which of the {number} images it is in, from 1" if number > 1 else "image 1, or no `image`"
@@ -358,8 +360,8 @@ class SampleMaker:
         return True
 
     def _sound(self, obj: RawObject) -> RawObject | None:
-        """Return the object with its class's name as it is taught; None where it is no object at all."""
-        # NaN is refused too
+        """Return the object with its class name as taught; None if its coordinates are not numbers."""
+        # The comparison is false for NaN, so NaN is refused too.
         if not all(isinstance(value, int | float) and abs(value) <= LARGEST for value in obj.coords):
             error = obj.place.error(f"{obj.name} has no coordinates", found=obj.written, wanted="numbers of pixels")
             self.bad.meet("malformed", error)
@@ -384,8 +386,8 @@ class SampleMaker:
                 yield obj
 
     def _object(self, obj: RawObject, sizes: Sequence[Size], record: RawRecord) -> DetectionObject | None:
-        """Return the object in bins of its image; None where it is not used. Of ignore regions only the part inside the
-        image counts. `sizes` are those of the record's images."""
+        """Return the object in bins of its image; None if it is not used. An ignore region is cut at the image's edge.
+        `sizes` are the sizes of the record's images."""
         image = obj.image if len(sizes) > 1 else None
         place = 0 if image is None else image - 1
         size, unit = sizes[place], self.coordinates or record.unit
@@ -468,7 +470,7 @@ def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:
 
 
 def rounded(sample: Sample) -> Sample:
-    """Return a sample whose bins were not rounded with whole ones; what has no area then is left out."""
+    """Return a sample whose exact bins are rounded to whole ones. Objects without area are then left out."""
 
     def whole(objects: Iterable[DetectionObject]) -> list[DetectionObject]:
         found = [obj._replace(bins=tuple(map(round, obj.bins))) for obj in objects]
@@ -478,7 +480,7 @@ def rounded(sample: Sample) -> Sample:
 
 
 def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
-    """Return True if a box has an area, in pixels or in bins."""
+    """Return True if a box or polygon has an area. `coords` may be pixels or bins."""
     if not encloses_something(kind, coords):
         return False
     if kind == "bbox_2d":
@@ -489,7 +491,8 @@ def has_area(kind: GeometryKind, coords: Sequence[float]) -> bool:
 
 
 def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[float]:
-    """Return the part inside `bounds` (of a polygon in several parts the largest); [] where nothing is."""
+    """Return the part inside `bounds`; [] if nothing is inside. If a polygon falls into parts, the largest is
+    returned."""
     cut = [min(max(value, float(bounds[i % 2])), float(bounds[2 + i % 2])) for i, value in enumerate(coords)]
     if kind == "bbox_2d" or cut == list(coords):
         return cut if encloses_something(kind, cut) else []
@@ -500,7 +503,7 @@ def within(kind: GeometryKind, coords: Sequence[float], bounds: Rect) -> list[fl
 
 
 def ring_of(shape: BaseGeometry) -> list[float]:
-    """Return x1, y1, x2, y2, ... of a shape's outline: of its largest part, without holes; [] where it has no area."""
+    """Return x1, y1, x2, y2, ... of the outline of a shape's largest part, without holes; [] if it has no area."""
     import shapely
 
     parts = shapely.get_parts(shape)

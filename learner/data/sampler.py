@@ -1,12 +1,12 @@
 """The sampler: which samples a rank takes at which micro-step.
 
 In: a position. Out: this rank's share of a micro-batch, as a pure function of seed, position and rank, so a resume is
-exact. An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n of it (W ranks, n
-samples each), and rank r the r-th n of those, so a sample's request index r*n + i, and with it its seed, is its place
-in the order (SPEC: Seeds, D4). The last micro-batch of an epoch holds what is left, shared out as evenly as it goes, in
-rank order; a rank may then get an empty share, and still takes part. Invariants: over ranks, an epoch's shares are the
-order, each sample exactly once; the order does not depend on W or n. With `repeats` K (`grpo`) each sample is K
-places in a row, which are never parted: one rank has all of them, in one micro-batch.
+exact. An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n samples of the order (W ranks, n
+samples each), and rank r takes the r-th n of them. So a sample's request index r*n + i, which also gives its seed, is
+its place in the order (SPEC: Seeds, D4). The last micro-batch of an epoch holds the samples that are left, divided over
+the ranks as evenly as possible. A rank may get an empty share, and still takes part in the step. Invariants: the shares
+of all ranks together hold each sample exactly once per epoch, in the order, and the order does not depend on W or n.
+With `repeats` K (`grpo`) each sample has K places in a row. One rank has all of them, in one micro-batch.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class Share:
     epoch: int
     micro_batch: int  # counted within the epoch
     indices: tuple[int, ...]  # indices into the samples
-    first_req_idx: int  # place of the first one within the micro-batch, over all ranks
+    first_req_idx: int  # place of the share's first sample in the micro-batch of all ranks
     ends_epoch: bool
 
 
 class DistributedSampler:
-    """`share(position)` for position 0, 1, 2, ...: the micro-batches of epoch 0, then of epoch 1, without end."""
+    """Gives `share(position)` for position 0, 1, 2, ...: the micro-batches of epoch 0, then of epoch 1, without end."""
 
     def __init__(
         self,
@@ -52,25 +52,25 @@ class DistributedSampler:
         self.num_places, self.num_ranks, self.rank, self.repeats = num_samples * repeats, num_ranks, rank, repeats
         self.seed, self.shuffle = seed, shuffle
         self.global_batch = num_ranks * samples_per_rank
-        self._order: tuple[int, NDArray[np.int64]] | None = None  # the last epoch asked for
+        self._order: tuple[int, NDArray[np.int64]] | None = None  # (epoch, its order) of the last call of `order`
 
     @property
     def per_epoch(self) -> int:
-        """Micro-batches in an epoch, the last, smaller one included."""
+        """Return the number of micro-batches in an epoch, with the smaller last one."""
         return -(-self.num_places // self.global_batch)
 
     def global_size(self, position: int) -> int:
-        """Places of all ranks at `position`."""
+        """Return the number of places in the micro-batch at `position`, over all ranks."""
         return min(self.global_batch, self.num_places - position % self.per_epoch * self.global_batch)
 
     def places(self, position: int) -> range:
-        """This rank's places among all ranks' samples at `position`."""
+        """Return this rank's places among the places of all ranks at `position`."""
         size = self.global_size(position) // self.repeats
         first, last = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
         return range(first * self.repeats, last * self.repeats)
 
     def share(self, position: int) -> Share:
-        """This rank's samples at `position`, counted in micro-batches from the beginning of training."""
+        """Return this rank's samples at `position`, which counts micro-batches from the beginning of training."""
         epoch, micro_batch = divmod(position, self.per_epoch)
         first, places = micro_batch * self.global_batch, self.places(position)
         order = self.order(epoch)
@@ -96,7 +96,7 @@ class DistributedSampler:
 
 
 def sampler_of(num_samples: int, *, config: RunConfig, plan: Plan, rank: int) -> DistributedSampler:
-    """Return the order that the run's data has on this rank."""
+    """Return the sampler of the run's training data on this rank."""
     return DistributedSampler(
         num_samples,
         num_ranks=plan.world_size,

@@ -1,8 +1,8 @@
-"""Splits: annotations of any format into samples, all read and checked before anything is trained (R12, R41).
+"""Reads annotations of any format into samples, and checks all of them before training begins (R12, R41).
 
-In: `data` of the configuration, and the path of a split. Out: its samples, and what was dropped and clipped. Only
-annotations are held in memory (some 2 kB a sample); of images the header is read, and the pixels when a prompt is
-encoded. `learner.data.formats` has a reader per format.
+In: `data` of the configuration, and the path of a split. Out: its samples, and counts of dropped and clipped records.
+Only annotations are held in memory (some 2 kB a sample). Of images only the header is read here; the pixels are read
+when a prompt is encoded. `learner.data.formats` has a reader for each format.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shared.images import Images
 
 log = logging.getLogger(__name__)
 
-_THREADS = 8  # that look at images: mostly they wait for the disk
-_TELL_S = 5.0  # between two lines about progress
-_AHEAD = 256  # records whose images are looked at together
+_THREADS = 8  # threads that read image headers; they mostly wait for the disk
+_TELL_S = 5.0  # seconds between two log lines about progress
+_AHEAD = 256  # records whose images are read at the same time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Split:
-    """The samples of one split in the file's order, and what was bad with it."""
+    """The samples of one split in the file's order, and its bad records."""
 
     samples: list[Sample]
     bad: BadRecords
@@ -52,7 +52,7 @@ def load_samples(
     geometry: GeometryKind = "bbox_2d",
     reader: Reader | None = None,
 ) -> list[Sample]:
-    """The samples of `load_split`."""
+    """Return only the samples of `load_split`."""
     return load_split(data, path, task, geometry=geometry, reader=reader).samples
 
 
@@ -65,11 +65,11 @@ def load_split(
     too_long: Callable[[Sample], str | None] | None = None,
     reader: Reader | None = None,
 ) -> Split:
-    """Read every sample of the annotations at `path`, in their order; of `data.train` at most `data.max_samples`, each
-    followed by its tiles (`data.tile`).
+    """Read every sample of the annotations at `path`, in the file's order. For `data.train` read at most
+    `data.max_samples`, and add the tiles of each sample after it (`data.tile`).
 
-    `too_long` says of a sample how long it is, where it does not fit a row. `reader` is `data.reader`. What is dropped
-    or clipped is logged. Raises DataError, which lists all records that can't be used, with file and line or id.
+    `too_long` returns the length of a sample that does not fit a row, as text. `reader` is `data.reader`. Dropped and
+    clipped records are logged. Raises DataError, which lists all records that can't be used, with file and line or id.
     """
     split = read_split(data, path, task, geometry=geometry, too_long=too_long, reader=reader)
     split.bad.raise_errors(path)
@@ -90,7 +90,7 @@ def read_split(
     too_long: Callable[[Sample], str | None] | None = None,
     reader: Reader | None = None,
 ) -> Split:
-    """Do the same as `load_split`, with all errors in `bad`. Raises DataError only if the annotations are empty or
+    """Read as `load_split` does, but return all errors in `bad`. Raises DataError only if the annotations are empty or
     unreadable."""
     bad = BadRecords(data.bad_records)
     whole, part = part_of(path)
@@ -125,20 +125,20 @@ def read_split(
 
 
 def annotations_of(data: DataConfig, path: str) -> Annotations:
-    """Return what a format's reader is given for a split. Raises DataError."""
+    """Return the format of a split's annotations, and the path for its reader. Raises DataError."""
     keys = [key for key, named in (("train", data.train), ("val", data.val), ("test", data.test)) if named == path]
     return locate(data, part_of(path)[0], keys[0] if len(keys) == 1 else None)
 
 
 def category_ids_of(config: DataConfig, split: str | None) -> dict[str, int]:
-    """Ids of the class names of a split that was read before, if it is COCO's and still there; else {}."""
+    """Return the COCO ids of a split's class names; {} if the split is not COCO, or its file is gone."""
     path = None if split is None else config.path_of(split)
     if split is None or path is None or (data := as_read_for(config, split)).reader is not None:
         return {}
     try:
         annotations = annotations_of(data, path)
         return category_ids(Path(annotations.path)) if annotations.format == "coco" else {}
-    except (DataError, OSError, ValueError):  # a file that was moved during a run must not end it
+    except (DataError, OSError, ValueError):  # a file that is moved during a run must not end the run
         return {}
 
 
@@ -154,7 +154,7 @@ def _samples(source: Source, read: FormatReader, maker: SampleMaker, part: Part)
 def _samples_of_reader(
     reader: Reader, source: Source, maker: SampleMaker, part: Part
 ) -> Iterator[tuple[Place, Sample]]:
-    """Samples from `data.reader`. Its exceptions become DataErrors."""
+    """Yield the samples of `data.reader`. Its exceptions become DataErrors."""
     chosen = (record for record in _records_of(reader, source) if part.has(record.sample_id))
     root = source.image_root(source.file if source.file.is_dir() else source.file.parent)
     for record, seen in _looked_at(chosen, Images(source.data.image_rules), root):
@@ -186,7 +186,7 @@ Record = TypeVar("Record", RawRecord, RawRecord | Sample)
 
 
 def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterator[tuple[Record, SeenImages]]:
-    """Yield each record with what its images are, some of them looked at ahead, side by side."""
+    """Yield each record with its images. Threads read the images of up to `_AHEAD` records in advance."""
     left, nearby, number, told_s = iter(records), Nearby(root), 0, time.monotonic()
     with ThreadPoolExecutor(_THREADS) as pool:
         while window := list(islice(left, _AHEAD)):

@@ -1,7 +1,7 @@
-"""A split's content, for people: classes, boxes, sizes, what looks wrong, and photographs that two splits share.
+"""Describes a split for people: classes, boxes, sizes, probable mistakes, and photographs that two splits share.
 
-In: the samples of `read_split`. Out: a `Survey`, and lines of text. Of images the header has been read already; only
-`shared_images` reads from their files, 64 kB of each.
+In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files, 64 kB of
+each.
 """
 
 from __future__ import annotations
@@ -24,33 +24,33 @@ from shared.reading import is_file, json_in
 
 _HEAD_BYTES = 1 << 16
 _MAX_NAMED = 12
-_SMALL_SIDE_PX = 12.0  # a box below it is a few patches of the model's encoder at most
-_RARE = 5  # boxes of a class
-# Photographs to evaluate on. 200 scenes leave an interval of 0.03 around F1 (README.md), so 20 leave about 0.1, as much
-# as training gains.
+_SMALL_SIDE_PX = 12.0  # a smaller box covers at most a few patches of the model's encoder
+_RARE = 5  # boxes; a class with fewer is reported
+# Fewest photographs to evaluate on. 200 scenes leave an interval of 0.03 around F1 (README.md), so 20 leave about 0.1,
+# which is as much as training gains.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
-_MOST_MISPLACED = 0.25  # a share of the boxes: single mistakes are fewer
+_MOST_MISPLACED = 0.25  # share of the boxes; above it the unit is probably wrong
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Survey:
-    """Counts of one split. `sizes` are (width, height) in pixels, the smallest, the median and the largest by area."""
+    """Counts of one split. `sizes` are the smallest, the median and the largest (width, height) in pixels, by area."""
 
     num_samples: int
     num_images: int
     num_empty: int  # samples without objects
     num_ignored: int  # ignore regions
     num_unplaced: int  # samples whose prompt has no `<image>`
-    asked_again: Sequence[str]  # photographs of samples that ask what an earlier one asks, and answer otherwise
+    asked_again: Sequence[str]  # photographs of samples with the same question as an earlier sample, but other objects
     classes: Mapping[str, int]
     boxes_per_image: tuple[int, float, int]  # fewest, median, most
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
-    smallest_side_px: float  # the median box's shorter side
-    told: Sequence[str]  # a line for each kind of bad record and what happened to these
-    num_misplaced: int  # boxes that were cut or left out because they have no area, or lie outside
-    num_left_out: int  # of these
-    hint: str  # the unit that their numbers fit better; empty: no doubt
+    smallest_side_px: float  # shorter side of the median box
+    told: Sequence[str]  # a line for each kind of bad record and action
+    num_misplaced: int  # boxes that were cut or left out because they have no area or lie outside
+    num_left_out: int  # misplaced boxes that were left out
+    hint: str  # names a unit that fits the boxes' numbers better; empty if none does
     num_errors: int
 
     @property
@@ -59,12 +59,12 @@ class Survey:
 
     @property
     def num_given(self) -> int:
-        """Boxes as the annotations have them."""
+        """Return the number of boxes in the annotations."""
         return self.num_boxes + self.num_left_out
 
 
 def survey(split: Split) -> Survey:
-    """`split` has one sample at least."""
+    """Count what is in a split."""
     samples = split.samples
     counts = [len(sample.objects) for sample in samples] or [0]
     of_images = [size for sample in samples for size in sample.sizes or ((sample.width, sample.height),)]
@@ -106,7 +106,7 @@ def _sides(sample: Sample) -> Iterator[float]:
 
 
 def photographs(number: int) -> str:
-    """Return `1 photograph`, `2 photographs`."""
+    """Return `1 photograph`, `2 photographs` and so on."""
     return f"{number} photograph{'' if number == 1 else 's'}"
 
 
@@ -115,7 +115,7 @@ def _classes(number: int) -> str:
 
 
 def lines_of(found: Survey) -> list[str]:
-    """Return the lines for a terminal."""
+    """Return the survey as lines for a terminal."""
     few, middle, many = found.boxes_per_image
     shown = list(found.classes.items())[:_MAX_NAMED]
     classes = ", ".join(f"{name} {count}" for name, count in shown)
@@ -137,7 +137,7 @@ def lines_of(found: Survey) -> list[str]:
 
 
 def warnings_of(found: Survey, split: str = "train", learned: Collection[str] = ()) -> list[str]:
-    """Return what may be a mistake. `learned`: the classes of `train`, for other splits."""
+    """Return lines about probable mistakes. `learned`: the classes of `train`, if `split` is another one."""
     warned = [*found.told]
     doubtful = ""
     if found.hint:
@@ -192,17 +192,17 @@ class Seen:
     """A photograph's size as the model sees it."""
 
     size: tuple[int, int]
-    share: float  # a share of the photograph's pixels
+    share: float  # share of the photograph's pixels that the model sees
     num_tokens: int
 
 
 def pixel_limits(model: ModelConfig) -> PixelLimits | None:
-    """Return the limits of `model`, or the checkpoint's own where the section leaves them open. None if nothing is
-    known: the checkpoint is not on this machine, or its processor has no such limits."""
+    """Return the limits of `model`. The checkpoint's limits replace those that are null. None if neither is known: the
+    checkpoint is not on this machine, or its processor has no such limits."""
     own = _own_limits(Path(model.path))
     if own is None:
         return None if model.max_pixels is None else PixelLimits(least=model.min_pixels or 1, most=model.max_pixels)
-    # `shared.generation.limit_pixels` does the same
+    # The next two lines compute the limits as `shared.generation.limit_pixels` does.
     least = model.min_pixels or min(own.least, model.max_pixels or own.least)
     return PixelLimits(least=least, most=model.max_pixels or max(own.most, least), factor=own.factor)
 
@@ -221,7 +221,7 @@ def _own_limits(folder: Path) -> PixelLimits | None:
             most=int(found.get("max_pixels") or size["longest_edge"]),
             factor=int(found["patch_size"]) * int(found["merge_size"]),
         )
-    # whoever loads the model says what is wrong with it
+    # The error is reported later, when the model is loaded.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
@@ -234,13 +234,13 @@ def seen_by_model(size: tuple[int, int], limits: PixelLimits) -> Seen:
 
 
 def seen_in_words(seen: Seen) -> str:
-    """Return one line about the largest photograph."""
+    """Return one line about the size of the largest photograph for the model."""
     size = f"{seen.size[0]} x {seen.size[1]}"
     return f"the model sees the largest as {size}: {seen.share:.0%} of it, {seen.num_tokens} tokens"
 
 
 def small_boxes(found: Survey, seen: Seen) -> str | None:
-    """Return a warning if the median box is very small as the model sees it."""
+    """Return a warning if the median box is very small for the model, else None."""
     side = found.smallest_side_px * seen.share**0.5
     if not found.num_boxes or side >= _SMALL_SIDE_PX or found.smallest_side_px < 1:  # then `warnings_of` says more
         return None
@@ -251,8 +251,8 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
 
 
 def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str], list[str]]:
-    """Photographs that are in two splits, by pair of splits: by their content, whatever they are called."""
-    where: dict[str, dict[str, str]] = {}  # fingerprint: name by split
+    """Return photographs with equal content in two splits, by pair of splits. Names may differ."""
+    where: dict[str, dict[str, str]] = {}  # by fingerprint: the photograph's name in each split
     for split, samples in splits.items():
         for sample in samples:
             for image in sample.images:
@@ -267,13 +267,13 @@ def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str
 
 
 def _called(image: str, sample: Sample) -> str:
-    """Return the name of a photograph; one that is encoded in its record has none."""
+    """Return a photograph's path or URL. If it is encoded in its record, return the record's id."""
     named = image[:4].lower() == "http" or is_file(Path(image.removeprefix("file://")))
     return image if named else f"record {sample.sample_id}"
 
 
 def _fingerprint(image: str) -> str:
-    """Identifies a local file by its length and first bytes, everything else by the string."""
+    """Return what identifies a photograph: for a local file its length and first bytes, otherwise the whole string."""
     try:
         with open(image, "rb", buffering=0) as file:  # noqa: PTH123  # a path object for each would cost more
             return f"{os.fstat(file.fileno()).st_size} {hashlib.blake2b(file.read(_HEAD_BYTES)).hexdigest()}"

@@ -1,9 +1,9 @@
-"""Tiles of large photographs: where they lie, and training samples of them (`data.tile`).
+"""Computes where the tiles of large photographs lie, and makes training samples of them (`data.tile`).
 
-`predict --tile` asks the whole photograph and its tiles, so a run learns both. A tile is a `View` of its photograph, as
-an augmented picture is, with its rule for objects at the border: one with at least 35% of its area in the tile is a
-label there, cut at the border; of any other the part in the tile is an ignore region. Tiles overlap by a quarter, so an
-object that one cuts is whole in the next, if it is smaller than that. Pure.
+`predict --tile` asks the model about the whole photograph and about its tiles, so a run learns both. A tile is a `View`
+of its photograph, like an augmented picture. The same rule holds at its border: an object with at least 35% of its area
+in the tile is a label, cut at the border. Of any other object the part in the tile is an ignore region. Tiles overlap
+by a quarter of a side. A smaller object that one tile cuts is whole in the next. No function has side effects.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Tile(NamedTuple):
 
 
 def tiles_of(width: int, height: int, side: int | None) -> list[Tile]:
-    """Return the whole image, and if it is larger than a tile, its tiles row by row: as few as cover it with the
-    overlap."""
+    """Return the whole image, followed by its tiles row by row if it is larger than a tile. The tiles are the fewest
+    that cover the image with the overlap."""
     whole = Tile(0, 0, width, height)
     if side is None or (width <= side and height <= side):
         return [whole]
@@ -52,8 +52,8 @@ def _starts(length: int, side: int) -> list[int]:
 
 
 def tiled(sample: Sample, side: int) -> Iterator[Sample]:
-    """Yield the sample, whose bins are not rounded, with whole bins, and one for each tile of its photograph, with ids
-    of their own. A sample of several images stays alone."""
+    """Yield the sample, and then one sample with an id of its own for each tile. `sample` has exact bins; the samples
+    have whole bins. A sample of several images has no tiles."""
     yield rounded(sample)
     if len(sample.images) != 1:
         return

@@ -1,7 +1,7 @@
-"""What the numbers of a split's boxes mean (D23): the way from a unit to pixels, and the unit that fits a whole split.
+"""The unit of the numbers in a split's boxes (D23): converts it to pixels, and finds the unit that fits a split.
 
-A `Reach` is filled object by object, with numbers as the file has them. Its `hint` names another unit if that one fits
-much better: one box says little, a split does.
+A `Reach` gets the objects one by one, with the numbers in the file. Its `hint` names another unit if that unit fits
+much better. A single box would prove little, all boxes of a split prove more.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from learner.config.sections.data import Coordinates, ResizedCopy
 from learner.records import Size, Unit
 
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
-_ALL = 0.98  # share of the boxes that lie in their photographs, if the unit is right
-_FEW = 0.9  # below it the unit is wrong, or many boxes are
-_FAR, _NEAR = 0.75, 0.55  # shares of the sides that boxes reach
-_LEAST, _MANY = 3, 20  # boxes
-_ALL_OF, _EVERY = 20_000, 16  # so many boxes are counted, then some
-_LARGE = 1_000_000  # pixels
-_TOLERANCE = 1.005  # numbers are rounded
+_ALL = 0.98  # least share of the boxes inside their photographs if the unit is right
+_FEW = 0.9  # with a smaller share the unit is wrong, or many boxes are
+_FAR, _NEAR = 0.75, 0.55  # shares of the sides that boxes reach: at least in a right unit, at most in a wrong one
+_LEAST, _MANY = 3, 20  # boxes: the fewest for a hint, and for a doubtful one
+_ALL_OF, _EVERY = 20_000, 16  # the first boxes are all counted, of later ones every 16th
+_LARGE = 1_000_000  # pixels of a photograph
+_TOLERANCE = 1.005  # factor for rounded numbers
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.
 _SQUARES = (320, 416, 512, 640, 800)
 _LIMITS = tuple(number * 28 * 28 for number in (256, 512, 768, 1024, 1280, 2048, 3072, 4096, 8192, 12288, 16384))
@@ -28,8 +28,8 @@ _LIMITS = tuple(number * 28 * 28 for number in (256, 512, 768, 1024, 1280, 2048,
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PixelLimits:
-    """The resizing of a processor of Qwen-VL's kind: each side to a multiple of `factor` pixels, which is the side of a
-    visual token's square, and width x height to `least` to `most` pixels."""
+    """The limits of a processor like Qwen-VL's. It resizes each side to a multiple of `factor` pixels, the side of a
+    visual token's square, so that width x height is between `least` and `most` pixels."""
 
     least: int = 1
     most: int
@@ -50,8 +50,8 @@ def resized(size: Size, limits: PixelLimits) -> Size:
 
 
 def sides_in(unit: Coordinates, size: Size, said: Size | None = None) -> tuple[float, float]:
-    """Return what the width and the height of an image of `size` pixels are in a unit. `said`: the record's own width
-    and height."""
+    """Return the width and the height of an image of `size` pixels in `unit`. `said` is the width and height in the
+    record."""
     if unit == "resized":
         return said or size
     if isinstance(unit, ResizedCopy):
@@ -62,13 +62,13 @@ def sides_in(unit: Coordinates, size: Size, said: Size | None = None) -> tuple[f
 def _sides_of(copy: ResizedCopy, size: Size) -> Size:
     if copy.width is not None and copy.height is not None:
         return copy.width, copy.height
-    most = copy.max_pixels or 1  # a rule of the configuration wants it
+    most = copy.max_pixels or 1  # a rule of the configuration requires `max_pixels` here
     return resized(size, PixelLimits(least=min(copy.min_pixels, most), most=most, factor=copy.factor))
 
 
 def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[float, float]) -> list[float]:
-    """Return coordinates in pixels of an image of `size`, whose sides are `sides` in the unit of `coords`. (Or the
-    reverse: in the unit, of an image whose sides are given in pixels.)"""
+    """Return coordinates in pixels. The image has `size` pixels, and `sides` in the unit of `coords`. With `size` and
+    `sides` swapped it converts pixels to the unit."""
     if sides == size:
         return list(coords)
     return [value * size[i % 2] / sides[i % 2] for i, value in enumerate(coords)]
@@ -76,8 +76,8 @@ def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[f
 
 @dataclass(slots=True)
 class _Fit:
-    """How well a unit fits: boxes inside their photographs, and the furthest shares of width and height that they
-    reach. `side`: of every image in this unit; 1: `add` is given shares."""
+    """How well a unit fits: the number of boxes inside their photographs, and the largest shares of width and height
+    that they reach. `side` is the side of every image in this unit; 1 if `add` gets shares."""
 
     side: float = 1.0
     inside: int = 0
@@ -85,7 +85,7 @@ class _Fit:
     along: float = 0.0
 
     def add(self, x: float, y: float) -> None:
-        """Count a box that lies inside."""
+        """Count a box that lies inside its photograph. `x` and `y` are its largest coordinates."""
         self.inside += 1
         if x > self.across:
             self.across = x
@@ -114,10 +114,10 @@ class _Fit:
 
 @dataclass(slots=True)
 class Reach:
-    """Counts of a split's boxes by unit. `corners`: boxes that lie inside if what was read as width and height are x2
-    and y2. Of very many boxes every 16th is counted."""
+    """Counts of a split's boxes by unit. `corners` counts the boxes that lie inside if the numbers read as width and
+    height are x2 and y2. After the first 20,000 boxes every 16th is counted."""
 
-    xywh: bool = False  # the format has left, top, width, height
+    xywh: bool = False  # True if the format has left, top, width, height
     num: int = 0
     num_given: int = 0
     fits: dict[Unit, _Fit] = field(
@@ -126,13 +126,13 @@ class Reach:
     taken: _Fit = field(default_factory=_Fit)
     corners: int = 0
     far: tuple[float, float] = (0.0, 0.0)  # the largest x and y
-    largest: Size = (0, 0)  # by area
-    has_wide: bool = False  # an image that is not square
-    ends: set[tuple[float, float]] = field(default_factory=set)  # right and lower ends, the first few that differ
-    units: set[str] = field(default_factory=set)  # that the numbers were read in
+    largest: Size = (0, 0)  # size of the photograph with the largest area
+    has_wide: bool = False  # True if some image is not square
+    ends: set[tuple[float, float]] = field(default_factory=set)  # right and lower ends, the first different ones
+    units: set[str] = field(default_factory=set)  # units in which the numbers were read
 
     def add(self, coords: Sequence[float], size: Size, unit: Coordinates, sides: tuple[float, float]) -> None:
-        """Count one object. `sides`: those of its image in the unit that it was read in."""
+        """Count one object. `sides` are the image's sides in the unit that the object was read in."""
         self.num_given += 1
         if self.num_given > _ALL_OF and self.num_given % _EVERY:
             return
@@ -160,7 +160,7 @@ class Reach:
             self.largest = size
 
     def better(self) -> tuple[Unit, _Fit] | None:
-        """Return the unit of the smallest numbers that fits much better than the one that was taken."""
+        """Return the unit that fits much better than the one in use, smallest numbers first; None if no unit does."""
         units: tuple[Unit, ...] = (*_PER_SIDE, "pixels")
         others = ((unit, self.fits[unit]) for unit in units if {unit} != self.units)
         return next(((unit, fit) for unit, fit in others if self._is_better(fit)), None)
@@ -168,7 +168,7 @@ class Reach:
     def _is_better(self, fit: _Fit) -> bool:
         taken, num = self.taken, self.num
         if self.units == {"pixels"} and fit is self.fits["shares"] and num >= _LEAST and fit.inside >= _ALL * num:
-            return True  # nothing is so small
+            return True  # real boxes in pixels are never so small
         if num < _LEAST or fit.inside < _ALL * num or fit.least < min(0.5, 2 * taken.least):
             return False
         if taken.inside < _FEW * num:
@@ -202,14 +202,14 @@ class Reach:
         return ""
 
     def _may_be_copy(self) -> bool:
-        """Return True if boxes stay in a corner of photographs. Small photographs are rarely shrunk, so these need
-        boxes in many places."""
+        """Return True if boxes stay in a corner of the photographs. Small photographs are rarely shrunk copies, so they
+        need boxes that end in many places."""
         taken, is_large = self.taken, self.largest[0] * self.largest[1] > _LARGE
         enough = self.num >= 2 * _LEAST and (is_large or len(self.ends) >= _MANY)
         return enough and self.units == {"pixels"} and taken.inside >= _ALL * self.num and taken.most <= _NEAR
 
     def _copy(self) -> str:
-        """Return the copy that is likely, as YAML has it."""
+        """Return the likely size of the copies, as a YAML value."""
         if square := self._square():
             return f"{{width: {square}, height: {square}}}"
         area = self.taken.most**2 * self.largest[0] * self.largest[1]
@@ -217,8 +217,8 @@ class Reach:
         return f"{{max_pixels: {limit}, factor: 28}} (the processor's limit), or the copies' width and height"
 
     def _square(self) -> int:
-        """Return the side of square copies of photographs that are not, if boxes end there in both directions; else
-        0."""
+        """Return the side of the square copies from which boxes of photographs probably come, if boxes reach that side
+        in both directions and some photograph is not square; else 0."""
         near = (side for side in _SQUARES if all(0.95 * side <= far <= side * _TOLERANCE for far in self.far))
         large = self.taken.most <= _FAR and self.has_wide and len(self.ends) >= _MANY
         return next(near, 0) if large and self.units == {"pixels"} else 0

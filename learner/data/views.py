@@ -1,7 +1,7 @@
-"""The pixels of an augmented picture, made by torchvision's transforms (v2) from the photograph and its `View`.
+"""Makes the pixels of an augmented picture from the photograph and its `View`, with torchvision's transforms (v2).
 
-In: a view, and `Images` to read with. Out: a picture, the same bytes wherever it is made. Called by the prompt encoder
-in data workers, by rollout backends, and for people (`check --draw`, logs).
+In: a view, and `Images` to read with. Out: a picture, with the same bytes in every process. Data workers, rollout
+backends and pictures for people (`check --draw`, logs) use it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ _QUALITY = 85
 
 @cache
 def _transforms() -> Any:
-    """Return torchvision's functions. They are imported here, because torch takes seconds and most of `learner.data`
-    needs none."""
+    """Return torchvision's functions. They are imported here because importing torch takes seconds, and most of
+    `learner.data` does not need torch."""
     from torchvision.transforms.v2 import functional
 
     return functional
 
 
 def render(view: View, image: str, images: Images) -> Image.Image:
-    """Return the picture in RGB. Raises MediaError for a photograph that can't be read or is not of the size that was
-    annotated."""
+    """Return the picture in RGB. Raises MediaError if the photograph cannot be read or does not have its annotated
+    size."""
     transforms, photograph = _transforms(), images.load(image)
     if photograph.size != view.photograph:
         found = f"{photograph.width} x {photograph.height} pixels"
@@ -64,14 +64,14 @@ def render(view: View, image: str, images: Images) -> Image.Image:
 
 
 def open_images(sample: Sample, images: Images) -> list[Image.Image]:
-    """Return what the model sees of the sample. Raises MediaError."""
+    """Return the sample's images as the model sees them. Raises MediaError."""
     if sample.view is not None:
         return [render(sample.view, sample.images[0], images)]
     return [images.load(image) for image in sample.images]
 
 
 def sent_images(sample: Sample, images: Images) -> list[str]:
-    """Return the sample's images as strings for a server: an augmented picture as PNG, which loses nothing. Raises
+    """Return the sample's images as strings for a server. An augmented picture becomes a lossless PNG. Raises
     MediaError."""
     if sample.view is None:
         return list(sample.images)
@@ -79,7 +79,7 @@ def sent_images(sample: Sample, images: Images) -> list[str]:
 
 
 def with_small_images(sample: Sample, images: Images, side: int) -> Sample:
-    """Return the sample with images of at most `side` pixels a side, in the sample itself. Raises MediaError."""
+    """Return the sample with images of at most `side` pixels a side, stored in the sample. Raises MediaError."""
     pictures = [one.resize((min(one.width, side), min(one.height, side))) for one in open_images(sample, images)]
     if not pictures:
         return sample
@@ -89,8 +89,8 @@ def with_small_images(sample: Sample, images: Images, side: int) -> Sample:
 
 
 def shown_images(sample: Sample) -> list[str]:
-    """Return the sample's images as strings for a log that people look at: an augmented picture as a small JPEG. Empty
-    if its photograph can't be read here."""
+    """Return the sample's images as strings for a log. An augmented picture becomes a small JPEG. Return [] if its
+    photograph cannot be read."""
     if sample.view is None:
         return list(sample.images)
     try:
@@ -102,7 +102,7 @@ def shown_images(sample: Sample) -> list[str]:
 
 
 def shown_sizes(sample: Sample) -> dict[str, object]:
-    """Return width and height of what `shown_images` shows, as JSON; of several images also each one's, as `sizes`."""
+    """Return width and height of the images of `shown_images`, as JSON; for several images also `sizes`."""
     sizes = {"sizes": [list(size) for size in sample.sizes]} if sample.sizes else {}
     return {"width": sample.width, "height": sample.height, **sizes}
 

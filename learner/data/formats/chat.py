@@ -1,8 +1,7 @@
-"""Rows of other programs, as rows of the project's JSONL: ms-swift's `objects`, and conversations of Qwen, LLaVA and
-LLaMA-Factory whose last answer has the boxes.
+"""Turns rows of other programs into rows of the project's JSONL. It reads ms-swift's `objects`, and conversations of
+Qwen, LLaVA and LLaMA-Factory whose last answer has the boxes.
 
-In: a row, JSON already. Out: the same as `jsonl` has it, and the unit of its boxes if the row says it. Three forms of
-an answer are read:
+In: a row of JSON. Out: a row as `jsonl` reads it, and the unit of its boxes. An answer may have three forms:
 
     [{"bbox_2d": [x1, y1, x2, y2], "label": "cat"}]          also in ```json fences
     <ref>cat</ref><box>(x1,y1),(x2,y2)</box>                 thousandths; also <|object_ref_start|> and <|box_start|>
@@ -35,14 +34,14 @@ Box = dict[str, Any]
 
 
 def row_kind(row: Mapping[str, Any]) -> RowKind | None:
-    """Return what a row is; None if it is nothing that is read."""
+    """Return the kind of a row: the project's own or a conversation; None if no reader knows it."""
     if not {"messages", "conversations"} & row.keys():
         return "own" if "objects" in row else None
     return "chat" if isinstance(row.get("objects", {}), Mapping) else "own"
 
 
 def own_row(row: Mapping[str, Any]) -> tuple[dict[str, Any], Unit]:
-    """Raises ValueError."""
+    """Return the row as a row of the project's JSONL, and the unit of its boxes. Raises ValueError."""
     images = [_path(image) for key in ("images", "image") for image in _listed(row.get(key))]
     turns = [_turn(turn, images) for turn in _listed(row.get("messages") or row.get("conversations"))]
     if not turns or turns[-1]["role"] != "assistant":
@@ -60,7 +59,7 @@ def _listed(value: object) -> list[Any]:
 
 
 def _path(image: object) -> str:
-    """Return an image's string; ms-swift also writes {"path": ...}. Raises ValueError."""
+    """Return an image as a string. ms-swift also writes {"path": ...}. Raises ValueError."""
     found = image.get("path") or image.get("bytes") if isinstance(image, Mapping) else image
     if not isinstance(found, str):
         raise ValueError(f"{show(image)} instead of an image's path")
@@ -68,7 +67,7 @@ def _path(image: object) -> str:
 
 
 def _turn(turn: object, images: list[str]) -> dict[str, str]:
-    """Return role and text; images in it join `images`. Raises ValueError."""
+    """Return a turn's role and text. Images in the turn are added to `images`. Raises ValueError."""
     if not isinstance(turn, Mapping):
         raise ValueError(f"{show(turn)} instead of a turn")
     role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
@@ -80,7 +79,7 @@ def _turn(turn: object, images: list[str]) -> dict[str, str]:
 
 
 def _part(part: object, images: list[str]) -> str:
-    """Raises ValueError."""
+    """Return a part of a turn as text. An image in it is added to `images`. Raises ValueError."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):
@@ -94,7 +93,8 @@ def _part(part: object, images: list[str]) -> str:
 
 
 def boxes_in(answer: str) -> tuple[list[Box], Unit]:
-    """Return the objects that an answer lists. Raises ValueError if it lists none and is not an empty list."""
+    """Return the objects in an answer. Raises ValueError if the answer has no list of objects; the list may be
+    empty."""
     found = list(_marked(answer))
     if found:
         return found, "thousandths"
@@ -111,7 +111,7 @@ def boxes_in(answer: str) -> tuple[list[Box], Unit]:
 
 
 def _object(one: object) -> Box:
-    """Raises ValueError."""
+    """Return an object of an answer with its name and box. Raises ValueError."""
     values = next((one[key] for key in _BOX_KEYS if key in one), None) if isinstance(one, Mapping) else None
     name = next((one[key] for key in _NAME_KEYS if key in one), None) if isinstance(one, Mapping) else None
     if values is None or not isinstance(name, str):
@@ -150,7 +150,7 @@ def _of_swift(objects: Mapping[str, Any], turns: list[dict[str, str]], num_image
 
 
 def _names(refs: Sequence[Any], boxes: Sequence[list[float]], turns: list[dict[str, str]]) -> list[str]:
-    """Return the name of each box, and write names and boxes into `turns`, in the order of their placeholders. Raises
+    """Return the name of each box. The placeholders in `turns` are replaced by names and boxes, in order. Raises
     ValueError if a box has no name."""
     left_refs, left_boxes, name = list(refs), list(boxes), ""
     by_place: list[str] = []

@@ -1,8 +1,9 @@
-"""`coco`: a sample per image, an object per annotation, its category's name as the description.
+"""`coco`: one sample per image, one object per annotation. The name of the category is the description.
 
-Polygons and run lengths are read with `task.geometry: poly`; otherwise they say the box of an annotation without one.
-`iscrowd` and `ignore` make ignore regions. An image without `width` and `height` has its own size. Of a rectangle that
-CVAT's `attributes.rotation` turns, the enclosing box is taken.
+With `task.geometry: poly`, polygons and run lengths are the objects' outlines. Otherwise they are read only if an
+annotation has no box, which then is the box around them. `iscrowd` and `ignore` make ignore regions. If `width` and
+`height` are missing, the image's own size is read. If CVAT's `attributes.rotation` turns a rectangle, the enclosing box
+is used.
 """
 
 from __future__ import annotations
@@ -41,19 +42,19 @@ class CocoImage(RowModel):
 
     @property
     def size(self) -> Size | None:
-        """None if the file does not say it."""
+        """Return width and height; None if the file does not give them."""
         return (self.width, self.height) if self.width and self.height else None
 
 
 def _rotation(value: object) -> float:
-    """Return the degrees by which CVAT's attributes turn a box clockwise; 0 if they say nothing."""
+    """Return the degrees by which CVAT's attributes turn a box clockwise; 0 if there is no rotation."""
     try:
         return number(value.get("rotation")) if isinstance(value, Mapping) else 0.0
     except ValueError:
         return 0.0
 
 
-# There are millions of them in large files, and models take three times the memory.
+# Large files have millions of annotations, and pydantic models would take three times the memory.
 _slim = dataclass(frozen=True, slots=True, kw_only=True, config=ConfigDict(extra="ignore", allow_inf_nan=False))
 
 
@@ -70,7 +71,8 @@ class CocoAnnotation:
 
 @_slim
 class OutlinedAnnotation(CocoAnnotation):
-    """An annotation with what is read for polygons only: in large files it takes most of the memory."""
+    """An annotation with its outline, which is read for polygons only, because it takes most of a large file's
+    memory."""
 
     segmentation: object = None
 
@@ -96,7 +98,7 @@ Item = TypeVar("Item")
 
 
 def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
-    """Samples in the order of `images`."""
+    """Return the image folder and the records in the order of `images`."""
 
     def records() -> Iterator[RawRecord]:
         coco, broken = _read_file(source)
@@ -105,7 +107,7 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
         folder = _near_folder([image.file_name for image in coco.images[:1]], source)
         for image in coco.images:
             found = by_image.get(image.id, ())
-            if "categories" in broken:  # its own may be one that cannot be read, which is an error already
+            if "categories" in broken:  # the category may be an unreadable one, which is an error already
                 found = [annotation for annotation in found if annotation.category_id in names]
             place = Place(source.file, f"image {image.id}")
             _check_size(image, place, source)
@@ -125,13 +127,13 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def image_folder(names: Sequence[str], source: Source) -> Path:
-    """Return where the images of these names are."""
+    """Return the folder of these images."""
     return _near_folder(names, source) or source.image_root(source.file.parent)
 
 
 def _near_folder(names: Sequence[str], source: Source) -> Path | None:
-    """Return the first image's folder if it is not the file's own but near it, as COCO's `train2017` is beside
-    `annotations`. It is absolute, because records are relative to the file's folder."""
+    """Return the folder of the first image if it is near the file and not the file's own folder, as COCO's `train2017`
+    is beside `annotations`. The path is absolute, because records are relative to the file's folder."""
     own = source.file.absolute().parent
     if source.data.image_root is not None or not names or is_file(own / as_here(names[0], own)):
         return None
@@ -141,8 +143,8 @@ def _near_folder(names: Sequence[str], source: Source) -> Path | None:
 
 
 def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
-    """Return the file, and the sections of which something could not be read. Those mistakes are in `source.bad`. The
-    items without one are returned all the same, so that what they refer to is checked in the same run."""
+    """Return the file, and the sections with unreadable items. These mistakes are in `source.bad`. Readable items are
+    returned all the same, so that references to them are checked in the same run."""
     model = OutlinedFile if source.geometry == "poly" else CocoFile
     place = Place(source.file, "COCO JSON")
     try:
@@ -161,8 +163,8 @@ def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
 
 
 def filled(content: bytes) -> bytes:
-    """Return the file with what some tools leave out: a list of annotations if there are none, their ids, and boxes
-    that follow from polygons. It is read so only if it could not be read as it is."""
+    """Return the file with parts that some tools leave out: an empty list of annotations, ids of annotations, and boxes
+    that follow from polygons. It is called only if the file could not be read unchanged."""
     try:
         sections = json_of(content)
         annotations = sections["annotations"] = sections["annotations"] or []
@@ -176,12 +178,12 @@ def filled(content: bytes) -> bytes:
                 (left, right), (top, bottom) = ((min(side), max(side)) for side in (points[0::2], points[1::2]))
                 one["bbox"] = [left, top, right - left, bottom - top]
         return json.dumps(sections).encode()
-    except (ValueError, TypeError, KeyError, AttributeError):  # what is wrong is told where it is read again
+    except (ValueError, TypeError, KeyError, AttributeError):  # the second reading reports what is wrong
         return content
 
 
 def _items_without_mistake(content: bytes, model: type[CocoFile]) -> tuple[CocoFile, set[str]]:
-    """Never raises: what cannot be read is left out."""
+    """Return the readable items, and the sections that have unreadable ones. Never raises."""
     try:
         sections = json_of(content)
     except ValueError:
@@ -205,8 +207,8 @@ def _made(model: type[Item], value: object) -> Item | None:
 
 
 def category_ids(file: Path) -> dict[str, int]:
-    """Return the ids of class names, as they are taught, in a COCO file that was read before. What is none by now has
-    none."""
+    """Return the category ids of class names in a COCO file that was read before. Names are as taught. Return {} if the
+    file can no longer be read."""
     try:
         content = json_in(file)
     except (OSError, ValueError):  # replaced or removed meanwhile
@@ -239,14 +241,14 @@ def _annotations_by_image(coco: CocoFile, broken: set[str], source: Source) -> M
             grouped[annotation.image_id].append(annotation)
             continue
         if "images" in broken:
-            continue  # its own may be one that cannot be read, which is an error already
+            continue  # the image may be an unreadable one, which is an error already
         place, found = Place(source.file, f"annotation {annotation.id}"), f"image_id {annotation.image_id}"
         source.bad.meet("malformed", place.error("its image is not there", found=found, wanted="an id of `images`"))
     return grouped
 
 
 def _check_size(image: CocoImage, place: Place, source: Source) -> None:
-    """Take note of one side without the other."""
+    """Report an image of which the file gives only one side."""
     sides = {"width": image.width, "height": image.height}
     missing = [name for name, side in sides.items() if side is None]
     if len(missing) == 1:
@@ -255,7 +257,7 @@ def _check_size(image: CocoImage, place: Place, source: Source) -> None:
 
 
 def _size_of_run_lengths(annotations: Sequence[CocoAnnotation]) -> Size | None:
-    """Return the size in the first run lengths, which is that of their image; None if there are none."""
+    """Return the size in the first run lengths, which is the image's size; None if no annotation has run lengths."""
     for annotation in annotations:
         outline = annotation.segmentation if isinstance(annotation, OutlinedAnnotation) else None
         if isinstance(outline, Mapping) and (size := size_of_mask(outline)):

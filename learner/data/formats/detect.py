@@ -1,4 +1,4 @@
-"""The format that annotations have, and the reader of each."""
+"""Finds the format of annotations, and names the reader of each format."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from shared.reading import is_there
 
 
 def locate(data: DataConfig, path: str, wanted: str | None) -> Annotations:
-    """Return the format and the path that a reader takes, of a file or of a folder in a known layout. `wanted`: the
-    split that `path` stands for, None if several keys name it. Raises DataError."""
+    """Return the format, and the path that a reader takes, for a file or for a folder in a known layout. `wanted` is
+    the split that `path` is read for, None if several keys have the same path. Raises DataError."""
     name, split = name_and_split(path)
     if is_there(Path(name)) and Path(name).is_dir() and data.format != "datasets" and not is_saved(Path(name)):
         found = choose(Path(name), split, wanted)
@@ -34,13 +34,13 @@ def locate(data: DataConfig, path: str, wanted: str | None) -> Annotations:
 
 
 def format_of(data: DataConfig, path: str) -> Format:
-    """Return `data.format`, or the format that the files look like. Raises DataError where there is nothing, or nothing
-    known."""
+    """Return `data.format`; with `auto` the format that the files look like. Raises DataError if nothing is there, or
+    no known format."""
     if data.format == "datasets":
         return "datasets"
     file = Path(path)
     if not is_there(file):
-        file = Path(path.rpartition(":")[0] or path)  # the split is cut off
+        file = Path(path.rpartition(":")[0] or path)  # without the split's name
     if not is_there(file):
         raise DataError(
             "an annotation file is missing",
@@ -94,7 +94,7 @@ def _is_yolo_label(file: Path) -> bool:
 
 
 def is_saved(folder: Path) -> bool:
-    """Return True if it is a Hugging Face data set."""
+    """Return True if the folder is a saved Hugging Face data set."""
     marks = ("state.json", "dataset_dict.json", "dataset_info.json", "**/*.parquet", "**/*.arrow", "metadata.csv")
     return any(next(folder.glob(mark), None) for mark in marks)
 
@@ -117,7 +117,7 @@ def _detected(path: Path) -> Format | None:
         return "datasets"
     if path.suffix.lower() != ".json":
         return by_suffix.get(path.suffix.lower())
-    return json_format(path) if path.is_file() else None  # a pipe or a device has no end
+    return json_format(path) if path.is_file() else None  # not read: a pipe or a device has no end
 
 
 FormatReader = Callable[[Source], tuple[Path, Iterator[RawRecord]]]

@@ -1,7 +1,7 @@
-"""A folder of photographs and annotations, as tools export it: its splits, and the format and path of each.
+"""Finds the splits in a folder of photographs and annotations, as tools export it, and each split's format and path.
 
-In: a folder. Out: for `train`, `val` and `test`, or for "" if nothing is split, what `data.train` could name. Nothing
-is opened but `data.yaml` and `classes.txt`; names decide. Six layouts are known:
+In: a folder. Out: paths that `data.train` could name, by `train`, `val` and `test`, or by "" if nothing is split. The
+names of files decide; only `data.yaml`, `classes.txt` and the beginning of JSON files are read. Six layouts are known:
 
     YOLO        data.yaml, which names its splits; or classes.txt beside images and labels
     a folder per split (Roboflow), with _annotations.coco.json, XML files or JSONL: train/, valid/, test/
@@ -11,7 +11,8 @@ is opened but `data.yaml` and `classes.txt`; names decide. Six layouts are known
     VOC         XML files in the folder, Annotations, annotations, voc, xml or labels, or in sub-folders of these, which
                 may be called as splits; lists of names in ImageSets/Main, ImageSets or splits
 
-A folder that only holds another such folder stands for it, and one whose sub-folders hold XML files for all of them.
+If a folder has only one sub-folder with a known layout, that sub-folder is used. If several sub-folders have XML files
+and nothing else, the folder is VOC with all of them.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _WORDS = {
     "testing": "test",
 }
 _XML_FOLDERS = ("", "Annotations", "annotations", "voc", "xml", "xmls", "labels")
-_LONGEST_ROW = 1 << 20  # bytes of a line that are looked at: a whole COCO file may be one
+_LONGEST_ROW = 1 << 20  # bytes of the first line that are read, because a whole COCO file may be one line
 _LIST_FOLDERS = ("ImageSets/Main", "ImageSets", "splits")
 
 
@@ -52,11 +53,11 @@ class Annotations:
     path: str
 
 
-Found = dict[str, Annotations]  # keys are splits; "": all
+Found = dict[str, Annotations]  # by split; "": all annotations
 
 
 def splits_in(folder: Path) -> Found:
-    """Return the annotations by split, `train` first; {} where nothing is known. Raises DataError if a data.yaml or
+    """Return the annotations by split, `train` first; {} if no layout is known. Raises DataError if a data.yaml or
     classes.txt is wrong."""
     for look in _LOOKS:
         found = look(folder)
@@ -70,13 +71,14 @@ def splits_in(folder: Path) -> Found:
 
 
 def split_named(name: str) -> str | None:
-    """Return `train`, `val` or `test`, if a word of a file's name says so; None: none does, or several do."""
+    """Return `train`, `val` or `test` if a word in a file's name means it; None if no word does, or words of two
+    splits."""
     words = {_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _WORDS}
     return words.pop() if len(words) == 1 else None
 
 
 def split_called(name: str) -> str | None:
-    """Return `train`, `val` or `test`, if the whole name says so, such as `validation`."""
+    """Return `train`, `val` or `test` if the whole name means it, such as `validation`; else None."""
     return _WORDS.get(name.lower())
 
 
@@ -110,7 +112,7 @@ def _only(found: dict[str, Annotations]) -> Annotations | None:
 
 
 def _coco(folder: Path) -> dict[str, Annotations]:
-    own = folder / "_annotations.coco.json"  # Roboflow's name for it
+    own = folder / "_annotations.coco.json"  # the name that Roboflow gives it
     if own.is_file():
         return {"": Annotations("coco", str(own))}
     for place in (folder / "annotations", folder / "Annotations", folder):
@@ -124,14 +126,14 @@ def _coco(folder: Path) -> dict[str, Annotations]:
 
 
 def _jsonl(folder: Path) -> dict[str, Annotations]:
-    metadata = folder / "metadata.jsonl"  # of Hugging Face's imagefolder
+    metadata = folder / "metadata.jsonl"  # Hugging Face's imagefolder
     if metadata.is_file():
         return {"": Annotations("datasets", str(metadata))}
     return _by_name(sorted(folder.glob("*.jsonl")), "jsonl")
 
 
 def _by_name(files: list[Path], format_: Format) -> dict[str, Annotations]:
-    """Return a file per split, or the only file; {} where two could be meant."""
+    """Return one file per split, or the only file under ""; {} if several files could be meant."""
     named = [(split, file) for file in files if (split := split_named(file.stem))]
     if named and len({split for split, _ in named}) == len(named):
         return {split: Annotations(format_, str(file)) for split, file in named}
@@ -163,7 +165,7 @@ def _labelme(folder: Path) -> dict[str, Annotations]:
 
 
 def is_labelme(file: Path) -> bool:
-    """Return True if a JSON file begins as those of Labelme do."""
+    """Return True if a JSON file begins like a file of Labelme."""
     try:
         with file.open("rb") as content:
             head = content.read(1 << 16)
@@ -173,7 +175,7 @@ def is_labelme(file: Path) -> bool:
 
 
 def json_format(file: Path) -> Format:
-    """Return the format of a .json file: rows, as a list or one a line, are read as JSONL."""
+    """Return the format of a .json file. Rows, in a list or one per line, are `jsonl`."""
     try:
         with file.open("rb") as content:
             first = content.readline(_LONGEST_ROW).removeprefix(b"\xef\xbb\xbf").lstrip()
@@ -185,7 +187,7 @@ def json_format(file: Path) -> Format:
 
 
 def _is_row(line: bytes) -> bool:
-    """Return True if a line is a record of its own, and not a document or a part of one."""
+    """Return True if a line is a whole record, not a document or a part of a record."""
     try:
         row = json_of(line)
     except ValueError:
@@ -205,9 +207,9 @@ def _folders(folder: Path) -> Iterator[Path]:
 
 
 def choose(folder: Path, split: str, wanted: str | None) -> Annotations | None:
-    """Return the annotations of one split of a folder; None if nothing in it is known. `split`: as in the path
-    (`data:val`), empty if not. `wanted`: the key that the path stands for (`train`), None if several keys have the same
-    path. Raises DataError."""
+    """Return the annotations of one split of a folder; None if the folder has no known layout. `split` is the split in
+    the path (`data:val`), empty if the path has none. `wanted` is the key that has the path (`train`), None if several
+    keys have it. Raises DataError."""
     found = splits_in(folder)
     if not found:
         return None

@@ -1,6 +1,7 @@
-"""Names the annotations of other programs that are not read, and says what to export instead.
+"""Recognizes annotations of other programs that are not read, and says what to export instead.
 
-In: a file or a folder. Out: one line each. A file is known by words in its first bytes; nothing is parsed.
+In: a file or a folder. Out: the name of the format and the remedy. Words in a file's first bytes decide; nothing is
+parsed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from shared.errors import DataError
 from shared.reading import is_file
 
 _HEAD_BYTES = 1 << 16
-_MOST_FILES = 200  # of a folder that are looked at
+_MOST_FILES = 200  # files of a folder that are read
 _EXPORT = "export COCO from the tool instead"
 _DATUM = "datum convert -f coco -if"
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar")
@@ -27,7 +28,7 @@ class Foreign(NamedTuple):
     remedy: str
 
 
-# Words that all are in the first bytes of a JSON or XML file, the first that fits counts.
+# Words in the first bytes of a JSON or XML file. The first format whose words are all there is reported.
 _MARKS: tuple[tuple[tuple[str, ...], Foreign], ...] = (
     (('"rectanglelabels"', '"result"'), Foreign("Label Studio's JSON", "in Label Studio, export COCO (with images)")),
     (('"from_name"', '"result"'), Foreign("Label Studio's JSON", "in Label Studio, export COCO (with images)")),
@@ -61,7 +62,7 @@ _MARKS: tuple[tuple[tuple[str, ...], Foreign], ...] = (
     (("<dataset>", "<images>", "<box "), Foreign("dlib's XML (imglab)", _EXPORT)),
 )
 _NUMBER = r"-?\d+(?:\.\d+)?"
-# The first line of a text file.
+# Patterns of the first line of a text file.
 _LINES: tuple[tuple[str, Foreign], ...] = (
     (rf"(?:{_NUMBER},){{7}}{_NUMBER},?", Foreign("VisDrone's text files", "convert them to YOLO or COCO first")),
     (rf"\d+,-?\d+(?:,{_NUMBER}){{5,8}}", Foreign("MOT's text files", f"convert them to COCO: {_DATUM} mot_seq")),
@@ -80,7 +81,8 @@ _NAMES = {
 
 
 def foreign_in(path: Path) -> tuple[Path, Foreign] | None:
-    """Return the first file of a folder, or the file, whose format is known but not read; None if there is none."""
+    """Return the file, or the first file of a folder, whose format is known but not read; None if there is no such
+    file."""
     files: Iterator[Path] = iter(sorted(islice(files_below(path), _MOST_FILES))) if path.is_dir() else iter([path])
     return next(((file, found) for file in files if (found := _of_file(file)) is not None), None)
 
@@ -111,7 +113,7 @@ def _of_file(file: Path) -> Foreign | None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Raises DataError if it is one that is known."""
+    """Raises DataError if `path` is, or contains, a file whose format is known but not read."""
     if (known := foreign_in(path)) is not None:
         file, found = known
         raise DataError(

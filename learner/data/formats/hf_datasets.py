@@ -1,7 +1,7 @@
 """`datasets`: a Hugging Face data set, given as `FOLDER_OR_NAME:train`, or the `metadata.jsonl` of an imagefolder.
 
-Its rows are either as in `jsonl`, or have `image` and `objects` with `bbox` and `category` (or `label`). Images that
-are inside the data set are held as base64.
+Its rows either have the columns of `jsonl`, or `image` and `objects` with `bbox` and `category` (or `label`). Images
+that are stored in the data set become base64 strings.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def read_datasets(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def _of_metadata(source: Source) -> Iterator[RawRecord]:
-    """Read an imagefolder's rows, which need not be loaded as a data set."""
+    """Read the rows of an imagefolder's `metadata.jsonl`, which is not loaded as a data set."""
     for number, text in _lines(source.file):
         place = Place(source.file, f"line {number}")
         try:
@@ -69,7 +69,7 @@ def _of_metadata(source: Source) -> Iterator[RawRecord]:
 
 
 def _lines(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Raises DataError."""
+    """Yield (number, text) of each line. Raises DataError."""
     try:
         yield from lines_in(file)
     except OSError as error:
@@ -85,7 +85,7 @@ def split_names(name: str) -> list[str]:
 
 
 def _loaded(name: str) -> Dataset | DatasetDict:
-    """Raises DataError."""
+    """Return the data set that is saved in a folder or has this name on the hub. Raises DataError."""
     try:
         import datasets
     except ImportError as error:
@@ -109,7 +109,7 @@ def _loaded(name: str) -> Dataset | DatasetDict:
 
 
 def open_dataset(name: str, split: str) -> tuple[Dataset, str]:
-    """Return the rows, and the name of their split; empty: the data set has none. Raises DataError."""
+    """Return the rows, and the name of their split, which is empty if the data set has no splits. Raises DataError."""
     found = _loaded(name)
     if not isinstance(found, dict):
         return found, ""
@@ -118,7 +118,7 @@ def open_dataset(name: str, split: str) -> tuple[Dataset, str]:
 
 
 def _undecoded(rows: Dataset) -> Dataset:
-    """Return the rows with images as bytes or paths."""
+    """Return the rows with images as bytes or paths, not as decoded pictures."""
     import datasets
 
     for column, feature in rows.features.items():
@@ -130,7 +130,7 @@ def _undecoded(rows: Dataset) -> Dataset:
 
 
 def _image_string(image: object) -> str:
-    """Return the image string of an undecoded image, a string, or a picture that Pillow has."""
+    """Return an image as a string: a path, a URL or base64. Raises ValueError."""
     if isinstance(image, str):
         return image
     if isinstance(image, Mapping):
@@ -151,7 +151,7 @@ def _image_string(image: object) -> str:
 def _of_dataset_row(
     number: int, row: Mapping[str, object], place: Place, features: Features, source: Source
 ) -> Iterator[RawRecord]:
-    """Read a row with the columns of the project's JSONL. Columns fill what a row lacks with None."""
+    """Read a row with the columns of the project's JSONL. A data set has None in columns that a row lacks."""
     images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
     try:
         if not isinstance(images, list):
@@ -171,13 +171,13 @@ def _without_nones(value: object) -> object:
 
 
 def sample_id_of(number: int, row: Mapping[str, object]) -> str:
-    """Return a row's id, else its number. Raises ValueError."""
+    """Return a row's id, or its number if it has no id. Raises ValueError."""
     keys = ("id",) if "messages" in row else ("image_id", "id")
     return identity(next((row[key] for key in keys if row.get(key) is not None), number))
 
 
 def objects_of(objects: Any) -> list[dict[str, Any]]:
-    """Return the objects as rows: some data sets keep a list per field."""
+    """Return the objects as a list of mappings. Some data sets have a mapping of lists."""
     if not isinstance(objects, Mapping):
         return [dict(obj) for obj in objects or ()]
     columns = {key: values for key, values in objects.items() if isinstance(values, list)}
@@ -214,7 +214,7 @@ _FLAGS = ("iscrowd", "is_crowd", "difficult", "ignore")
 
 
 def _class_names(feature: object) -> list[str] | None:
-    """The names of a `ClassLabel` column, where there is one."""
+    """Return the names in the first `ClassLabel` column; None if there is no such column."""
     for _ in range(2):  # a list of mappings, or a mapping of lists
         inner = getattr(feature, "feature", None)
         feature = feature[0] if isinstance(feature, list) else inner if inner is not None else feature
@@ -229,7 +229,7 @@ def _class_names(feature: object) -> list[str] | None:
 def _of_dataset_object(
     number: int, obj: Mapping[str, object], names: Sequence[str] | None, place: Place, source: Source
 ) -> RawObject:
-    """Raises ValueError."""
+    """Return an object of a row. Raises ValueError."""
     label = next((obj[column] for column in CLASS_COLUMNS if column in obj), None)
     try:
         desc = label if isinstance(label, str) else name_of_label(label, names)
@@ -252,7 +252,7 @@ def _of_dataset_object(
 
 
 def name_of_label(label: object, names: Sequence[str] | None) -> str | None:
-    """Raises ValueError."""
+    """Return the name of a class number; None without a number, without names or above them. Raises ValueError."""
     if label is None or names is None:
         return None
     index = whole(label)

@@ -1,10 +1,10 @@
 """`jsonl`, the project's own format: one record per line.
 
-Coordinates are pixels; image paths are relative to the file's folder or `image_root`. An assistant's last turn is
-dropped. Without `id` the line number stands in. An object with `"ignore": true` (or `iscrowd`, `difficult`) is an
-ignore region. `width` and `height` are the image's; if neither is there, the image itself says them. If a row has
-several images, each object says which one it is in (`"image": 2`, from 1). Then `width` and `height` are those of every
-image, or `sizes` lists each one's.
+Coordinates are pixels. Image paths are relative to the file's folder or `image_root`. The assistant's answer at the end
+of `messages` is dropped. Without `id` the line number is the id. An object with `"ignore": true` (or `iscrowd`,
+`difficult`) is an ignore region. `width` and `height` are those of the image. If both are missing, they are read from
+the image. If a row has several images, each object says which image it is in (`"image": 2`, counted from 1). Then
+`width` and `height` hold for every image, or `sizes` lists the size of each one.
 
     {"id": "a-17", "messages": [{"role": "user", "content": "<image>Detect every digit."}], "images": ["images/17.png"],
      "objects": [{"desc": "seven", "bbox_2d": [12, 40, 31, 77]}], "width": 128, "height": 128}
@@ -12,8 +12,8 @@ image, or `sizes` lists each one's.
      "images": ["1.png", "2.png"], "sizes": [[128, 128], [96, 64]],
      "objects": [{"desc": "two", "image": 2, "bbox_2d": [12, 40, 31, 60]}]}
 
-Rows of other programs are read too, of ms-swift and conversations (`learner.data.formats.chat`), also as one JSON list.
-The first row says which of them a file has.
+Rows of other programs are read too: ms-swift's, and conversations (`learner.data.formats.chat`), also as one JSON list.
+The first row decides which kind of rows a file has.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ from shared.wire import Message, Turn
 
 
 class ObjectRow(RowModel):
-    """An object in pixels: `bbox_2d` is x1, y1, x2, y2; `poly` is x1, y1, x2, y2, ...; exactly one of them."""
+    """An object in pixels. `bbox_2d` is x1, y1, x2, y2, `poly` is x1, y1, x2, y2, ...; an object has exactly one of
+    both."""
 
     desc: str = ""
     bbox_2d: list[Number] | None = Field(default=None, min_length=4, max_length=4)
@@ -106,7 +107,7 @@ def read_jsonl(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, bytes]]:
-    """Yield (number, row) of each line, or of each item of a list. Raises OSError, ValueError."""
+    """Yield (number, row) for each line, or for each item if the file is a JSON list. Raises OSError, ValueError."""
     lines = lines_in(file)
     first = next(lines, None)
     if first is not None and first[1][:1] == b"[":
@@ -121,13 +122,13 @@ def _rows(file: Path) -> Iterator[tuple[int, bytes]]:
 def _kind(text: bytes) -> RowKind | None:
     try:
         row = json_of(text)
-    except ValueError:  # told where the row is read
+    except ValueError:  # reported when the row is read
         return None
     return row_kind(row) if isinstance(row, dict) else None
 
 
 def is_own(file: Path) -> bool:
-    """Return True if the rows are the project's own, one a line. Raises DataError if the file cannot be read."""
+    """Return True if the first row is the project's own, and not in a list. Raises DataError if it cannot be read."""
     try:
         first = next(lines_in(file), (1, b"{}"))[1]
         return first[:1] != b"[" and _kind(first) != "chat"
@@ -155,7 +156,7 @@ def _records(kind: RowKind, text: bytes, number: int, place: Place, source: Sour
 
 
 def of_row(parse: Callable[[], Row], default_id: str, place: Place, bad: BadRecords) -> Iterator[RawRecord]:
-    """Yield the row's record, if it is one."""
+    """Yield the row's record. A row with mistakes yields nothing, and its mistakes go to `bad`."""
     try:
         row = parse()
         faults = [place.error(what, found=found, wanted=wanted) for what, found, wanted in row.faults()]
@@ -198,7 +199,7 @@ def _of_object_row(number: int, obj: ObjectRow, place: Place) -> RawObject:
 
 
 def _prompt_turns(messages: Sequence[Message], place: Place) -> list[Turn]:
-    """The turns without the assistant's last one: what a rollout is asked to answer."""
+    """Return the turns without the assistant's answer at the end. A rollout answers them. Raises DataError."""
     turns = messages[:-1] if messages[-1].role == "assistant" else messages
     if not turns or turns[-1].role != "user":
         roles = [message.role for message in messages]

@@ -1,8 +1,8 @@
-"""`labelme`: a JSON file per image, in a folder, its sub-folders included.
+"""`labelme`: one JSON file per image, in a folder and its sub-folders.
 
-Rectangles have two corners, in any order. Polygons are read as such with `task.geometry: poly`; otherwise they and
-circles give the box around them. Points and lines are left out, and counted. An image that is not there is taken from
-the file itself (`imageData`).
+Rectangles have two corners, in any order. With `task.geometry: poly` polygons are read as polygons. Otherwise polygons
+give the box around them, as circles always do. Points and lines are left out, and counted. If the image file is
+missing, the image stored in the JSON (`imageData`) is used.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WITHOUT_AREA = ("point", "points", "line", "linestrip")
 
 
 def labelme_files(path: Path) -> list[Path]:
-    """Return the JSON files of a folder and its sub-folders, sorted; a file is itself."""
+    """Return the JSON files in a folder and its sub-folders, sorted; for a file, the file alone."""
     return sorted(file for file in files_below(path) if file.suffix == ".json") if path.is_dir() else [path]
 
 
@@ -43,7 +43,7 @@ def read_labelme(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def _record(file: Path, content: Mapping[str, Any], root: Path, source: Source) -> RawRecord:
-    """Raises OSError, ValueError, TypeError, KeyError."""
+    """Return the record of a file. Raises OSError, ValueError, TypeError, KeyError."""
     places = ((shape, Place(file, f"shape {number}")) for number, shape in enumerate(content["shapes"], start=1))
     width, height = (whole(content.get(key) or 0) or None for key in ("imageWidth", "imageHeight"))
     return RawRecord(
@@ -98,11 +98,11 @@ def _of_shape(shape: Mapping[str, Any], place: Place, source: Source) -> RawObje
 
 
 def _geometry(kind: str, points: list[float], wanted: GeometryKind) -> tuple[tuple[float, ...], GeometryKind]:
-    """Raises ValueError."""
+    """Return a shape's coordinates and kind. Raises ValueError for a kind or a number of points that is not read."""
     least = {"rectangle": 4, "circle": 4, "mask": 4}.get(kind, 6)
     if len(points) < least or len(points) % 2 or (kind not in (*_OUTLINES, "rectangle", "circle", "mask")):
         raise ValueError("a rectangle, circle or polygon with its points")
-    if kind == "circle":  # its centre, and a point on it
+    if kind == "circle":  # the points are its centre and a point on it
         radius = math.dist(points[:2], points[2:4])
         points = [points[0] - radius, points[1] - radius, points[0] + radius, points[1] + radius]
     if kind in _OUTLINES and wanted == "poly":

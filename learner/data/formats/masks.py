@@ -1,7 +1,7 @@
-"""COCO's segmentations as outlines: polygons as they stand, and run lengths (RLE) as the outline of their mask.
+"""Turns COCO's segmentations into outlines. Polygons stay as they are. Run lengths (RLE) become their mask's outline.
 
-`outline_of` raises ValueError, which says what is wrong. The run lengths' text form is the one of COCO's reference
-(`rleFrString` in pycocotools): five bits a character, differences from the run before the last one.
+`outline_of` raises ValueError, which says what is wrong. Run lengths as text are as in COCO's reference (`rleFrString`
+in pycocotools): each character has five bits, and a run is stored as its difference from the run two before.
 """
 
 from __future__ import annotations
@@ -18,21 +18,21 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from shapely.geometry.base import BaseGeometry
 
-_TOLERANCE = 1.0  # pixels by which a polygon may leave the stairs of a mask's edge
-MOST_RUNS = 1 << 16  # of one mask: each costs 33 us
-_MOST_CHARACTERS = 7  # a run length in text form has no more: 35 bits
+_TOLERANCE = 1.0  # most pixels between a polygon and the steps of its mask's edge
+MOST_RUNS = 1 << 16  # of a mask; each run costs 33 us
+_MOST_CHARACTERS = 7  # of one run length as text: 35 bits
 
 
 def outline_of(segmentation: object, size: Size | None, max_pixels: int) -> list[float]:
-    """Return x1, y1, x2, y2, ... of the largest part, holes filled. `size`: the image's, which run lengths must have;
-    None if no annotation of the image says it."""
+    """Return x1, y1, x2, y2, ... of the largest part, with holes filled. `size` is the image's size, which run lengths
+    must have too; None if no annotation of the image gives it. Raises ValueError."""
     import shapely
 
     if isinstance(segmentation, Mapping):
         if size is None:
             raise ValueError("a `size` that is not [height, width]")
         mask = mask_of(segmentation, *size, max_pixels)
-        return ring_of(shapely.simplify(_shape_of(mask), _TOLERANCE)) or [0.0] * 6  # the latter has no area
+        return ring_of(shapely.simplify(_shape_of(mask), _TOLERANCE)) or [0.0] * 6  # six zeros have no area
     if not isinstance(segmentation, list):
         raise ValueError("neither polygons nor run lengths")
     rings = [numbers(ring) for ring in segmentation]
@@ -44,7 +44,7 @@ def outline_of(segmentation: object, size: Size | None, max_pixels: int) -> list
 
 
 def size_of_mask(rle: Mapping[str, object]) -> Size | None:
-    """Return (width, height) as the run lengths have it; None if it is not a size."""
+    """Return (width, height) as the run lengths give them; None if they give no size."""
     size = rle.get("size")
     try:
         height, width = map(whole, size) if isinstance(size, list) else (0, 0)
@@ -54,13 +54,13 @@ def size_of_mask(rle: Mapping[str, object]) -> Size | None:
 
 
 def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int) -> NDArray[np.int8]:
-    """Return [height, width] of zeros and ones. Run lengths go column by column, zeros first."""
+    """Return a mask [height, width] of zeros and ones. Run lengths go down the columns, and the first counts zeros."""
     import numpy as np
 
     counts = rle.get("counts")
     if size_of_mask(rle) != (width, height):
         raise ValueError(f"a size other than [{height}, {width}], which is the image's")
-    if width * height > max_pixels:  # a mask takes as many bytes, and a small file can ask for any number
+    if width * height > max_pixels:  # a mask takes a byte per pixel, and a small file can claim any size
         raise ValueError(f"a mask of more than data.max_image_pixels ({max_pixels}) pixels")
     if not isinstance(counts, list | str):
         raise ValueError("no run lengths (`counts`)")
@@ -99,7 +99,7 @@ def _runs_in(text: str) -> list[int]:
 
 
 def _shape_of(mask: NDArray[np.int8]) -> BaseGeometry:
-    """The union of the mask's runs, column by column: exact, stairs and all."""
+    """Return the exact union of the mask's runs, column by column. Its edges have a step at every pixel."""
     import numpy as np
     import shapely
 

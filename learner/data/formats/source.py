@@ -1,4 +1,4 @@
-"""A reader's input, and what the readers of several formats share."""
+"""The input of a reader, and helpers that readers of several formats use."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from shared.errors import DataError
 from shared.reading import is_there
 from shared.wire import Turn
 
-_LONGEST_NAME = 1024  # characters: longer ones are encoded images
+_LONGEST_NAME = 1024  # characters of an image's path; longer strings are encoded images
 DEFAULT_PROMPT = "<image>Detect every object."
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-# Photographs that `shared.images` does not read.
+# Suffixes of photographs that `shared.images` cannot read.
 OTHER_SUFFIXES = (
     *(".heic", ".heif", ".hif", ".avif", ".jxl", ".jp2", ".j2k", ".psd"),
     *(".dng", ".cr2", ".cr3", ".nef", ".arw", ".raf", ".orf", ".rw2", ".pef", ".srw"),
@@ -44,7 +44,7 @@ class Source:
 
     @property
     def messages(self) -> list[Turn]:
-        """The user's turn of formats that have none."""
+        """Return the prompt as a user's turn, for formats that have no messages."""
         return [{"role": "user", "content": self.data.prompt if self.data.prompt is not None else DEFAULT_PROMPT}]
 
     def image_root(self, default: Path) -> Path:
@@ -52,7 +52,7 @@ class Source:
 
 
 def name_and_split(path: str) -> tuple[str, str]:
-    """Split `data.yaml:train` in two; the split is empty where there is none."""
+    """Split `data.yaml:train` into path and split. The split is empty if the path has none."""
     name, colon, split = path.rpartition(":")
     return (name, split) if colon and "/" not in split and not is_there(Path(path)) else (path, "")
 
@@ -71,8 +71,8 @@ def need_split(path: str, split: str, known: Sequence[str]) -> str:
 
 
 class RowModel(BaseModel):
-    """A row of somebody else's file. Fields that are not ours are let through: datasets carry provenance, scores,
-    licences. 640.0 and "640" are numbers, too."""
+    """A row of an annotation file. Unknown fields are ignored, because data sets carry provenance, scores and licences.
+    640.0 and "640" are accepted as numbers."""
 
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
@@ -83,8 +83,8 @@ def photographs_below(folder: Path) -> list[Path]:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Yield the files in a folder and its sub-folders, those behind links too, each folder once. Hidden folders and
-    what macOS writes beside files of other systems (`._a.jpg`) are left out."""
+    """Yield the files in a folder and its sub-folders. Links are followed, and each folder is read once. Hidden folders
+    are left out, as are the files that macOS adds on other file systems (`._a.jpg`)."""
     seen: set[str] = set()
     for base, folders, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(base)
@@ -94,7 +94,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def turned(box: Sequence[float], degrees: float, size: Size | None) -> tuple[float, ...]:
-    """Return the corners of a box x1, y1, x2, y2 that is turned clockwise around its centre, within an image of
+    """Return the corners of the box x1, y1, x2, y2 turned clockwise around its centre, clipped to an image of
     `size`."""
     cos, sin = math.cos(math.radians(degrees)), math.sin(math.radians(degrees))
     x1, y1, x2, y2 = box
@@ -106,26 +106,26 @@ def turned(box: Sequence[float], degrees: float, size: Size | None) -> tuple[flo
 
 
 def enclosing(points: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return the box x1, y1, x2, y2 around x1, y1, x2, y2, ..."""
+    """Return the box x1, y1, x2, y2 around points x1, y1, x2, y2, ..."""
     return min(points[0::2]), min(points[1::2]), max(points[0::2]), max(points[1::2])
 
 
-_UPLOADED = re.compile(r"[0-9a-f]{8}-(.+)")  # Label Studio's prefix
-_BESIDE = {"annotations", "annotation", "labels", "label", "json", "ann"}  # folders of annotations, images are beside
+_UPLOADED = re.compile(r"[0-9a-f]{8}-(.+)")  # Label Studio puts eight hexadecimal digits before a name
+_BESIDE = {"annotations", "annotation", "labels", "label", "json", "ann"}  # images may be beside these
 
 
 class Nearby:
-    """Finds an image by its name, if it is not where its record says: below the folder where names begin, or below the
-    one that this is in if it only holds annotations. Of several of one name the one whose folders are called as
-    written is meant, if there is one such."""
+    """Finds an image by its file name, if it is not at the path that its record gives. It searches below the folder
+    where image paths start. If that folder has no photographs and is named as a folder of annotations, it searches the
+    parent. Of several files with the name, it takes the one whose folders match the written path best."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
-        self._lock = Lock()  # records are looked at in several threads
+        self._lock = Lock()  # `find` is called by several threads
         self._by_name: dict[str, list[Path]] | None = None
 
     def find(self, written: str) -> Path | None:
-        """Return the only file that is meant; None if there is none, or if two could be."""
+        """Return the file that `written` means; None if no file fits, or if two fit equally well."""
         if len(written) > _LONGEST_NAME or written[:5].lower() in ("http:", "https", "data:"):
             return None
         parts = [part for part in re.split(r"[\\/]+", written.lower()) if part]
@@ -141,7 +141,7 @@ class Nearby:
         return None
 
     def _files(self) -> dict[str, list[Path]]:
-        """Return the photographs by name and by stem, in lower case."""
+        """Return the photographs by file name and by stem, both in lower case."""
         with self._lock:
             if self._by_name is None:
                 beside = self._root.absolute().name.lower() in _BESIDE
@@ -154,16 +154,16 @@ class Nearby:
 
     @staticmethod
     def _common(file: Path, folders: Sequence[str]) -> int:
-        """Return how many of the last folders of a path are called as written."""
+        """Return how many of the last folders in the file's path equal those of `folders`."""
         own = [part.lower() for part in file.parts[:-1]]
         pairs = zip(reversed(own), reversed(folders), strict=False)
         return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(own), len(folders)))
 
 
 def text_of(file: Path, place: Place, wanted: str) -> str:
-    """Return a file's text, without a byte order mark. Raises DataError."""
+    """Return a file's text without a byte order mark. Raises DataError."""
     try:
-        if not file.is_file():  # a pipe or a device has no end
+        if not file.is_file():  # not read: a pipe or a device has no end
             raise FileNotFoundError(f"no file {file}")
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -1,7 +1,7 @@
-"""Values of annotation files, read strictly. Tools write 640 as 640.0 or "640"; those are the number, nothing else is.
+"""Checks values of annotation files strictly. 640.0 and "640" count as the number 640, because tools write them so.
 
-Each function returns the value or raises ValueError, whose text says what was wanted. The types are the same for
-pydantic's models.
+Each function returns the value, or raises ValueError whose text says what was wanted. The types at the end are for
+pydantic models.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-LARGEST = 1e9  # every pixel and every id of a class is below it; products of two stay exact
+LARGEST = 1e9  # above every pixel and every class id; a product of two such numbers is still exact
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _YES = ("1", "1.0", "true", "t", "yes", "y")
 _NO = ("0", "0.0", "false", "f", "no", "n", "", "none", "null", "unspecified")
 
 
 def number(value: object) -> float:
-    """Return a finite number, also from a text."""
+    """Return a finite number. A text with a number is accepted. Raises ValueError."""
     if type(value) in (int, float) and -LARGEST <= value <= LARGEST:  # type: ignore[operator]  # nearly always
         return float(value)  # type: ignore[arg-type]
     wanted = "a number"
@@ -41,7 +41,7 @@ def number(value: object) -> float:
 
 
 def numbers(values: object) -> list[float]:
-    """Return a list of numbers. A text is none, although it can be iterated over."""
+    """Return a list of numbers. A text is refused, although it can be iterated over. Raises ValueError."""
     if not isinstance(values, list | tuple):
         raise ValueError("a list of numbers")
     return [number(value) for value in values]
@@ -55,7 +55,7 @@ def box(values: object) -> tuple[float, float, float, float]:
 
 
 def whole(value: object) -> int:
-    """Return a whole number that is not negative."""
+    """Return a whole number that is not negative. Raises ValueError."""
     try:
         found = number(value)
     except ValueError as error:
@@ -66,7 +66,7 @@ def whole(value: object) -> int:
 
 
 def flag(value: object) -> bool:
-    """Return yes or no, read in the words of several tools. Nothing, `None` and `Unspecified` are no."""
+    """Return True for yes and False for no, in the words of several tools. None, "" and `Unspecified` are no."""
     if value is False or value is True or (type(value) is int and 0 <= value <= 1):
         return bool(value)
     text = "" if value is None else str(value).strip().lower() if isinstance(value, str | int | float) else "?"
@@ -76,7 +76,7 @@ def flag(value: object) -> bool:
 
 
 def any_flag(values: Mapping[str, object], names: Sequence[str]) -> bool:
-    """Return True if one of the flags is set. All are read, so that each is yes or no."""
+    """Return True if one of the flags is set. Raises ValueError if any of them is neither yes nor no."""
     found = False
     for name in names:
         try:
@@ -87,22 +87,22 @@ def any_flag(values: Mapping[str, object], names: Sequence[str]) -> bool:
 
 
 def class_name(value: object) -> str:
-    """Return a text that is not blank, as it stands: spaces around it are removed where all formats meet."""
+    """Return a text that is not blank, unchanged. `plain_name` removes the spaces around it later."""
     if not isinstance(value, str) or not value.strip():
         raise ValueError("a name: a text that is not blank")
     return value
 
 
 def plain_name(name: str) -> str:
-    """Return a class's name as it is taught, shown and compared: without spaces around it, and without the control
-    characters that would move a terminal's cursor."""
+    """Return a class name as it is taught, shown and compared: without spaces around it, and with spaces in place of
+    control characters, which would move a terminal's cursor."""
     if not name.isprintable():
         name = "".join(" " if unicodedata.category(character) == "Cc" else character for character in name)
     return name.strip()
 
 
 def identity(value: object) -> str:
-    """Return an id, which is a text, or a whole number that may be written as 7, 7.0 or "7"."""
+    """Return an id: a text, or a whole number written as 7, 7.0 or "7". Raises ValueError."""
     if isinstance(value, str) and value.strip():
         return value
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 64:
@@ -112,7 +112,7 @@ def identity(value: object) -> str:
     raise ValueError("an id: a text or a whole number")
 
 
-_digits = lru_cache(maxsize=1 << 16)(str)  # annotations repeat the ids of their images and classes: kept once
+_digits = lru_cache(maxsize=1 << 16)(str)  # annotations repeat the ids of images and classes, so each text is kept once
 
 
 def _size(value: object) -> int:
@@ -123,7 +123,7 @@ def _size(value: object) -> int:
 
 
 def _known_size(value: object) -> int | None:
-    """Return a number of pixels. Tools write 0 or -1 where they have not looked."""
+    """Return a number of pixels, or None if it is not known: some tools then write 0 or -1."""
     return None if value is None or value in (-1, "-1") else whole(value) or None
 
 

@@ -1,8 +1,8 @@
 """`voc`: Pascal VOC, one XML file per image.
 
-The path is a folder of them, its sub-folders included, or a text file with the names of some, one per line (as VOC's
-`ImageSets`). Pixel coordinates are taken as they stand. `difficult` makes ignore regions. Of a rectangle that CVAT's
-attribute `rotation` turns, the enclosing box is taken.
+The path is a folder of XML files, which may be in sub-folders, or a text file that lists names of XML files, one per
+line (as VOC's `ImageSets`). Pixel coordinates are used unchanged. `difficult` makes ignore regions. If CVAT's attribute
+`rotation` turns a rectangle, the enclosing box is used.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ def read_voc(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 class VocImages:
-    """Finds the images of XML files in a folder and its sub-folders. Their names start at `root`."""
+    """Finds the images of XML files in a folder and its sub-folders. Image paths start at `root`."""
 
     def __init__(self, folder: Path, source: Source) -> None:
         near = [path for path in _near(folder) if _has_images(path)]
         self.root = source.image_root(near[0] if near else folder)
         self._folder, self._has_own_root = folder, source.data.image_root is None
-        self._places = {folder: [self.root]}  # by the folder of the XML file
+        self._places = {folder: [self.root]}  # folders to search for an image, by the folder of its XML file
 
     def name_of(self, file: Path, written: str) -> str:
-        """Return the image of an XML file, which calls it `written`, as a path from `root`."""
+        """Return the path from `root` to the image of an XML file. `written` is the image's name in that file."""
         places = self._places.setdefault(file.parent, [])
         if not places:
             inside = os.path.relpath(file.parent, self._folder)
@@ -57,7 +57,7 @@ class VocImages:
 
 
 def _near(folder: Path) -> list[Path]:
-    """Return the folders where the images of XML files in `folder` may be, the likeliest first."""
+    """Return the folders in which the images of XML files in `folder` may be, the likeliest first."""
     above, name = folder.absolute().parent.parent, folder.absolute().name
     beside = [folder.parent / "JPEGImages", folder.parent / "images", folder, folder.parent]
     return [*beside, *(above / images / part for part in (name, "") for images in ("JPEGImages", "images"))]
@@ -69,7 +69,7 @@ def xml_below(folder: Path) -> list[Path]:
 
 
 def files_of(source: Source) -> tuple[Path, list[Path]]:
-    """Return the folder of the XML files, and those of this split. Raises DataError."""
+    """Return the folder of the XML files, and the XML files of this split. Raises DataError."""
     listing = source.file
     if listing.is_dir():
         return listing, xml_below(listing)
@@ -92,8 +92,8 @@ def files_of(source: Source) -> tuple[Path, list[Path]]:
 
 
 def _also_below(files: Sequence[Path], folder: Path, listing: Path) -> list[Path]:
-    """Return the files of a list, those that are not in the folder itself from its sub-folders. Raises DataError if two
-    could be meant."""
+    """Return the files of a list. Files that are not in the folder itself are searched in its sub-folders. Raises
+    DataError if two sub-folders have a file of the same name."""
     if all(file.parent != folder or is_file(file) for file in files):
         return list(files)
     below: dict[str, list[Path]] = {}
@@ -114,8 +114,8 @@ def _also_below(files: Sequence[Path], folder: Path, listing: Path) -> list[Path
 
 
 def _listed(line: str, folder: Path) -> Path:
-    """Return the file that a line names. The name may have spaces, and numbers may follow it: VOC's lists per class end
-    their lines with a flag. So the longest name that is there is meant."""
+    """Return the XML file that a line names. A name may contain spaces, and VOC's lists per class add a flag after the
+    name. So the longest name for which a file exists is used."""
     _, *rest = line.split()
     names = [line, *(line.rsplit(maxsplit=n)[0] for n in range(1, len(rest) + 1))]
     files = [folder / as_here(f"{name.removesuffix('.xml')}.xml", folder) for name in names]
@@ -136,7 +136,7 @@ def _of_xml(file: Path, images: VocImages, source: Source) -> RawRecord | None:
     except OSError as error:
         source.bad.meet("malformed", place.error("the file is missing", found=str(error), wanted="an XML file"))
         return None
-    except (ElementTree.ParseError, LookupError, ValueError) as error:  # LookupError: an encoding that nobody knows
+    except (ElementTree.ParseError, LookupError, ValueError) as error:  # LookupError: an unknown encoding
         found, wanted = str(error)[:300], "Pascal VOC: size, and objects with name and bndbox"
         source.bad.meet("malformed", place.error("not Pascal VOC", found=found, wanted=wanted))
         return None
@@ -156,27 +156,28 @@ def _of_xml(file: Path, images: VocImages, source: Source) -> RawRecord | None:
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _FLAGS = ("difficult", "ignore", "iscrowd")
-_PARENTS = {  # places of the tags that are read: any other place, and any other spelling, would be an empty scene
+_PARENTS = {  # allowed parents of the tags that are read; with another parent or spelling the scene would look empty
     "size": ("annotation",),
     "filename": ("annotation",),
     "object": ("annotation",),
-    "part": ("object",),  # a head, a hand: VOC 2012 has boxes of them, which are not objects
+    "part": ("object",),  # VOC 2012 has boxes for a head or a hand, which are not objects
     "name": ("object", "part", "owner", "attribute"),  # CVAT's attributes are read for `rotation`
     "bndbox": ("object", "part"),
     **dict.fromkeys(("width", "height"), ("size",)),
     **dict.fromkeys(_CORNERS, ("bndbox",)),
     **dict.fromkeys(_FLAGS, ("object",)),
 }
-_MARKS = ("filename", "size", "object")  # a VOC file has one of them at least
+_MARKS = ("filename", "size", "object")  # a VOC file has at least one of these tags
 
 
 def _root_of(file: Path) -> ElementTree.Element:
-    """Raises OSError, ElementTree.ParseError, LookupError or ValueError, DataError for another program's XML."""
-    if not is_file(file):  # a pipe or a device has no end
+    """Return the root element. Raises OSError, ElementTree.ParseError, LookupError or ValueError; DataError for another
+    program's XML."""
+    if not is_file(file):  # not read: a pipe or a device has no end
         raise FileNotFoundError(f"no file {file}")
     root = parsed(file.read_bytes())
     if root.tag != "annotation":
-        refuse_foreign(file)  # it is that of all files then
+        refuse_foreign(file)  # all files of the folder probably have this format
         raise ValueError(f"the root <{root.tag}> instead of <annotation>")
     for parent in root.iter():
         for node in parent:
@@ -187,8 +188,8 @@ def _root_of(file: Path) -> ElementTree.Element:
 
 
 def parsed(content: bytes) -> ElementTree.Element:
-    """Return the root of an XML document, also of one in GBK, Shift JIS or the like, which expat does not know. Raises
-    ElementTree.ParseError, LookupError, ValueError."""
+    """Return the root of an XML document. It may be in an encoding that expat does not know, such as GBK or Shift JIS.
+    Raises ElementTree.ParseError, LookupError, ValueError."""
     try:
         return ElementTree.fromstring(content)
     except ElementTree.ParseError as error:
@@ -197,7 +198,7 @@ def parsed(content: bytes) -> ElementTree.Element:
                 "bytes that are not UTF-8, and no encoding that says what they are: save it as UTF-8"
             ) from error
         raise
-    except ValueError:  # an encoding of several bytes a character
+    except ValueError:  # expat does not read encodings with several bytes per character
         declared = re.match(rb"""\s*<\?xml[^>]*?encoding=["']([\w.-]+)["'][^>]*\?>""", content)
         if declared is None:
             raise
@@ -213,7 +214,7 @@ def _is_utf8(content: bytes) -> bool:
 
 
 def _check_place(tag: object, parent: object) -> None:
-    """Raises ValueError."""
+    """Raises ValueError if a tag that is read has another parent or another spelling."""
     if not isinstance(tag, str):
         return  # a comment
     name = tag.rpartition("}")[2].lower()  # the namespace is cut off
@@ -227,7 +228,7 @@ def _check_place(tag: object, parent: object) -> None:
 
 
 def _text(parent: ElementTree.Element | None, name: str) -> str:
-    """Return the text of the only child of that name; empty without one. Raises ValueError."""
+    """Return the text of the only child with that name; "" if there is no such child. Raises ValueError for several."""
     found = parent.findall(name) if parent is not None else []
     if len(found) > 1:
         raise ValueError(f"{len(found)} times <{name}>")
@@ -235,7 +236,7 @@ def _text(parent: ElementTree.Element | None, name: str) -> str:
 
 
 def _side(size: ElementTree.Element | None, name: str) -> int | None:
-    """Return a number of pixels; None where it is missing or 0, as some tools write it where they do not know."""
+    """Return a side in pixels; None if it is missing or 0, which some tools write for an unknown size."""
     text = _text(size, name)
     try:
         return whole(text or 0) or None
@@ -244,7 +245,7 @@ def _side(size: ElementTree.Element | None, name: str) -> int | None:
 
 
 def _rotation(node: ElementTree.Element) -> float:
-    """Return the degrees of CVAT's attribute; 0 without one. Raises ValueError."""
+    """Return the degrees in CVAT's attribute `rotation`; 0 without that attribute. Raises ValueError."""
     attributes = node.iterfind("attributes/attribute")
     return next((number(_text(one, "value")) for one in attributes if _text(one, "name") == "rotation"), 0.0)
 
@@ -253,7 +254,7 @@ def _of_voc_object(node: ElementTree.Element, place: Place, size: Size | None, s
     desc = written = ""
     try:
         desc = _text(node, "name")
-        _text(node, "bndbox")  # raises unless there is just one
+        _text(node, "bndbox")  # raises if there are several
         bounds = node.find("bndbox")
         texts = [_text(bounds, corner) for corner in _CORNERS]
         written = ", ".join(f"{corner} {text}" for corner, text in zip(_CORNERS, texts, strict=True))
@@ -280,8 +281,8 @@ def _of_voc_object(node: ElementTree.Element, place: Place, size: Size | None, s
 
 
 def _image_in(folder: Path, file: Path, written: str) -> str | None:
-    """Return the image in a folder that an XML file calls `written`; None: it is not there. Some tools leave its ending
-    out, or rename the files afterwards."""
+    """Return the file name of the image that an XML file calls `written`, if it is in `folder`; else None. Other
+    suffixes and the XML file's own stem are tried too, because some tools omit the suffix or rename files."""
     written = as_here(written, folder)
     if written and is_file(folder / written):
         return written

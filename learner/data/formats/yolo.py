@@ -1,9 +1,9 @@
-"""`yolo`: a `data.yaml` with `names` and a folder or list of images per split, given as `data.yaml:train`. Or a
-`classes.txt`, a name per line, beside the folder of images or in that of the labels, as labelling tools write it.
+"""`yolo`: a `data.yaml` with `names`, and for each split a folder or a list of images, given as `data.yaml:train`. Or a
+`classes.txt` with one name per line, in the folder that holds the images' folder, or in the labels' folder.
 
-A label file has the image's name, in `labels` instead of `images`. Segments are polygons with `task.geometry: poly`,
-else boxes. Keypoints (`kpt_shape`) are left out and counted. An image without a label file is a scene without objects,
-which is counted too. A split without any label file is an error.
+A label file has the image's name and lies in `labels` instead of `images`. With `task.geometry: poly` segments are read
+as polygons, otherwise as boxes. Keypoints (`kpt_shape`) are left out and counted. An image without a label file is a
+scene without objects, and is counted too. A split without any label file is an error.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shared.reading import as_here, is_there, yaml_of
 SPLITS = ("train", "val", "valid", "test")
 CLASS_FILES = ("classes.txt", "obj.names")
 _WANTED = "a mapping with `names` and, for each split, a folder or a list of images"
-_MAX_BYTES = 1 << 20  # data.yaml may not be longer
+_MAX_BYTES = 1 << 20  # largest size of data.yaml
 _VISIBILITIES = (0.0, 1.0, 2.0)
 
 
@@ -52,14 +52,14 @@ class YoloFile:
     """The content of a `data.yaml`."""
 
     root: Path
-    written_root: str  # as `path` says it; empty: it does not
+    written_root: str  # the key `path` as written; empty if it is missing
     classes: Mapping[int, str]
     splits: Mapping[str, list[str]]  # folders or lists of images
-    num_keypoint_values: int | None  # each label has so many after its box; None: labels are boxes and outlines
+    num_keypoint_values: int | None  # numbers after the box in each label; None: labels have no keypoints
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that stands twice, of which YAML would take the last one."""
+    """Refuses a key that occurs twice. YAML would use the last one."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -70,7 +70,7 @@ class _Loader(yaml.SafeLoader):
 
 
 def yolo_file(file: Path) -> YoloFile:
-    """A `data.yaml`, or a file of class names. Raises DataError."""
+    """Read a `data.yaml`, or a file of class names. Raises DataError."""
     place = Place(file, "YOLO")
     if file.name in CLASS_FILES:
         return _of_class_names(file, place)
@@ -87,8 +87,8 @@ def yolo_file(file: Path) -> YoloFile:
 
 
 def _of_class_names(file: Path, place: Place) -> YoloFile:
-    """The images are in `images` or in the folder itself; a folder in there for each split, if they have its name.
-    Raises DataError."""
+    """Return the content of a file of class names. The images are in `images` or in the folder itself. Sub-folders
+    named like splits are the splits. Raises DataError."""
     names = text_of(file, place, "a class name per line").rstrip().splitlines()
     try:
         classes = {number: class_name(name) for number, name in enumerate(names)}
@@ -104,7 +104,7 @@ def _of_class_names(file: Path, place: Place) -> YoloFile:
 
 
 def class_file_in(folder: Path) -> Path | None:
-    """The file of class names of a folder with images and labels; None where there is none, or no label."""
+    """Return the file of class names in a folder; None if there is no such file, or no image has labels."""
     places = (folder, folder / "labels")
     file = next((place / name for place in places for name in CLASS_FILES if (place / name).is_file()), None)
     if file is None:
@@ -115,7 +115,7 @@ def class_file_in(folder: Path) -> Path | None:
 
 
 def _of_content(content: Mapping[object, object], beside: Path) -> YoloFile:
-    """Raises ValueError."""
+    """Return the content of a `data.yaml` in the folder `beside`. Raises ValueError."""
     root = content.get("path")
     if root is not None and not isinstance(root, str):
         raise ValueError(f"path: {show(root)} instead of a folder")
@@ -141,13 +141,14 @@ def _of_content(content: Mapping[object, object], beside: Path) -> YoloFile:
 
 
 def _classes(names: list[object] | dict[object, object]) -> dict[int, str]:
-    """Raises ValueError."""
+    """Return the class names by number. Raises ValueError."""
     classes: dict[int, str] = {}
     for key, value in names.items() if isinstance(names, dict) else enumerate(names):
         number_ = _whole_of("names", key)
         if number_ in classes:
             raise ValueError(f"names: two of {number_}")
-        # YAML reads an unquoted 7 as a number, and `no` as false: a number is its digits, a truth value is a mistake
+        # YAML reads an unquoted 7 as a number and `no` as false. A number becomes its digits; true and false are
+        # refused.
         text = str(value) if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1e9 else value
         try:
             classes[number_] = class_name(text)
@@ -159,7 +160,7 @@ def _classes(names: list[object] | dict[object, object]) -> dict[int, str]:
 
 
 def _whole_of(key: str, value: object) -> int:
-    """Raises ValueError."""
+    """Return `value` as a whole number. Raises ValueError, which names `key`."""
     try:
         return whole(value)
     except ValueError as error:
@@ -167,7 +168,7 @@ def _whole_of(key: str, value: object) -> int:
 
 
 def _keypoint_values(content: Mapping[object, object]) -> int | None:
-    """Raises ValueError."""
+    """Return how many keypoint values each label has; None without `kpt_shape`. Raises ValueError."""
     shape = content.get("kpt_shape")
     if shape is None:
         return None
@@ -178,11 +179,11 @@ def _keypoint_values(content: Mapping[object, object]) -> int | None:
 
 
 def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
-    """All images of a split, in the order of their names, or in that of a list. Raises DataError."""
+    """Return all images of a split, sorted by name, or in the order of a list. Raises DataError."""
     place, root, beside = Place(file, "YOLO"), content.root, file.parent
     found: list[Path] = []
     for part in content.splits[split]:
-        # the last is how some tools export it
+        # Some tools export the last form.
         named = [(root, part), (beside, part), (beside, part.removeprefix("../").removeprefix("..\\"))]
         choices = [folder / as_here(name, folder) for folder, name in named]
         path = next((choice for choice in choices if is_there(choice)), None)
@@ -202,7 +203,7 @@ def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
 
 
 def _listed(name: str, file: Path, number: int, root: Path) -> Path:
-    """Return the image that a line of a list names: `./` is the folder of the list. Raises DataError."""
+    """Return the image that a line of a list names. `./` means the folder of the list. Raises DataError."""
     folder = file.parent if name.startswith(("./", ".\\")) else root
     if _is_of_windows(name) and not is_there(folder / name):
         remedy = "write names relative to `path` of data.yaml, or with ./ in front relative to the folder of this list"
@@ -211,7 +212,7 @@ def _listed(name: str, file: Path, number: int, root: Path) -> Path:
 
 
 def _is_of_windows(name: str) -> bool:
-    """Return True for an absolute path of Windows, such as `C:\\cats` or `\\\\nas\\cats`."""
+    """Return True for an absolute Windows path, such as `C:\\cats` or `\\\\nas\\cats`."""
     return not name.startswith("/") and PureWindowsPath(name).is_absolute()
 
 
@@ -225,7 +226,7 @@ def _of_other_machine(place: Place, found: str, remedy: str) -> DataError:
 
 @dataclass(frozen=True, slots=True)
 class _Labels:
-    """An image's label file, line by line; None: it has none."""
+    """The lines of an image's label file. `lines` is None if there is no such file."""
 
     image: Path
     file: Path
@@ -233,7 +234,7 @@ class _Labels:
 
 
 def _records(images: Sequence[Path], content: YoloFile, source: Source) -> Iterator[RawRecord]:
-    """Raises DataError where labels and images do not belong together."""
+    """Yield a record for each image. Raises DataError if no image has labels, or if outlines look like keypoints."""
     found = [_labels(image, source) for image in images]
     _check_files(found, source)
     if content.num_keypoint_values is None:
@@ -255,7 +256,8 @@ def _labels(image: Path, source: Source) -> _Labels:
 
 
 def label_file(image: Path) -> Path:
-    """The last folder `images` on the way is `labels`; without one, the labels are beside the images."""
+    """Return an image's label file. The last folder `images` in the path becomes `labels`. Without such a folder, the
+    file is beside the image."""
     return _other_folder(image, "images", "labels").with_suffix(".txt")
 
 
@@ -290,7 +292,7 @@ def _check_files(found: Sequence[_Labels], source: Source) -> None:
 
 
 def _is_orphan(file: Path) -> bool:
-    """Return True if it has labels, and no image: not `classes.txt`, and not the labels of another split."""
+    """Return True if a file has labels but no image of its name exists. `classes.txt` has no labels."""
     image = _other_folder(file, "labels", "images")
     if any(is_there(image.with_suffix(suffix)) for end in SUFFIXES for suffix in (end, end.upper())):
         return False
@@ -303,7 +305,7 @@ def _is_orphan(file: Path) -> bool:
 
 
 def _check_outlines(found: Sequence[_Labels], source: Source) -> None:
-    """Raises DataError if what would be read as outlines are boxes with keypoints."""
+    """Raises DataError if labels with more than four numbers look like boxes with keypoints."""
     labels = [values for one in found for line in one.lines or () if (values := _numbers(line.split()[1:]))]
     if _are_keypoints(labels):
         raise DataError(
@@ -315,8 +317,8 @@ def _check_outlines(found: Sequence[_Labels], source: Source) -> None:
 
 
 def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
-    """Return True if all labels are a box and keypoints. Outlines differ in length, or some have a point that is not in
-    the box which their first two points would be, and they do not cross themselves."""
+    """Return True if all labels are a box with keypoints. Outlines usually differ in length. Otherwise some outline has
+    a point outside of the box that its first four numbers would describe, or no outline crosses itself."""
     if not labels or len(labels[0]) <= 4 or len({len(values) for values in labels}) > 1:
         return False
     if all(_is_box_with_points(values, 3) for values in labels):
@@ -325,8 +327,8 @@ def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
 
 
 def _is_keypoints(values: Sequence[float]) -> bool:
-    """Return True if one label among others is a box and keypoints. That may be by chance, so as an outline it must
-    cross itself, which outlines do not, or have three visibilities, which are whole numbers."""
+    """Return True if one label among others is a box with keypoints. An outline can look like one by chance. So the
+    label must also cross itself as an outline, or have three or more visibilities, which are whole numbers."""
     if _is_box_with_points(values, 3) and len(values) >= 4 + 3 * 3:
         return True
     crosses = len(values) % 2 == 0 and _crosses_itself(values)
@@ -334,14 +336,14 @@ def _is_keypoints(values: Sequence[float]) -> bool:
 
 
 def _crosses_itself(values: Sequence[float]) -> bool:
-    import shapely  # imported here because labels are boxes mostly
+    import shapely  # imported here because most labels are boxes
 
     return not shapely.Polygon(list(zip(values[0::2], values[1::2], strict=True))).is_valid
 
 
 def _is_box_with_points(values: Sequence[float], dims: int) -> bool:
-    """Return True for a box with points. `dims` 3: each point is followed by its visibility. A point that was not
-    labelled is 0, 0."""
+    """Return True if the numbers are a box and points inside it. With `dims` 3 a visibility follows each point. A point
+    that was not labelled is 0, 0."""
     x, y, width, height = values[:4]
     rest = values[4:]
     if len(rest) % dims or (dims == 3 and any(value not in _VISIBILITIES for value in rest[2::3])):
@@ -384,7 +386,7 @@ def sample_id_of(image: Path, content: YoloFile) -> str:
 
 
 def _of_line(line: str, place: Place, content: YoloFile, source: Source) -> RawObject:
-    """Read `class x y width height` (of the centre), or `class x1 y1 x2 y2 x3 y3 ...`. Raises DataError."""
+    """Read `class x y width height`, with x and y of the centre, or `class x1 y1 x2 y2 x3 y3 ...`. Raises DataError."""
     try:
         first, *rest = line.split()
         desc, values = content.classes.get(whole(first)), [number(text) for text in rest]
@@ -420,7 +422,7 @@ def _of_line(line: str, place: Place, content: YoloFile, source: Source) -> RawO
 
 
 def _without_keypoints(values: list[float], line: str, place: Place, num_keypoint_values: int) -> list[float]:
-    """Raises DataError."""
+    """Return the box without the keypoints. Raises DataError if their number is not the one in `kpt_shape`."""
     if len(values) != 4 + num_keypoint_values:
         wanted = f"class, box and {num_keypoint_values} numbers of keypoints, as kpt_shape says"
         raise place.error("not a YOLO label with keypoints", found=f"{line:.200}", wanted=wanted)
