@@ -28,7 +28,7 @@ _GOLDEN = 0.618034  # hues a golden ratio apart are far from all earlier ones
 _SHOWN_BOXES = 40  # a picture's list on the page has no more
 
 TEMPLATES = jinja2.Environment(
-    loader=jinja2.PackageLoader("learner.detector"),
+    loader=jinja2.ChoiceLoader([jinja2.PackageLoader("learner.detector"), jinja2.PackageLoader("learner.report")]),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
