@@ -4,6 +4,8 @@ PY := .venv/bin/python
 PYTEST := $(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 NPROC ?= 1
 export PYTHONUNBUFFERED := 1
+# Two workers would rewrite the assertions of every test module in every run, where the environment forbids to keep them.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help setup programs demo test test-slow test-again test-fast lint format serve learn launch compose compose-demo doctor docs bench bench-gpu site sbom check no-config
