@@ -1,7 +1,7 @@
-"""Addresses and ports of this machine: what is loopback, and where a program can listen.
+"""Addresses and ports of this machine: which addresses are loopback, and where a program can listen.
 
-Free ports are drawn below the range that the kernel uses for outgoing connections (Linux: from 32768 on). Otherwise
-such a connection could take a port between its choice here and the moment a program binds it.
+Free ports are drawn below the range that the kernel uses for outgoing connections (Linux: from 32768 on). Otherwise an
+outgoing connection could take a drawn port before a program binds it.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def is_loopback(host: str) -> bool:
 
 
 def listen(host: str, port: int, *, what: str) -> socket.socket:
-    """Return a socket that listens there; port 0: any that is free. Raises ServerError, which says that `what` cannot
-    listen. A page that is printed before its server listens may be another program's."""
+    """Return a socket that listens at `host:port`; port 0: any free port. Raises ServerError, which says that `what`
+    cannot listen. Print the address only afterwards: before, another program may hold the port."""
     listener = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:

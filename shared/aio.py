@@ -1,4 +1,4 @@
-"""Several coroutines at once, with one outcome."""
+"""Helpers that run coroutines and collect their results and errors."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ _AT_A_TIME = 64
 
 
 async def gather(calls: Iterable[Coroutine[object, None, T]]) -> list[T]:
-    """Return all results in order. If one fails, the others are cancelled. When all have ended, the first error is
-    raised, with its own cause. Many are started a few at a time, so that others get their turn on the event loop."""
+    """Return all results in order. If a call fails, the others are cancelled. When all have ended, the first error is
+    raised, with its own cause. Calls are started a few at a time, so that other tasks can run in between."""
     tasks: list[asyncio.Task[T]] = []
     try:
         async with asyncio.TaskGroup() as group:
@@ -28,14 +28,14 @@ async def gather(calls: Iterable[Coroutine[object, None, T]]) -> list[T]:
 
 
 def reason(error: BaseException) -> str:
-    """Return why something ended, in words. A call is cancelled without words when its caller hangs up."""
+    """Return an error's message. Without one: the name of the error's class, or that the caller hung up."""
     nothing_said = "the caller went away" if isinstance(error, asyncio.CancelledError) else type(error).__name__
     return str(error) or nothing_said
 
 
 async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, None]]) -> AsyncGenerator[T]:
-    """Yields what `work(put)` puts, as it comes; then raises its error, if it failed. `work` never waits for whoever
-    takes the items. Close the generator to cancel what is left of it."""
+    """Yield each item that `work(put)` puts, as it comes, then raise the error of `work`, if it failed. `work` never
+    waits until an item is taken. Close the generator to cancel `work`."""
     ended: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
     working = asyncio.create_task(work(lambda item: ended.put_nowait((item,))))
     working.add_done_callback(lambda _: ended.put_nowait(None))

@@ -1,6 +1,6 @@
-"""Answers over HTTP of a length that is known before: whoever listens at an address may be a stranger.
+"""HTTP answers with a maximum length, because another program may listen at a server's address.
 
-`ask` is for programs that look at a server now and then. `bounded` is for httpx's asynchronous client.
+`ask` is for programs that check a server now and then. `bounded` is for httpx's asynchronous client.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import httpx
 from shared.waits import awake_s
 
 MAX_STATUS_BYTES = 1 << 20  # the largest answer of `/ready/` and `/status/`
-PLAIN = {"Accept-Encoding": "identity"}  # nothing is unpacked: a packed answer could grow without bound
+PLAIN = {"Accept-Encoding": "identity"}  # ask for no compression: unpacking could use any amount of memory
 
 
 def ask(
@@ -23,8 +23,8 @@ def ask(
     headers: Mapping[str, str] | None = None,
     most_bytes: int = MAX_STATUS_BYTES,
 ) -> tuple[int, bytes]:
-    """Return status and body of a GET, as they were sent, within `timeout_s` in all. Raises httpx.HTTPError and
-    httpx.InvalidURL, and ValueError if it is packed, too long, or late."""
+    """Return status and body of a GET, within `timeout_s` in all. Raises httpx.HTTPError and httpx.InvalidURL, and
+    ValueError if the answer is compressed, too long, or late."""
     deadline = awake_s() + timeout_s
     content = bytearray()
     with client.stream("GET", url, headers={**PLAIN, **(headers or {})}, timeout=timeout_s) as answer:

@@ -1,9 +1,9 @@
-"""The canary's comparison, on both sides of a weight sync (R09, D14): log-probabilities of fixed answers, the learner's
-own and the served ones. Pure.
+"""The canary's comparison after a weight sync (R09, D14): log-probabilities of fixed answers from the learner and from
+the served model. Pure functions, used on both sides.
 
-vLLM scores a whole answer without its prefix cache, and rollouts read that cache. So some tokens of each answer are
-scored a second time, each by a request of its own that reads it. Keys and values of old weights are found by these, and
-by nothing else. They have a mean of their own: among all other tokens a few would not count.
+vLLM scores a whole answer without its prefix cache, but rollouts read that cache. So some tokens of each answer are
+scored a second time, each by a separate request that reads the cache. Only these find cached keys and values of old
+weights. Their gaps have a separate mean: among all other tokens a few would not count.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ from shared.wire import ScoreReply
 
 Logprobs = Sequence[Sequence[float]]  # natural, one sequence per answer
 TokenPlace = tuple[int, int]  # answer, token
-MAX_CACHED = 4  # tokens of an answer: each is a request, with at most one KV block to compute
+MAX_CACHED = 4  # max tokens of an answer scored through the cache: each needs a request
 TOLERANCE_KEY = "custom.extra.rollout_matching.vllm.sync.canary_tolerance"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryGap:
-    """|learner log-probability - served log-probability|, nats. `mean`: of all tokens of all answers; `max`: also of
-    those that were scored through the prefix cache."""
+    """|learner log-probability - served log-probability|, nats. `mean`: over all tokens of all answers. `max`: over
+    these and the scores through the prefix cache."""
 
     mean: float
     max: float
 
 
 def cached_positions(num_tokens: int) -> list[int]:
-    """Return which tokens of an answer are scored through the prefix cache too, evenly spread."""
+    """Return the positions of an answer's tokens that are also scored through the prefix cache, evenly spread."""
     number = min(num_tokens, MAX_CACHED)
     return [(2 * i + 1) * num_tokens // (2 * number) for i in range(number)]
 
 
 def shape_error(learner: Logprobs, reply: ScoreReply) -> str:
-    """Return what is wrong with the numbers of log-probabilities in `reply`; "" if nothing is."""
+    """Return which numbers of log-probabilities in `reply` are wrong, in words; "" if all are right."""
     wanted, found = [len(one) for one in learner], [len(one) for one in reply.logprobs]
     if found != wanted:
         return f"{found} log-probabilities for answers of {wanted} tokens"

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint: where it is, and whether learner and server have the same kind of model.
 
-`model_folder` turns a folder or a hub name into a folder on this machine. vLLM can find a model by its name. But the
-check that a weight load is complete needs the tensors' names, which are in the folder.
+`model_folder` turns a folder or a hub name into a folder on this machine. The check that a weight load is complete
+reads the tensors' names from the folder; vLLM alone could find a model by its hub name.
 
 `signature` takes a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`) and gives the sizes that
 determine the tensors' names and shapes. `differences` compares only what both signatures state, because versions of
@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 
 
 def model_folder(model: str, key: str) -> str:
-    """Raises ConfigError, which names the configuration's `key`, if the model is neither here nor on the hub."""
+    """Return the model's folder on this machine. Raises ConfigError, naming `key`, if the hub lacks the model too."""
     if Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download
@@ -72,7 +72,7 @@ def signature(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def differences(learner: Mapping[str, str], server: Mapping[str, str]) -> list[str]:
-    """Return one phrase for each size that both state and that differs."""
+    """Return one phrase for each size that both signatures state and that differs."""
     both = [key for key in learner if key in server]
     return [f"{key} {server[key]}, not {learner[key]}" for key in both if server[key] != learner[key]]
 
@@ -81,7 +81,7 @@ _PART_BYTES = 64 << 20
 
 
 def checkpoint_digest(path: str) -> str:
-    """Return a digest of the weights' files, all bytes of them; several parts at a time."""
+    """Return a digest of all bytes of the weights' files. Threads read several parts at a time."""
     files = [file for kind in ("*.safetensors", "*.bin", "*.pt") for file in sorted(Path(path).glob(kind))]
     sizes = [file.stat().st_size for file in files]
     places = [(file, start) for file, size in zip(files, sizes, strict=True) for start in range(0, size, _PART_BYTES)]

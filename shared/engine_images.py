@@ -1,12 +1,11 @@
-"""The images that a vLLM engine feeds its vision tower: the output of its own processor, on the way to the device
-(R45).
+"""Reads the processed images that vLLM's image processor sends to the engine's vision tower (R45).
 
 In: vLLM's renderer, and prompts. Out: `ProcessedImages`. Both programs have an engine: `EngineImages.look` is for the
-server's, `looking` for the learner's own.
+server's engine, `looking` for the learner's.
 
-Invariants: the engine gets what it would make of each prompt by itself. Digests are made on threads, beside the
-generation, and once for an image: vLLM forgets a processed image once it has sent it to the engine, and knows it by a
-hash from then on. An image that was sent before anybody asked is processed once more, outside of that cache.
+Invariants: the engine's input stays the same. Digests are made once per image, on threads, during the generation. vLLM
+drops a processed image once it has been sent to the engine, and keeps only its hash. If such an image has no digest
+yet, it is processed once more, outside of vLLM's cache.
 """
 
 from __future__ import annotations
@@ -28,20 +27,20 @@ if TYPE_CHECKING:
     from vllm.multimodal.inputs import MultiModalKwargsItem
     from vllm.renderers import BaseRenderer
 
-_KEPT = 1024  # images, 2 KB each
+_KEPT = 1024  # max images whose digests are kept, 2 KB each
 
-# one for each image of a prompt; None: vLLM sent it before anybody asked
+# one digest per image of a prompt; None: vLLM has already sent the image and dropped its pixels
 Seen = Sequence[Future[ProcessedImage] | None]
 
 
 class EngineImages:
-    """The images that one engine processes. `renderer` is the engine's. `threads` make the digests."""
+    """Digests of one engine's processed images. `renderer`: the engine's own. `threads` compute the digests."""
 
     def __init__(self, renderer: BaseRenderer, threads: Executor) -> None:
         self.renderer, self._threads = renderer, threads
-        self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # keys are vLLM's hashes of images
+        self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # by vLLM's hash of the image
         self._lock = threading.Lock()
-        # The settings are the same for all prompts: what a prompt overrides comes from this program.
+        # The settings are the same for all prompts: this program sets every prompt's overrides.
         self._settings: dict[str, str] = {}
         self._dtype = ""
 
@@ -50,17 +49,17 @@ class EngineImages:
 
     @contextmanager
     def looking(self, prompts: Sequence[Prompt], wanted: Sequence[bool]) -> Iterator[list[Seen]]:
-        """Yield what one `LLM.generate` of `prompts` makes of those that are `wanted`; [] for the others. The engine
-        takes no prompts that are rendered already, but renders them one by one, in order.
+        """Yield a list that one `LLM.generate` of `prompts` fills with the digests of each prompt's images; [] if the
+        prompt is not `wanted`. `LLM` renders prompts itself, one by one, in order, so its renderer is wrapped.
 
-        A prompt is not rendered again if one with the same images was, and begins with its tokens. To process and to
-        hash an image takes milliseconds, in which the device waits: `grpo` asks for a prompt several times, the canary
-        for an answer and for its beginnings."""
+        A prompt that is the beginning of a rendered one, with the same images, is not rendered again. Processing and
+        hashing an image takes milliseconds, in which the device waits. `grpo` repeats prompts, and the canary asks for
+        an answer and for its beginnings."""
         if not any(prompt.images for prompt in prompts):
             yield [[] for _ in prompts]
             return
         render, found = self.renderer.process_for_engine, list[Seen]()
-        # keys are the ids of their images, which `prompts` keep alive
+        # by the id of the prompt's list of images, which `prompts` keeps alive
         known: dict[int, tuple[Prompt, EngineInput]] = {}
 
         def process(asked: object, arrival_time: float, **kwargs: object) -> EngineInput:
@@ -85,7 +84,7 @@ class EngineImages:
             del self.renderer.process_for_engine
 
     def seen(self, rendered: EngineInput) -> list[Future[ProcessedImage] | None]:
-        """Begins the digests of a rendered prompt's images, in order."""
+        """Start the digests of a rendered prompt's images; returns them in order."""
         hashes, items = (rendered.get(field, {}).get("image", ()) for field in ("mm_hashes", "mm_kwargs"))
         with self._lock:
             return [self._of(key, item) for key, item in zip(hashes, items, strict=True)]
@@ -104,7 +103,7 @@ class EngineImages:
         return self._known[key]
 
     def result(self, prompt: Prompt, seen: Seen) -> ProcessedImages | None:
-        """Waits for the digests. None without images."""
+        """Wait for the digests, and return the processed images; None without images."""
         return self.processed(prompt, [one.result() for one in seen if one is not None])
 
     def processed(self, prompt: Prompt, images: Sequence[ProcessedImage]) -> ProcessedImages | None:
@@ -122,14 +121,14 @@ class EngineImages:
         overrides = dict(info.ctx.get_merged_mm_kwargs(asked))
         if self._dtype == LEVELS:  # vLLM makes the processor leave this to the device
             overrides |= {"do_rescale": True, "do_normalize": True}
-        # Asked for as the model's own code does, vLLM has it already. Otherwise it reads the files again, and copies
-        # the tokenizer several times: 4 s for a vocabulary of 152,000.
+        # With the same arguments as the model's code, vLLM returns its cached processor. Otherwise vLLM reads the files
+        # again and copies the tokenizer several times: 4 s for a vocabulary of 152,000.
         return settings_of(info.get_hf_processor(**asked).image_processor, overrides)
 
 
 def beginning(whole: Prompt, rendered: EngineInput, prompt: Prompt) -> EngineInput | None:
-    """Return `prompt` as vLLM renders it, cut from `whole`, which has the same images; None if it does not begin like
-    it."""
+    """Return `prompt` as vLLM renders it, cut from `rendered`, the rendered `whole`. Both prompts have the same images.
+    None if `whole` does not begin with `prompt`."""
     number = len(prompt.token_ids)
     if whole.token_ids[:number] != prompt.token_ids or whole.pixels != prompt.pixels:
         return None
@@ -142,15 +141,15 @@ def beginning(whole: Prompt, rendered: EngineInput, prompt: Prompt) -> EngineInp
 
 
 class Look:
-    """One look at the images of one request to an `AsyncLLM`."""
+    """Reads the processed images of one request to an `AsyncLLM`."""
 
     def __init__(self, images: EngineImages, prompt: Prompt) -> None:
         self._images, self._prompt = images, prompt
         self._seen: Seen = ()
 
     async def render(self, **options: bool) -> EngineInput:
-        """Return the prompt as the engine takes it, its images processed. It must be sent at once: what vLLM's cache
-        knows counts as sent. For another try, render again."""
+        """Return the prompt as the engine takes it, with processed images. Send it at once: vLLM's cache now counts its
+        images as sent. For another try, render again."""
         from vllm.renderers.inputs.preprocess import parse_model_prompt
 
         renderer = self._images.renderer

@@ -1,9 +1,9 @@
 """The exception tree of both programs.
 
-Every error that a user can meet has four parts: what happened, what was found, what was wanted, and what to do. None
-shows a secret of the configuration (`shared.masking`). `http_status` is the status of the server's answer; `exit_code`
-is the program's exit code. `ErrorBody` in `wire.py` is the same as JSON, so the server's own words reach the learner's
-user.
+Every error that a user can meet has four parts: what happened, what was found, what was wanted, and what to do. An
+error never shows a secret of the configuration (`shared.masking`). `http_status` is the status of the server's answer;
+`exit_code` is the program's exit code. `ErrorBody` in `wire.py` is an error as JSON, so the server's own words reach
+the learner's user.
 
     ProjectError
     ├── ConfigError             a key of a YAML file is wrong
@@ -47,7 +47,7 @@ from shared.masking import masked
 
 
 def _shown(text: str) -> str:
-    """Return a text without secrets, and with escapes in place of bytes of a name that are not UTF-8: they can be
+    """Return a text without secrets. Bytes that are not UTF-8, as in a file's name, become escapes: they could be
     neither printed nor logged."""
     return masked(text.encode(errors="backslashreplace").decode())
 
@@ -152,7 +152,7 @@ class CoverageError(SyncError):
 
 
 class CanaryError(SyncError):
-    """The bytes arrived as they were sent, so what is left are these causes, the likely ones first."""
+    """The served probabilities are wrong although the bytes arrived intact. Lists the likeliest causes first."""
 
     LIKELY_CAUSES = (
         "likely causes, in order: 1. the server computes in another precision: set its dtype to the learner's "

@@ -1,7 +1,7 @@
-"""The families of models that learner and server are known to agree on, and what stands against the others.
+"""Model families that learner and server agree on, and why other families are refused.
 
-In: a checkpoint's `config.json`. Out: nothing, or a ConfigError. A family is what `model_type` names. `TESTED` are
-those for which both sides gave the same prompt token ids and a weight sync passed the canary, with real vLLM
+In: a checkpoint's `config.json`. Out: nothing, or a ConfigError. A family is the value of `model_type`. For the
+families in `TESTED`, both sides gave the same prompt token ids and a weight sync passed the canary, with real vLLM
 (`bench.families`, `tests/integration/test_backends.py`). Imports neither torch nor transformers, so a check can use it.
 """
 
@@ -51,7 +51,7 @@ KNOWN_NOT_TO_WORK: Mapping[str, str] = {
 
 def check_family(config: Mapping[str, object], *, key: str, allow_untested: bool) -> None:
     """Check the family of a model. `key` is the model's key in the configuration. Raises ConfigError for a family that
-    is known not to work, and for one that nobody has tested unless that is allowed."""
+    is known not to work, and without `allow_untested` for an untested one."""
     family = str(config.get("model_type", ""))
     why = KNOWN_NOT_TO_WORK.get(family)
     if family in TESTED or (why is None and allow_untested):
@@ -71,8 +71,8 @@ _MODELS_OWN = ("config.json", "adapter_config.json")
 
 
 def check_path(path: str, *, key: str) -> None:
-    """Raises ConfigError for a folder without a model, and for what can only be a folder and is none. A name on the hub
-    is `name` or `owner/name`."""
+    """Raises ConfigError for a folder without a model, and for a missing folder that cannot be a hub name instead: hub
+    names are `name` or `owner/name`."""
     if Path(path).is_dir():
         _require_model(Path(path), key)
         return
@@ -101,8 +101,8 @@ def _require_model(folder: Path, key: str) -> None:
 
 
 def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
-    """Apply `check_path` and `check_family` to a checkpoint's folder, or an adapter's that names its base model. A hub
-    name is not looked up. Raises ConfigError."""
+    """Apply `check_path` and `check_family` to a checkpoint's folder, or to an adapter's base model. A hub name is not
+    looked up. Raises ConfigError."""
     check_path(path, key=key)
     adapter = _read(Path(path) / "adapter_config.json")
     base = str(adapter.get("base_model_name_or_path", "")) if adapter else path
@@ -112,8 +112,8 @@ def check_folder(path: str, *, key: str, allow_untested: bool) -> None:
 
 
 def text_only(path: str) -> str:
-    """Return the kind of a model in a folder, or of an adapter's base, that takes no images; "" for others, and for
-    what is not on this machine."""
+    """Return the family of the model in a folder, or of an adapter's base, if it takes no images. "" for other models
+    and for models that are not on this machine."""
     adapter = _read(Path(path) / "adapter_config.json")
     config = _read(Path(str(adapter.get("base_model_name_or_path", "")) if adapter else path) / "config.json")
     if config is None:
@@ -126,6 +126,6 @@ def text_only(path: str) -> str:
 def _read(path: Path) -> dict[str, object] | None:
     try:
         found = json_in(path)
-    except (OSError, ValueError):  # whoever loads the model says more about it
+    except (OSError, ValueError):  # loading the model reports the error
         return None
     return found if isinstance(found, dict) else None

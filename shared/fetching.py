@@ -1,8 +1,8 @@
 """Images fetched from URLs of allowed hosts (D13).
 
-Nothing is asked of another host, redirects included. A fetch ends within `timeout_s`, in which pauses of this process
-do not count, and at `max_bytes`. Fetched bytes are kept in a bounded cache, until somebody finds that they are no image
-(`forget`). Everything blocks, and may be called from any thread.
+Redirects to other hosts are refused too. A fetch ends at `max_bytes`, and within `timeout_s`, not counting pauses of
+this process. Fetched bytes are kept in a bounded cache; call `forget` if they are no image. All functions block, and
+may be called from any thread.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shared.waits import SLICE_S, Deadline
 
 _MAX_REDIRECTS = 3
 _REDIRECTS = {301, 302, 303, 307, 308}
-_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # must not be quoted again
+_URL_CHARS = ":/?#[]@!$&'()*+,;=%~"  # these characters must not be quoted again
 _HEADERS = {"User-Agent": "rollout-matching"}
 _FETCH_CHUNK_BYTES = 1 << 16
 
@@ -39,7 +39,7 @@ class Fetcher:
         return self._cache.get(source) or self._cache.keep(source, self._fetch(source))
 
     def forget(self, source: str) -> None:
-        """Fetch it again the next time: what came was no image, or a part of one."""
+        """Drop a URL from the cache, because its bytes were no image or only a part of one."""
         self._cache.drop(source)
 
     def check(self, source: str) -> None:
@@ -78,7 +78,7 @@ class Fetcher:
         return bytes(data)
 
     def _checked_url(self, url: str, source: str) -> SplitResult:
-        """Return the URL in the parts by which it is fetched, so that nobody takes another part for the host."""
+        """Return the URL's parts, for the fetch too: parsing twice could give another host. Raises MediaError."""
         try:
             parts = urlsplit(url)
             scheme, host, _ = parts.scheme.lower(), parts.hostname, parts.port
@@ -93,12 +93,12 @@ class Fetcher:
 
 
 def _in_words(error: Exception) -> str:
-    """Describe an error without texts of `http.client`: they may quote the URL, and so a token in it."""
+    """Describe an error without the texts of `http.client`, which may quote a URL with a token in it."""
     return f"{type(error).__name__}: {error}" if isinstance(error, OSError) else type(error).__name__
 
 
 class _Cache:
-    """Bytes by URL, at most `size` of them in all; the least recently used go first."""
+    """Fetched bytes by URL, at most `size` bytes in all; the least recently used URL is dropped first."""
 
     def __init__(self, size: int) -> None:
         self._size, self._used = size, 0
@@ -125,9 +125,9 @@ class _Cache:
 
 
 class _Line:
-    """The connections of one fetch, one after the other. When its time is over, the connection ends, so nothing waits
-    longer, not even for one byte after the other. Pauses of this process do not count. (Names are looked up within the
-    resolver's own limits.)"""
+    """The connections of one fetch, one after the other, with one deadline. At the deadline the connection is shut
+    down, so a server that sends byte by byte cannot extend it. Pauses of this process do not count. (Looking up names
+    has the resolver's own limits.)"""
 
     def __init__(self, timeout_s: float) -> None:
         self._deadline = Deadline(timeout_s)
@@ -147,7 +147,7 @@ class _Line:
         with self._lock:
             self._release()
             self._link = link.dup()
-        if self.hung_up:  # meanwhile
+        if self.hung_up:  # the deadline passed while connecting
             link.close()
             raise TimeoutError("connecting took the time")
         return link
@@ -167,7 +167,7 @@ class _Line:
                 with self._lock:
                     self.hung_up = True
                     if self._link is not None:
-                        with contextlib.suppress(OSError):  # it has ended already
+                        with contextlib.suppress(OSError):  # the connection has already ended
                             self._link.shutdown(socket.SHUT_RDWR)
                 return
 

@@ -5,9 +5,9 @@ form that chat templates of Hugging Face processors take. Both programs render w
 A turn's placeholders become image parts in place. If a request has images but no placeholder, the images go before the
 text of the first user turn (as in ms-swift).
 
-The rest. In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. The rollout
-server has an engine, and so does a learner with colocated vLLM. Invariants: responses are stop-trimmed; a request has a
-seed exactly if it samples.
+Other functions. In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. The
+rollout server has an engine, and so does a learner with colocated vLLM. Invariants: responses are stop-trimmed; a
+request has a seed if and only if it samples.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
     from vllm.outputs import CompletionOutput
 
-# Every vLLM engine on CPU needs this. A prefill in two chunks draws one random number too many. vLLM undoes that on
-# CUDA only: on CPU a seeded request that is split ends the engine ("CPU Generator does not use offset").
+# Every vLLM engine on CPU needs this. A prefill in two chunks draws one random number too many, which vLLM undoes on
+# CUDA only. On CPU a seeded prompt in chunks ends the engine ("CPU Generator does not use offset").
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
 IMAGE_PLACEHOLDER = "<image>"
-# Tokens of a part that repeats itself: an object has at least so many. Fewer are digits and letters, which may repeat.
+# Min and max tokens of a repeated part. An object has at least so many; shorter parts, as of digits, may repeat.
 FEWEST_REPEATED, MOST_REPEATED = 8, 128
 
 
 def engine_args(
     *, model: str, dtype: str, max_model_len: int | None, max_lora_rank: int, on_cpu: bool, **others: object
 ) -> dict[str, object]:
-    """Return what every vLLM engine of this project starts with. `max_lora_rank` 0: it takes no adapters."""
+    """Return the arguments of every vLLM engine of this project. `max_lora_rank` 0: the engine takes no adapters."""
     args = {"model": model, "dtype": dtype, "seed": 0, "disable_log_stats": True, **others}  # requests bring seeds
     if max_model_len is not None:
         args["max_model_len"] = max_model_len
@@ -50,8 +50,8 @@ def engine_args(
 
 
 def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
-    """Turns as `{"role", "content": [{"type": "image"} | {"type": "text", "text"}]}`; content stays a plain string
-    if there are no images, for text-only templates.
+    """Return turns as `{"role", "content": [{"type": "image"} | {"type": "text", "text"}]}`. Without images content
+    stays a plain string, for text-only templates.
 
     Raises RequestError if the numbers of placeholders and images differ.
     """
@@ -107,7 +107,7 @@ def _count_error(messages: Sequence[Turn], num_images: int) -> RequestError:
 class Prompt:
     """Token ids with one placeholder per image, which vLLM expands to the image's size, and the images, RGB.
 
-    `pixels` overrides the checkpoint's limits of an image's size, as `limit_pixels` gives them."""
+    `pixels`: the result of `limit_pixels`, which overrides the checkpoint's limits of an image's size."""
 
     token_ids: list[int]
     images: list[Image.Image]
@@ -149,7 +149,7 @@ def limit_pixels(
             wanted="min_pixels <= max_pixels",
             remedy="correct one of them",
         )
-    own = images.size  # named edges, but numbers of pixels; if only one limit is given, the other is moved to fit
+    own = images.size  # its "edges" are numbers of pixels; if only one limit is given, the other is adjusted
     least = min_pixels or min(own["shortest_edge"], max_pixels or own["shortest_edge"])
     size = {"shortest_edge": least, "longest_edge": max_pixels or max(own["longest_edge"], least)}
     images.size = type(own)(**size)
@@ -162,7 +162,7 @@ class Generation:
     response_token_ids: list[int]  # the stop token is left out
     text: str
     finish_reason: str  # "stop", "length"
-    logprobs: list[float] | None = None  # one per response token; None: not asked for
+    logprobs: list[float] | None = None  # one per response token; None if they were not asked for
     stop_token_id: int | None = None  # the stop token
     stop_logprob: float | None = None
     pixels: ProcessedImages | None = None  # None unless asked for
@@ -179,7 +179,7 @@ class Generation:
 class Scores:
     prompt_token_ids: list[int]
     logprobs: list[float]  # one per response token
-    cached_logprobs: list[float] = field(default_factory=list)  # those of `cached_positions`, through the prefix cache
+    cached_logprobs: list[float] = field(default_factory=list)  # through the prefix cache, at `cached_positions`
     pixels: ProcessedImages | None = None  # None unless asked for
 
 
@@ -206,7 +206,7 @@ def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
         seed=seed if config.temperature > 0 else None,
         stop=list(config.stop),
         logprobs=0 if config.logprobs else None,  # 0: of the sampled token only
-        # Lists in place of an object and a dict for every token, which Python's collector would look through.
+        # Flat lists: an object and a dict per token would slow down Python's garbage collector.
         flat_logprobs=config.logprobs,
         skip_special_tokens=False,  # the text shows every token
         spaces_between_special_tokens=False,
@@ -225,13 +225,13 @@ def scoring(prompt: Prompt, response_token_ids: list[int]) -> tuple[Prompt, Samp
 
 
 def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[Prompt, SamplingParams]]:
-    """Return one request for each of `cached_positions`. It reads the prefix cache and can only give the token that
-    stands there. Requests with `prompt_logprobs` never read it. Read the outputs with `read_cached_score`."""
+    """Return one request for each of `cached_positions`. It reads the prefix cache, and may only generate the token at
+    that position. (Requests with `prompt_logprobs` never read the cache.) Read the outputs with `read_cached_score`."""
     from vllm import SamplingParams
 
     def one(position: int) -> tuple[Prompt, SamplingParams]:
         before = replace(prompt, token_ids=prompt.token_ids + response_token_ids[:position])
-        # vLLM's log-probabilities are those from before the restriction to one token.
+        # vLLM returns the log-probabilities from before the restriction to one token.
         only = [response_token_ids[position]]
         return before, SamplingParams(
             max_tokens=1, temperature=0.0, logprobs=0, allowed_token_ids=only, detokenize=False
@@ -240,20 +240,20 @@ def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[
     return [one(position) for position in cached_positions(len(response_token_ids))]
 
 
-TRIES = 5  # tries of a request that the engine gives back
+TRIES = 5  # max tries of a request that the engine gives back (`was_given_back`)
 
 
 def was_given_back(output: RequestOutput) -> bool:
-    """True if vLLM has ended a request without working on it, and wants it again.
+    """Return True if vLLM has ended a request without working on it. The request has to be sent again.
 
-    It keeps processed images on two sides of a pipe and sends only what the other side lacks. A request that is
-    cancelled on the way leaves an image on one side only. The next request with that image comes back with the finish
-    reason "error", the first side forgets the image, and a repeat brings it."""
+    vLLM caches processed images in two processes, and sends only images that the engine's process lacks. A request
+    that is cancelled on the way leaves an image in one cache only. The next request with that image ends with the
+    finish reason "error". Then the first process drops the image, and a repeated request sends it."""
     return any(completion.finish_reason == "error" for completion in output.outputs)
 
 
 def read_cached_score(output: RequestOutput) -> float:
-    """Return the natural log-probability of the one token. Raises NotFiniteError."""
+    """Return the natural log-probability of the output's only token. Raises NotFiniteError."""
     completion = output.outputs[0]
     logprob = float(completion.logprobs[0][completion.token_ids[0]].logprob)
     _check_finite([logprob])
@@ -263,8 +263,8 @@ def read_cached_score(output: RequestOutput) -> float:
 def read_generation(
     output: RequestOutput, stop_token_ids: Collection[int], text_of: Callable[[list[int]], str] = lambda _: ""
 ) -> Generation:
-    """Return the generation in vLLM's output. Without `text_of` it has a text only if there were stop strings. Raises
-    NotFiniteError for its log-probabilities."""
+    """Return the generation in vLLM's output. Without `text_of` its text is "", unless there were stop strings. Raises
+    NotFiniteError if a log-probability is not finite."""
     completion = output.outputs[0]
     token_ids, logprobs = list(completion.token_ids), _sampled_logprobs(completion)
     stop_token_id = stop_logprob = None
@@ -275,7 +275,7 @@ def read_generation(
         prompt_token_ids=list(output.prompt_token_ids),
         response_token_ids=token_ids,
         text=completion.text or text_of(token_ids),
-        # vLLM ends repetitions with a reason of its own: such an answer is cut off too.
+        # vLLM's "repetition" also means that the answer was cut off.
         finish_reason="length" if completion.finish_reason == "repetition" else str(completion.finish_reason),
         logprobs=logprobs,
         stop_token_id=stop_token_id,
@@ -286,7 +286,7 @@ def read_generation(
 def check_logprobs(output: RequestOutput) -> None:
     """Raises NotFiniteError if vLLM's output has log-probabilities of sampled tokens, and one is not finite."""
     for completion in output.outputs:
-        # A part of a stream without tokens may repeat earlier rows.
+        # An output of a stream without new tokens may repeat earlier rows.
         rows = zip(getattr(completion, "logprobs", None) or (), completion.token_ids, strict=False)
         _check_finite([float(row[i].logprob) for row, i in rows])
 
@@ -315,7 +315,7 @@ def read_scores(output: RequestOutput, num_scored: int) -> Scores:
 
 
 def checked_scores(prompt_token_ids: list[int], logprobs: list[float]) -> Scores:
-    """Raises NotFiniteError."""
+    """Return the scores. Raises NotFiniteError if a log-probability is not finite."""
     _check_finite(logprobs)
     return Scores(prompt_token_ids=prompt_token_ids, logprobs=logprobs)
 

@@ -16,16 +16,16 @@ class ImageRules:
     """The rules for images. `keys` is the prefix of configuration keys in messages."""
 
     roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
-    hosts: tuple[str, ...] = ()  # URLs of these hosts are fetched
+    hosts: tuple[str, ...] = ()  # hosts whose URLs may be fetched
     timeout_s: float = 10.0  # deadline for fetching one image
-    max_bytes: int = 32 << 20  # limit of one encoded image
-    max_pixels: int = 64_000_000  # limit of one image
-    cache_bytes: int = 0  # memory for fetched images
+    max_bytes: int = 32 << 20  # max size of one encoded image
+    max_pixels: int = 64_000_000  # max width x height of one image
+    cache_bytes: int = 0  # max bytes of fetched images kept in memory
     keys: str = "data."
 
 
 def short(source: str) -> str:
-    """Return an image string as shown in messages. A URL has no user, password or query there."""
+    """Return an image string as messages show it: shortened, and a URL without user, password and query."""
     if source[:8].lower().startswith(("http://", "https://")):
         source = bare_url(source)
     return source if len(source) <= SHOWN_CHARS else f"{source[:60]}... ({len(source)} characters)"

@@ -11,10 +11,10 @@ A string names an image in one of five ways, tried in this order:
 Everything else is a MediaError that names all five. Its message is the same for a file outside the allowed folders and
 for one that does not exist.
 
-Pixels are RGB and upright: the EXIF orientation is applied, so boxes refer to the picture as people see it. What is
-transparent is white: the colours below it, mostly black, are seen by nobody. 16-bit grey is scaled to 8 bits. Of an
-animation the first frame is used. The size in bytes is checked before an image is read, the size in pixels before it is
-decoded. Everything here blocks, and may be called from any thread.
+Pixels are RGB and upright: the EXIF orientation is applied, so boxes refer to the picture as people see it. Transparent
+pixels become white: people never see their stored colour, mostly black. 16-bit grey is scaled to 8 bits. An animation
+gives its first frame. The size in bytes is checked before an image is read, the size in pixels before it is decoded.
+All functions block, and may be called from any thread.
 """
 
 from __future__ import annotations
@@ -51,11 +51,10 @@ _SIGNATURE = re.compile(
 )
 _SIGNATURE_CHARS = 16  # base64 of 12 bytes, as long as the longest signature
 _SPACES = b" \t\n\r\f\v"
-_MOST_PERCENTS = 1 << 20  # each takes 100 times its three bytes to undo
+_MOST_PERCENTS = 1 << 20  # max `%XX` in a data URL; decoding one takes 100 times its three bytes
 _LONGEST_PATH = 4096  # Linux's PATH_MAX
 
-# `max_pixels` is checked before anything is decoded. Pillow's own limit only warns, and a single thread cannot silence
-# it.
+# `max_pixels` replaces Pillow's own limit, which only warns, and whose warning one thread alone cannot silence.
 Image.MAX_IMAGE_PIXELS = None
 
 _JPEG_SCAN = b"\xff\xda"
@@ -73,7 +72,7 @@ _DECODING_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EO
 
 
 class Images:
-    """Reads images by `ImageRules`. Pickles and copies without its cache."""
+    """Reads images by `ImageRules`. Pickling and copying leave the cache out."""
 
     def __init__(self, rules: ImageRules) -> None:
         self.rules = rules
@@ -84,7 +83,7 @@ class Images:
 
     def resolve(self, source: str, folder: Path = Path()) -> str:
         """Return the string in a form that any process of this machine understands: a path relative to `folder` becomes
-        absolute, everything else stays. Raises MediaError if it does not name a usable image. Fetches nothing."""
+        absolute, other strings stay. Raises MediaError for a string that names no usable image. Fetches nothing."""
         way = _way_of(source, folder)
         if way == "http":
             self._fetcher.check(source)
@@ -93,7 +92,7 @@ class Images:
         elif way != "base64" or not self._from_base64(source):
             file, path = self._file(source, folder)
             file.close()
-            if not is_utf8(str(path)):  # no request and no file of results could name it
+            if not is_utf8(str(path)):  # neither a request nor a file of results could hold the name
                 raise media_error(source, "a name that is not UTF-8", "a name in UTF-8", "rename the file or folder")
             return str(path)
         return source
@@ -103,7 +102,7 @@ class Images:
         return self.decode(self.read(source), source)
 
     def decode(self, data: bytes, source: str) -> Image.Image:
-        """Return the image in what `read` has read. Raises MediaError."""
+        """Return the decoded image of bytes from `read`. Raises MediaError."""
         try:
             image = self._open(io.BytesIO(data), source)
             image.load()
@@ -112,12 +111,12 @@ class Images:
             raise self._no_image(source, data, error) from error
 
     def look(self, data: bytes, source: str) -> tuple[int, int]:
-        """Return (pixels, passes over them that decoding takes), from the header. Raises MediaError."""
+        """Return (number of pixels, number of passes that decoding makes over them). Raises MediaError."""
         try:
             image = self._open(io.BytesIO(data), source)
         except _DECODING_ERRORS as error:
             raise self._no_image(source, data, error) from error
-        # A JPEG may have thousands of scans, each over all pixels. Within one, its marker does not occur.
+        # A JPEG may have thousands of scans, each over all pixels. Scan data never contains the marker.
         is_jpeg = image.format in ("JPEG", "MPO") or image.info.get("compression") == "jpeg"
         return image.width * image.height, max(1, data.count(_JPEG_SCAN)) if is_jpeg else 1
 
@@ -133,7 +132,7 @@ class Images:
                 raise self._no_image(source, file.read(self.rules.max_bytes), error) from error
 
     def forget(self, source: str) -> None:
-        """Fetch a URL again the next time: what came was no image, or a part of one."""
+        """Drop a URL from the cache, because its bytes were no image or only a part of one."""
         self._fetcher.forget(source)
 
     def _no_image(self, source: str, data: bytes, error: Exception) -> MediaError:
@@ -166,14 +165,14 @@ class Images:
         return data
 
     def _file(self, source: str, folder: Path = Path()) -> tuple[IO[bytes], Path]:
-        """The file that a path or a `file://` URL names, open, and its absolute path. Raises MediaError.
+        """Return the open file that a path or a `file://` URL names, and its absolute path. Raises MediaError.
 
-        What is checked is what was opened: a link that changes meanwhile gains nothing.
+        The check is of the opened file, so a link that changes meanwhile cannot get around it.
         """
         for text in _paths_in(source):
-            path = folder / text  # made once: paths are most of what a check of 100,000 photographs costs
+            path = folder / text  # made once, because paths take most of the time of a check of 100,000 photographs
             try:
-                handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # touches no device, and waits for no pipe
+                handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # O_PATH: opens no device and waits for no pipe
             except (OSError, ValueError):  # raised also for a name that is too long or holds a zero byte
                 continue
             try:
@@ -186,7 +185,7 @@ class Images:
         raise self._nothing_there(source, folder)
 
     def _may_read(self, handle: int) -> bool:
-        """True if it is a file below a folder that is allowed, wherever links have led."""
+        """Return True if the opened file is a regular file that really lies below an allowed folder, links resolved."""
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             return False
         if (roots := self.rules.roots) is None:
@@ -231,14 +230,14 @@ class Images:
             ) from error
 
     def _from_base64(self, source: str) -> bytes | None:
-        """Return the bytes, or None if the text is not base64."""
+        """Return the decoded bytes, or None if the text is not base64."""
         try:
             return self._decoded(source, source)
         except (binascii.Error, ValueError):
             return None
 
     def _decoded(self, text: str, source: str) -> bytes:
-        """Decode base64, broken into lines or not. Raises ValueError, MediaError."""
+        """Decode base64, with or without line breaks. Raises ValueError, MediaError."""
         data = text.encode("ascii").translate(None, _SPACES)
         check_bytes(len(data) * 3 // 4 - 2, source, self.rules)
         return base64.b64decode(data, validate=True)
@@ -246,8 +245,8 @@ class Images:
     # ---- headers ---------------------------------------------------------------------------------------------------
 
     def _open(self, file: IO[bytes], source: str) -> Image.Image:
-        """The image with its header read, but no pixels."""
-        self._check_pixels(*_webp_size(file), source)  # Pillow would take memory for all its pixels
+        """Return the image with its header read, but not its pixels. Raises MediaError for too many pixels."""
+        self._check_pixels(*_webp_size(file), source)  # before Pillow allocates memory for all pixels
         image = Image.open(file, formats=FORMATS)
         self._check_pixels(image.width, image.height, source)
         return image
@@ -263,7 +262,7 @@ class Images:
 
 
 def _way_of(source: str, folder: Path = Path()) -> Way:
-    """`base64` is told by the first bytes alone: the rest may still be wrong."""
+    """Return which of the five ways a string uses. Only the first bytes of base64 are checked."""
     start = source[:8].lower()
     if start.startswith("data:"):
         return "data"
@@ -307,7 +306,7 @@ def _num_bytes(file: IO[bytes]) -> int:
 
 
 def _webp_size(file: IO[bytes]) -> tuple[int, int]:
-    """Return (width, height) of a WebP's canvas; zeros if it is none."""
+    """Return (width, height) of a WebP's canvas; zeros for another format."""
     head = file.read(30).ljust(30, b"\0")
     file.seek(0)
     if head[:4] != b"RIFF" or head[8:12] != b"WEBP":
@@ -333,7 +332,7 @@ def _orientation(image: Image.Image) -> int:
 
 
 def _upright(image: Image.Image) -> Image.Image:
-    """Return a loaded image by its EXIF orientation. (TIFF is upright when loaded, and then has none.)"""
+    """Return a loaded image, turned by its EXIF orientation. (Loading a TIFF already turns it.)"""
     method = _TRANSPOSE.get(_orientation(image))
     return image if method is None else image.transpose(method)
 
@@ -341,9 +340,9 @@ def _upright(image: Image.Image) -> Image.Image:
 def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
     """Return `_upright(image).size`, without decoding if the header is enough."""
     if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
-        return image.size  # otherwise Pillow would decode it all to find a later chunk
+        return image.size  # before Pillow decodes the whole image to find an EXIF chunk
     turned = 5 <= _orientation(image) <= 8
-    if turned and image.format == "TIFF":  # versions of Pillow differ in the size they give
+    if turned and image.format == "TIFF":  # before loading, versions of Pillow give different sizes
         image.load()
         return image.size
     return (image.height, image.width) if turned else image.size

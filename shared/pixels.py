@@ -1,12 +1,12 @@
 """Checks that learner and engine feed the vision tower the same pixels (R45).
 
-In: what an image processor makes of a request's images, before the device. Out: `ProcessedImages`, small enough to
+In: an image processor's output for a request's images, before the device. Out: `ProcessedImages`, small enough to
 travel with every answer, and `check_pixels`, which compares the two sides.
 
-A digest says "the same". It is of the values in the type that the engine's processor gives: vLLM hands them on in the
-model's type, or, where it normalizes on the device, as levels of 0 to 255. The learner brings its own into that type
-(`ImageProcessing.as_type`). Where digests differ, values decide: libraries may round a resized pixel to the next level
-on another processor, and that is no fault. The settings of both sides say why pixels differ.
+Equal digests mean equal pixels. Digests are of the values in the type of the engine's processor: the model's type, or
+levels of 0 to 255 where vLLM normalizes on the device. The learner converts its own values to that type
+(`ImageProcessing.as_type`). If digests differ, sample values are compared: libraries may round a resized pixel to the
+next level on another processor, which is no fault. The settings of both sides explain why pixels differ.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 LEVELS = "uint8"  # the type of pixels that are not normalized yet
 NUM_VALUES = 256
-TOLERANCE = 0.02  # distance of normalized values: two or three of 256 levels
+TOLERANCE = 0.02  # max difference of normalized values: two or three of 256 levels
 LEVELS_TOLERANCE = 2.0
-_STRIDE = 7919  # a prime, so that the values that travel are of all channels and of all places within a patch
-_ROWS = 512  # patches at a time: the temporaries stay in the cache
+_STRIDE = 7919  # a prime, so that the sampled values cover all channels and all places within a patch
+_ROWS = 512  # patches converted at a time, so that temporaries stay in the cache
 _SETTINGS = (
     "size",
     "patch_size",
@@ -45,12 +45,12 @@ _SETTINGS = (
     "do_convert_rgb",
 )
 _NORMALIZING = {"do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"}
-_VERSIONS = {"transformers", "torchvision", "pillow"}  # they may round differently; all else must be equal
+_VERSIONS = {"transformers", "torchvision", "pillow"}  # versions may differ: they only round differently
 
 
 @dataclass(frozen=True, kw_only=True)
 class ImageProcessing:
-    """The learner's way from an image to pixel values: level * scale + shift, for each channel."""
+    """The learner's conversion of levels to pixel values: level * scale + shift, per channel."""
 
     settings: Mapping[str, str]
     scale: tuple[float, ...]
@@ -70,7 +70,7 @@ class ImageProcessing:
 
     def processed(self, pixel_values: torch.Tensor, grids: torch.Tensor, dtype: str) -> ProcessedImages:
         """Summarize one request. `pixel_values` `[P, patch_dim]`: all its images, one after another; `grids` `[I, 3]`;
-        `dtype`: the other side's."""
+        `dtype`: the engine's type of pixel values."""
         parts = pixel_values.split(grids.prod(dim=1).tolist())
         return ProcessedImages(
             images=[
@@ -82,7 +82,7 @@ class ImageProcessing:
         )
 
     def as_type(self, pixel_values: torch.Tensor, dtype: str) -> Iterator[torch.Tensor]:
-        """Yield the values in the other side's `dtype`, in parts."""
+        """Yield the values converted to the engine's `dtype`, in parts."""
         import torch
 
         channels = len(self.scale)
@@ -96,13 +96,13 @@ class ImageProcessing:
 
 
 def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int]) -> ProcessedImage:
-    """Summarize one image. `parts`: its patches `[P, patch_dim]`, some at a time, `size` values in all; `grid`: how
-    many patches in time, height and width."""
+    """Summarize one image. `parts`: its patches `[P, patch_dim]`, some at a time, `size` values in all; `grid`: the
+    numbers of patches in time, height and width."""
     import torch
 
     digest, values, begin = hashlib.sha256(), list[float](), 0
     number = torch.arange(min(NUM_VALUES, size))
-    places = number * size // max(1, len(number))  # a value from each of equal spans
+    places = number * size // max(1, len(number))  # one value from each of equally long spans
     places += number * _STRIDE % max(1, size // max(1, len(number)))
     for part in parts:
         flat = part.contiguous().reshape(-1)
@@ -118,14 +118,14 @@ def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int])
 
 
 def settings_of(image_processor: BaseImageProcessor, overrides: Mapping[str, object] | None = None) -> dict[str, str]:
-    """Return what decides how images are resized and scaled, in words; `overrides` are a call's own."""
+    """Return the settings that decide how images are resized and scaled, as text. `overrides`: a call's arguments."""
     own = {name: getattr(image_processor, name, None) for name in _SETTINGS} | dict(overrides or {})
     found = {name: _in_words(own[name]) for name in _SETTINGS if own[name] is not None}
     return {"processor": type(image_processor).__name__, **found, **_versions()}
 
 
 def _in_words(value: Any) -> str:
-    if isinstance(value, Mapping) or hasattr(value, "shortest_edge"):  # two classes of one mapping say the same
+    if isinstance(value, Mapping) or hasattr(value, "shortest_edge"):  # show different mapping classes alike
         return " ".join(f"{name}={number}" for name, number in sorted(dict(value).items()))
     return str(list(value) if isinstance(value, tuple | list) else getattr(value, "value", value))
 
@@ -141,8 +141,8 @@ def _versions() -> dict[str, str]:
 
 
 def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: str, name: str) -> float:
-    """Returns how far equal values are apart: 0.0, or what another library's rounding explains. `name` is the
-    other side's. Raises ServerMismatchError if its vision tower sees another picture than the learner's."""
+    """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the other
+    side's. Raises ServerMismatchError if its vision tower sees another picture than the learner's."""
     others = _other_settings(mine.settings, theirs.settings)
     normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # otherwise values show it
     if mine.images == theirs.images and normalized_alike:
@@ -165,7 +165,7 @@ def _grids(seen: ProcessedImages) -> list[list[int]]:
 
 
 def _gaps(mine: ProcessedImages, theirs: ProcessedImages) -> list[float]:
-    """Returns the gaps between the values that travel, for all images one after another."""
+    """Return the differences between the sampled values, for all images one after another."""
     pairs = zip(mine.images, theirs.images, strict=False)
     return [abs(a - b) for one, other in pairs for a, b in zip(one.values, other.values, strict=False)]
 
@@ -179,7 +179,7 @@ def _told(settings: Mapping[str, str]) -> str:
 
 
 def _likely_cause(mine: ProcessedImages, theirs: ProcessedImages, others: Sequence[str]) -> str:
-    """Guess the cause, in a sentence."""
+    """Return a guess of the cause, as one sentence."""
     if others and mine.settings:
         differences = [f"{name} {theirs.settings.get(name)}, not {mine.settings.get(name)}" for name in others]
         return f"Likely cause: settings of the image processor or versions differ: {'; '.join(differences)}."

@@ -1,5 +1,5 @@
-"""Files and folders that no other user of the machine can have prepared: in a shared temporary folder, whoever makes a
-name first decides what lies there.
+"""Files and folders that no other user of the machine can have prepared. In a shared temporary folder, another user may
+create a predictable name first, with any content.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ def unlinked(path: str, flags: int) -> int:
 
 
 def cache_folder(environment: Mapping[str, str], program: str) -> Path:
-    """Return this user's folder for what `program` compiles, which is code that a later start loads. If there is none
-    that only this user can write, it is a new one that ends with this process."""
+    """Return this user's folder for code that `program` compiles and later starts load. If other users could write it,
+    return a new folder that is removed when this process ends."""
     try:
         root = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
         folder = root / program / "torch"
@@ -42,13 +42,13 @@ def cache_folder(environment: Mapping[str, str], program: str) -> Path:
 
 
 def _remove_own(folder: str, pid: int) -> None:
-    if os.getpid() == pid:  # not of a fork
+    if os.getpid() == pid:  # a forked child must not remove it
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def is_private(folder: Path) -> bool:
-    """Return True if no other user can write the folder, nor can have made it, or one above it, in a folder in which
-    everybody can."""
+    """Return True if the folder is this user's and no other user can write it. Below a folder that everybody can write,
+    all folders on the way must be this user's or root's."""
     me, others_write = {0, os.geteuid()}, False
     real = folder.resolve()
     for place in reversed(real.parents):
@@ -65,8 +65,8 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def locked_folder(prefix: str, around: Path, *, leave: Callable[[Path], bool] = lambda _: True) -> str:
-    """Make a folder for the temporary files of this process and those that it forks. It is removed at this process's
-    end; after SIGKILL by the next call with the same `prefix`, if `leave` says so of the folder that was left."""
+    """Make a folder for the temporary files of this process and its forked children. It is removed when this process
+    ends. After SIGKILL the next call with the same `prefix` removes it, if `leave(folder)` is true."""
     for lock in around.glob(f"{prefix}*/{LOCK}"):
         if (handle := _lock(lock)) is not None:
             if leave(lock.parent):
@@ -80,8 +80,8 @@ def locked_folder(prefix: str, around: Path, *, leave: Callable[[Path], bool] = 
 
 
 def _lock(path: Path, *, new: bool = False) -> int | None:
-    """Return the file, open and locked until this process and those that it forked have ended. None if another process
-    holds it, or it is another user's."""
+    """Return the file's descriptor, locked until this process and its forked children have ended. None if another
+    process has locked the file, or another user owns it."""
     handle = -1
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if new else 0), 0o600)
@@ -94,18 +94,18 @@ def _lock(path: Path, *, new: bool = False) -> int | None:
 
 
 def note_processes(folder: str, pids: Collection[int]) -> None:
-    """Write down in a folder of `locked_folder` the processes of an engine, for `remove_semaphores`."""
+    """Write the ids of an engine's processes into a folder of `locked_folder`, for `remove_semaphores`."""
     Path(folder, PIDS).write_text("\n".join(map(str, pids)))
 
 
 def remove_semaphores(folder: Path) -> bool:
-    """Remove what an engine's killed processes left in shared memory. Returns False if one still runs."""
+    """Remove the semaphores that an engine's killed processes left. Returns False if a process still runs."""
     try:
         pids = [int(line) for line in (folder / PIDS).read_text().split()]
-    except (OSError, ValueError):  # it ended before its engine had started
+    except (OSError, ValueError):  # the program ended before its engine had started
         return True
     ended = [pid for pid in pids if not Path(f"/proc/{pid}").exists()]
     for file in (file for pid in ended for file in SHARED_MEMORY.glob(f"sem.loky-{pid}-*")):
-        with contextlib.suppress(OSError):  # another user's
+        with contextlib.suppress(OSError):  # another user's file
             file.unlink()
     return len(ended) == len(pids)

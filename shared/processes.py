@@ -1,16 +1,16 @@
 """Child processes that do not outlive their parent, however it ends (Linux).
 
 `end_with_parent` asks the kernel for a signal at the parent's end, so SIGKILL of the parent counts too. The request
-survives `exec`, but children do not inherit it: each generation asks for itself. A rollout server's engine processes
-have a guard of their own (`rollout_server.processes`).
+survives `exec`, but children do not inherit it: each child has to ask for itself. A rollout server's engine processes
+have another guard (`rollout_server.processes`).
 
-`stop_signals` are those that ask a program to end in its own time. `held_back` keeps a closed terminal from ending the
-processes that start meanwhile. `leave_lost_output` is for handlers of signals that a terminal sends to all who use it:
-`... | tee log` ends too.
+`stop_signals` returns the signals that ask a program to end cleanly. `held_back` keeps a closed terminal from ending
+processes that start inside its block. `leave_lost_output` is for signal handlers: a terminal's signal also ends the
+`tee` of `... | tee log`, and printing would then fail.
 
-`FEW_SHAPES` are variables of a process that computes on CPU, set before torch is loaded. oneDNN, and ideep, torch's
-layer above it, each keep what they have prepared for 1,024 shapes of matrices; ideep has 270 KB for each. Images have
-new shapes again and again, so that this memory would grow for hours.
+`FEW_SHAPES` are environment variables for computing on CPU, set before torch is loaded. oneDNN, and ideep, torch's
+layer above it, each cache code for 1,024 matrix shapes; ideep needs 270 KB per shape. Images bring ever new shapes, so
+this memory would grow for hours.
 """
 
 from __future__ import annotations
@@ -29,26 +29,26 @@ _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that a child can ca
 
 
 def end_with_parent(signum: signal.Signals, parent_pid: int | None = None) -> None:
-    """This process gets `signum` when its parent ends, or at once if the parent is no longer `parent_pid`.
+    """Make the kernel send `signum` to this process when its parent ends; at once if `parent_pid` has already ended.
 
-    The kernel means the parent's *thread* that started this process: start children from a thread that lives on.
+    The signal also comes if only the parent's *thread* that started this process ends, so use a thread that lives on.
     """
     _libc.prctl(_PR_SET_PDEATHSIG, int(signum), 0, 0, 0)
-    if parent_pid is not None and os.getppid() != parent_pid:  # it ended before the request
+    if parent_pid is not None and os.getppid() != parent_pid:  # the parent ended before the request
         os.kill(os.getpid(), signum)
 
 
 def stop_signals() -> tuple[signal.Signals, ...]:
-    """Return the signals that ask this program to stop: Ctrl-C, SIGTERM, and SIGHUP, the end of its terminal. `nohup`
-    ignores that one, and so does a program that it started."""
+    """Return the signals that ask this program to stop: Ctrl-C, SIGTERM, and SIGHUP, the end of its terminal. SIGHUP is
+    left out if it is ignored, as under `nohup`."""
     ignored = signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
     return (signal.SIGINT, signal.SIGTERM) if ignored else (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 @contextmanager
 def held_back(signum: signal.Signals) -> Iterator[None]:
-    """The signal waits until the end of the block. Processes that start inside the block, and their children, never get
-    it. Call it in the main thread."""
+    """Delay the signal until the end of the block. Processes that start inside the block, and their children, never get
+    the signal. Call it in the main thread."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [signum])
     try:
         yield
@@ -57,8 +57,8 @@ def held_back(signum: signal.Signals) -> Iterator[None]:
 
 
 def leave_lost_output(within_s: float = 0.0, *, streams: Collection[int] = _PRINTED) -> None:
-    """Lead streams nowhere if nobody is at their other end any more, or leaves it within this time. Each line that is
-    printed there would be an OSError, in the middle of what has still to be saved. `streams` are file descriptors."""
+    """Redirect to /dev/null the streams whose reader has ended, or ends within `within_s`. Otherwise each printed line
+    would raise OSError, and could stop a save. `streams`: file descriptors."""
     poll = select.poll()
     for stream in streams:
         poll.register(stream, 0)

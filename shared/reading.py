@@ -1,7 +1,7 @@
-"""Paths, JSON and YAML from files that somebody else may have written or damaged.
+"""Paths, JSON and YAML from files that another program may have written or damaged.
 
-`json_of`, `json_in`, `yaml_of` and `lines_in` raise OSError or ValueError and nothing else. So a caller names the file
-and the way out in an error of its own. `bytes_beside` reads a file that nobody named (D24).
+`json_of`, `json_in`, `yaml_of` and `lines_in` raise only OSError and ValueError, which the caller turns into an error
+with the file and the remedy. `bytes_beside` reads a file that no user named (D24).
 """
 
 from __future__ import annotations
@@ -19,26 +19,26 @@ _MARK = b"\xef\xbb\xbf"  # a byte order mark, as some editors and Windows tools 
 
 
 def json_in(path: Path) -> Any:
-    """Return the content of a JSON file. A pipe or a device is refused, because it has no end."""
+    """Return the value in a JSON file. Raises ValueError, and OSError, also for a pipe, which may never end."""
     _refuse_other_than_file(path)
     return json_of(path.read_bytes())
 
 
 def json_bytes_in(path: Path) -> bytes:
-    """Return the content of a JSON file without a byte order mark, which pydantic refuses. Raises OSError."""
+    """Return a JSON file's bytes without a byte order mark, which pydantic refuses. Raises OSError."""
     _refuse_other_than_file(path)
     return path.read_bytes().removeprefix(_MARK)
 
 
-MOST_BESIDE = 16 << 20  # bytes of a file that was found, not named
+MOST_BESIDE = 16 << 20  # max bytes of a file that no user named
 
 
 def bytes_beside(path: Path) -> bytes:
-    """Return the content of a file that nobody named: it was found beside a model or data (D24).
+    """Return the content of a file that no user named, but that was found beside a model or data (D24).
 
-    Raises OSError if it cannot be read, is larger than `MOST_BESIDE`, or is a link that leaves its folder. What is
-    checked is what was opened: a link that changes meanwhile gains nothing."""
-    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+    Raises OSError if the file cannot be read, is larger than `MOST_BESIDE`, or is a link that leaves its folder. The
+    check is of the opened file, so a link that changes meanwhile cannot get around it."""
+    handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: does not wait for a pipe
     with os.fdopen(handle, "rb") as file:
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(f"{path} is not a file")
@@ -51,15 +51,15 @@ def bytes_beside(path: Path) -> bytes:
 
 
 def is_inside(target: Path, folder: Path) -> bool:
-    """Return True if a path without links is below the folder. In the cache of the Hugging Face hub, files are links
-    from a model's `snapshots/REVISION` to its own `blobs`."""
+    """Return True if `target`, a path with its links resolved, is below the folder. In the cache of the Hugging Face
+    hub, the files in a model's `snapshots/REVISION` are links to its `blobs`, which are allowed too."""
     real = folder.resolve()
     blobs = real.parent.parent / "blobs"
     return target.is_relative_to(real) or (real.parent.name == "snapshots" and target.is_relative_to(blobs))
 
 
 def json_of(text: str | bytes) -> Any:
-    """Return a JSON text as a value."""
+    """Return the value of a JSON text. Raises ValueError."""
     try:
         return json.loads(text)
     except RecursionError as error:  # `[` a thousand times
@@ -67,8 +67,8 @@ def json_of(text: str | bytes) -> Any:
 
 
 def yaml_of(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """A YAML text as a value, with its tags. For a tag that does not fit its value PyYAML raises errors of many kinds
-    (`!!bool 3`, `!!timestamp x`, `!!set [1]`)."""
+    """Return a YAML text's value. Raises ValueError, also for a tag that does not fit its value (`!!bool 3`,
+    `!!timestamp x`, `!!set [1]`), for which PyYAML raises errors of many kinds."""
     try:
         return yaml.load(text, loader)
     except RecursionError as error:
@@ -87,19 +87,19 @@ def lines_in(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def as_here(name: str, folder: Path) -> str:
-    """Return the path of a file or folder below `folder` as this machine writes it: Windows tools write backslashes. A
-    name that really has some keeps them."""
+    """Return a path below `folder` with slashes in place of the backslashes that Windows tools write. Backslashes stay
+    if a file or folder of that name exists."""
     return name.replace("\\", "/") if "\\" in name and not is_there(folder / name) else name
 
 
 def is_utf8(name: str) -> bool:
-    """Return False for a name of a file with other bytes than UTF-8's, as old cameras and archives have. Python opens
-    it, but no JSON, log or request can hold it."""
+    """Return True if the name of a file is valid UTF-8. Old cameras and archives have other names: Python can open
+    them, but no JSON, log or request can hold them."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 
 def is_file(path: Path) -> bool:
-    """Return False also for a name that no file can have: too long, or with a zero byte."""
+    """Return True if the file exists; False also for an impossible name, too long or with a zero byte."""
     try:
         return path.is_file()
     except (OSError, ValueError):
@@ -107,7 +107,7 @@ def is_file(path: Path) -> bool:
 
 
 def is_there(path: Path) -> bool:
-    """Return True for a file and for a folder; False as in `is_file`."""
+    """Return True if the file or folder exists; False also for an impossible name, as in `is_file`."""
     try:
         return path.exists()
     except (OSError, ValueError):

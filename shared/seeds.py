@@ -1,9 +1,9 @@
-"""Seeds of rollouts (R11): a pure function of the run, the step and the request, not of servers, ranks or time.
+"""Seeds of rollouts (R11). They depend only on the run, the step and the request, not on servers, ranks or time.
 
     request_seed = (base_seed(run_seed, global_step, micro_step_idx) + req_idx) mod (2**31 - 1)
 
-The learner sends each request's seed with it, and that of a call's first request with the call. A request `i` without a
-seed, as of other clients, gets `offset_seed(seed, i)` of the call's from the server.
+The learner sends a seed with each request, and the first request's seed with the call. For a request `i` without a
+seed, as other clients send, the server uses `offset_seed(seed, i)` with the call's seed.
 """
 
 from __future__ import annotations
@@ -26,5 +26,5 @@ def offset_seed(seed: int, req_idx: int) -> int:
 
 
 def request_seed(*, run_seed: int, global_step: int, micro_step_idx: int, req_idx: int) -> int:
-    """The seed of request `req_idx` of a micro-step, counted over all ranks in dataloader order."""
+    """Return the seed of request `req_idx` of a micro-step, counted over all ranks in dataloader order."""
     return offset_seed(base_seed(run_seed, global_step, micro_step_idx), req_idx)

@@ -1,6 +1,6 @@
-"""What pydantic found wrong in data, in our words: what, found, wanted.
+"""Pydantic's errors about data as parts of our errors: what, found, wanted.
 
-Used for JSON files, rows of annotations and results, and answers over the wire; readers add the place and the remedy.
+Used for JSON files, rows of annotations and results, and answers over HTTP; readers add the place and the remedy.
 `shared.config.model` has the words for YAML files.
 """
 
@@ -18,7 +18,7 @@ from shared.reading import bytes_beside
 Model = TypeVar("Model", bound=BaseModel)
 
 
-_MOST = 200  # characters of what was found
+_MOST = 200  # max characters of a quoted value
 _WORDS = {
     "list_type": "a list",
     "dict_type": "an object with keys",
@@ -45,7 +45,7 @@ class Fault(NamedTuple):
 
 
 def fault_of(detail: ErrorDetails, *, whole: str = "the record") -> Fault:
-    """Return one of pydantic's errors in our words. `whole` names what the row is."""
+    """Return one of pydantic's errors as a `Fault`. `whole`: the row's name in messages."""
     where = ".".join(map(str, detail["loc"]))
     kind, given = detail["type"], detail["input"]
     context = detail.get("ctx", {})
@@ -71,15 +71,15 @@ class WrongField(NamedTuple):
 
 
 def first_wrong(error: ValidationError, whole: str) -> WrongField:
-    """Return the first mistake. `whole` names what was read, if no field of it is to blame."""
+    """Return the first mistake. `whole`: the name for the data, if no single field is wrong."""
     fault = fault_of(error.errors(include_url=False)[0], whole=whole)
     return WrongField(found=f"{fault.where or whole}: {fault.found}", wanted=fault.wanted)
 
 
 def read_if_there(model: type[Model], file: Path, *, what: str, remedy: str) -> Model | None:
-    """Read a JSON file that was found, not named, as a `model`; None if there is no such file.
+    """Return a `model` from a JSON file that no user named; None if there is no such file.
 
-    Raises ConfigError if it cannot be read: `what` that means, and the `remedy`.
+    Raises ConfigError, with `what` and `remedy`, if the file cannot be read.
     """
     if not file.is_file():
         return None

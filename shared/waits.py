@@ -1,8 +1,8 @@
-"""Waits with a deadline, by a clock that stands still with this process: Ctrl-Z and `fg`, a machine that was paused or
-held up. What is waited for may have come meanwhile, and only this process has not seen it.
+"""Waits with a deadline, by a clock that stops while this process is stopped: Ctrl-Z and `fg`, or a paused machine. An
+answer may have come during the pause, before this process could see it.
 
-In: limits in seconds. Out: deadlines for whoever waits: a thread, a coroutine, a loop that polls. Waits for a process
-to end, and those of libraries, have limits of their own, by the system's clock.
+In: limits in seconds. Out: deadlines for threads, coroutines and loops that poll. Waits for the end of a process, and
+waits inside libraries, have other limits, by the system's clock.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from concurrent import futures
 from typing import TypeVar
 
 T = TypeVar("T")
-SLICE_S = 0.05  # time between looks at what cannot be waited for
+SLICE_S = 0.05  # time between two checks of a state that has no event to wait for
 _TICK_S = 0.05
 _MOST_PER_TICK_S = 4 * _TICK_S  # a longer tick is a pause of the process, not a thread that runs late
 
 
 class _AwakeClock:
-    """Seconds during which this process ran. A thread ticks, because nothing else tells a pause from a quiet time:
-    of the time since the last tick, at most `_MOST_PER_TICK_S` counts."""
+    """Counts the seconds during which this process ran. A thread ticks, and of the time since the last tick at most
+    `_MOST_PER_TICK_S` counts. Without ticks a pause would look like a time in which nothing happened."""
 
     def __init__(self) -> None:
-        self._last = (0.0, time.monotonic())  # the clock's time and the system's; replaced as one
+        self._last = (0.0, time.monotonic())  # at the last tick: this clock's time and the system's, changed together
         self._ticking: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def now_s(self) -> float:
-        if self._ticking is None or not self._ticking.is_alive():  # the first call, or a fork has left it behind
+        if self._ticking is None or not self._ticking.is_alive():  # the first call, or a fork without the thread
             self._start()
         return self._at(time.monotonic())
 
@@ -95,7 +95,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
 
 
 async def ends_within(limit_s: float, task: asyncio.Future[object]) -> bool:
-    """Return True if it ends in time. It goes on if it does not."""
+    """Return True if `task` ends within `limit_s`. Otherwise the task goes on."""
     deadline = Deadline(limit_s)
     while not (await asyncio.wait({task}, timeout=deadline.left_s()))[0]:
         if deadline.is_over():
@@ -113,7 +113,7 @@ def wait_for(changed: threading.Condition, holds: Callable[[], bool], limit_s: f
 
 
 def result_of(future: futures.Future[T], limit_s: float) -> T:
-    """Raises TimeoutError after `limit_s`, and what the future's work raises."""
+    """Return the future's result. Raises TimeoutError after `limit_s`, and the future's own error."""
     deadline = Deadline(limit_s)
     while not futures.wait([future], timeout=deadline.left_s()).done:
         if deadline.is_over():

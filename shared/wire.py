@@ -1,10 +1,10 @@
 """Every HTTP body between learner and rollout server. Unknown fields are refused; images are strings.
 
 `/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig` as its clients write them (null stands for a field
-that was left out), and answers its `RolloutOutput`: a list in request order, or with `Accept: application/x-ndjson` one
-`AnswerLine` per request, as each ends. A field that this server cannot honour may be empty, and nothing else.
-Each request of an infer call carries a `uuid`; a server that has answered that uuid answers the same again, so a
-retry after a lost reply never makes a second rollout.
+that was left out). It answers ms-swift's `RolloutOutput`: a list in request order, or with `Accept:
+application/x-ndjson` one `AnswerLine` per request, as soon as it ends. A field that this server does not support must
+be empty. Each request of an infer call carries a `uuid`. A server that has answered a uuid gives the same answer again,
+so a retry after a lost reply never makes a second rollout.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from pydantic_core import CoreSchema
 from shared.errors import ProjectError, error_classes
 
 PROTOCOL_VERSION = 8
-TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # the environment variable with the bearer token, for both programs
-SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # likewise, what a server calls itself; whoever starts it can know it by that
-JOB_VARIABLE = "ROLLOUT_JOB"  # likewise, the scheduler's job that a learner belongs to; a job that starts again goes on
+TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
+SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself
+JOB_VARIABLE = "ROLLOUT_JOB"  # environment variable with the scheduler's job of a learner; a restarted job resumes
 NDJSON = "application/x-ndjson"  # one JSON object per line
 
 
 T = TypeVar("T")
-# A list that ends at its first wrong item: an error per item of a long wrong list would cost gigabytes.
+# Validation stops at the first wrong item: one error per item of a long wrong list would take gigabytes.
 Items = Annotated[list[T], Field(fail_fast=True)]
 Name = Annotated[str, Field(max_length=512)]
-MAX_RANKS = 4096  # one group's
-MAX_ANSWERS = 1024  # answers to one request
-MAX_PARTS = 4096  # turns of one request, and parts of one turn
+MAX_RANKS = 4096  # max ranks of one group
+MAX_ANSWERS = 1024  # max answers to one request
+MAX_PARTS = 4096  # max turns of one request, and max parts of one turn
 MAX_TIMEOUT_S = 86_400.0
 
 
@@ -65,8 +65,7 @@ class ErrorBody(WireModel):
         )
 
     def to_exception(self) -> ProjectError:
-        """Return the error that was raised on the other side (its base class where this side does not know the
-        name)."""
+        """Return the error that was raised on the other side; a ProjectError if this side does not know its class."""
         cls = error_classes().get(self.error, ProjectError)
         return cls(self.what, found=self.found, wanted=self.wanted, remedy=self.remedy)
 
@@ -102,7 +101,7 @@ class ClientModel(WireModel):
         return schema
 
 
-NoItems = Annotated[list[object], Field(max_length=0)]  # empty, because this server does not have them
+NoItems = Annotated[list[object], Field(max_length=0)]  # must be empty: this server does not support the field
 NoFields = Annotated[dict[str, object], Field(max_length=0)]
 Content = str | Sequence[Mapping[str, object]]  # a chat turn's text, or its parts as chat templates take them
 Turn = Mapping[str, Content]  # a chat turn as plain data: its "role" and its "content"
@@ -122,7 +121,7 @@ class ContentPart(ClientModel):
 
     @property
     def source(self) -> str | None:
-        """The image that the part itself brings."""
+        """The image in the part itself; None if it takes the next of the request's `images`."""
         if self.type == "image":
             return self.image
         return self.image_url.url if isinstance(self.image_url, ImageUrl) else self.image_url
@@ -136,7 +135,7 @@ class Message(ClientModel):
 
 
 def text_of(messages: Sequence[Message]) -> str:
-    """Returns all text that has to be tokenized, without the template's own."""
+    """Return all text of the messages that has to be tokenized, without the text that the template adds."""
     contents = [message.content for message in messages]
     return "".join(
         content if isinstance(content, str) else "".join(part.text or "" for part in content) for content in contents
@@ -175,7 +174,7 @@ class RequestConfig(ClientModel):
     max_tokens: int | None = Field(
         default=512, ge=1, le=2**31 - 1, description="null: as many as the model's context has room for"
     )
-    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=2.0, description="0: greedy")  # vLLM takes no more
+    temperature: FiniteFloat = Field(default=0.0, ge=0.0, le=2.0, description="0: greedy")  # vLLM's own limit is 2
     top_p: float = Field(default=1.0, gt=0.0, le=1.0)
     top_k: int = Field(default=-1, ge=-1, le=2**31 - 1, description="-1 and 0: off")
     min_p: FiniteFloat = Field(default=0.0, ge=0.0, le=1.0)
@@ -288,8 +287,8 @@ class ServedWeights:
     """The weights that a server serves, or served last. A rollout's infos name them by the same three fields."""
 
     ver: int
-    incarnation: str  # the learner's that sent them; "": nobody has
-    weights: str  # their digest; "": not known
+    incarnation: str  # the incarnation of the learner that sent the weights; "": no learner has
+    weights: str  # digest of the weights; "": not known
 
 
 class RolloutInfos(WireModel):

@@ -24,7 +24,7 @@ def json_schema(program: str) -> str:
 
 
 def schema_option(program: str) -> object:
-    """Return the option `--schema`: it prints the schema and ends, whatever else is missing."""
+    """Return the option `--schema`: it prints the schema and ends, even if required options are missing."""
     help = "Print the JSON Schema of this file, for editors."
     return typer.Option("--schema", help=help, callback=_printer(program), is_eager=True)
 

@@ -1,5 +1,5 @@
-"""Which program a configuration file is for, by its top-level keys. A file of another program has no key right, and a
-list of them would hide the one mistake that counts.
+"""Find out which program a configuration file is for, by its top-level keys. In a file of another program every key is
+wrong, and a list of them all would hide the real mistake.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     "learner": ("data", "training", "custom"),
     "launcher": ("servers", "learner", "log_dir"),
 }
-_LEAST = 2  # keys that a file must have of them: one may be misplaced
+_LEAST = 2  # so many of these keys must be in a file; one alone may be misplaced
 
 
 def for_program(document: Document, wanted: Kind) -> Document:
-    """Return the document. Raises ConfigErrors with one mistake if it is the configuration of another program."""
+    """Return `document`. Raises ConfigErrors with one mistake if it is the configuration of another program."""
     kind, keys = _kind_of(document)
     if kind is None or kind == wanted:
         return document
@@ -38,7 +38,7 @@ def for_program(document: Document, wanted: Kind) -> Document:
 
 
 def _kind_of(document: Document) -> tuple[Kind | None, list[str]]:
-    """Return the program, and the keys that show it; None if they do not."""
+    """Return the program and the keys that show it; None and [] if the keys do not tell."""
     for kind, names in _KEYS.items():
         keys = [name for name in names if name in document]
         if len(keys) >= _LEAST:

@@ -39,7 +39,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake:
-    """One thing that is wrong. `path` is dotted, or a file name if no key is wrong; `at` is `file:line`."""
+    """One mistake in a configuration. `path` is dotted, or a file name if no key is wrong; `at` is `file:line`."""
 
     path: str
     found: str
@@ -50,7 +50,7 @@ class Mistake:
     @classmethod
     def of(cls, error: ProjectError, path: str, *, wanted: str = "", remedy: str = "") -> Mistake:
         """Return an error as a mistake of the key at `path`. `wanted` and `remedy` are used if the error has none."""
-        what = error.what.removeprefix(f"{path}: ")  # the mistake's own line begins with the key
+        what = error.what.removeprefix(f"{path}: ")  # a mistake's line begins with the key already
         found = f"{what}: {error.found}" if error.found else what
         return cls(path=path, found=found, wanted=error.wanted or wanted, remedy=error.remedy or remedy)
 
@@ -126,13 +126,13 @@ class Hidden(str):
 
 
 def hide(config: BaseModel, secrets: Mapping[str, str]) -> None:
-    """Make `shown` write these texts as they were written."""
+    """Make `shown` write each secret text as it was written. `secrets` maps the text to `${NAME}`."""
     if isinstance(config, Section):
         config._secrets.update(secrets)
 
 
 def shown(config: Section) -> dict[str, Any]:
-    """Return all values as JSON takes them, without secrets."""
+    """Return all values as JSON types, without secrets."""
     return without_secrets(config.model_dump(mode="json"), config._secrets)
 
 
@@ -145,7 +145,7 @@ def without_secrets(value: object, secrets: Mapping[str, str]) -> object: ...
 
 
 def without_secrets(value: object, secrets: Mapping[str, str]) -> object:
-    """Return the value with these texts as they were written, and no secret in any other."""
+    """Return the value with the texts of `secrets` as they were written, and secrets masked in all other texts."""
     if isinstance(value, dict):
         return {name: without_secrets(one, secrets) for name, one in value.items()}
     if isinstance(value, list):
@@ -167,7 +167,7 @@ def key(meaning: str, default: object = ..., *, unit: str = "", req: str = "", *
 
 
 def given(section: Section, name: str) -> str:
-    """Return the value of a number for a message, marked as the default if the user did not write it."""
+    """Return a key's number as text for a message, marked as the default if the user did not write it."""
     number = getattr(section, name)
     value = f"{number:g}" if isinstance(number, float) else str(number)
     return value if name in section.model_fields_set else f"the default {value}"
@@ -242,7 +242,7 @@ def _alternatives(annotation: object) -> Iterator[object]:
 
 
 def section_of(annotation: object) -> type[BaseModel] | None:
-    """Return the model that a field's mapping is read into, or None."""
+    """Return the model of a field whose type is a section, or None."""
     for option in _alternatives(annotation):
         if isinstance(option, type) and issubclass(option, BaseModel):
             return option
@@ -250,7 +250,7 @@ def section_of(annotation: object) -> type[BaseModel] | None:
 
 
 def item_of(annotation: object) -> object:
-    """Return the type of a list's items, or None."""
+    """Return the type of the items if `annotation` is a list, or None."""
     for option in _alternatives(annotation):
         if get_origin(option) in (list, tuple):
             return get_args(option)[0]
@@ -283,7 +283,7 @@ def _section_at(model: type[BaseModel], path: KeyPath) -> type[BaseModel] | None
 
 
 def _type_at(model: type[BaseModel], path: KeyPath) -> object:
-    """Return the type of a key's value or of a list's item, with its bounds; None where the schema has none."""
+    """Return the type of the value or list item at `path`, with its bounds; None if the schema has no such path."""
     last = path[-1] if path else None
     if isinstance(last, int):
         parent = _section_at(model, path[:-2])
@@ -299,8 +299,8 @@ def _type_at(model: type[BaseModel], path: KeyPath) -> object:
 
 
 def _mapping_at(model: type[BaseModel], path: KeyPath) -> tuple[object, object] | None:
-    """Return the types of keys and values of the mapping that has the path's last part as a key of the user's own;
-    None: it is in no such mapping."""
+    """Return the types of keys and values of the mapping in which the path's last part is a key that the user chose;
+    None if the path ends in no such mapping."""
     above = _section_at(model, path[:-2]) if len(path) > 1 else None
     field = above.model_fields.get(str(path[-2])) if above else None
     if field is None:
@@ -345,14 +345,14 @@ def mistake_of(
 
 
 def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
-    """Return the key that the user has to write. For a missing section with one required key, that key."""
+    """Return the key that the user has to write: a missing section's only required key, or else `path` itself."""
     section = _section_at(model, path)
     required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
     return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
 
 
 def _real_path(loc: tuple[str | int, ...], values: object, *, keep_last: bool) -> KeyPath:
-    """Pydantic's location without the names of union members, which are not keys."""
+    """Return pydantic's location without the names of union members, which are not keys."""
     path: list[str | int] = []
     for index, part in enumerate(loc):
         inner = values if isinstance(values, dict) else dict(enumerate(values)) if isinstance(values, list) else {}
@@ -364,7 +364,7 @@ def _real_path(loc: tuple[str | int, ...], values: object, *, keep_last: bool) -
     return tuple(path)
 
 
-# Words of YOLO's trainers for keys of ours.
+# Names of keys in YOLO's trainers, and our keys that mean the same.
 OTHER_WORDS: Mapping[str, str] = {
     "epochs": "training.num_train_epochs",
     "imgsz": "model.max_pixels",
@@ -417,8 +417,8 @@ def _remedy(value: object, wanted: str, detail: ErrorDetails, annotation: object
 
 
 def _is_right_without_quotes(text: str, annotation: Any) -> bool:
-    """Return True if YAML would read the text as a value of this type. YAML 1.1 takes 1e-5 for a string; our reader
-    does not, so a text that stays one may become a number."""
+    """Return True if YAML would read the text as a value of this type. YAML 1.1 reads 1e-5 as a string, our reader as a
+    number, so a text may also become a number here."""
     try:
         value = yaml_of(text)
         TypeAdapter(annotation).validate_python(value, strict=not isinstance(value, str))
@@ -436,11 +436,11 @@ def _adapter(annotation: Any) -> TypeAdapter[object]:
 
 
 class UntrustedValueError(Exception):
-    """A rule looked at a value that is itself wrong."""
+    """A rule has read a value that is itself wrong."""
 
 
 class _RawValues:
-    """Raw values that can be read like a model. A value at a `bad` path raises UntrustedValueError."""
+    """Raw values that can be read like a model. Reading a value at a `bad` path raises UntrustedValueError."""
 
     def __init__(self, model: type[BaseModel], values: Mapping[str, object], path: KeyPath, bad: set[KeyPath]) -> None:
         self._model, self._values, self._path, self._bad = model, values, path, bad

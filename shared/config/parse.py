@@ -39,11 +39,11 @@ from shared.config.yaml import Parsed, add_numbers, read_alone, read_composed
 __all__ = ["ConfigErrors", "Document", "Mistake", "dump_yaml", "load_alone", "load_yaml", "parse", "write_yaml"]
 
 Model = TypeVar("Model", bound=BaseModel)
-Retired = Mapping[str, tuple[str, str]]  # dotted path -> (what is wanted, what to do)
+Retired = Mapping[str, tuple[str, str]]  # dotted path of a retired key -> (what is wanted, what to do)
 
 
 class Document(dict[str, object]):
-    """The values of a configuration and their lines. Mistakes of the YAML itself are kept here for `parse`."""
+    """The values of a configuration and their lines. Keeps the YAML's own mistakes for `parse`."""
 
     def __init__(self, parsed: Parsed, source: str) -> None:
         assert isinstance(parsed.value, dict), "only a mapping is read"
@@ -56,7 +56,7 @@ class Document(dict[str, object]):
 
 
 def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ, overrides: Sequence[str] = ()) -> Document:
-    """Return the file with its bases and variables, and `path.to.key=VALUE` overrides laid over it.
+    """Return the file with its bases, variables filled in, and `path.to.key=VALUE` overrides applied.
 
     Raises ConfigErrors if it is not a YAML mapping at all.
     """
@@ -64,7 +64,7 @@ def load_yaml(path: str | Path, env: Mapping[str, str] = os.environ, overrides: 
 
 
 def load_alone(path: Path) -> Document:
-    """Return a file that nobody named (D24): without bases, no variable filled in. Raises ConfigErrors."""
+    """Return a file that no user named (D24), without its bases and with `${VAR}` unfilled. Raises ConfigErrors."""
     return Document(read_alone(path), str(path))
 
 
@@ -109,7 +109,7 @@ def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mis
 
 
 def _without_retired(document: Document, retired: Retired) -> tuple[dict[str, object], list[Mistake]]:
-    """Return the values without retired keys, and without sections that held nothing else; and the mistakes so far."""
+    """Return the values without retired keys and sections that held only such keys, and all mistakes so far."""
     values: dict[str, object] = copy.deepcopy(dict(document))
     mistakes = list(document.mistakes)
     for path, (wanted, remedy) in retired.items():
@@ -142,8 +142,8 @@ def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
 
 
 def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
-    """Return the mistake with the line of its key, or of the nearest section around it if the key is not in the
-    file."""
+    """Return the mistake with the line of its key. If the key is not in the file, with the line of the nearest section
+    around it."""
     return mistake if mistake.at else replace(mistake, at=_line_of(mistake.path, lines))
 
 
@@ -155,7 +155,7 @@ def _without_secrets(mistake: Mistake, secrets: Mapping[str, str]) -> Mistake:
 
 
 def _line_of(path: str, lines: Mapping[str, str]) -> str:
-    if path not in lines:  # a section of which only keys were given, on the command line
+    if path not in lines:  # the command line set keys of a section that the file lacks
         below = next((at for key, at in lines.items() if key.startswith((f"{path}.", f"{path}["))), None)
         if path and below is not None:
             return below

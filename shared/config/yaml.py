@@ -1,16 +1,16 @@
-"""One configuration out of YAML files, with the line of every key: bytes in, `(value, lines, mistakes)` out.
+"""Reads one configuration from YAML files, with the line of every key: bytes in, `(value, lines, mistakes)` out.
 
 PyYAML reads the text. Types follow YAML 1.2's core schema, with forms that people use: `1e-4` is a number, `true`
 and `false` are the only booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. Refused, with the
-line: duplicate keys, keys that are not strings, tags, merge keys, several documents, and anything deeper or larger than
-a configuration can be (this also stops recursive aliases and alias bombs). Nothing here raises but `ConfigErrors`.
+line, are duplicate keys, keys that are not strings, tags, merge keys, several documents, and values deeper or larger
+than a configuration can be (this also stops recursive aliases and alias bombs). Only `ConfigErrors` are raised.
 
-`base: other.yaml` (or a list) names files relative to the file that contains it. They are read first. Later ones win,
-mappings merge key by key, everything else is replaced. `${VAR}` inside a string value becomes the environment
+`base: other.yaml` (or a list) names files relative to the file that contains the key. Bases are read first. Later files
+win: mappings merge key by key, other values are replaced. `${VAR}` inside a string value becomes the environment
 variable's text and stays a string; `$${` is a literal `${`.
 
-An override is `path.to.key=VALUE` from the command line, VALUE in YAML. It is one more layer over the file: a mapping
-is merged, everything else is replaced. Its place in messages is `COMMAND_LINE`.
+An override is `path.to.key=VALUE` from the command line, VALUE in YAML. It is applied over the file: a mapping is
+merged, other values are replaced. Messages give its place as `COMMAND_LINE`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _Resolver = TypeVar("_Resolver", bound=BaseResolver)
 
 
 class _Composer(yaml.BaseLoader):
-    """PyYAML up to its node tree, with our scalar rules. `BaseLoader` has none."""
+    """PyYAML's parser up to the node tree, with our rules for scalars. `BaseLoader` has no such rules."""
 
 
 def add_numbers(resolver: type[_Resolver]) -> None:
@@ -90,7 +90,7 @@ _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 @dataclass
 class Parsed:
     """The content of one file. `lines` maps dotted paths to `file:line`; values at `bad` paths cannot be trusted.
-    `secrets`: texts that hold a variable whose name says that it is secret, and how they were written."""
+    `secrets` maps each text that holds a secret variable to the text as it was written."""
 
     value: object = None
     lines: dict[str, str] = field(default_factory=dict)
@@ -140,7 +140,7 @@ def _unreadable(place: str, found: str, wanted: str, remedy: str) -> ConfigError
 
 
 class _Builder:
-    """Walks the node tree once. Every value counts towards `MAX_VALUES`, after alias expansion."""
+    """Walks the node tree once. Counts every value, after alias expansion, up to `MAX_VALUES`."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -210,8 +210,8 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] = ()) -> Parsed:
-    """Return `path` merged over its bases, then the overrides, with variables filled in. Raises ConfigErrors if a file
-    cannot be read at all."""
+    """Return `path` merged over its bases, with overrides applied and variables filled in. Raises ConfigErrors if a
+    file cannot be read at all."""
     reader = _Reader(env)
     merged = reader.read(path, ())
     for override in overrides:
@@ -221,8 +221,8 @@ def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] =
 
 
 def read_alone(path: Path) -> Parsed:
-    """Return a file that nobody named (D24): its own values, without bases, and `${VAR}` as it is written. Raises
-    ConfigErrors if it cannot be read."""
+    """Return the values of a file that no user named (D24), without its bases and with `${VAR}` unfilled. Raises
+    ConfigErrors if the file cannot be read."""
     try:
         raw = bytes_beside(path)
     except OSError as error:
@@ -323,8 +323,8 @@ class _Reader:
 
 
 def _read_bytes(path: Path, *, is_base: bool) -> bytes:
-    """Return at most one byte more than a configuration may have. The file that the user names may be a pipe
-    (`<(...)`). What a file names is a file: a pipe would be waited for."""
+    """Return a file's bytes, at most one more than a configuration may have. The file that the user names may be a pipe
+    (`<(...)`). A base may not: reading a pipe could wait forever."""
     try:
         if is_base and path.exists() and not path.is_file():
             remedy = "name a file"
@@ -379,7 +379,7 @@ class _ValueBuilder(_Builder):
 
 
 def _override(merged: Parsed, text: str) -> None:
-    """Lay `path.to.key=VALUE` over `merged`, in place."""
+    """Apply `path.to.key=VALUE` to `merged`, in place."""
     name, equals, value = text.partition("=")
     if not equals or not _KEY_PATH.fullmatch(name):
         wanted, remedy = "KEY=VALUE", "write it as training.learning_rate=1e-5, with the key's whole path"
@@ -411,8 +411,8 @@ def _override(merged: Parsed, text: str) -> None:
 
 
 def _with_value(below: object, path: KeyPath, value: object) -> object:
-    """Return `below` with `value` merged in at `path`; sections that are missing are made. Raises LookupError with the
-    index if a list has no such item."""
+    """Return `below` with `value` merged in at `path`, and missing sections added. Raises LookupError with the index if
+    a list has no such item."""
     if not path:
         return merge(below, value)
     head, *rest = path

@@ -1,4 +1,4 @@
-"""A LoRA adapter into the model that a vLLM worker serves: from memory, with an account of every tensor (R08, R09).
+"""Loads a LoRA adapter from memory into the model that a vLLM worker serves, and checks every tensor (R08, R09).
 
 `AdapterLoad` takes the adapter's tensors and replaces the served adapter with them. `BaseWeightLoad` is a full update
 of a model that takes adapters: it loads the layers below vLLM's LoRA wrappers and removes the served adapter. Both are
@@ -29,10 +29,10 @@ _HALVES = (".lora_A.weight", ".lora_B.weight")
 
 
 def adapt_linear_layers_only() -> None:
-    """Let this process's engine adapt no embedding and no output head. Call it before the model is loaded.
+    """Keep this process's engine from adapting embeddings and the output head. Call it before the model is loaded.
 
-    vLLM's adapted head expects one row per request. With `prompt_logprobs` (`/score/`) the rows are a prompt's tokens,
-    and two such requests in a batch end the engine on CPU.
+    vLLM's adapted head expects one row per request. With `prompt_logprobs` (`/score/`) there is a row per prompt token,
+    and two such requests in a batch crash the engine on CPU.
     """
     from vllm.v1.worker.lora_model_runner_mixin import LoRAModelRunnerMixin
 
@@ -51,8 +51,8 @@ def adapt_linear_layers_only() -> None:
 
 
 def adapter_request(name: str) -> LoRARequest:
-    """Makes vLLM answer a request with the adapter that it was given last. Each adapter needs a new name, because
-    vLLM's cached prefixes belong to a name."""
+    """Return what makes vLLM answer a request with the adapter that was loaded last. Each adapter needs a new name,
+    because vLLM caches prefixes by the adapter's name."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, _ADAPTER_ID, "in the worker's memory")
@@ -71,10 +71,10 @@ class AdapterLoad:
         return False
 
     def open(self) -> None:
-        """Nothing is touched before all tensors are there."""
+        """Do nothing: the model is changed only in `finish`, once all tensors are there."""
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        # Copies: the bucket ends, and vLLM keeps what it is given.
+        # Copied, because vLLM keeps these tensors, and the bucket's memory is freed.
         self._tensors |= {name: tensor.to(self._dtype, copy=True) for name, tensor in tensors}
 
     def finish(self) -> int:
@@ -95,17 +95,17 @@ class AdapterLoad:
             name: LoRALayerWeights(name, lora_a.shape[0], lora_a.shape[0], lora_a, lora_b)
             for name, (lora_a, lora_b) in pairs.items()
         }
-        # vLLM ignores an adapter whose number it knows, so the last one goes first.
+        # vLLM ignores an adapter whose number it knows, so the last adapter is removed first.
         self._manager.remove_adapter(_ADAPTER_ID)
         self._manager.add_adapter(LoRAModel(_ADAPTER_ID, rank, layers))
         self._manager.activate_adapter(_ADAPTER_ID)
         return len(self._tensors)
 
     def close(self) -> None:
-        """Nothing is half done at any time."""
+        """Do nothing: `finish` leaves no layer half changed."""
 
     def _pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Both halves by the name of the served layer. Raises CoverageError if one has no layer or no partner."""
+        """Return (lora_A, lora_B) by served layer. Raises CoverageError if a half has no layer or no partner."""
         modules = sorted({name.removesuffix(half) for name in self._tensors for half in _HALVES if name.endswith(half)})
         paired = {module + half for module in modules for half in _HALVES}
         if alone := paired ^ self._tensors.keys():
@@ -124,20 +124,20 @@ class AdapterLoad:
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return modules
-        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # the LoRA manager itself fuses q, k and v
+        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # the LoRA manager fuses q, k and v
         return [
             name.removesuffix(".weight") for name in renaming.apply_list([f"{module}.weight" for module in modules])
         ]
 
     def _adaptable_layers(self) -> set[str]:
-        """Return the layers that can be adapted, fused ones by their parts."""
+        """Return the names of the layers that can be adapted; a fused layer is listed by its parts."""
         packed = self._manager.packed_modules
         return {part for name in self._manager.modules for part in packed.get(name, [name])}
 
 
 class BaseWeightLoad(WeightLoad):
-    """A load into the base model. While it is open, the model looks as if no layer could be adapted, so names and
-    layers are the checkpoint's."""
+    """A load into the base model. While it is open, the LoRA wrappers are removed, so that the names of layers are the
+    checkpoint's."""
 
     def __init__(
         self,
@@ -161,7 +161,7 @@ class BaseWeightLoad(WeightLoad):
         super().open()
 
     def close(self) -> None:
-        """Make every layer whole again. May be called again."""
+        """Finish every layer's reload, and put the LoRA wrappers back. May be called again."""
         super().close()
         self._put_back()
 
@@ -172,7 +172,7 @@ class BaseWeightLoad(WeightLoad):
 
 
 def _take_off(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Put the layers in place of their LoRA wrappers; what to put back: (parent, name, wrapper)."""
+    """Replace the LoRA wrappers by their layers; returns (parent, name, wrapper) of each, to put back."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
     wrappers = [

@@ -1,10 +1,10 @@
-"""Weights on their way from learner to server: which tensors share a bucket, how they lie in it, and its seal.
+"""Buckets, in which weights travel from learner to server: which tensors share a bucket, its layout and its seal.
 
-In: named tensors. Out: contiguous byte buffers (`pack`), views back into them (`unpack`). The layout follows from the
-specs alone, so only specs travel beside the bytes: tensors in order, each at the next multiple of 16 bytes. The last 16
-bytes are the seal: the digest (`digest.py`) of all bytes before it, under the group's key, for the version and the
-bucket's index. So a bucket of another group, another update or another index is as wrong as one with a changed byte,
-and nobody without the group's secret can seal one. Both sides compute the seal on the device where the bytes are.
+In: named tensors. Out: contiguous byte buffers (`pack`), and the tensors as views into them (`unpack`). The layout
+follows from the specs alone, so only specs are sent with the bytes: tensors in order, each at the next multiple of 16
+bytes. The last 16 bytes are the seal: the digest (`digest.py`) of all bytes before it, under the group's key, for the
+version and the bucket's index. So the seal is wrong for a bucket of another group, update or index, as it is for a
+changed byte, and only the group's secret can make a seal. Both sides compute the seal on the device that has the bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def spec_of(name: str, tensor: torch.Tensor, dtype: torch.dtype | None = None) -> TensorSpec:
-    """Says what the other side must know of a tensor; `dtype` is the one that it travels in, if that is not its own."""
+    """Return the name, dtype and shape of a tensor for the other side. `dtype`: sent in place of the tensor's own."""
     return TensorSpec(name=name, dtype=str(dtype or tensor.dtype).removeprefix("torch."), shape=list(tensor.shape))
 
 
@@ -52,7 +52,7 @@ def num_tensor_bytes(spec: TensorSpec) -> int:
 
 
 def num_bucket_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Return the bytes of these tensors in a buffer, with the gaps and without the seal."""
+    """Return the number of bytes that these tensors take in a bucket, with gaps, without the seal."""
     end = 0
     for spec in specs:
         end = _aligned(end) + num_tensor_bytes(spec)
@@ -78,8 +78,8 @@ def pack(
     tensors: Mapping[str, torch.Tensor],
     device: torch.device | str,
 ) -> torch.Tensor:
-    """Return the bucket of these tensors, not yet sealed: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`,
-    tensors cast to the specs' dtypes.
+    """Return the bucket of these tensors: uint8 `[num_bucket_bytes(specs) + SEAL_BYTES]` on `device`. Tensors are cast
+    to the specs' dtypes. The seal is not yet written.
 
     Raises SyncError if a tensor is missing or has another shape than its spec.
     """
@@ -88,7 +88,7 @@ def pack(
     for spec, view in zip(specs, views, strict=True):
         if gap := -num_tensor_bytes(spec) % ALIGNMENT_BYTES:
             end = view.storage_offset() * view.element_size() + num_tensor_bytes(spec)
-            buffer[end : end + gap] = 0  # digested like all other bytes
+            buffer[end : end + gap] = 0  # gaps are digested too, so their bytes must be fixed
     if views:
         torch._foreach_copy_(views, [_fitting(spec, tensors.get(spec.name)) for spec in specs])
     return buffer
@@ -125,7 +125,7 @@ def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[
 
 
 def seal_key(secret: bytes) -> bytes:
-    """The key of a group's seals."""
+    """Return the key of a group's seals."""
     return hmac.digest(secret, b"seal", hashlib.sha256)
 
 
@@ -135,7 +135,7 @@ def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> None:
 
 
 def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> bool:
-    """Return True if the bytes are those that were sealed. Waits for the device, once."""
+    """Return True if the bucket's bytes match its seal. Waits for the device, once."""
     return torch.equal(buffer[-SEAL_BYTES:].view(torch.int64), _seal(buffer, key, ver, index))
 
 

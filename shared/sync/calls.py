@@ -1,11 +1,11 @@
-"""Calls that may never come back, on threads of their own, so that whoever waits for one can give it up.
+"""Runs calls that may never return on separate threads, so that callers can stop waiting for them.
 
 Invariants: an operation ends once, with the first of these: the call's result, the call's error, the error that it was
-cancelled with, or, at its deadline, a DeadlineError that names the call. It ends at its deadline even if nobody asks.
-What has ended keeps its result or its error, and no bucket waits for garbage collection.
-A call that was given up keeps its thread until it ends by itself. The thread is a daemon, so it never keeps the process
-alive. Collectives run this way, because a lost peer may block them: joining a group on a thread for that one call, a
-group's broadcasts on the one thread of its `Sender`.
+cancelled with, or, at its deadline, a DeadlineError that names the call. It ends at its deadline even if no caller
+waits. An ended operation keeps only its result or error, so a bucket's memory is freed without garbage collection.
+A call that nobody waits for any more keeps its thread until the call ends. The thread is a daemon, so it never keeps
+the process alive. Collectives run this way, because a lost peer may block them: joining a group on a thread for that
+call, a group's broadcasts on the thread of its `Sender`.
 """
 
 from __future__ import annotations
@@ -21,42 +21,42 @@ from shared.errors import DeadlineError
 from shared.waits import Deadline
 
 T = TypeVar("T")
-Begin = Callable[[], Callable[[], None]]  # begins something, and returns what waits for its end
+Begin = Callable[[], Callable[[], None]]  # starts work, and returns a function that waits for its end
 
 
 class Operation(Generic[T]):
-    """Starts `call` at once; without one, whoever made the operation gives it to `run`. After a failure `on_failure`
-    runs once, on any thread, before anyone hears of the failure. `future` is for those who wait for several at once;
-    only the operation may end it."""
+    """A call with a deadline. `call` starts at once; None: the maker passes the call to `run` later. If the operation
+    fails, `on_failure` runs once, on any thread, before `future` ends. `future` lets callers wait for several
+    operations; only the operation may end it."""
 
     def __init__(
         self, call: Callable[[], T] | None, timeout_s: float, what: str, on_failure: Callable[[], None] | None = None
     ) -> None:
         self.what = what
         self.future: Future[T] = Future()
-        # A future that runs cannot be cancelled from outside, so only the operation ends it.
+        # A future that is running cannot be cancelled by callers, so only the operation ends it.
         self.future.set_running_or_notify_cancel()
         self.deadline = Deadline(timeout_s)
         self._timeout_s, self._on_failure = timeout_s, on_failure
-        # The lock is never released: a future that is set twice raises InvalidStateError.
-        self._unended = threading.Lock()  # whoever gets it may end the operation
+        # The lock is never released, because setting a future twice raises InvalidStateError.
+        self._unended = threading.Lock()  # the thread that gets it may end the operation
         _end_in_time(self)
         if call is not None:
             threading.Thread(target=self.run, args=(call,), name=what, daemon=True).start()
 
     def done(self, wait_s: float) -> bool:
-        """Wait up to `wait_s` for the end; False if it has not come yet. Raises what `result` raises."""
+        """Wait up to `wait_s`; return True if the operation has ended. Raises what `result` raises."""
         if not wait([self.future], wait_s).done:
             return False
         self.result()
         return True
 
     def result(self) -> T:
-        """Wait for the end. Raises the call's error, the one it was cancelled with, or DeadlineError."""
+        """Wait for the end, and return the call's result. Raises its error, the error of `cancel`, or DeadlineError."""
         return self.future.result()
 
     def cancel(self, error: BaseException) -> None:
-        """End with `error`, unless it has ended before; the call itself is given up."""
+        """End with `error`, unless the operation has already ended. The call's own outcome is then ignored."""
         if not self._unended.acquire(blocking=False):
             return
         try:
@@ -67,7 +67,7 @@ class Operation(Generic[T]):
             self.future.set_exception(error)
 
     def expire(self) -> None:
-        """End as one whose deadline has passed."""
+        """End with a DeadlineError, unless the operation has already ended."""
         self.cancel(
             DeadlineError(
                 f"{self.what} did not end in time",
@@ -78,7 +78,7 @@ class Operation(Generic[T]):
         )
 
     def run(self, call: Callable[[], T]) -> None:
-        """End with the outcome of `call`, unless it has ended before."""
+        """Run `call`, and end with its outcome, unless the operation has already ended."""
         try:
             result = call()
         except BaseException as error:  # goes to whoever waits
@@ -94,8 +94,8 @@ class Operation(Generic[T]):
 
 
 def _without_frames(error: BaseException) -> BaseException:
-    """Return the error with its tracebacks as a note, in words. Their frames, and the functions that ran in them, would
-    hold a bucket as long as anyone holds the error."""
+    """Return the error with its tracebacks as a note, in text. The frames of a traceback would keep a bucket's memory
+    as long as the error exists."""
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     seen: set[int] = set()
@@ -107,11 +107,11 @@ def _without_frames(error: BaseException) -> BaseException:
 
 
 class Sender:
-    """One thread for calls that must begin in order, started with the first one. It ends once it is closed.
+    """A thread for calls that must begin in order. It starts with the first call, and ends once the sender is closed.
 
-    A call is two: `begin` returns `finish`, which waits for the end. The next one begins before the last one has ended,
-    so that a device never waits for this thread. The thread knows nothing of who gives it calls, and keeps no call that
-    has ended: a call holds a bucket's memory.
+    A call has two parts: `begin` returns `finish`, which waits for the end. The next call begins before the last one
+    has ended, so that the device never waits for this thread. The thread keeps no reference to an ended call, because a
+    call holds a bucket's memory.
     """
 
     def __init__(self, name: str) -> None:
@@ -122,7 +122,7 @@ class Sender:
         self._thread: threading.Thread | None = None
 
     def put(self, operation: Operation[None], begin: Begin) -> bool:
-        """Run the call in its turn, as `operation`; False if the sender was closed before."""
+        """Queue a call, whose outcome ends `operation`. Returns False if the sender is closed."""
         with self._changed:
             if self._closed:
                 return False
@@ -134,7 +134,7 @@ class Sender:
         return True
 
     def close(self) -> None:
-        """Take no more calls. Those that were taken still run. May be called again, from any thread."""
+        """Take no more calls. Queued calls still run. May be called again, from any thread."""
         with self._changed:
             self._closed = True
             self._changed.notify()
@@ -159,7 +159,7 @@ class Sender:
 
 
 def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | None:
-    """Begin a call. Returns what waits for its end; None if it was given up before, or has failed."""
+    """Begin a call. Returns the function that waits for its end; None if the operation has ended or the call fails."""
     if operation.future.done():
         return None
     try:
@@ -170,8 +170,8 @@ def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | Non
     return lambda: operation.run(finish)
 
 
-# One thread ends what is overdue. Those who wait can't be relied on for that: on CUDA the caller may itself wait for
-# the device (to allocate memory, say), which a broadcast without its peer holds up.
+# One thread ends overdue operations. A waiting caller could not: on CUDA a broadcast without its peer blocks the
+# device, and the caller may block on the device too (to allocate memory, say).
 _under_way: set[Operation[Any]] = set()
 _changed = threading.Condition()
 _watcher: threading.Thread | None = None
@@ -193,7 +193,7 @@ def _watch() -> None:
             overdue = _overdue()
             if not overdue:
                 _changed.wait(_until_next_s())
-        while overdue:  # keeps nothing that has ended
+        while overdue:  # `pop`, because no reference to an ended operation may stay
             overdue.pop().expire()
 
 
@@ -204,5 +204,5 @@ def _overdue() -> list[Operation[Any]]:
 
 
 def _until_next_s() -> float | None:
-    """Returns None if nothing is under way."""
+    """Return the seconds until the next deadline; None without operations."""
     return min((operation.deadline.left_s() for operation in _under_way), default=None)

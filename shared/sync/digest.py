@@ -1,14 +1,14 @@
-"""A digest of bytes where they are: 128 bits, the same on every device, about as fast as the memory can be read.
+"""A digest of bytes, computed on their device: 128 bits, the same on every device, about as fast as memory is read.
 
 In: a 1-D uint8 tensor, a key and a nonce. Out: an int64 tensor `[2]` on the same device; nothing waits for the device.
-Without the key nobody can make the digest of other bytes, except with a chance of about 2^-60, if no nonce is used
-twice with one key. Without a key (`b""`) it is only made for accidents.
+If no nonce is used twice with one key, the digest of other bytes can be guessed without the key with a chance of about
+2^-60. Without a key (`b""`) the digest only detects accidents.
 
-NH and its Toeplitz extension, as in UMAC (Black, Halevi, Krawczyk, Krovetz and Rogaway 1999), as a tree. The bytes are
+It is NH and its Toeplitz extension, as in UMAC (Black, Halevi, Krawczyk et al. 1999), as a tree. The bytes are
 read as signed 32-bit words, in blocks of 2 x PAIRS; the last block is filled with zeros. A block's sum in lane j is the
 sum over p of `(word[p] + key[0, p + j]) * (word[PAIRS + p] + key[1, p + j])`; each factor wraps in 32 bits, the sum in
-64. The sums `[blocks, 2]` are bytes again, and so on, with other keys on every level, until one block is left. A pad is
-added to its sums: a keyed hash of length and nonce (Carter and Wegman). On CUDA one kernel makes the sums
+64. The sums `[blocks, 2]` are the next level's bytes, with other keys on every level, until one block is left. A pad is
+added to its sums: a keyed hash of length and nonce (Carter and Wegman). On CUDA one kernel computes the sums
 (`digest_cuda.py`).
 """
 
@@ -27,12 +27,12 @@ ROWS, COLUMNS, LANES = 8, 1024, 2
 PAIRS = ROWS * COLUMNS
 BLOCK_WORDS = 2 * PAIRS
 
-_BLOCKS_AT_ONCE = 8  # used on CPU: the temporaries stay in the cache
-_BLOCKS_A_THREAD = 64  # least number, or a thread costs more than it saves
+_BLOCKS_AT_ONCE = 8  # on CPU, so that temporaries stay in the cache
+_BLOCKS_A_THREAD = 64  # min blocks per thread; with fewer, a thread costs more than it saves
 
 
 def digest(buffer: torch.Tensor, key: bytes = b"", nonce: bytes = b"") -> torch.Tensor:
-    """Raises TypeError for anything but a 1-D uint8 tensor. `key` has at most 64 bytes."""
+    """Return the digest of a 1-D uint8 tensor. `key` has at most 64 bytes. Raises TypeError for another tensor."""
     if buffer.dtype != torch.uint8 or buffer.dim() != 1:
         raise TypeError(f"digest takes a 1-D uint8 tensor, got {buffer.dtype} {list(buffer.shape)}")
     level = 0
@@ -68,9 +68,9 @@ def _block_sums(data: torch.Tensor, key: bytes, level: int) -> torch.Tensor:
 
 
 def _full_block_sums(blocks: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Return the sums of int32 `[blocks, 2, PAIRS]` on CPU. Many blocks are shared by as many threads as torch may use.
+    """Return the sums of int32 `[blocks, 2, PAIRS]` on CPU, on as many threads as torch may use.
 
-    In numpy, whose `einsum` multiplies and adds in one pass: torch would write each product to memory first.
+    Uses numpy, whose `einsum` multiplies and adds in one pass: torch would write each product to memory first.
     """
     sums = torch.empty(len(blocks), LANES, dtype=torch.int64)
     num_threads = max(1, min(torch.get_num_threads(), len(blocks) // _BLOCKS_A_THREAD))
@@ -93,7 +93,7 @@ def _sum_blocks(blocks: NDArray[np.int32], keys: NDArray[np.int32], sums: NDArra
 
 
 def _words(data: torch.Tensor) -> torch.Tensor:
-    """Return the bytes as int32, the last word filled with zeros; a copy only if a view is not possible."""
+    """Return the bytes as int32, the last word padded with zeros. Copies only if a view is not possible."""
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
     aligned = data if data.is_contiguous() and data.storage_offset() % 4 == 0 else data.clone()
@@ -102,7 +102,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
 
 @lru_cache(maxsize=16)
 def _keys(key: bytes, level: int, device: torch.device) -> torch.Tensor:
-    """int32 `[2, PAIRS + LANES - 1]`: for the first and the second word of each pair."""
+    """Return a level's keys, int32 `[2, PAIRS + LANES - 1]`: for the first and the second word of each pair."""
     num_keys = 2 * (PAIRS + LANES - 1)
     seed = hashlib.blake2b(bytes([level]), key=key, person=b"digest keys").digest()
     stream = bytearray(hashlib.shake_256(seed).digest(4 * num_keys))

@@ -1,7 +1,7 @@
 """The block sums of `digest.py` on CUDA, in one pass over the bytes.
 
-In: int32 words on a GPU and a level's keys. Out: int64 `[blocks, 2]`, launched and not waited for. One program sums one
-block; the keys are as many bytes as a block, and stay in the device's cache.
+In: int32 words on a GPU and a level's keys. Out: int64 `[blocks, 2]`, without waiting for the kernel. One program sums
+one block. The keys are as large as a block, and stay in the device's cache.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-LANES = 2  # that the kernel below writes
+LANES = 2  # number of sums per block that the kernel writes
 
 
 def block_sums(words: torch.Tensor, keys: torch.Tensor, *, rows: int, columns: int) -> torch.Tensor:
-    """Sums of at least one block of `rows` x `columns` pairs; the last block may be cut short."""
+    """Return the sums of one or more blocks of `rows` x `columns` pairs; the last block may be shorter."""
     pairs = rows * columns
     num_blocks = max(1, -(-len(words) // (2 * pairs)))
     sums = torch.empty(num_blocks, LANES, dtype=torch.int64, device=words.device)
@@ -29,7 +29,7 @@ def _sum_block(  # type: ignore[no-untyped-def]
     keys: torch.Tensor,
     sums: torch.Tensor,
     num_words,
-    num_keys,  # keys of each word of a pair
+    num_keys,  # number of keys for each word of a pair
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,

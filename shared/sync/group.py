@@ -2,23 +2,23 @@
 
 In: tensors that every rank has allocated with the same size. Out: the source's bytes on every rank.
 
-Invariants: ranks 0..n-2 are servers' workers, the last rank is the learner; the ranks meet at rank 0, and only those
-that know the group's secret (`meeting.py`); no byte from a socket is unpickled; every operation has a deadline and ends
-in a result, a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
+Invariants: ranks 0..n-2 are servers' workers, the last rank is the learner; all ranks meet at rank 0, and must know the
+group's secret (`meeting.py`); no byte from a socket is unpickled; every operation has a deadline and ends in a result,
+a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
 
 `start_join` and `start_broadcast` do not block: they return an `Operation` to poll or to wait for. Several broadcasts
-may be under way; one thread of the group's own runs them, in the order in which they were started. It ends when the
-group is left.
+may be under way: the group's thread runs them in the order in which they were started. The thread ends when the group
+is left.
 
-On CPU the bytes go through the connections on which the ranks have met: rank 0 passes on what comes from the source.
-The size travels first, and nothing is read into a tensor of another size.
+On CPU the bytes go through the connections of the meeting: rank 0 forwards the source's bytes to all others. Each
+message starts with its size, and a tensor of another size is refused.
 
 NCCL is called through vLLM's binding, because torch's own group has a watchdog that ends the process when a peer dies.
-Its unique id travels at the meeting. Broadcasts run on a stream of the group's own, so several groups of one process
-send at once, and nothing else on the device waits for a peer. NCCL is only called on threads that can be abandoned.
+The meeting exchanges NCCL's unique id. Broadcasts run on a separate CUDA stream per group, so several groups of one
+process send at once, and no other work on the device waits for a peer. NCCL is only called on daemon threads.
 
-A group spans two ranks on one GPU only with `allow_shared_gpu`. NCCL refuses them because their host and their device
-are equal, so each gets an `NCCL_HOSTID` of its own. NCCL then connects them by sockets, at a few GB/s.
+Two ranks may share a GPU only with `allow_shared_gpu`. NCCL refuses two ranks with the same host and device, so each
+gets a different `NCCL_HOSTID`. NCCL then connects them by sockets, at a few GB/s.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ G = TypeVar("G")
 SHARED_GPU_KEY = "custom.extra.rollout_matching.vllm.server.allow_shared_gpu"
 Backend = Literal["tcp", "nccl"]
 
-_HOST_ID = "rollout-matching-"  # begins the `NCCL_HOSTID` of a process on a shared GPU
-# The blocked call itself reports best what is missing, so our own deadline comes a little later.
+_HOST_ID = "rollout-matching-"  # prefix of the `NCCL_HOSTID` of a process on a shared GPU
+# The blocked call's own timeout gives the best error, so the operation's deadline comes a little later.
 _GRACE_S = 1.0
-_LEAVE_PATIENCE_S = 5.0  # wait at the process's end, for groups that are being left
+_LEAVE_PATIENCE_S = 5.0  # longest wait at the process's end for groups that are being left
 
 
 class Communicator(ABC):
-    """A group that was joined. Operations are started from one thread; `abort` may be called from any."""
+    """A group that was joined. Start operations from one thread; `abort` may be called from any thread."""
 
     def __init__(self, member: Seat) -> None:
         self.rank, self.world_size, self.device = member.rank, member.world_size, member.device
@@ -70,26 +70,26 @@ class Communicator(ABC):
         self._aborted = False
 
     def broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> None:
-        """Fill `tensor` (contiguous, on `device`) with rank `src`'s; returns when the bytes are there.
+        """Fill `tensor` (contiguous, on `device`) with rank `src`'s tensor; returns when the bytes are there.
 
-        Raises CommunicatorError or DeadlineError; the group has been left then.
+        Raises CommunicatorError or DeadlineError. After an error the group has been left.
         """
         self.start_broadcast(tensor, src, timeout_s).result()
 
     def start_broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Operation[None]:
-        """`broadcast`, to be polled. What is sent is `tensor` after all work that this thread has given the device."""
+        """Start `broadcast` without waiting. The device's work that this thread has queued runs before it."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         what = f"broadcasting {tensor.nbytes} bytes from rank {src} of {self.world_size}"
         operation: Operation[None] = Operation(None, limit_s + _GRACE_S, what, on_failure=self.abort)
         self._pending = [other for other in self._pending if not other.future.done()] + [operation]
         if not self._sender.put(operation, _named(self._prepare(tensor, src, limit_s), what)):
             operation.cancel(_left())
-        if self._aborted:  # aborted before, or on another thread just now, which may have missed this one
+        if self._aborted:  # `abort`, perhaps on another thread, may have missed this operation
             self.abort()
         return operation
 
     def abort(self) -> None:
-        """End what is pending and leave the group at once, without the others. May be called again."""
+        """Cancel pending operations and leave the group at once, without the other ranks. May be called again."""
         self._aborted = True
         pending, self._pending = self._pending, []
         for operation in pending:
@@ -98,17 +98,17 @@ class Communicator(ABC):
         self.close()
 
     def close(self) -> None:
-        """Leave the group, with nothing pending. May be called again."""
+        """Leave the group; no operation may be pending. May be called again."""
         self._sender.close()
         self._leave()
 
     @abstractmethod
     def _leave(self) -> None:
-        """Let go of what connects the ranks. May be called again."""
+        """Close this rank's connections to the others. May be called again."""
 
     @abstractmethod
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
-        """Prepare the broadcast for the sender's thread. It raises CommunicatorError if the group was left."""
+        """Return the broadcast for the sender's thread. It raises CommunicatorError if the group was left."""
 
 
 def start_join(
@@ -123,8 +123,8 @@ def start_join(
     secret: bytes,
     allow_shared_gpu: bool = False,
 ) -> Operation[Communicator]:
-    """Meet the other ranks at `host:port` (rank 0 listens there); ends when all have joined. The arguments are the
-    fields of `Seat`. Once it was cancelled, rank 0 stops listening within a moment.
+    """Start to join a group at `host:port`, where rank 0 listens; the operation ends when all ranks have joined. The
+    arguments are the fields of `Seat`. After `cancel` rank 0 soon stops listening.
 
     Raises CommunicatorError if the backend can't serve this device. The operation ends in CommunicatorError if the
     address can't be used or a rank fails, in DeadlineError if a rank does not come.
@@ -146,7 +146,7 @@ def start_join(
     def join() -> Communicator:
         with _errors_as_ours(what):
             joined = _Tcp(member, given_up) if backend == "tcp" else _Nccl(member, given_up, allow_shared_gpu)
-        if given_up.is_set():  # nobody is there to close it
+        if given_up.is_set():  # the caller gave up, so nobody else leaves the group
             joined.abort()
         return joined
 
@@ -157,14 +157,14 @@ class _Tcp(Communicator):
     def __init__(self, member: Seat, given_up: threading.Event) -> None:
         super().__init__(member)
         self._links = dict(meet(member, b"", given_up).links)
-        self._running = threading.Lock()  # held by the broadcast that uses the connections
+        self._running = threading.Lock()  # held by a broadcast while it uses the connections
 
     def _leave(self) -> None:
         links, self._links = self._links, {}
         for link in links.values():
             with contextlib.suppress(OSError):  # the other side has closed it
-                link.shutdown(socket.SHUT_RDWR)  # ends what waits on it, on whichever thread
-        # A closed descriptor's number may at once belong to another connection, so no broadcast may still use it.
+                link.shutdown(socket.SHUT_RDWR)  # ends waits for this connection on all threads
+        # Closed only after the running broadcast: a closed descriptor's number may at once mean another connection.
         with self._running:
             for link in links.values():
                 link.close()
@@ -225,7 +225,7 @@ def _send(part: memoryview | bytearray, targets: Iterable[socket.socket], deadli
 
 
 def _in_time(transfer: Callable[[memoryview], int], part: memoryview, link: socket.socket, deadline: Deadline) -> int:
-    """Returns how many bytes were moved. Raises TimeoutError at the deadline; the socket's own counts pauses too."""
+    """Return the number of bytes moved. Raises TimeoutError at `deadline`, which unlike a socket's ignores pauses."""
     while True:
         link.settimeout(max(0.001, deadline.left_s()))
         try:
@@ -253,8 +253,8 @@ class _Nccl(Communicator):
     def _leave(self) -> None:
         nccl, self._nccl = self._nccl, None
         if nccl is not None:
-            # An abort also ends kernels that wait for a peer. It goes through ctypes, because only new versions of the
-            # binding have a method.
+            # ncclCommAbort also ends kernels that wait for a peer. Only new versions of the binding have a method for
+            # it, so it is called through ctypes.
             _in_background(lambda: nccl.nccl.lib.ncclCommAbort(nccl.comm))
 
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
@@ -274,8 +274,8 @@ class _Nccl(Communicator):
 
 
 def _wait_with(tensor: torch.Tensor, done: torch.cuda.Event) -> None:
-    """Wait for what `tensor` is sent by. Whoever gave it may have let go of it, and the allocator knows nothing of the
-    stream that sends: without this reference its memory would go to the next bucket, while it is being sent."""
+    """Wait for the broadcast of `tensor`, and keep a reference to it until then. The allocator does not know the
+    sending stream: without the reference it could give the memory to the next bucket during the broadcast."""
     done.synchronize()
 
 
@@ -283,8 +283,8 @@ _UUID_BYTES, _NCCL_ID_BYTES = 64, 128
 
 
 def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: bool) -> StatelessProcessGroup:
-    """Return a group, for vLLM's binding, in which rank 0's unique id travels at the meeting as plain bytes. In vLLM's
-    own group it comes out of a store that anybody can write to, and is unpickled."""
+    """Return a group, for vLLM's binding, that exchanges NCCL's unique id as plain bytes at the meeting. vLLM's own
+    group would unpickle the id from a store that anybody can write to."""
     from vllm.distributed.utils import StatelessProcessGroup
 
     class Introduction(StatelessProcessGroup):
@@ -310,7 +310,7 @@ def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: boo
 
 
 def _refuse_shared_gpus(gpus: Sequence[bytes]) -> None:
-    """NCCL would say no more than "invalid usage"."""
+    """Raises CommunicatorError if two ranks share a GPU. NCCL's own error would only be "invalid usage"."""
     for rank, gpu in enumerate(gpus):
         if gpu in gpus[:rank]:
             raise CommunicatorError(
@@ -324,8 +324,8 @@ def _refuse_shared_gpus(gpus: Sequence[bytes]) -> None:
 
 
 def _tell_apart() -> None:
-    """Let NCCL take this process for one on a host of its own. NCCL reads the variable when it makes a communicator.
-    A value that a parent process gave itself is not this one's; a value of the user stays."""
+    """Set NCCL_HOSTID, which NCCL reads for each communicator, so that this process seems to be on a host of its own. A
+    value that a parent process has set so is replaced; a user's value stays."""
     mine = f"{_HOST_ID}{socket.gethostname()}-{os.getpid()}"
     if os.environ.get("NCCL_HOSTID", _HOST_ID).startswith(_HOST_ID) and os.environ.get("NCCL_HOSTID") != mine:
         os.environ["NCCL_HOSTID"] = mine
@@ -333,7 +333,7 @@ def _tell_apart() -> None:
 
 
 def _joined(group: G | None) -> G:
-    """Return `group`, or CommunicatorError if it was left."""
+    """Return `group`. Raises CommunicatorError if it was left."""
     if not group:
         raise _left()
     return group
@@ -344,7 +344,7 @@ def _left() -> CommunicatorError:
 
 
 def _named(begin: Begin, what: str) -> Begin:
-    """Return `begin` with errors that say what failed."""
+    """Return `begin` with errors that begin with `what`."""
 
     def begin_named() -> Callable[[], None]:
         with _errors_as_ours(what):
@@ -378,7 +378,7 @@ _leaving: list[threading.Thread] = []
 
 
 def _in_background(call: Callable[[], object]) -> None:
-    """Leaving must not wait for a peer either; its errors no longer matter to anyone."""
+    """Run `call` on a daemon thread and ignore its errors, because leaving must not wait for a peer."""
 
     def target() -> None:
         with contextlib.suppress(RuntimeError):
@@ -392,8 +392,8 @@ def _in_background(call: Callable[[], object]) -> None:
 
 @atexit.register
 def _let_them_leave() -> None:
-    """Wait for the groups that are being left: a thread inside NCCL when the interpreter ends would abort the process
-    (SIGABRT, after a good run)."""
+    """Wait for the groups that are being left. A thread that is inside NCCL when the interpreter ends would abort the
+    process (SIGABRT, after a good run)."""
     deadline = Deadline(_LEAVE_PATIENCE_S)
     for thread in _leaving:
         thread.join(deadline.left_s())

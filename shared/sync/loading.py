@@ -1,18 +1,18 @@
-"""Checkpoint tensors into the model that a vLLM worker serves, with an account of every parameter (R09).
+"""Loads checkpoint tensors into the model that a vLLM worker serves, and checks that every parameter was written (R09).
 
-Runs where the model is: in the server's workers, and in a learner that has the engine inside. There are two ways. In
-place, if the served tensors are laid out as the checkpoint's (unquantized dense layers on CUDA). Layer by layer through
-vLLM's reload otherwise: the CPU backend repacks linear weights and drops the originals.
+Runs in the process of the model: the server's workers, or a learner with a colocated engine. If the served tensors have
+the checkpoint's layout (unquantized dense layers on CUDA), they are overwritten in place. Otherwise vLLM reloads layer
+by layer, as on CPU, where the backend repacks linear weights and drops the originals.
 
-vLLM accepting a tensor proves little: a loader takes one of three fused tensors and reports the fused parameter as
+vLLM's own report proves little: a loader takes one of three fused tensors and reports the whole fused parameter as
 loaded. So coverage is checked twice: every tensor of the model's checkpoint has come, and every served parameter was
-written or shares memory with one that was.
+written or shares memory with a written one.
 
-vLLM's loaders take some 80 microseconds of Python per tensor, longer than the tensor's own way over NVLink. In place,
-which bytes of a bucket go to which bytes of the model is the same in every update. So a loader is watched the first
-time, and afterwards its copies are repeated in one launch per bucket (`CopyMemory`). Only what was seen whole is
-repeated: every tensor of the bucket was copied, out of the bucket itself, and nothing else was written. A model whose
-parameters have moved is loaded by its loader again.
+vLLM's loaders take some 80 microseconds of Python per tensor, longer than sending the tensor over NVLink. In place,
+each update copies the same bytes of a bucket to the same bytes of the model. So the first load's copies are recorded,
+and later repeated in one launch per bucket (`CopyMemory`). A recording is used only if it is complete: every tensor of
+the bucket was copied from the bucket itself, and nothing else was written. If a parameter of the model has moved,
+recording starts anew.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Named = Sequence[tuple[str, torch.Tensor]]
-_NAMES_SHOWN = 5  # an error names no more
-# These operations pad a parameter. The padding is still there at the next load.
+_NAMES_SHOWN = 5  # max names in an error
+# Operations that pad a parameter. They need no repeating, because the padding stays.
 _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCopy:
-    """Part of one of a bucket's tensors, and where it goes. Strides and offset in elements."""
+    """One copy: a part of a bucket's tensor, and its target in the model. Strides and offset are in elements."""
 
     target: torch.Tensor
     index: int
@@ -62,29 +62,29 @@ class TensorCopy:
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
-    """The copies of one bucket, and the parameters that they wrote."""
+    """The copies of one bucket, and the names of the parameters that they write."""
 
     copies: tuple[TensorCopy, ...]
     written: frozenset[str]
 
 
 class CopyMemory:
-    """Lives as long as the worker; `begin` before each update."""
+    """The recorded copies of all buckets. Lives as long as the worker. Call `begin` before each update."""
 
     def __init__(self) -> None:
-        self.addresses: tuple[int, ...] = ()  # the model's parameters' addresses
+        self.addresses: tuple[int, ...] = ()  # memory addresses of the model's parameters
         self._recordings: dict[tuple[object, ...], Recording] = {}
 
     def begin(self, parameters: Iterable[torch.Tensor]) -> None:
-        """Forget everything if a parameter of the model has moved."""
+        """Drop all recordings if a parameter of the model has another address than before."""
         addresses = tuple(parameter.data_ptr() for parameter in parameters)
         if addresses != self.addresses:
             self.addresses = addresses
             self._recordings.clear()
 
     def load(self, tensors: Named, loader: Callable[[Named], Iterable[str] | None]) -> frozenset[str]:
-        """Load a bucket's tensors, by their loader or from memory; the names of the parameters that were written."""
-        # Recorded strides are places in memory, so a tensor in another layout is another one.
+        """Load a bucket's tensors, by `loader` or by recorded copies. Returns the names of the written parameters."""
+        # Recorded strides are those of this layout, so another layout needs another recording.
         key = tuple((name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in tensors)
         recording = self._recordings.get(key)
         if recording is not None:
@@ -101,7 +101,7 @@ class CopyMemory:
 
 
 class _Watcher(TorchDispatchMode):
-    """Sees every operation below it: `pairs` are (target, source) of copies; `others`: something else was written."""
+    """Records each torch operation: `pairs` are (target, source) of copies; `others`: another operation wrote."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -123,7 +123,7 @@ class _Watcher(TorchDispatchMode):
 
 
 def _copies(watcher: _Watcher, tensors: Named) -> tuple[TensorCopy, ...] | None:
-    """Return the copies of `tensors`; None if they do not account for all of `tensors`."""
+    """Return the recorded copies of `tensors`; None if a tensor was not copied whole, or other data was written."""
     copies = []
     for target, source in watcher.pairs:
         index = next((i for i, (_, tensor) in enumerate(tensors) if _lies_in(source, tensor)), None)
@@ -144,7 +144,7 @@ def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 class WeightLoad:
-    """One update: `open`, `add` per bucket, then `finish`; `close` whatever happened."""
+    """One update: call `open`, `add` per bucket, then `finish`; after an error, `close`."""
 
     def __init__(self, model: Any, vllm_config: VllmConfig, device: torch.device, memory: CopyMemory) -> None:
         self._model = model
@@ -158,7 +158,7 @@ class WeightLoad:
 
     @property
     def runs_meanwhile(self) -> bool:
-        """True if the model can run while it is loaded, with weights of any state in between."""
+        """True if the model can run during the load, with partly loaded weights."""
         return self.in_place
 
     def open(self) -> None:
@@ -183,7 +183,7 @@ class WeightLoad:
                 self._written |= set(self._load_weights(self._counted(tensors)) or ())
 
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:
-        # Entering vLLM's context takes longer than repeating a bucket's copies, which do not need it.
+        # Only here, because entering vLLM's context takes longer than repeating a bucket's copies.
         with self._context():
             written: Iterable[str] | None = self._model.load_weights(tensors)
         return written
@@ -196,7 +196,7 @@ class WeightLoad:
         return len(self._received)
 
     def close(self) -> None:
-        """Make every layer whole again. May be called again."""
+        """Finish every layer's reload, so that the model can run. May be called again."""
         if not self._open:
             return
         self._open = False
@@ -206,7 +206,7 @@ class WeightLoad:
         with self._context(), torch.no_grad():
             finalize_layerwise_reload(self._model, self._vllm_config.model_config)
             for module in self._model.modules():
-                # A tied head is never "loaded", so the reload leaves the packed copy that it computes with as it was.
+                # A tied head is never "loaded", so the reload does not update the packed copy that the head uses.
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
 
@@ -222,7 +222,7 @@ class WeightLoad:
             yield name, tensor
 
     def _check_received(self) -> None:
-        """Compare the names that came with the checkpoint that the server was started with. Raises CoverageError."""
+        """Raises CoverageError if a tensor of the checkpoint that the server was started with has not been received."""
         config = self._vllm_config.model_config
         tied = getattr(config.hf_text_config, "tie_word_embeddings", False)
         model_class: Any = type(self._model)
@@ -253,7 +253,7 @@ def uncovered(found: str, names: Set[str], wanted: str) -> CoverageError:
 
 
 def _names_by_storage(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[int, set[str]]:
-    """All names of each parameter, tied ones together. Before a reload, while tied parameters are still one object."""
+    """Return all names of each parameter by its id. Call it before a reload, while tied parameters are one object."""
     names: dict[int, set[str]] = {}
     for name, parameter in parameters:
         names.setdefault(id(parameter), set()).add(name)
@@ -261,30 +261,29 @@ def _names_by_storage(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[in
 
 
 def _is_plain(model: torch.nn.Module) -> bool:
-    """Return True if the served tensors are laid out as the checkpoint's, so that loading again
-    overwrites them correctly."""
-    # After loading, fused MoE layers lie in another order and MLA layers hold derived matrices, so loading again in
-    # place would leave wrong weights, without an error.
+    """Return True if the served tensors have the checkpoint's layout, so that they can be overwritten in place."""
+    # After loading, fused MoE layers have another order and MLA layers hold derived matrices. Loading them again in
+    # place would give wrong weights, without an error.
     kinds = {type(module).__name__ for module in model.modules()}
     return not any("FusedMoE" in kind or "MLA" in kind or "Mamba" in kind for kind in kinds)
 
 
 @functools.lru_cache(maxsize=4)
 def _missing(model_path: str, received: frozenset[str], model_class: type, tied: bool) -> frozenset[str]:
-    """Names of the checkpoint that were not received, as the model's own mapping writes them."""
+    """Return the names of the checkpoint's tensors that were not received, in the model's own naming."""
     mapper = getattr(model_class, "hf_to_vllm_mapper", None)
 
     def mapped(names: Iterable[str]) -> set[str]:
         return set(names) if mapper is None else set(mapper.apply_list(list(names)))
 
     missing = mapped(_checkpoint_names(model_path)) - mapped(received)
-    # A tied head is the embedding. Some checkpoints store both, and the learner sends one.
+    # A tied head is the embedding. Some checkpoints store both, but the learner sends only the embedding.
     return frozenset(name for name in missing if not (tied and name.endswith("lm_head.weight")))
 
 
 @functools.lru_cache(maxsize=2)
 def _checkpoint_names(model_path: str) -> frozenset[str]:
-    """Names in the headers of a folder's safetensors files; none if the checkpoint is of another kind."""
+    """Return the tensors' names in a folder's safetensors files; empty if the checkpoint has another format."""
     names: set[str] = set()
     for file in sorted(Path(model_path).glob("*.safetensors")):
         with file.open("rb") as stream:

@@ -1,20 +1,19 @@
-"""The meeting of a group's ranks: at one TCP address, within a deadline, and with nobody who lacks the group's secret.
+"""The meeting of a group's ranks: at one TCP address, within a deadline, only for those who know the group's secret.
 
-In: a `Seat`, and this rank's card: a few bytes that all others get. Out: all cards, and a connection between rank
-0 and every other rank. Rank 0 listens, and each connection to it begins so:
+In: a `Seat`, and this rank's card: a few bytes for all other ranks. Out: all ranks' cards, and a connection between
+rank 0 and every other rank. Rank 0 listens, and each connection to it begins with these messages:
 
     rank 0 to rank r    32 random bytes
     rank r to rank 0    r, 32 random bytes, its card, and a proof
     rank 0 to rank r    all cards, and a proof, once every rank has come
 
-A proof is an HMAC with the secret over the side, the port, the group's size, r, both sides' random bytes and what is
-sent. The secret itself comes with the authenticated HTTP call. Whoever only passes bytes on stays undiscovered, but can
-change none of these, and later none of a sealed bucket.
+A proof is an HMAC with the secret over the side, the port, the group's size, r, both sides' random bytes and the
+message. The secret itself comes with the authenticated HTTP call. A relay in between is not noticed, but it can change
+neither these messages nor a sealed bucket.
 
-Invariants: rank 0 listens on the address that it was given, on no other, and only until all ranks are there; from a
-connection that has proved nothing it reads HELLO_BYTES at most, within HELLO_S, and holds MAX_GUESTS of them at most;
-those that it drops are counted; every wait ends by the deadline, or soon after it was given up, and then the port is
-free.
+Invariants: rank 0 listens only on the configured address, and only until all ranks are there. From a connection without
+a proof it reads at most HELLO_BYTES, within HELLO_S, and it holds at most MAX_GUESTS such connections; dropped ones are
+counted. Every wait ends at the deadline, or soon after the join was given up, and then the port is free.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ from shared.errors import CommunicatorError, DeadlineError
 from shared.waits import Deadline
 
 CARD_BYTES = 256
-HELLO_S = 5.0  # time from a connection to its proof
-MAX_GUESTS = 64  # connections that have not proved anything yet
+HELLO_S = 5.0  # longest time from a connection to its proof
+MAX_GUESTS = 64  # max connections without a proof
 _POLL_S = 0.01
-_BACKLOG = 1024  # connections that the kernel holds
-_PORT_PATIENCE_S = 10.0  # wait for a port that another process has just left
+_BACKLOG = 1024  # max connections that the kernel queues until they are accepted
+_PORT_PATIENCE_S = 10.0  # longest wait for a port that another process has just left
 _RANDOM_BYTES = _PROOF_BYTES = 32
 _HELLO = struct.Struct(f"<I{_RANDOM_BYTES}s{CARD_BYTES}s{_PROOF_BYTES}s")
 HELLO_BYTES = _HELLO.size
@@ -58,9 +57,9 @@ class Seat:
     port: int
     rank: int
     world_size: int
-    timeout_s: float  # deadline for joining, and the default of every later operation
-    device: torch.device  # the tensors that this rank sends or receives are there
-    secret: bytes = field(repr=False)  # this group's alone
+    timeout_s: float  # deadline for joining, and default deadline of later operations
+    device: torch.device  # device of the tensors that this rank sends or receives
+    secret: bytes = field(repr=False)  # different for each group
 
     def __str__(self) -> str:
         return f"group {self.host}:{self.port} as rank {self.rank} of {self.world_size}"
@@ -68,7 +67,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """Everyone's card, by rank; and this rank's connections: rank 0's to all others, any other's to rank 0."""
+    """All ranks' cards, by rank, and this rank's connections: from rank 0 to all others, from another to rank 0."""
 
     cards: Sequence[bytes]
     links: Mapping[int, socket.socket]
@@ -82,14 +81,14 @@ _num_strangers = 0
 
 
 def num_strangers() -> int:
-    """Return the number of connections that this process has dropped because they proved nothing."""
+    """Return the number of connections that this process has dropped because they gave no valid proof."""
     return _num_strangers
 
 
 def meet(member: Seat, card: bytes, given_up: threading.Event) -> Meeting:
-    """Returns when all ranks are there. `card`: CARD_BYTES at most.
+    """Join the group's meeting; returns when all ranks are there. `card`: CARD_BYTES at most.
 
-    Raises DeadlineError, CommunicatorError if it was given up, OSError if the address can't be used.
+    Raises DeadlineError, CommunicatorError once `given_up` is set, OSError if the address can't be used.
     """
     card = card.ljust(CARD_BYTES, b"\0")
     assert len(card) == CARD_BYTES, "a card of that size does not travel"
@@ -105,13 +104,13 @@ def meet(member: Seat, card: bytes, given_up: threading.Event) -> Meeting:
 
 
 class _Wait:
-    """The deadline of a join, which may also be given up."""
+    """The wait of a join: it ends at the deadline, or when the join is given up."""
 
     def __init__(self, member: Seat, given_up: threading.Event) -> None:
         self.deadline = Deadline(member.timeout_s)
         self._member, self._given_up = member, given_up
         self.seen = "nobody listening"
-        self.num_refused = 0  # visits, by someone who did not know the group's secret
+        self.num_refused = 0  # tries in which one side did not know the group's secret
 
     def check(self) -> None:
         if self._given_up.is_set():
@@ -134,7 +133,7 @@ class _Wait:
 
 @dataclass(eq=False, slots=True)
 class _Guest:
-    """A connection that has proved nothing yet."""
+    """A connection that has not sent its proof yet."""
 
     link: socket.socket
     challenge: bytes
@@ -146,19 +145,19 @@ class _Guest:
 class _Member:
     link: socket.socket
     challenge: bytes
-    answer: bytes  # its own random bytes
+    answer: bytes  # the rank's own random bytes
     card: bytes
 
 
 class _Door:
-    """Rank 0's listening socket, and the ranks that have come."""
+    """Rank 0's listening socket, the connections without a proof, and the ranks that have proved the secret."""
 
     def __init__(self, member: Seat) -> None:
         self._member = member
         self._selector = selectors.DefaultSelector()
         self._listener = _listen(member)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._guests: dict[socket.socket, _Guest] = {}  # the oldest first
+        self._guests: dict[socket.socket, _Guest] = {}  # in order of arrival
         self._members: dict[int, _Member] = {}
 
     def await_all(self, card: bytes, wait: _Wait) -> Meeting:
@@ -185,13 +184,13 @@ class _Door:
         self._listener.close()
 
     def _let_in(self) -> None:
-        """Whoever has connected since the last look; not for long, because others are there."""
+        """Accept waiting connections, MAX_GUESTS at most, so that earlier ones are read soon."""
         for _ in range(MAX_GUESTS):
             try:
                 link, _ = self._listener.accept()
             except BlockingIOError:
                 return
-            except OSError:  # gone already, or no descriptor is left
+            except OSError:  # the caller has gone, or no descriptor is left
                 # The listener stays readable, so without a pause the loop would spin.
                 time.sleep(_POLL_S)
                 return
@@ -206,12 +205,12 @@ class _Door:
             link.send(guest.challenge)
         except OSError:
             self._drop(guest)
-        # The oldest goes: a rank of the group proves itself at once.
+        # The oldest is dropped, because a rank of the group sends its proof at once.
         if len(self._guests) > MAX_GUESTS:
             self._drop(next(iter(self._guests.values())))
 
     def _hear(self, guest: _Guest) -> None:
-        # Another connection of the same look may have pushed it out.
+        # A later connection in the same round may have caused this one to be dropped.
         if guest.link not in self._guests:
             return
         try:
@@ -233,7 +232,7 @@ class _Door:
             self._drop(guest)
             return
         self._forget(guest)
-        if rank in self._members:  # it has connected again
+        if rank in self._members:  # the rank has connected again
             self._members[rank].link.close()
         self._members[rank] = _Member(guest.link, guest.challenge, answer, card)
 
@@ -286,7 +285,7 @@ def _listen(member: Seat) -> socket.socket:
 
 
 def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
-    """Connect to rank 0 once. Return None if nobody there knew the secret: another group may still be there."""
+    """Connect to rank 0 once. Return None if no listener knows the secret: another group may still use the address."""
     try:
         link = socket.create_connection((member.host, member.port), timeout=1.0)
     except socket.gaierror:
@@ -309,7 +308,7 @@ def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
 
 
 def _introduce(link: socket.socket, member: Seat, card: bytes, wait: _Wait) -> list[bytes] | None:
-    """Prove the secret to rank 0 and return all cards; None if rank 0 did not know it."""
+    """Prove the secret to rank 0 and return all cards; None if rank 0 does not prove it."""
     challenge = _receive(link, _RANDOM_BYTES, wait, patience_s=HELLO_S)
     if challenge is None:
         return None
@@ -331,7 +330,7 @@ def _introduce(link: socket.socket, member: Seat, card: bytes, wait: _Wait) -> l
 
 
 def _receive(link: socket.socket, num_bytes: int, wait: _Wait, patience_s: float | None = None) -> bytes | None:
-    """None if the other side closes before, or says nothing for `patience_s`."""
+    """Return `num_bytes` bytes; None if the other side closes the connection, or takes longer than `patience_s`."""
     said = bytearray()
     patience = None if patience_s is None else Deadline(patience_s)
     while len(said) < num_bytes:
@@ -366,7 +365,7 @@ def late(what: str, found: str) -> DeadlineError:
 
 
 def _late_joining(member: Seat, found: str) -> DeadlineError:
-    """A rank of the group is not there: it ended, or it can't reach the port."""
+    """Return the error for a rank that did not come: it has ended, or cannot reach the port."""
     error = late(f"joining {member}", found)
     error.remedy = (
         f"look for a process that died; open {_SERVER}.servers[i].group_port ({member.port}) in the firewall of "
