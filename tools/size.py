@@ -1,0 +1,75 @@
+"""How large the project is, as a table: `python -m tools.size`.
+
+Lines are those of tracked code, as `wc -l` counts them, without pages, data and configurations.
+"""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+
+from learner.config.schema import RunConfig
+from rollout_server.config import ServerConfig
+from shared.config.model import Section, section_of, walk_keys
+from tools.imports import PROGRAMS, ROOT, circles, edges, imports_up
+
+CODE = {".py", ".sh", ".html", ".css", ".jinja"}
+LONG = 450  # lines
+LIMITS = {
+    "core, lines": 47_000,
+    "tests, lines": 54_000,
+    "bench, lines": 10_500,
+    "learner keys": 170,
+    "server keys": 35,
+    f"files of the core over {LONG} lines": 4,
+    "imports up": 0,
+    "circles": 0,
+    "repository, MB": 20,
+    "bench/README.md, KB": 25,
+}
+
+
+def tracked() -> list[Path]:
+    """Return the paths of tracked files that are there, from the repository's root."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [Path(name) for name in listed.split("\0") if (ROOT / name).is_file()]
+
+
+def lines_of(paths: Iterable[Path]) -> dict[Path, int]:
+    """Return the lines of each file of code among `paths`."""
+    return {path: (ROOT / path).read_bytes().count(b"\n") for path in paths if path.suffix in CODE}
+
+
+def num_keys(model: type[Section]) -> int:
+    """Return how many keys a configuration may set. Sections are none, and keys of a list's items are not counted."""
+    return sum(0 not in path and section_of(field.annotation) is None for path, field in walk_keys(model))
+
+
+def measured() -> dict[str, float]:
+    """Return what LIMITS has limits for, by the same names."""
+    files = tracked()
+    lines = lines_of(files)
+    places = {"core": PROGRAMS, "tests": ("tests",), "bench": ("bench",)}
+    of_place = {f"{name}, lines": sum(n for p, n in lines.items() if p.parts[0] in at) for name, at in places.items()}
+    return of_place | {
+        "learner keys": num_keys(RunConfig),
+        "server keys": num_keys(ServerConfig),
+        f"files of the core over {LONG} lines": len(long_files(lines)),
+        "imports up": len(imports_up(edges())),
+        "circles": len(circles(edges(typing=False))),
+        "repository, MB": round(sum((ROOT / path).stat().st_size for path in files) / 1e6, 1),
+        "bench/README.md, KB": round((ROOT / "bench/README.md").stat().st_size / 1e3, 1),
+    }
+
+
+def long_files(lines: dict[Path, int]) -> list[Path]:
+    """Return the core's files of more than LONG lines, the longest first."""
+    return sorted((p for p, n in lines.items() if n > LONG and p.parts[0] in PROGRAMS), key=lambda path: -lines[path])
+
+
+if __name__ == "__main__":
+    for name, value in measured().items():
+        print(f"{name:36} {value:8,g}  wanted <= {LIMITS[name]:,}")
+    for path, number in lines_of(long_files(lines_of(tracked()))).items():
+        print(f"{path}: {number}")
