@@ -2,9 +2,9 @@
 
 PyPI has only torchvision's CUDA build. With CPU torch its compiled operators do not load, and its import fails
 with "operator torchvision::nms does not exist". vLLM's vision models import torchvision without using those operators.
-It is enough to declare their schemas before torchvision is first imported, in every process, including those that vLLM
-starts. So this file is copied into site-packages. A `.pth` line there installs an import hook that costs nothing until
-torchvision is imported. If a CPU build of torchvision is installed, nothing is done.
+Declaring the operators' schemas before torchvision is first imported is enough. Every process must do it, also those
+that vLLM starts. So this file is copied into site-packages, and a `.pth` line there installs an import hook that costs
+nothing until torchvision is imported. If a CPU build of torchvision is installed, nothing is done.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _libraries: list[object] = []  # a torch.library.Library must stay referenced
 
 
 def declare_operators() -> None:
-    """Declare the schemas, for machines without the compiled operators."""
+    """Declare the schemas of torchvision's operators if torch is a CPU build."""
     import torch
 
     if torch.version.cuda is not None or _libraries:

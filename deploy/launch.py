@@ -11,10 +11,10 @@
 Every configuration, and the learner's folder, is checked before anything starts. The exit code is the learner's, or
 128 + n after signal n.
 
-A server that ends before the learner has started ends the launch: the same would happen again. Later it is started
-again, each time after a longer wait, `max_restarts` times; an uptime of STEADY_S makes it new. Then it is given up, and
-the run ends once every server is. A server counts as ready only if the answer comes from the process that was started
-here, by the `server_id` that was given to it: an older server on its port does not.
+A server that ends before the learner has started ends the launch: the same would happen again. Later it is restarted up
+to `max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the count begins anew. Then the
+server is given up, and the run ends once all servers are. A server counts as ready only if its answer has the
+`server_id` of the process that was started here, so an older server on the same port does not count.
 
 Whatever happens, no started process is left at the end. If this program is killed, the kernel ends its children.
 """
@@ -58,16 +58,16 @@ from shared.wire import SERVER_ID_VARIABLE
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2
 LOOK_S = 5.0  # deadline of one answer of `/ready/`, before the learner has started
-BACK_OFF_S = 1.0  # wait before the first restart; doubled before each of the next
+BACK_OFF_S = 1.0  # wait before the first restart; doubled before each further restart
 MAX_BACK_OFF_S = 60.0
-_LAST_LINES = 3  # of a log, in an error
+_LAST_LINES = 3  # number of a log's last lines in an error
 STEADY_S = 600.0
 
 
 @dataclass
 class Process:
     """A child process in its own session. Its output goes to `log` (None: this program's own output). A rollout server
-    answers with `server_id`, which no other start of it has."""
+    answers with `server_id`, which is new at each start."""
 
     name: str
     popen: subprocess.Popen[bytes]
@@ -75,7 +75,7 @@ class Process:
     server_id: str = ""
 
     def stop(self, timeout_s: float) -> None:
-        """SIGTERM, then SIGKILL to the whole session's group once the deadline has passed."""
+        """Send SIGTERM, and SIGKILL to the session's process group after `timeout_s`."""
         if self.popen.poll() is None:
             self.popen.terminate()
             try:
@@ -106,15 +106,15 @@ class Processes:
         log: Path | None = None,
         again: bool = False,
     ) -> Process:
-        """Start a program in a session of its own. `again`: `log` is continued. Call it from a thread that lives as
-        long as the program: it ends with that thread."""
+        """Start a program in a session of its own. `again`: append to `log`. The program is killed when the calling
+        thread ends."""
         server_id, parent_pid = uuid.uuid4().hex[:12], os.getpid()
         env = os.environ | without_working_directory(os.environ) | {SERVER_ID_VARIABLE: server_id}
         if devices:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, devices))
         else:
-            # Server and learner share the cores. Without this, a thread busy-waits for another one that the other
-            # program keeps off its core: one step took 20 s instead of one.
+            # Server and learner share the cores. By default an OpenMP thread busy-waits for threads whose cores the
+            # other program uses: one step took 20 s instead of one.
             env.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         output = None
         if log is not None:
@@ -140,7 +140,7 @@ class Processes:
         return self.started[-1]
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal. It lets a start finish, otherwise nobody would stop that process."""
+        """Handle a signal. During a start it waits until the new process is listed, so that it is stopped too."""
         leave_lost_output()
         if self._starting:
             self._postponed = signum
@@ -148,7 +148,7 @@ class Processes:
             raise KeyboardInterrupt(signum)
 
     def forget(self, process: Process) -> None:
-        """A process has ended: end what is left of its session."""
+        """Remove a process that has ended, and kill what is left of its session."""
         process.stop(0.0)
         self.started.remove(process)
 
@@ -159,8 +159,8 @@ class Processes:
 
 @contextmanager
 def supervised() -> Iterator[Processes]:
-    """Processes that are all stopped at the end, even if SIGTERM, Ctrl-C or a closed terminal ends the block
-    (KeyboardInterrupt)."""
+    """Yield a `Processes` whose processes are all stopped at the end of the block, also if SIGTERM, Ctrl-C or a closed
+    terminal ends the block (KeyboardInterrupt)."""
     processes = Processes()
     signals = stop_signals()
     previous = [signal.signal(signum, processes.interrupt) for signum in signals]
@@ -189,8 +189,8 @@ def start_server(
 
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
-    """Wait, and return the seconds until the server itself answered `/ready/` with 200; the servers `beside` it must
-    stay alive meanwhile.
+    """Wait until the server itself answers `/ready/` with 200, and return the seconds it took. The servers `beside` it
+    must stay alive meanwhile.
 
     Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
     """
@@ -228,16 +228,16 @@ def server_argv(config_path: str) -> list[str]:
 
 
 def learner_argv(config_path: str, nproc: int, max_restarts: int = 0) -> list[str]:
-    """torchrun for `nproc` learner ranks on this machine."""
+    """Return the command that runs `nproc` learner ranks on this machine by torchrun."""
     ranks = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc), "--max-restarts", str(max_restarts)]
     return [*ranks, "--", "-m", "learner", "--config", config_path]
 
 
 def ranks_argv(learner: LearnerLaunch) -> list[str]:
-    """torchrun for the learner's ranks, on this machine or wherever `via` runs it."""
+    """Return the torchrun command for the learner's ranks, behind the command prefix `via`."""
     if learner.nodes == 1:
         return [*learner.via, *learner_argv(learner.config, learner.nproc, learner.max_restarts)]
-    # Every start gets a new store: in an old one ranks find the addresses of ranks that are gone.
+    # Every start gets a new store, because an old store holds the addresses of ended ranks.
     torchrun = ["env", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", sys.executable, "-m", "torch.distributed.run"]
     flags = {
         "nnodes": learner.nodes,
@@ -259,7 +259,7 @@ def _last_words(log: Path | None) -> str:
 
 
 class Server:
-    """One rollout server of a launch; `look` starts it again when it has ended."""
+    """One rollout server of a launch. `look` restarts it after it has ended."""
 
     def __init__(self, processes: Processes, index: int, entry: ServerLaunch, log_dir: Path) -> None:
         self._processes, self._name, self._entry = processes, f"server {index}", entry
@@ -271,11 +271,11 @@ class Server:
         self._is_ready = True  # `launch` has waited for it
         self._num_restarts = 0
         self._started_at = awake_s()
-        self._start_at: float | None = None  # time at which it is started again
+        self._start_at: float | None = None  # time of the next restart
         say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
-        """Look once: start it if it is time, say that it is ready again, or notice its end."""
+        """Check the server once: restart it if it is time, print that it is ready again, or notice its end."""
         now = awake_s()
         if self.given_up:
             return
@@ -335,8 +335,8 @@ def launch(config: LaunchConfig) -> int:
 
 
 def _run_beside(learner: Process, servers: Sequence[Server], ready_timeout_s: float) -> int:
-    """The learner's exit code, once it has ended; servers are started again meanwhile. Raises ServerError once all
-    of them are given up."""
+    """Return the learner's exit code, once it has ended. Meanwhile ended servers are restarted. Raises ServerError once
+    all servers are given up."""
     with httpx.Client(trust_env=False, timeout=1.0) as client:
         while (code := learner.popen.poll()) is None:
             for server in servers:
@@ -381,7 +381,7 @@ def start(
 
 
 def _told(command: Callable[[], int]) -> int:
-    """Return the command's exit code; its errors are printed, without a traceback."""
+    """Run a command and return its exit code. Errors are printed without a traceback."""
     try:
         return command()
     except KeyboardInterrupt as stopped:

@@ -20,8 +20,8 @@ from shared.config.parse import load_yaml, parse
 from shared.tokens import read_token
 
 Device = Annotated[int, Field(ge=0)]
-SbatchOption = Annotated[str, Field(pattern=r"^-[^\x00-\x1f\x7f-\x9f]+$")]  # one line: the next one would be a command
-LEARNER_SHARE = 0.1  # least share that is left for it of a device that it shares with servers
+SbatchOption = Annotated[str, Field(pattern=r"^-[^\x00-\x1f\x7f-\x9f]+$")]  # a second line would be a command
+LEARNER_SHARE = 0.1  # min share of a device's memory for the learner beside servers
 NO_IMAGE = "REPLACE-ME@sha256:REPLACE-ME"
 IMAGE = r"^[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}$"
 
@@ -88,12 +88,12 @@ class LaunchConfig(Section):
 
     @property
     def parts(self) -> dict[str, ServerLaunch | LearnerLaunch]:
-        """The servers and the learner by their keys."""
+        """Return the servers and the learner by their keys in the file."""
         return {**{f"servers[{i}]": server for i, server in enumerate(self.servers)}, "learner": self.learner}
 
 
 def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig:
-    """Load the launcher's file, with KEY=VALUE laid over it, for this machine. Every configuration that it names is
+    """Return the launcher's file, with KEY=VALUE overrides, for this machine. The configurations that it names are
     checked too. Raises ConfigErrors."""
     document = for_program(load_yaml(path, overrides=overrides), "launcher")
     config = parse(LaunchConfig, document, rules=(rank_devices, one_machine))
@@ -110,7 +110,7 @@ def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig
 
 
 def one_machine(config: LaunchConfig) -> Iterator[Mistake]:
-    """What is started elsewhere says how (`via`); its devices are not this machine's."""
+    """Yield mistakes of parts that cannot start here: without `via`, a part runs on this machine and its devices."""
     elsewhere = "write it for a cluster (--to slurm, kubernetes or skypilot)"
     for i, server in enumerate(config.servers):
         if server.count > 1:
@@ -127,7 +127,7 @@ def one_machine(config: LaunchConfig) -> Iterator[Mistake]:
 
 
 def claimed_once(config: LaunchConfig) -> Iterator[Mistake]:
-    """No device is used by two processes."""
+    """Yield a mistake for each device that two processes use."""
     owners: dict[int, str] = {}
     claims = {f"servers[{i}].devices": server.devices for i, server in enumerate(config.servers)}
     for owner, devices in {**claims, "learner.devices": config.learner.devices}.items():
@@ -140,8 +140,8 @@ def claimed_once(config: LaunchConfig) -> Iterator[Mistake]:
 
 
 def shares_fit(config: LaunchConfig, shares: Sequence[float]) -> Iterator[Mistake]:
-    """The servers of a device leave each other room, and the learner `LEARNER_SHARE` if it is there too. `shares`: the
-    servers' `gpu_memory_utilization`."""
+    """Yield a mistake for each device whose servers together take too much memory: the learner needs `LEARNER_SHARE` if
+    it uses the device too. `shares`: the servers' `gpu_memory_utilization`."""
     for device in sorted({device for server in config.servers for device in server.devices}):
         here = [i for i, server in enumerate(config.servers) if device in server.devices]
         taken = sum(shares[i] for i in here)
@@ -157,7 +157,7 @@ def shares_fit(config: LaunchConfig, shares: Sequence[float]) -> Iterator[Mistak
 
 
 def rank_devices(config: LaunchConfig) -> Iterator[Mistake]:
-    """If devices are named, each learner rank has a device of its own, and none is idle."""
+    """Yield a mistake if the learner's devices are named, but are not exactly one per rank."""
     devices, nproc = config.learner.devices, config.learner.nproc
     if devices and len(devices) != nproc:
         wanted, remedy = f"one for each of the {nproc} rank(s)", "name as many devices, or change learner.nproc"

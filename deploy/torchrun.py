@@ -1,10 +1,10 @@
 """torchrun for one machine, with readable messages at the end: `python -m deploy.torchrun --nproc N -- -m learner ...`.
 
-In: a number of ranks, and after `--` what each of them runs (a module with `-m`, or a script). Out: the ranks' own
-output, and an exit code: 0, or that of the rank that failed first (128 + signal if a signal ended it). Instead of
-torchrun's traceback there is one line. SIGTERM and SIGINT reach the ranks. Ranks that still run after
-SHUTDOWN_TIMEOUT_S are killed. With `--max-restarts N` all ranks are started again after one has failed, at most N
-times; a learner then goes on from its newest checkpoint.
+In: a number of ranks, and after `--` the module (`-m`) or script that each rank runs. Out: the ranks' output, and an
+exit code: 0, or that of the rank that failed first (128 + signal if a signal ended it). One line replaces torchrun's
+traceback. SIGTERM and SIGINT reach the ranks. Ranks that still run after SHUTDOWN_TIMEOUT_S are killed. With
+`--max-restarts N` all ranks are restarted after one has failed, at most N times; a learner then resumes from its newest
+checkpoint.
 
 This is `torch.distributed.run --standalone` in this process. For several nodes call `torchrun` itself, whose flags
 (--nnodes, --rdzv-endpoint, ...) all work with `-m learner`.
@@ -26,8 +26,8 @@ import typer
 from shared.private import locked_folder
 from shared.version import Version
 
-# This is longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of
-# `deploy.launch`, whose SIGKILL would not reach the ranks. The variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
+# Longer than `training.stop_timeout_s`, so that a checkpoint is written, and shorter than the timeout of
+# `deploy.launch`, whose SIGKILL would not reach the ranks. TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides this value.
 SHUTDOWN_TIMEOUT_S = 28
 
 
@@ -48,10 +48,10 @@ def main(
 
 
 def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> int:
-    """`command` on `nproc` ranks. Installs torchrun's signal handlers, so only the main thread can call it."""
+    """Run `command` on `nproc` ranks, and return the exit code. Call it in the main thread: it sets signal handlers."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     if max_restarts:
-        # Every start has a store of its own. In a shared one, ranks find the addresses of those that are gone.
+        # Every start gets a new store, because a shared store holds the addresses of ended ranks.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if command[:1] == ["-m"]:
         os.environ |= without_working_directory(os.environ)
@@ -59,10 +59,10 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    logging.disable(logging.ERROR)  # hides torchrun's own report of a failure; ranks log in their own processes
+    logging.disable(logging.ERROR)  # hides torchrun's report of a failure; ranks log in other processes
     try:
         numbers = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
-        # Torchrun makes a folder for its ranks' error files, and a killed one leaves it.
+        # torchrun makes a folder for its ranks' error files. After SIGKILL the next start removes the folder.
         folder = locked_folder("torchrun-", Path(tempfile.gettempdir()))
         run.run(run.parse_args(["--standalone", *numbers, "--log-dir", folder, *command]))
     except ChildFailedError as error:
@@ -78,8 +78,8 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
 def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a Python process that runs one of our modules with `-m`.
 
-    Without them Python looks for modules in the working directory first, and a folder `shared`, `deploy` or `learner`
-    there hides ours. In a clone, the clone is named instead, because its packages may not be installed.
+    Without these variables Python searches the working directory first, where a folder `shared`, `deploy` or `learner`
+    would hide our package. In a clone they name the clone, because its packages may not be installed.
     """
     root = Path(__file__).resolve().parents[1]
     safe = {"PYTHONSAFEPATH": "1"}

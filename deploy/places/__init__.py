@@ -1,9 +1,9 @@
 """One launch file, several places: `rollout-launch --config launch.yaml --to PLACE --out DIR` (R46).
 
-A place is a module with three functions: `mistakes(plan, out)`, what it cannot do; `files(plan, out)`, name to text;
-and `submit(plan, out)`, how to start what was written. They read a `Plan` and nothing else. The files under
-deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose are what they write for `EXAMPLES`;
-`python -m tools.docs` writes them again, and a test compares.
+A place is a module with three functions: `mistakes(plan, out)` yields what the place cannot do; `files(plan, out)`
+returns texts by file name; `submit(plan, out)` says how to start them. They read only a `Plan`. The files under
+deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose are written from `EXAMPLES` by
+`python -m tools.docs`, and a test compares them.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def write_place(place: Place, config_path: str, overrides: Sequence[str], out: P
 
 
 def examples() -> dict[str, str]:
-    """Return the shipped files by their path. Their images are placeholders, which no place takes."""
+    """Return the shipped files by their path. Their image names are placeholders, which every place refuses."""
     found: dict[str, str] = {}
     for folder, (place, path) in EXAMPLES.items():
         out = Path(folder)

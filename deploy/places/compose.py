@@ -1,8 +1,8 @@
 """Docker Compose: one machine, a container for each server and one for the learner.
 
-Containers run as a user without rights, on a root file system that is read-only, and reach each other alone: no port is
-published. They see the files and folders that the configurations name, and no others of this machine. The run ends when
-the learner ends; a server that fails is started again.
+Containers run as a user without rights, on a read-only root file system. They reach only each other: no port is
+published. Of this machine they see only the files and folders that the configurations name. The run ends when the
+learner ends; a server that fails is started again.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FOLDER = "/etc/rollout-matching"
 WORKDIR = "/app"
 ASK_READY = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{HTTP_PORT}/ready/', timeout=5)"
 DOCKERFILE = "deploy/docker/Dockerfile"
-# Bases of the images. vLLM's has no default, because a run on GPUs is worth the choice of a version.
+# Base images. vLLM's has no default, because the user has to choose its version.
 NO_BASE = "vllm-image-is-not-set"
 PYTHON_BASE = "python:3.11-slim-bookworm@sha256:a36c24f9cbdf4fd0f52d67f0823eeac19c2028c637cecc392d97f980d4fec56b"
 SHARED_MEMORY = "shm"
@@ -75,13 +75,13 @@ def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
 
 
 def builds(plan: Plan) -> bool:
-    """Return True if images are built here: none is named."""
+    """Return True if images are built here, because the launch file names no image."""
     fields = plan.cluster.model_fields
     return all(getattr(plan.cluster, name) == fields[name].default for name in ("server_image", "learner_image"))
 
 
 def is_movable(path: PurePosixPath) -> bool:
-    """Return True for what DATA_DIR and RUNS_DIR move."""
+    """Return True for a path below `data` or `runs`, which DATA_DIR and RUNS_DIR can replace."""
     return path.parts[:1] in {("data",), ("runs",)}
 
 
@@ -93,7 +93,7 @@ def files(plan: Plan, out: Path) -> dict[str, str]:
     compose = {
         "name": plan.cluster.name,
         "services": services,
-        # Files, because Compose cannot write a text into a container whose root is read-only.
+        # Files, because Compose cannot write inline content into a container with a read-only root.
         "configs": {name: {"file": f"./{name}.yaml"} for name in services},
         "volumes": {"models": None, SHARED_MEMORY: {"driver": "local", "driver_opts": memory}},
     }
@@ -151,7 +151,7 @@ def learner_service(plan: Plan, out: Path) -> dict[str, Any]:
     return {
         **service(plan, out, "learner", tuple(learner.devices), variables=(*plan.secrets, JOB_VARIABLE)),
         "command": ["deploy.torchrun", *torchrun, "--", "-m", "learner", "--config", f"{FOLDER}/learner.yaml"],
-        "restart": "no",  # torchrun restarts the ranks; if that is not enough, resume the run yourself
+        "restart": "no",  # torchrun restarts the ranks; after more failures the user has to resume
         "depends_on": {name: {"condition": "service_healthy"} for name in names(plan)},
         "stop_grace_period": "60s",  # SIGTERM makes the learner save a checkpoint first
     }
@@ -160,15 +160,15 @@ def learner_service(plan: Plan, out: Path) -> dict[str, Any]:
 def service(
     plan: Plan, out: Path, name: str, devices: tuple[int, ...], *, variables: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return what all containers share. `variables`: what it gets of the caller's environment."""
+    """Return the settings that all containers share. `variables`: names taken from the caller's environment."""
     gpu = {
         "ulimits": {"memlock": -1},  # NCCL pins host memory; rootless engines refuse it
         "deploy": {"resources": {"reservations": {"devices": [gpus(devices)]}}},
     }
     return {
         **image(plan, out, name.partition("-")[0]),
-        # NCCL takes containers for machines of their own, because their names differ. It must: it would otherwise hand
-        # GPU memory over by a socket that the other container's network does not have.
+        # Different host names make NCCL treat containers as different machines. On one machine it would share GPU
+        # memory through a socket that the other container cannot reach.
         "hostname": name,
         "user": f"${{RUN_AS:-{USER}:{USER}}}",
         "read_only": True,
@@ -176,7 +176,7 @@ def service(
         "init": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        # Taken from the environment, by name: without a token the server says so, and `down` needs none.
+        # Names without values: Compose takes them from the environment. `down` needs no token.
         "environment": {"HOME": "/tmp", "XDG_CACHE_HOME": "/cache", **dict.fromkeys(variables)},
         "configs": [{"source": name, "target": f"{FOLDER}/{name}.yaml"}],
         "volumes": volumes(plan, out),
@@ -194,10 +194,10 @@ def image(plan: Plan, out: Path, side: str) -> dict[str, Any]:
 
 
 def volumes(plan: Plan, out: Path) -> list[dict[str, Any]]:
-    """Return the volumes: both sides mount them at the same place, because requests name images by path. What is below
-    a folder of the working directory is mounted with all of that folder, such as `data`; what is elsewhere, as it is
-    named, a file with its folder."""
-    folders: dict[PurePosixPath, bool] = {}  # and whether it is written
+    """Return the volumes. Both sides mount them at the same place, because requests name images by path. For a path in
+    the working directory its whole top folder is mounted, such as `data`; elsewhere the named folder, or a file's
+    folder."""
+    folders: dict[PurePosixPath, bool] = {}  # folder -> whether the run writes into it
     for named in plan.paths:
         folder = named.path
         if ".." not in folder.parts and not folder.is_absolute() and not named.is_model:
@@ -208,8 +208,8 @@ def volumes(plan: Plan, out: Path) -> list[dict[str, Any]]:
     return [
         *(bind(plan, out, folder, written=written) for folder, written in sorted(folders.items())),
         {"type": "volume", "source": "models", "target": "/cache"},
-        # vLLM's processes and NCCL exchange data through it, where Docker's default of 64 MB is too small. It outlives
-        # a server, so that a server which is started again has the same one.
+        # vLLM's processes and NCCL exchange data through shared memory, and Docker's default of 64 MB is too small. As
+        # a volume it stays when a server is started again.
         {"type": "volume", "source": SHARED_MEMORY, "target": "/dev/shm"},
     ]
 

@@ -1,11 +1,11 @@
 """Kubernetes: a StatefulSet with a headless service for each entry of `servers`, and an indexed Job for the learner.
 
-Every server has an address of its own, because the learner names each one and joins its group. Pods run as a user
-without rights, on a root file system that is read-only: they write to the claim (`runs`, the cache) and to memory or
-scratch (`/tmp`, `/dev/shm`). A NetworkPolicy lets only the learner's pods reach the servers.
+Every server has an address of its own, because the learner calls each server and joins its group. Pods run as a user
+without rights, on a read-only root file system: they write to the claim (`runs`, the cache) and to memory or scratch
+(`/tmp`, `/dev/shm`). A NetworkPolicy lets only the learner's pods reach the servers.
 
-Restarts: the StatefulSet's for servers. torchrun's for ranks; then the Job's for pods (`max_requeues`), where a drained
-machine does not count, and a wrong configuration (exit code 2) ends the Job. All starts of a Job are one run.
+The StatefulSet restarts servers. torchrun restarts ranks; after that the Job restarts pods, up to `max_requeues` times.
+A drained machine does not count, and a wrong configuration (exit code 2) ends the Job. All starts of a Job are one run.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Object = dict[str, Any]
 
 HTTP_PORT = 8000
 USER = 10001  # the same as in deploy/docker/Dockerfile
-FOLDER = "/etc/rollout-matching"  # configurations
+FOLDER = "/etc/rollout-matching"  # folder of the configurations in a pod
 WORKDIR = "/app"
 LIST = """\
 #!/usr/bin/env bash
@@ -56,7 +56,7 @@ done
 
 
 def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
-    """Pods see the claim's folders and nothing of this machine. Servers do not see `runs/`."""
+    """Yield a mistake for each path that pods do not see: they see the claim's folders, and servers not `runs/`."""
     for named in plan.paths:
         folders = ("runs",) if named.written else ("data",) if named.of_server else ("data", "runs")
         if named.of_server and named.written:
@@ -112,7 +112,7 @@ def labels(plan: Plan, part: str, name: str = "") -> dict[str, str]:
 
 
 def config_map(plan: Plan, groups: list[tuple[str, ServerPlan]]) -> Object:
-    """Return both configurations, and the list of servers that the learner reads while it runs."""
+    """Return the ConfigMap: both configurations, and the script that lists the servers for a running learner."""
     urls = [f"http://{name}-{i}.{name}:{HTTP_PORT}" for name, server in groups for i in range(server.count)]
     discovery = {"command": ["bash", f"{FOLDER}/servers.sh", *(name for name, _ in groups)]}
     data = {f"server-{i}.yaml": server.file("${POD_IP}", HTTP_PORT) for i, (_, server) in enumerate(groups)}
@@ -121,8 +121,8 @@ def config_map(plan: Plan, groups: list[tuple[str, ServerPlan]]) -> Object:
 
 
 def claim(plan: Plan) -> Object:
-    """One volume for data, runs and downloaded models. Every pod mounts its folders at the same place: images cross the
-    wire as paths, and all ranks write into one run directory. Many machines mount it at once."""
+    """Return the claim for one volume with data, runs and downloaded models. Every pod mounts its folders at the same
+    place, because requests name images by path and all ranks write into one run directory."""
     spec = {
         "accessModes": ["ReadWriteMany"],
         "resources": {"requests": {"storage": f"{plan.cluster.storage_gib}Gi"}},
@@ -132,8 +132,8 @@ def claim(plan: Plan) -> Object:
 
 
 def network(plan: Plan) -> list[Object]:
-    """Return the network's rules. Only the learner reaches the servers; only learner and servers reach the learner.
-    Both sides of a weight sync, and ranks among each other, listen on ports that the system chooses."""
+    """Return the network policies. Only the learner reaches the servers; only learner and servers reach the learner.
+    Weight syncs and ranks also listen on ports that the system chooses."""
     first, last = SYSTEM_PORTS
     chosen = {"protocol": "TCP", "port": first, "endPort": last}
     learner, server = ({"podSelector": {"matchLabels": labels(plan, part)}} for part in ("learner", "server"))
@@ -168,8 +168,8 @@ def policy(plan: Plan, part: str, ingress: list[Object]) -> Object:
 
 
 def headless(name: str, ports: dict[str, int]) -> Object:
-    """Names for pods. Also for those that are not ready: a server that waits for a sync after a failed one is not
-    ready, and the learner must reach it; ranks meet before any of them is ready."""
+    """Return a headless service, which gives pods DNS names even if they are not ready. The learner must reach a server
+    that is not ready after a failed sync, and ranks meet before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -196,14 +196,14 @@ def server_objects(plan: Plan, name: str, server: ServerPlan, file: int) -> list
             "image": plan.cluster.server_image,
             "args": ["rollout_server", "--config", f"{FOLDER}/server-{file}.yaml"],
             "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
-            # 503 while weights change, and after a failed sync. A server that does not answer is started again.
+            # `/ready/` answers 503 while weights change, and after a failed sync. `/health/` restarts a silent server.
             "startupProbe": probe("/health/", periodSeconds=10, failureThreshold=_tries(plan, 10)),
             "livenessProbe": probe("/health/", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
             "readinessProbe": probe("/ready/", periodSeconds=5, timeoutSeconds=5),
         },
         devices=server.num_devices,
         runs=False,
-        grace_s=45,  # shutdown_timeout_s, and the engine's own end
+        grace_s=45,  # shutdown_timeout_s plus the time in which the engine ends
     )
     return [
         headless(name, ports),
@@ -264,7 +264,7 @@ def job(plan: Plan) -> Object:
 
 
 def ranks(plan: Plan, name: str) -> list[str]:
-    """Return torchrun's arguments: with readable messages on one machine, with a meeting at pod 0 on several."""
+    """Return torchrun's arguments: `deploy.torchrun` on one machine; on several, ranks meet at pod 0."""
     learner = plan.launch.learner
     program = ["-m", "learner", "--config", f"{FOLDER}/learner.yaml"]
     restarts = f"--max-restarts={learner.max_restarts}"
@@ -284,7 +284,7 @@ def ranks(plan: Plan, name: str) -> list[str]:
 
 
 def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int) -> Object:
-    """Return one container's pod. `runs`: it may write there."""
+    """Return a pod with one container. `runs`: mount the folder `runs`, for writing."""
     cluster = plan.cluster
     memory = f"{devices * cluster.memory_per_device_gib}Gi"
     gpus = {"nvidia.com/gpu": str(devices)} if cluster.gpu else {}
@@ -329,22 +329,22 @@ def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int
             {"name": "config", "configMap": {"name": cluster.name}},
             {"name": "storage", "persistentVolumeClaim": {"claimName": cluster.storage or cluster.name}},
             {"name": "tmp", "emptyDir": {"sizeLimit": "32Gi"}},
-            # vLLM's processes and NCCL need this: a pod's own /dev/shm has 64 MB.
+            # vLLM's processes and NCCL need more shared memory than the 64 MB of a pod's default /dev/shm.
             {"name": "shm", "emptyDir": {"medium": "Memory", "sizeLimit": "16Gi"}},
         ],
     }
 
 
 def environment(plan: Plan, *, of_job: bool) -> list[Object]:
-    """Return secrets by name; the pod's address; the Job, so that its starts are one run; caches where the pod may
-    write."""
+    """Return the environment variables: secrets by name, the pod's address, the Job's id, so that all its starts are
+    one run, and caches in folders that the pod may write."""
     uid = "metadata.labels['batch.kubernetes.io/controller-uid']"
     return [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         *([{"name": JOB_VARIABLE, "valueFrom": {"fieldRef": {"fieldPath": uid}}}] if of_job else []),
         {"name": "HOME", "value": "/tmp"},
         {"name": "XDG_CACHE_HOME", "value": "/cache"},
-        # Every start gets a new store: in an old one ranks find the addresses of ranks that are gone.
+        # Every start gets a new store, because an old store holds the addresses of ended ranks.
         {"name": "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "value": "1"},
         *(
             {"name": name, "valueFrom": {"secretKeyRef": {"name": plan.cluster.name, "key": name}}}

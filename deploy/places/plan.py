@@ -1,11 +1,11 @@
-"""A launch file as every place needs it: `read_plan`, from launch.yaml to a `Plan`.
+"""Reads a launch file into a `Plan`, from which every place writes its files.
 
 The configurations of the servers and the learner become self-contained: bases are merged and variables filled in,
-except secrets (`${NAME}` where the name says TOKEN, KEY, SECRET or PASSWORD), which the place provides. Paths stay as
-they are: every place starts both programs in a folder that has `data/` and `runs/`. `Plan.paths` lists them.
+except secrets (`${NAME}` whose name contains TOKEN, KEY, SECRET or PASSWORD), which the place provides. Paths stay as
+they are: every place starts both programs in a folder that has `data/` and `runs/`. `Plan.paths` lists the paths.
 
-Raises ConfigErrors. Of this machine, which may be a laptop, it is only looked up whether `a/b` is a folder here or a
-name on the Hugging Face hub.
+Raises ConfigErrors. This machine may be a laptop, so paths are not checked here. Only whether `a/b` is a folder here
+decides if it is a path or a name on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ from shared.config.parse import Document, dump_yaml, load_yaml, parse
 from shared.config.yaml import merge
 from shared.wire import TOKEN_VARIABLE
 
-GROUP_PORT = 51216  # weight sync
-RENDEZVOUS_PORT = 29400  # torchruns of several machines
+GROUP_PORT = 51216  # port of weight syncs
+RENDEZVOUS_PORT = 29400  # port where the torchruns of several machines meet
 SHARED = ("data/", "runs/")  # the folders that every place has
-SYSTEM_PORTS = (32768, 60999)  # Linux chooses from these for NCCL and gloo
+SYSTEM_PORTS = (32768, 60999)  # range from which Linux chooses ports for NCCL and gloo
 HEADER = "# Written by `rollout-launch --to {place}` from {source}. Do not edit: change that file and write it again.\n"
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"\[[\d:%]*\]$")
-# Keys of both programs whose values are paths, and of those the ones that are written. A test walks all keys.
+# Keys of both programs whose values are paths that a run writes, or reads. A test checks that no key is missing.
 WRITTEN = frozenset({"output_dir", "write", "log_dir"})
 READ = frozenset(
     {"path", "train", "val", "test", "image_root", "annotation_root", "resume_from_checkpoint", "file", "model"}
@@ -46,7 +46,7 @@ READ = frozenset(
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
-    """One entry of `servers`: `count` servers alike."""
+    """One entry of `servers`, which stands for `count` equal servers."""
 
     values: Mapping[str, Any]
     config: ServerConfig
@@ -59,14 +59,14 @@ class ServerPlan:
         return self.config.world_size
 
     def file(self, address: str, port: int) -> str:
-        """Its configuration where it listens on every interface, and the group meets at `address`."""
-        address = Hidden(address)  # written as it is: it may be `${NAME}`
+        """Return the server's YAML: it listens on every interface, and its group meets at `address`."""
+        address = Hidden(address)  # `Hidden`, so that a `${NAME}` in it stays
         return dump_yaml({**self.values, "host": "0.0.0.0", "port": port, "communicator_host": address})
 
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPath:
-    """A path that a configuration names, by the `key` that names it, in `file`."""
+    """A path that a configuration names: in `file`, at `key`."""
 
     key: str
     file: str
@@ -80,7 +80,7 @@ class NamedPath:
 
     @property
     def is_on_hub(self) -> bool:
-        """Return True if it can be a name there: nothing here is called so."""
+        """Return True if the path can be a name on the hub, and no file or folder here has it."""
         is_name = _HUB.fullmatch(str(self.path)) is not None and not str(self.path).startswith(SHARED)
         return is_name and not self.written and not Path(self.path).exists()
 
@@ -116,7 +116,7 @@ class Plan:
         return self.launch.learner.nodes * self.launch.learner.nproc
 
     def learner_values(self, urls: Sequence[str], discovery: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Return the learner's configuration with these servers."""
+        """Return the learner's configuration with the servers at `urls`."""
         servers = [{"base_url": Hidden(url), "group_port": GROUP_PORT} for url in urls]
         over: dict[str, Any] = {"servers": servers, "base_url": None, "group_port": None}
         if discovery is not None:
@@ -129,7 +129,7 @@ class Plan:
         return dump_yaml(self.learner_values(urls, discovery))
 
     def header(self, place: str) -> str:
-        """Return a comment of one line, whatever the file's name: what follows a line break would be the script's."""
+        """Return the comment that begins each file: always one line, because a second could be run as code."""
         source = self.source if self.source.isprintable() else json.dumps(self.source)
         return HEADER.format(place=place, source=source)
 
@@ -167,7 +167,7 @@ def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
 
 
 def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
-    """The place says where things run."""
+    """Yield a mistake for each `via`, because the place decides where programs run."""
     for owner, entry in config.parts.items():
         if entry.via:
             remedy = "remove it, or launch without --to"
@@ -177,8 +177,8 @@ def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
 def paths_in(
     values: object, file: str, *, of_server: bool, key: str = "", annotations: str = ""
 ) -> Iterator[NamedPath]:
-    """Yield the paths that a configuration names, whole files and folders: without splits and parts. `annotations`:
-    their format, which says whether they may be on the hub."""
+    """Yield the paths of files and folders that a configuration names, without the split or part behind a path.
+    `annotations`: the format of annotations, which decides whether they may be on the hub."""
     name = key.rpartition(".")[2].partition("[")[0]
     if isinstance(values, Mapping):
         annotations = values.get("format") or annotations
@@ -198,7 +198,7 @@ def paths_in(
 
 
 def _check_learner(plan: Plan, document: Document) -> None:
-    """Check the learner's file alone, and with as many servers as the launch has."""
+    """Raises ConfigErrors if the learner's file is wrong, alone or with as many servers as the launch has."""
     config_of(document, world_size=plan.num_ranks)
     urls = [f"http://server-{i}:8000" for i in range(plan.num_servers)]
     learner = config_of(plan.learner_values(urls), world_size=plan.num_ranks)
@@ -213,7 +213,7 @@ def _secrets(document: Document) -> set[str]:
 
 
 def image_mistakes(cluster: ClusterLaunch) -> Iterator[Mistake]:
-    """Images are named by digest: a tag may be another image tomorrow."""
+    """Yield a mistake for each image that is not named by a digest: a tag may name another image tomorrow."""
     for key in ("server_image", "learner_image"):
         image = getattr(cluster, key)
         if not re.fullmatch(IMAGE, image):

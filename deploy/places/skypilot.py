@@ -1,8 +1,8 @@
 """SkyPilot: one task on several machines. The first ones learn (torchrun), the others serve.
 
-SkyPilot gives the machines, ends all of them when one fails, and starts a managed job again after a machine was taken
-away; all starts of a task are one run. A server that ends is started again by its machine. Servers end once the learner
-has written a file into the logs that all machines see.
+SkyPilot provides the machines, ends all of them when one fails, and restarts a managed job after a machine was taken
+away; all starts of a task are one run. A script on each server's machine restarts a server that has ended. Servers end
+once the learner has written a file into the shared folder of logs.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from deploy.places.plan import RENDEZVOUS_PORT, Plan
 from shared.config.model import Mistake
 
 HTTP_PORT = 8000
-STORAGE = "/storage"  # every machine has it
+STORAGE = "/storage"  # folder of the shared storage on every machine
 
 SETUP = f"""\
 [ -e data ] || ln -s {STORAGE}/data data
@@ -93,7 +93,7 @@ def submit(plan: Plan, out: Path) -> str:
 
 
 def task(plan: Plan, out: Path) -> dict[str, Any]:
-    """All machines are alike: as large as the largest part."""
+    """Return the task. Its machines are equal: each is as large as the largest part needs."""
     cluster, learner = plan.cluster, plan.launch.learner
     devices = max(learner.nproc, *(server.num_devices for server in plan.servers))
     resources: dict[str, Any] = {

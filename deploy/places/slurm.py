@@ -1,7 +1,7 @@
 """Slurm: one job, in which `deploy.launch` starts every server and the learner as a step (`via: [srun, ...]`).
 
-Slurm gives the machines, ends what is left, and starts the job again after a machine failed (`--requeue`) or before
-the time limit (`--signal`). Restarts of servers and ranks are the launcher's, as on one machine.
+Slurm provides the machines, ends all processes at the end, and restarts the job after a machine failed (`--requeue`) or
+before the time limit (`--signal`). The launcher restarts servers and ranks, as on one machine.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from deploy.places.plan import RENDEZVOUS_PORT, Plan
 from shared.config.model import Hidden, Mistake
 from shared.config.parse import dump_yaml
 
-HTTP_PORT = 8000  # the first server's; the next has the next one, so that two can share an address
-WARNING_S = 300  # time for a checkpoint before the time limit
-PATIENCE_S = 60  # time between the ends of the first and the last task of a step
+HTTP_PORT = 8000  # port of the first server; each next server adds 1, so that two can share a machine
+WARNING_S = 300  # time before the time limit in which a checkpoint is written
+PATIENCE_S = 60  # longest time between the ends of the first and the last task of a step
 
 SCRIPT = """\
 #!/usr/bin/env bash
@@ -57,7 +57,7 @@ exit "$status"
 
 
 def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
-    """Slurm's job starts in one folder that all machines share: there is no other storage."""
+    """Yield a mistake if storage is named: the job uses the folder of `sbatch`, which all machines share."""
     if plan.cluster.storage is not None:
         wanted, remedy = "nothing: the folder where sbatch is called", "remove it, and link data/ and runs/ there"
         yield Mistake(path="cluster.storage", found=plan.cluster.storage, wanted=wanted, remedy=remedy)
@@ -90,7 +90,7 @@ def submit(plan: Plan, out: Path) -> str:
 
 
 def options(plan: Plan) -> list[str]:
-    """Return what the script asks sbatch for. All machines of a job are alike: as large as its largest part."""
+    """Return sbatch's options. All machines of a job are equal: each is as large as the largest part needs."""
     cluster = plan.cluster
     devices = max(plan.launch.learner.nproc, *(server.num_devices for server in plan.servers))
     found = [
@@ -108,7 +108,7 @@ def options(plan: Plan) -> list[str]:
 
 
 def launch_values(plan: Plan, out: Path) -> dict[str, Any]:
-    """Return the launch file inside the job: every part is a step on its machines."""
+    """Return the launch file for use inside the job. `via` runs every part as a step on its machines."""
     learner, first = plan.launch.learner, plan.num_servers
     machines = [f"${{NODE_{i}}}" for i in range(first, first + learner.nodes)]
     return {
@@ -134,7 +134,7 @@ def launch_values(plan: Plan, out: Path) -> dict[str, Any]:
 
 
 def step(plan: Plan, machines: list[str], devices: int) -> list[str]:
-    """Return srun for one task on each machine, with all its cores and so many GPUs."""
+    """Return the srun command for one task per machine, with all its cores and `devices` GPUs."""
     numbers = [f"--nodes={len(machines)}", f"--ntasks={len(machines)}", "--ntasks-per-node=1"]
     gpus = [f"--gpus-per-node={devices}"] if plan.cluster.gpu else []
     return [
@@ -142,7 +142,7 @@ def step(plan: Plan, machines: list[str], devices: int) -> list[str]:
         *numbers,
         *gpus,
         "--cpu-bind=none",
-        # Ranks that stop write a checkpoint: the first torchrun that has ended must not take the others with it.
+        # Stopping ranks write a checkpoint, so the first torchrun that ends must not end the others.
         "--kill-on-bad-exit=0",
         f"--wait={PATIENCE_S}",
         Hidden(f"--nodelist={','.join(machines)}"),
