@@ -34,7 +34,7 @@ from shared.errors import ConfigError
 # image at a time.
 SEGMENT_ATTENTION = "segment_flash"
 
-MAX_PADDING = 1.25  # segments share a padded call as long as its area is at most this times theirs
+MAX_PADDING = 1.25  # max padded area of a shared call, as a multiple of its segments' own area
 MATMUL_LENGTH = 512  # CPU, bf16: up to this length plain matmuls (AMX) beat SDPA's backward pass
 # torch 2.12 and later need this option. Earlier versions take fewer heads of keys and values without it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -45,16 +45,16 @@ class SegmentLayout:
     """The places of a row's S pieces: segments, or shared prompts and their answers."""
 
     lengths: tuple[int, ...]  # [S], tokens
-    max_length: int  # keys of the longest: an upper bound of both lengths
-    max_patches: int  # the largest image's; 0 without images
+    max_length: int  # number of keys of the longest piece, which no number of queries exceeds
+    max_patches: int  # number of patches of the largest image; 0 without images
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
-    prefixes: tuple[int, ...]  # [S], keys of each piece that are before its own tokens
-    cu_keys: torch.Tensor  # [S + 1] int32; where nothing is shared, `cu_seqlens`
+    prefixes: tuple[int, ...]  # [S], number of keys of each piece before its own tokens
+    cu_keys: torch.Tensor  # [S + 1] int32, ends of the pieces' keys; equal to `cu_seqlens` without shared prompts
     key_index: torch.Tensor | None  # [K] the token of each key; None: the row's tokens in order
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, *, max_patches: int = 0) -> SegmentLayout:
-        """Nothing is shared."""
+        """Return a layout without shared prompts."""
         ends = to_device(_ends(lengths), device)
         return cls(tuple(lengths), max(lengths), max_patches, ends, (0,) * len(lengths), ends, None)
 
@@ -85,7 +85,7 @@ def _ends(lengths: Sequence[int]) -> torch.Tensor:
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Copy `tensor` from host memory to `device`. A copy to CUDA does not wait for work that the device has queued."""
-    # torch gives the pinned memory to nobody else before the copy has ended.
+    # torch does not reuse the pinned memory before the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -193,7 +193,7 @@ def _varlen(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """A piece's last query meets its last key, so an answer's queries see all of its prompt."""
+    """Attend by one kernel. It aligns a piece's last query with its last key, so an answer sees all of its prompt."""
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
     if q.shape[1] != k.shape[1]:
         options |= _GROUPED

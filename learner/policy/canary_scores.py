@@ -1,4 +1,4 @@
-"""The learner's half of the canary: the log-probabilities of fixed answers under the weights that travel (D14).
+"""The learner's half of the canary: the log-probabilities of fixed answers under the weights that are sent (D14).
 
 In: a policy and fixed answers. Out: a `CanaryScorer`, to be called at every sync. It scores the answers with the values
 that are sent: merged, and rounded to the type that travels. A server with exactly these values gives the same
@@ -41,12 +41,12 @@ class CanaryScores:
     """Natural log-probabilities per answer under the weights that are served. `merge_gap`: their mean absolute
     difference from the log-probabilities under the weights as trained, nats per token.
 
-    Reading the log-probabilities waits for the device. So whoever can sends weights first. `join`, which does not wait:
-    what is launched on the device from now on comes after the pass. Call it before the policy may change."""
+    Reading the log-probabilities waits for the device, so send the weights first. `join` does not wait: work that is
+    launched on the device later runs after the pass. Call `join` before the policy may change."""
 
     read: Read
     merge_gap: float
-    checksums: Checksums = field(default_factory=dict)  # those of the weights that were used, as far as they are known
+    checksums: Checksums = field(default_factory=dict)  # by name, of the used weights whose checksums are known
     join: Callable[[], None] = lambda: None
 
     @property
@@ -54,12 +54,12 @@ class CanaryScores:
         return self.read()
 
 
-MERGE_GAP_EVERY = 10  # syncs, where passes are not captured
+MERGE_GAP_EVERY = 10  # number of syncs between two measurements, if passes are not captured
 
 
 class CanaryScorer:
-    """`checksums`: whether the scores come with checksums of the weights. `alone`: no other thread waits for the device
-    at the second call, so that a pass with images can be captured."""
+    """Scores fixed answers at each sync. `checksums`: also return checksums of the weights. `alone`: no other thread
+    waits for the device during the second call, so that a pass with images can be captured."""
 
     def __init__(
         self,
@@ -99,14 +99,14 @@ class CanaryScorer:
 
     @torch.no_grad()
     def _checksums(self, way: _Sent) -> Checksums:
-        """Return checksums of the weights that are used as they are trained. A sharded model's parts have none."""
+        """Return checksums of the weights that are sent as they are trained; {} for a sharded model."""
         if self._policy.is_sharded or not way.merged or not self._with_checksums:
             return {}
         return {name: checksum(tensor) for name, tensor in way.unreplaced.items()}
 
 
 class _Sent:
-    """One way in which weights travel. `scorer`: None if they travel as they are trained; `number`: of its calls."""
+    """One form in which weights are sent. `scorer`: None if they are sent as trained; `number`: of calls so far."""
 
     def __init__(
         self,
@@ -121,7 +121,7 @@ class _Sent:
         self._policy, self._dtype, self.merged = policy, dtype, merged
         self.number, self.merge_gap = 0, 0.0
         model = policy.model
-        # Finding them takes longer than a pass.
+        # Listed once, because finding the modules takes longer than a pass.
         replaced = list(replaced_modules(model, dtype, merged=merged))
 
         within = partial(as_sent, model, dtype, merged=merged, replaced=replaced, checksums=checksums)
@@ -159,7 +159,7 @@ class SideStream:
             yield
 
     def join(self) -> None:
-        """Let the current stream wait, from now on, for all work so far."""
+        """Make later work of the current stream wait for all work of the side stream so far."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
@@ -180,13 +180,13 @@ class RepeatedLogprobs:
         side: SideStream | None = None,
     ) -> None:
         self._policy, self._answers, self._within, self._alone = policy, answers, within, alone
-        if policy.device.type == "cuda" and answers and not policy.is_sharded:  # parts lie elsewhere in every pass
+        if policy.device.type == "cuda" and answers and not policy.is_sharded:  # parts change their addresses
             record = record or cuda_graph
             side = side or (SideStream(policy.device) if alone else None)
         is_pictured = any(prompt.vision is not None for prompt, _ in answers)
         self._record, self._side = record if alone or not is_pictured else None, side
         self._graph: PassGraph | None = None
-        self._addresses: tuple[int, ...] = ()  # in the first pass
+        self._addresses: tuple[int, ...] = ()  # memory addresses of the weights in the last pass
         self.checksums: Checksums = {}
 
     @property
@@ -198,13 +198,13 @@ class RepeatedLogprobs:
         return self.begin()()
 
     def begin(self) -> Read:
-        """Start the pass. What it returns waits for the device, and gives what a call gives. `join` comes before the
-        policy changes."""
+        """Start the pass. Returns a function that waits for the device and returns the log-probabilities. Call `join`
+        before the policy changes."""
         logprobs = self._pass() if self._record is None else self._by_graph(self._record)
         return cache(partial(self._joined, logprobs))
 
     def join(self) -> None:
-        """Let what is launched on the device from now on wait for the pass. The host does not wait."""
+        """Make work that is launched on the device later wait for the pass. The host does not wait."""
         if self._side is not None:
             self._side.join()
 
@@ -213,7 +213,7 @@ class RepeatedLogprobs:
         return self._policy.split(logprobs, self._answers)
 
     def _by_graph(self, record: Record) -> torch.Tensor:
-        """The first pass warms up, and the second one is captured."""
+        """Return a pass's result: the first pass warms up, the second is captured, later ones are replays."""
         addresses = tuple(tensor.data_ptr() for tensor in self._read)
         is_first, has_moved = not self._addresses, self._addresses not in ((), addresses)
         self._addresses = addresses
@@ -227,14 +227,14 @@ class RepeatedLogprobs:
             return self._graph()
 
     def _pass(self) -> torch.Tensor:
-        """Log-probabilities of all answers, one after the other `[N]`, on the device."""
+        """Return the log-probabilities of all answers, one after the other `[N]`, on the device."""
         # The checksums of a captured pass are the graph's own memory: a replay writes them anew.
         with self._within() as self.checksums:
             return self._policy.answer_logprobs(self._inputs)
 
     @cached_property
     def _inputs(self) -> PackedInputs:
-        """Kept, because graphs read their memory."""
+        """The inputs of the pass, kept because graphs read their memory."""
         return self._policy.answer_inputs(self._answers)
 
     @cached_property

@@ -62,9 +62,9 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device,
 def _with_gradients(
     layer: torch.nn.Module, compiled: Callable[..., object], hidden: torch.Tensor, *args: object, **kw: object
 ) -> object:
-    """Call a compiled layer. The input of a tower's first layer differs from that of the others, which alone would
-    compile its layers twice: 20 s for a model of 4B. It needs no gradient if what makes it is frozen, as with adapters:
-    it gets one nobody reads, which costs the backward pass of three projections. Or it is a view: it is copied."""
+    """Call a compiled layer, with the first layer's input made like the others', or torch would compile all layers
+    twice: 20 s for a model of 4B. An input without gradient, as below adapters, gets an unused one, which costs the
+    backward pass of three projections. An input that is a view is copied."""
     if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
         hidden = hidden.detach().requires_grad_()
     elif hidden._is_view():

@@ -20,7 +20,7 @@ from shared.errors import CheckpointError
 
 
 def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor] | None:
-    """A sharded model's trained tensors (all, or the adapter's), whole, in host memory on ranks where `keep` is true.
+    """Return a sharded model's trained tensors (all, or the adapter's), whole, in host memory on ranks with `keep`.
     Collective. None for a model that is not sharded: its tensors are whole already."""
     if not policy.is_sharded:
         return None
@@ -83,7 +83,7 @@ def load_weights(path: Path, policy: Policy) -> None:
 
 
 def contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Safetensors needs contiguous tensors."""
+    """Return the tensors detached and contiguous, as safetensors needs them."""
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 

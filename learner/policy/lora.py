@@ -30,7 +30,7 @@ from shared.errors import ConfigError
 from shared.sync.buckets import spec_of
 from shared.wire import TensorSpec
 
-_MOST_NEAR, _MOST_NAMES = 3, 12  # a message has no more
+_MOST_NEAR, _MOST_NAMES = 3, 12  # max similar names for each name, and max names, in a message
 
 
 def base_model_path(config: ModelConfig) -> str | None:
@@ -102,7 +102,7 @@ def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
 
 
 def _require_layers(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """peft leaves out a name that no layer has, as long as another one matches. Raises ConfigError."""
+    """Raises ConfigError for a name that no layer has. peft would ignore the name if another one matches."""
     layers = [name for name, _ in model.named_modules()]
     unknown = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
     if unknown:
@@ -117,7 +117,7 @@ def _require_layers(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def _with_near(unknown: Sequence[str], known: Sequence[str]) -> str:
-    """Return each unknown name, with known ones that are like it."""
+    """Return each unknown name together with the known names that are similar to it."""
     told = []
     for name in unknown:
         like = [one for one in known if one.strip(".").endswith(f".{name.strip('.')}")][:_MOST_NEAR]

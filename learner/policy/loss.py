@@ -32,7 +32,7 @@ class RowLoss:
     loss_sum: float  # nats, weighted
     weight_sum: float
     num_supervised: int
-    counts: Mapping[str, float] = field(default_factory=dict)  # a policy gradient's, to be added up
+    counts: Mapping[str, float] = field(default_factory=dict)  # sums of a policy gradient, see `policy_loss`
 
 
 def weighted_loss(

@@ -28,7 +28,7 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Places for tensors, in blocks that are kept. After `begin` the same tensors get the same places again."""
+    """Host memory for tensors, in blocks that are reused. After `begin` the same tensors get the same memory again."""
 
     def __init__(self, *, page_locked: bool) -> None:
         self._page_locked = page_locked
@@ -125,7 +125,7 @@ def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer | N
 
 
 def _require_whole(policy: Policy) -> None:
-    """The optimizer's state is laid out as the parameters are."""
+    """Raises ConfigError if a parameter is sharded, or is not on the policy's device."""
     for name, parameter in policy.model.named_parameters():
         if is_part(parameter):
             raise _unsafe(f"{name} sharded over ranks (an FSDP DTensor)", policy)

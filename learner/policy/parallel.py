@@ -65,7 +65,7 @@ class Ranks:
         return gathered
 
     def broadcast_object(self, value: T | None) -> T:
-        """Rank 0's value, on every rank; what the others pass is ignored."""
+        """Return rank 0's value on every rank; the other ranks' values are ignored."""
         if self.world_size == 1:
             assert value is not None
             return value
@@ -144,7 +144,7 @@ def absent_ranks(rank: int, world_size: int) -> list[int]:
             time.sleep(0.05)
             missing[:] = [other for other in missing if not store.check([f"roll call/{other}"])]
 
-    # The roll call has a thread of its own: the store answers to nobody if its process hangs.
+    # On a separate thread, because a call of the store never returns if the store's process hangs.
     thread = threading.Thread(target=_quietly, args=(call_the_roll,), name="roll call", daemon=True)
     thread.start()
     thread.join(2 * _ROLL_CALL_S)

@@ -1,7 +1,7 @@
 """A forward pass that is repeated with the same inputs, captured as one CUDA graph (R09).
 
-In: a pass, and the weights that it reads. Out: what repeats the pass under the weights of then. A replay takes the host
-a millisecond, and the host goes on while the device works.
+In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass under the current weights. A
+replay takes the host a millisecond, and the host goes on while the device works.
 
 A model of photographs reads image sizes on the host and brings tables to the device, and neither can be captured. But
 with the same inputs both are the same in every pass, unless they depend on weights. So one pass is noted: what it read,
@@ -30,14 +30,14 @@ from torch.utils._pytree import tree_iter, tree_map_only
 log = logging.getLogger("learner.policy")
 Pass = Callable[[], torch.Tensor]
 Work = Callable[[], None]
-Record = Callable[[Work], Work]  # turns work into what repeats it, and need not run it
+Record = Callable[[Work], Work]  # returns a function that repeats the work; the work itself need not run
 Given = Mapping[str, Any]
 
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}  # modes miss their copies
-_CLOSE = 0.01  # nats: the same kernels on the same values
+_CLOSE = 0.01  # max difference in nats of two passes with the same kernels and values
 
 
 def cuda_graph(work: Work) -> Work:
@@ -56,11 +56,11 @@ def cuda_graph(work: Work) -> Work:
 
 
 class PassGraph:
-    """One pass, captured."""
+    """A captured pass."""
 
     def __init__(self, replay: Work, output: torch.Tensor, notes: Notes) -> None:
         self._replay, self._output = replay, output
-        self._notes = notes  # the graph reads its tensors
+        self._notes = notes  # kept, because the graph reads the notes' tensors
 
     @classmethod
     def of(
@@ -89,13 +89,13 @@ class PassGraph:
             return None
 
     def __call__(self) -> torch.Tensor:
-        """Return what the pass gives under the weights of now, in memory of its own."""
+        """Return the pass's output under the current weights, as a copy."""
         self._replay()
         return self._output.clone()
 
 
 def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
-    """Return why a pass with the noted values is not that pass, or empty."""
+    """Return why a pass with the noted values differs from the noted pass, or ""."""
     try:
         with notes.repeating(), _no_waits() if notes.reads and before.is_cuda else nullcontext():
             again = run()
@@ -121,11 +121,11 @@ def _no_waits() -> Iterator[None]:
 
 
 class OtherPassError(Exception):
-    """A pass reads other things than the one that was noted."""
+    """A repeated pass reads other values than the noted pass."""
 
 
 class Notes:
-    """What one pass read on the host and brought to the device, in order. `obstacle`: why it can't be repeated so."""
+    """The values that one pass read on the host or copied to the device, in order. `obstacle`: why not repeatable."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self.obstacle = ""
@@ -225,8 +225,8 @@ def is_mask(index: object) -> TypeGuard[torch.Tensor]:
 
 
 def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
-    """True if the operation needs a value of the device on the host, or goes from one to the other. Masks that are
-    indices are another matter."""
+    """Return True if the operation reads a value of the device on the host, or copies between host and device. Indexing
+    by masks is handled elsewhere."""
     if func in _COPIES:
         asked = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
         given = [one.device for one in tree_iter(args) if isinstance(one, torch.Tensor)]

@@ -29,8 +29,8 @@ _PER_TOKEN = ("entropy", "importance", "truncated", "ratio", "clipped", "kl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """How far a token is followed. `cap`: largest importance (TIS). `low` and `high`: once its probability has moved by
-    these shares since the first update, it gains no more (DAPO)."""
+    """Limits of a token's loss. `cap`: largest importance (TIS). `low` and `high`: a token whose probability has fallen
+    or risen by these shares since the first update gets no more gradient in that direction (DAPO)."""
 
     cap: float = 2.0
     low: float = 0.2
@@ -63,7 +63,7 @@ def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray])
 
 
 def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.ndarray], logprobs: torch.Tensor) -> None:
-    """Keep the first pass's log-probabilities [N] with the segments, where they have none."""
+    """Store the first pass's log-probabilities [N] in the segments that have none yet."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
     for segment, at in zip(segments, supervised, strict=False):  # a blank image may follow
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
@@ -81,7 +81,7 @@ def policy_loss(
     kl_weight: float = 0.0,
     bounds: Bounds = Bounds(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The summed loss (scalar), and the sums of SUMS over the policy's tokens [len(SUMS)], without gradient."""
+    """Return the summed loss (scalar), and without gradient the sums of SUMS over the policy's tokens [len(SUMS)]."""
     held, ours = now.detach(), policy.is_policy
     # In the first update this pass is the first one: the ratio is 1, and has a gradient all the same.
     first = torch.where(policy.first_logprobs.isnan(), held, policy.first_logprobs)
@@ -116,7 +116,7 @@ def policy_loss(
 
 
 def policy_metrics(counts: Mapping[str, float]) -> dict[str, float]:
-    """Sums over tokens and groups as means, under the same names; {} where nothing was reinforced."""
+    """Return the sums over tokens and groups as means, under the same names; {} if no token was reinforced."""
     tokens, groups = counts.get(f"{PREFIX}tokens", 0.0), counts.get(f"{PREFIX}groups", 0.0)
     if not groups:
         return {}

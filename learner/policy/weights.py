@@ -145,8 +145,8 @@ def as_sent(
 
 
 def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
-    """Return the weights that travel as they are trained, by the checkpoint's name: those that `as_sent` does not
-    replace."""
+    """Return the weights that are sent as they are trained, which `as_sent` does not replace, by the checkpoint's
+    name."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
         for module_name, module in replaced_modules(model, dtype, merged=merged)
@@ -284,7 +284,7 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _own_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The state dict's parameters and buffers, without adapters and without the second names of tied weights."""
+    """Return the state dict's parameters and buffers, without adapters and second names of tied weights."""
     ignored = set(model._keys_to_ignore_on_save or ())
     variables = model.state_dict(keep_vars=True)
     # Ties are found by memory address, and empty parts of a sharded model have none. So parts get stand-ins.
