@@ -32,7 +32,7 @@ NAME = "answers.json"
 NEWEST = 6  # answers that are kept
 WRITE_EVERY_S = 2.0
 MAX_TOKENS = 1500  # an answer and its tail have so many each; the rest is left out
-Token = list[str]  # its text, its kind, and a note: a label, or why it was dropped
+Token = list[str]  # the token's text, its kind, and a note: its label, or why it was dropped
 
 
 class AnswersLog:

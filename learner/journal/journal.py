@@ -41,7 +41,7 @@ class Journal:
     groups: GroupsLog | None = None
     progress: ProgressWatch = field(default_factory=ProgressWatch)
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
-    samples: Sequence[Sample] = ()  # that are trained on, to show those of a spike
+    samples: Sequence[Sample] = ()  # training samples, from which a spike's samples are shown
     first: dict[str, float] = field(default_factory=dict)  # the metrics of this process's first evaluation
 
     def note(self, text: str) -> None:

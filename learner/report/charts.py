@@ -170,7 +170,7 @@ class Chart:
 
     @property
     def is_flat(self) -> bool:
-        """True if every line is one point, or one value throughout: `last` says as much as the drawing."""
+        """True if every line is a single point or constant, so that `last` says as much as the drawing."""
         if self.stacks or self.text:
             return len(self.stacks) <= 1
         ys = [{y for c in columns for y in (c.low, c.high)} for _, columns, _ in self.lines]

@@ -44,10 +44,10 @@ from shared.tokens import read_token
 from shared.wire import TOKEN_VARIABLE, ServerStatus
 
 POLL_S = 2.0
-MOST_SCENES = 6  # of the newest evaluation
+MOST_SCENES = 6  # max scenes shown of the newest evaluation
 SILENT_S = 120.0  # the run may have ended after so long without an event
-ASK_S = 1.0  # a server's answer
-BUSY_STEPS = 20  # busy shares are taken over so many
+ASK_S = 1.0  # deadline of a server's answer
+BUSY_STEPS = 20  # number of steps over which busy shares are averaged
 CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")
 IDLE = ("wait", "data", "other")
 SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # the training matched the others so:

@@ -43,7 +43,7 @@ METRICS, GROUPS, EVAL_FILE = "metrics.jsonl", "groups.jsonl", re.compile(r"step_
 RECIPE = "recipe.json"
 _KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 R = TypeVar("R", StepResult, SyncReceipt, "SpikePoint")
-PACE_STEPS = 20  # that the time of a step is taken from
+PACE_STEPS = 20  # number of newest steps whose mean gives the time of a step
 _LARGEST_BIN = 1 << 20  # far outside every image, and small enough for areas
 
 
@@ -377,7 +377,7 @@ def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:
 
 
 def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
-    """None if it is none, or without rewards."""
+    """Return the group in a line of the log; None if the line holds no group with rewards."""
     try:
         rewards = tuple(float(reward) for group in line["rewards"] for reward in group)
         group = line.get("group", {})

@@ -24,7 +24,7 @@ class RecipeSection:
 
 
 def recipe_section(recipe: Mapping[str, Any]) -> RecipeSection | None:
-    """None if there is no recipe, or none of its stages has ended."""
+    """Return the recipe's section; None if there is no recipe, or no stage of it has ended."""
     try:
         rows = [_row(stage) for stage in recipe["stages"]]
         told = [(str(stage["name"]), _told(stage)) for stage in recipe["stages"]]

@@ -51,7 +51,7 @@ class RewardSection:
 
 
 def reward_section(run: RunRecord, *, heading: str) -> RewardSection | None:
-    """None for a run without rewards."""
+    """Return the section on rewards; None for a run without rewards."""
     charts, flat = parted((_curve(run), _histogram(run.groups)))
     groups = _groups(run)
     if not charts and not groups and flat is None:

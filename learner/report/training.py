@@ -65,7 +65,7 @@ STAGE2_SHOWN = (
     *(f"{AHEAD}{name}" for name in ("packs_dropped_oldest", "b_step_skipped_due_to_queue")),
 )
 FOLDED = ("matched", "truncated", "underfilled", "rollout_tokens", "packing_fill", "rollout_buffer/", STAGE2)
-TITLES = {  # of charts of metrics that have none of their own; others have the metric's name
+TITLES = {  # chart titles by metric; other charts have the metric's name as title
     "learn_tflops": "TFLOP/s while learning",
     "gpu_peak_gib": "Most GPU memory in a step, GiB",
     "pause_s": "Server pause",

@@ -55,9 +55,9 @@ from shared.wire import (
 T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
-HEALTH_TIMEOUT_S = 5.0  # one look at /health/
-LAST_LOOK_S = 3.0  # the same, at a server that is already late
-POLL_S = 5.0  # time between two looks at one server
+HEALTH_TIMEOUT_S = 5.0  # deadline of one call of /health/
+LAST_LOOK_S = 3.0  # deadline of a call of /health/ at a server whose answer is late
+POLL_S = 5.0  # time between two checks of one server
 MAX_LOOKS_PER_S = 32.0  # looks at all servers together: each takes a millisecond of CPU
 BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
 SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer

@@ -63,7 +63,7 @@ from shared.wire import RequestConfig
 
 _PIECE_BYTES = 64 * 2**20
 ROOM = 0.08  # share of the device that stays free beside an engine that stays awake
-SURPLUS = 1.5  # of what learning is estimated to take, before any was seen
+SURPLUS = 1.5  # factor on the estimated memory of learning, used before any was measured
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # vLLM's settings for CUDA graphs of uncompiled code
 if TYPE_CHECKING:
@@ -143,8 +143,8 @@ class ColocatedEngine:
 
     @property
     def leaves_training(self) -> bool:
-        """True if waking it changes nothing: it is awake, and training's state stays where it is. Then the trained
-        model can compute while the engine does."""
+        """True if waking the engine changes nothing: it is awake, and training's state stays on the device. Then the
+        trained model can compute while the engine does."""
         return not self._asleep and not self._offload.moves
 
     @contextmanager

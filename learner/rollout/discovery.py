@@ -30,7 +30,7 @@ from learner.rollout.membership import Membership
 from shared.errors import ConfigError, DeadlineError, ProjectError
 from shared.masking import bare_url
 
-GROUP_PORT = 51216  # of a server whose line names none
+GROUP_PORT = 51216  # group port of a server whose line names no port
 COMMAND_S = 10.0  # deadline of the command; no step waits for it
 MAX_BYTES = 1 << 20  # a list that is longer counts as none
 Listed = Mapping[str, int]  # base_url -> group port

@@ -1,4 +1,4 @@
-"""What vLLM does at the start of a colocated engine, and need not do: the learner's process has it, or will have it.
+"""Skips steps of a colocated engine's start that are not needed, because the learner's process has their results.
 
 In: vLLM, before its engine is made. Out: it starts without reading weights that the first sync overwrites
 (`unread_weights`), and starts no process to look at the model's class (`inspecting_here`).
@@ -34,7 +34,7 @@ def unread_weights() -> str:
     @register_model_loader(LOAD_FORMAT)
     class Zeros(BaseModelLoader):
         def download_model(self, model_config: ModelConfig) -> None:
-            """Nothing is needed of the folder."""
+            """Do nothing: no file of the folder is needed."""
 
         @torch.no_grad()
         def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:

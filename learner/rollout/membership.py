@@ -79,21 +79,21 @@ class Membership:
         return next((member for member in self.members if member.base_url == base_url), None)
 
     def leave_out(self, base_url: str, because: str, *, now_s: float) -> Membership:
-        """It failed. Nothing changes if it is out already, or draining."""
+        """Return the membership with a failed server out. Nothing changes if it is not serving."""
         member = self.get(base_url)
         if member is None or member.state != "serving":
             return self
         return self._with(replace(member, state="out", because=because, since_s=now_s, failures=member.failures + 1))
 
     def refuse(self, base_url: str, because: str, *, now_s: float) -> Membership:
-        """It wanted to serve and could not."""
+        """Return the membership with one more failure of a server that is out and could not join."""
         member = self.get(base_url)
         if member is None or member.state != "out":
             return self
         return self._with(replace(member, because=because, failures=member.failures + 1))
 
     def explain(self, base_url: str, because: str) -> Membership:
-        """It answers, and cannot serve."""
+        """Return the membership with the reason why a server that is out answers, but cannot serve."""
         member = self.get(base_url)
         if member is None or member.state != "out" or member.because == because:
             return self

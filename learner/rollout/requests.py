@@ -22,7 +22,7 @@ from shared.images import Images
 from shared.validation import first_wrong
 from shared.wire import Choice, Message, RequestConfig, RolloutInferRequest, RolloutInfos, RolloutOutput, ServedWeights
 
-_THREADS = 8  # that make augmented pictures
+_THREADS = 8  # number of threads that make augmented pictures
 DECODING = "custom.extra.rollout_matching.decoding"
 
 

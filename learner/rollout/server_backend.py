@@ -117,10 +117,10 @@ class _StreamJob:
     """The parts that stay the same during one `stream`."""
 
     asked: Requests
-    requests: Sequence[RolloutInferRequest]  # the same, for the wire
+    requests: Sequence[RolloutInferRequest]  # the requests of `asked` as they are sent
     config: RequestConfig
     record: RolloutCallLog
-    members: Sequence[Member]  # that served when it began
+    members: Sequence[Member]  # servers that served when the stream began
     served: ServedWeights | None
 
 

@@ -111,8 +111,8 @@ class StopRequest:
 
     @contextmanager
     def held_off(self) -> Iterator[None]:
-        """Nothing is interrupted inside this block, which waits for no other rank: it writes a checkpoint. One that is
-        thrown away when half of the time is over has to be begun anew, in what is left. The last call stands."""
+        """Delay interruptions until the end of this block, which writes a checkpoint and waits for no other rank. An
+        interrupted checkpoint would have to be begun anew in the time that is left. The final deadline still holds."""
         self._is_held_off = True
         try:
             yield

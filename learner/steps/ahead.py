@@ -133,11 +133,11 @@ class Stage2Ahead(Stage2Steps):
         self._synced_at = 0  # optimizer updates in the weights that the servers have
         self._next_step = 0
         self._share_of_step = 0
-        self._learned_since_sync = bounds.sync_every  # Channel-B steps; before the first sync the servers have nothing
-        self._learned_meanwhile = 0  # of them, in a step whose sync was postponed
-        self._is_postponed = False  # the sync that the present step wants
+        self._learned_since_sync = bounds.sync_every  # number of Channel-B steps; at first the limit, so a sync is due
+        self._learned_meanwhile = 0  # Channel-B steps learned while a sync was postponed
+        self._is_postponed = False  # True: the sync that this step wants was postponed
         self._depth = 0  # packs queued when the step's channel was chosen
-        self._reported = (PackCounts(), CallTotals())  # earlier steps' metrics hold these
+        self._reported = (PackCounts(), CallTotals())  # totals that earlier steps' metrics have reported
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:

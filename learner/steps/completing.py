@@ -59,7 +59,7 @@ class Completion:
     min_votes: int | None  # None: nothing was completed
     why: str  # nothing was completed
     added: int  # labels
-    labels: int  # that were annotated
+    labels: int  # number of annotated labels
     samples: int  # samples with at least one more label
     left_out: int  # labels that would have made a sample longer than a packed row
     right: float | None  # estimated share of right ones among those added; None: not known

@@ -128,7 +128,7 @@ class StepRollouts:
         self._ended = False
         self._error: BaseException | None = None
         self._began = time.perf_counter()
-        self.seconds = 0.0  # that the rollouts took, when they have ended
+        self.seconds = 0.0  # time that the rollouts took; 0 until they have ended
         # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
         self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
 

@@ -150,7 +150,7 @@ class ArrivingRows:
 
     @property
     def complete(self) -> bool:
-        """True if the last segment is in."""
+        """True if all segments have been added."""
         return self.num_arrived == self._number
 
     def add(self, place: int, segment: Segment) -> None:

@@ -111,7 +111,7 @@ class RolloutSource(SegmentSource, StreamingSource):
             return [self.segment(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
     def _rollouts(self, step: MicroStep, *, global_step: int, clock: PhaseClock) -> list[Rollout]:
-        """Those of the window, or made now."""
+        """Return the micro-step's rollouts: those of the window if they were made already, else new ones."""
         rollouts = self._made.pop((global_step, step.micro_step_idx), None)
         if rollouts is None:
             with clock.phase("rollout"):

@@ -183,7 +183,7 @@ class PackCounts:
     packs_learned: int = 0
     packs_dropped_oldest: int = 0
     packs_dropped_stale: int = 0
-    packs_dropped_unwanted: int = 0  # their share was learned as ground truth
+    packs_dropped_unwanted: int = 0  # packs dropped because their share was learned as ground truth
     samples_returned: int = 0  # drops return them: each of them costs a rollout
     age_versions: int = 0  # summed over learned packs: the window's syncs between making and learning
     age_updates: int = 0  # summed over learned packs: optimizer updates between making and learning
@@ -191,7 +191,7 @@ class PackCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """What one rank has, and what to expect of its calls."""
+    """The shares that one rank has, and the calls that it may still make."""
 
     complete: Mapping[int, int]  # shares that could be learned as rollouts now; syncs of the oldest of their packs
     is_making: bool  # the most urgent share is not complete, and a call is in flight or may start
@@ -221,8 +221,8 @@ class ShareQueue:
         self.wanted: tuple[int, ...] = ()  # shares that may be made, the most urgent first
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # packs in the order in which they were made
-        self.taken = 0  # shares since the last sync; after `sync_every` of them comes another sync
-        self._taken_fenced = 0  # of them, since a fence was requested
+        self.taken = 0  # shares taken since the last sync; the next sync comes after `sync_every`
+        self._taken_fenced = 0  # shares taken since a fence was requested
         self._stood_still = False  # see `Outlook`
         self.counts = PackCounts()
         self._next_pack = 0

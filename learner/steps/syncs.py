@@ -19,8 +19,8 @@ class StepSyncs:
     def __init__(
         self, sync: Sync | None, source: StepSource, journal: Journal, *, rolls_out: bool, is_sharded: bool
     ) -> None:
-        self.receipt: SyncReceipt | None = None  # of the sync that the present step wanted
-        self.waits = False  # for rollouts in flight, while the step is learned
+        self.receipt: SyncReceipt | None = None  # receipt of the sync that this step wanted
+        self.waits = False  # True: the sync waits for rollouts in flight while the step is learned
         self.sync, self._source, self._journal = sync, source, journal
         self._rolls_out, self._is_sharded = rolls_out, is_sharded
         self._synced_at: int | None = None  # the step of the weights that the generators have

@@ -63,8 +63,8 @@ class EngineDelivery:
         self._engine, self._canary, self._ranks = engine, canary, ranks
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         self._same = PromptCheck(image_processing=encoder.image_processing)
-        self._learner: dict[Mode, CanaryScores] = {}  # the scores of the sync under way, those that have begun
-        self._parts: dict[str, float] = {}  # seconds of the sync under way
+        self._learner: dict[Mode, CanaryScores] = {}  # the running sync's scores that were begun
+        self._parts: dict[str, float] = {}  # seconds of each part of the running sync
 
     def together(self, work: Callable[[], T]) -> T:
         return work()
@@ -143,7 +143,7 @@ class EngineDelivery:
         self._engine.ver = ver
 
     def leave(self, *, abort: bool) -> None:
-        """Nothing is held."""
+        """Do nothing: a colocated engine joins no group."""
 
     def _load(self, source: WeightSource, load: Callable[[Iterable[tuple[str, torch.Tensor]]], None]) -> Given:
         """Return what every rank's engine was given."""

@@ -50,7 +50,7 @@ class Members:
     ) -> None:
         self._backend, self._ranks, self._control, self._discovery = backend, ranks, control, discovery
         self.returning = ReturnWatch(backend, check)
-        self._changes: list[ServerChange] = []  # that `changes` has not given yet
+        self._changes: list[ServerChange] = []  # changes that `changes` has not returned yet
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work()` on rank 0, after all ranks have agreed; its result and the membership it left reach every rank.
@@ -162,7 +162,7 @@ class ReturnWatch:
                 self._watching = self._backend.loop.submit(self._watch())
 
     def refused(self, member: Member) -> None:
-        """It failed a sync. The first time it may come back at once."""
+        """Note that a server failed a sync. After a first failure it may return at once, later after a growing wait."""
         wait_s = min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (member.failures - 2)) if member.failures > 1 else 0.0
         with self._lock:
             self._followed[member.base_url] = awake_s() + wait_s

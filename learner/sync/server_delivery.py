@@ -95,12 +95,12 @@ class ServerDelivery:
         self.members = Members(backend, ranks, control=control, discovery=discovery, check=check)
         self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # keys are URLs; statuses from when they were joined
-        self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # the same in every update
+        self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # buckets do not change
         self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
-        self._accused: dict[str, ProjectError] = {}  # servers that the last try failed for
-        self._usual_s = 0.0  # of the last update without a newcomer
-        self._newcomers = Deadline(0.0)  # of this sync's newcomers, from their join on
-        self._deadline = Deadline(0.0)  # of reaching as many servers as this sync needs
+        self._accused: dict[str, ProjectError] = {}  # servers that made the last try fail, with the error
+        self._usual_s = 0.0  # seconds of the last update without a new server
+        self._newcomers = Deadline(0.0)  # deadline of this sync's new servers, from their join on
+        self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds of this sync's parts
 
     def together(self, work: Callable[[], T]) -> T:
@@ -228,7 +228,7 @@ class ServerDelivery:
 
     @property
     def _has_newcomers(self) -> bool:
-        """True if a server takes part that does not serve yet, and that the others can do without."""
+        """True if a new server, which the run does not need, takes part in this sync."""
         membership = self._backend.membership
         return membership.enough and any(member.base_url in self._statuses for member in membership.out)
 

@@ -44,7 +44,7 @@ class Delivered:
     num_tensors: int
     gap: CanaryGap  # the worst one over generators
     merge_gap: float  # nats per token: what merging and rounding changed (D14)
-    pause_s: float = 0.0  # the same as in `SyncReceipt`
+    pause_s: float = 0.0  # as `SyncReceipt.pause_s`
 
 
 class Delivery(Protocol):
@@ -103,7 +103,7 @@ class Sync:
         self.ver = 0  # completed syncs
         self._delivery, self._weights, self._adapter = delivery, weights, adapter
         self._fallback_to_full, self._fallback = fallback_to_full, ""
-        self._failures: list[str] = []  # of the sync under way: why tries failed
+        self._failures: list[str] = []  # why tries of the running sync failed
         self._is_connected = self._base_is_loaded = False
 
     def connect(self) -> None:

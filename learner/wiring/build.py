@@ -117,7 +117,7 @@ def train_on(
     goes_on: bool = False,
     before: Callable[[Trainer], bool] = lambda _: True,
 ) -> int:
-    """The same for ranks that have met, which may train again after it. Collective.
+    """Train with ranks that have already joined, and that may train again afterwards. Collective.
 
     `goes_on`: a run in the folder is an earlier start of this one. `before` is called when everything is ready; False:
     nothing is to be learned.
