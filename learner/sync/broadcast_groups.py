@@ -51,30 +51,30 @@ class ServerLink:
         return self.client.base_url
 
     def post(self, call: Coroutine[object, None, T]) -> Future[T]:
-        """Start one of the client's calls."""
+        """Start a call of the client on its loop, without waiting."""
         return self.loop.submit(call)
 
 
 class ServerGroup:
-    """Meets at the host and the group port of its first server."""
+    """Servers that share a group. It meets at the host and the group port of its first server."""
 
     communicator: Communicator  # set once it is joined
 
     def __init__(self, links: Sequence[ServerLink], *, allow_shared_gpu: bool = False) -> None:
         self.links, self.allow_shared_gpu = tuple(links), allow_shared_gpu
-        self.rank = sum(link.world_size for link in links)  # the learner's
+        self.rank = sum(link.world_size for link in links)  # the learner's rank, the last one
         self.name = ", ".join(link.base_url for link in links)
 
     def join(
         self, secret: str, start_join: StartJoin, device: torch.device, timeout_s: float
     ) -> Operation[Communicator]:
-        """Join from this side."""
+        """Start to join as the learner's rank."""
         host, port, backend = self.links[0].client.host, self.links[0].group_port, _backend(device)
         place = (backend, host, port, self.rank, self.rank + 1, timeout_s, device)
         return start_join(*place, secret=bytes.fromhex(secret), allow_shared_gpu=self.allow_shared_gpu)
 
     def post_inits(self, incarnation: str, secret: str, device: torch.device, timeout_s: float) -> Posts:
-        """Ask every server to join; done when all have, this side included."""
+        """Ask every server to join. The calls end when all ranks have joined, the learner too."""
         posts: list[tuple[ServerLink, Future[None]]] = []
         first_rank = 0
         for link in self.links:
@@ -154,7 +154,7 @@ def open_groups(
         cancel(posts)
         for group, join in joins:
             join.cancel(CommunicatorError(f"joining {group.name} was given up"))  # frees the port for the next group
-            # This one had joined before it could be given up.
+            # A group that had joined before it could be given up.
             if join.future.exception() is None:
                 join.result().abort()
         raise
@@ -180,7 +180,7 @@ def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]
 
 
 def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
-    """Return when everything that was sent is there, and every post is answered; without `replies`, none may be yet.
+    """Return when all that was sent has arrived, and every post is answered; without `replies`, posts may be open.
 
     Raises the first cause of a failure.
     """
@@ -196,21 +196,21 @@ def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
 
 
 def cancel(posts: Posts) -> None:
-    """Stop waiting for these; what they asked of a server may still happen there."""
+    """Stop waiting for these posts. The servers may still do what the posts ask."""
     for _, post in posts:
         post.cancel()
 
 
 def named(error: ProjectError, who: str) -> ProjectError:
-    """Return the same error, which says whose it is."""
+    """Return the error with the server's name."""
     again = type(error)(f"{who}: {error.what}", found=error.found, wanted=error.wanted, remedy=error.remedy)
     again.__cause__ = error
     return again
 
 
 def _raise_cause(sent: Sent, posts: Posts) -> None:
-    """Raise what made any of these fail. If a wire broke, everyone on it says so; whoever broke it may have more to
-    say, and gets a moment for it."""
+    """Raise the error that made these fail. If a connection broke, all its ranks report only that. So wait a moment for
+    the error of the server that broke it."""
     deadline = Deadline(CAUSE_GRACE_S)
     while errors := [*_errors(post for _, post in posts), *_errors_on_the_wire(sent)]:
         causes = [error for error in errors if not isinstance(error, CommunicatorError | DeadlineError)]
@@ -220,7 +220,7 @@ def _raise_cause(sent: Sent, posts: Posts) -> None:
 
 
 def accused(posts: Posts) -> dict[str, ProjectError]:
-    """Return the servers whose own answer is a cause, not only that they lost the others."""
+    """Return the servers whose answer names a cause, and not only that they lost the other ranks."""
     found = {}
     for link, post in posts:
         error = post.exception() if post.done() and not post.cancelled() else None

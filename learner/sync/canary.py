@@ -23,7 +23,7 @@ from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 
 # A model of 5M without an adapter had mean gaps of 0.0000 in float32 and at most 0.061 in bfloat16.
 EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1  # nats per token: both sides compute in float32; any other
-# The answers' scores under the weights as they travel: in this dtype (None: as trained), merged or not.
+# Returns the answers' scores under the weights as they are sent: (dtype or None: as trained, merged or not).
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
 
@@ -95,7 +95,7 @@ class Canary:
 
 
 def worst_gap(gaps: Sequence[CanaryGap]) -> CanaryGap:
-    """Return the worst gap of several generators."""
+    """Return the largest gap of several generators."""
     return CanaryGap(mean=max(gap.mean for gap in gaps), max=max(gap.max for gap in gaps))
 
 

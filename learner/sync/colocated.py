@@ -50,7 +50,7 @@ class Given:
 
 
 class EngineDelivery:
-    """All ranks have a part in it, and agree after each load and each canary."""
+    """Loads weights into every rank's engine. The ranks agree after each load and each canary."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class EngineDelivery:
         return self._ranks.world_size == 1 and self._engine.leaves_training
 
     def _begin_scores(self, mode: Mode) -> CanaryScores:
-        """Begin the learner's scores of this sync, unless they have begun."""
+        """Begin the learner's scores of this sync, if they were not begun yet."""
         if mode not in self._learner:
             with self._part("scores"):
                 self._learner[mode] = self._canary.scorer(self._engine.dtype, mode == "full")
@@ -146,7 +146,7 @@ class EngineDelivery:
         """Do nothing: a colocated engine joins no group."""
 
     def _load(self, source: WeightSource, load: Callable[[Iterable[tuple[str, torch.Tensor]]], None]) -> Given:
-        """Return what every rank's engine was given."""
+        """Return the weights that every rank's engine was given."""
 
         def load_counted() -> Given:
             weights = _Counted(lambda: source.named_weights(self._engine.dtype), with_digest=self._ranks.world_size > 1)
@@ -170,7 +170,7 @@ class EngineDelivery:
 
     @contextmanager
     def _part(self, name: str) -> Iterator[None]:
-        """Time a part of a sync. What the device has still to do when the part ends counts for the next one."""
+        """Time a part of a sync. Device work that is unfinished when the part ends counts for the next part."""
         began = time.perf_counter()
         yield
         self._parts[name] = self._parts.get(name, 0.0) + time.perf_counter() - began
@@ -195,13 +195,13 @@ class EngineDelivery:
 
 
 class _Counted:
-    """Named tensors on their way into a loader. A loader that walks through them again gets all of them again. `given`:
-    those of the last walk that was whole."""
+    """Named tensors for a loader, which may iterate over them several times. `given`: the tensors of the last complete
+    iteration."""
 
     def __init__(self, named_weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], *, with_digest: bool) -> None:
         self._named_weights, self._with_digest = named_weights, with_digest
         self.given: Given | None = None
-        self.seconds = 0.0  # seconds in which they were made
+        self.seconds = 0.0  # seconds that making the tensors took
 
     def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
         num_tensors = num_bytes = 0

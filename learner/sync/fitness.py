@@ -1,4 +1,4 @@
-"""Is a rollout server fit for a run: does it answer, has it the learner's model, and does it read prompts alike?
+"""Checks that a rollout server fits a run: it answers, has the learner's model, and reads prompts like the learner.
 
 In: a server's status, and prompts as the learner encodes them. Out: nothing, or an error that names the server (R03,
 R08, R16). A first sync would find most of it too, but after it has overwritten the server's weights.
@@ -36,8 +36,8 @@ CheckServer = Callable[[ServerClient, ServerStatus], Coroutine[object, None, Non
 
 
 def check_servers(backend: ServerBackend, check: CheckServer, *, ranks: SyncRanks) -> None:
-    """Are all servers fit (R16)? A first sync would find most of it too, but after it has overwritten the servers'
-    weights. Rank 0 asks every server; collective. Raises what `check` raises."""
+    """Check that all servers fit (R16). A first sync would find most misfits too, but only after it has overwritten the
+    servers' weights. Rank 0 asks every server; collective. Raises what `check` raises."""
 
     def ask_all() -> None:
         asked = zip(backend.clients, backend.statuses(), strict=True)
@@ -53,7 +53,7 @@ def server_check(
     prompts: Sequence[CanaryItem],
     image_processing: ImageProcessing | None = None,
 ) -> CheckServer:
-    """Does a server have the learner's model, and read its prompts and their images alike (R03, R16, R45)?
+    """Checks that a server has the learner's model, and reads prompts and images like the learner (R03, R16, R45).
 
     What it gives raises ServerMismatchError, PromptMismatchError or MediaError, with the server named.
     """
