@@ -180,9 +180,9 @@ def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]
 
 
 def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
-    """Return when all that was sent has arrived, and every post is answered; without `replies`, posts may be open.
+    """Return when all that was sent has arrived, and, with `replies`, every post is answered.
 
-    Raises the first cause of a failure.
+    Raises the first cause of a failure. Without `replies`, an early answer is a failure.
     """
     while True:
         _raise_cause(sent, posts)
