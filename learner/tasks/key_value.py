@@ -1,29 +1,29 @@
-"""The key-value task: the fields of a document or picture, as one flat JSON object of texts.
+"""The key-value task: the answer is a flat JSON object with the fields of a document or picture as texts.
 
     {"invoice": "A-17", "total": "12.50"}
 
-The second task that ships (`task.type: key_value`), and the example of one that is not detection. Its parts are in the
-order of the loop:
+`task.type: key_value`, the second task of this project, is an example of a task without objects. Its parts are in the
+order of the training loop:
 
-1. `read_fields` reads JSONL: as the project's own rows, with `fields` instead of `objects`.
-2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and its key did not come
-   before. Other pairs are dropped with a reason, and reading goes on after them. It stops where no next pair can be
+1. `read_fields` reads JSONL like the project's own rows, with `fields` instead of `objects`.
+2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and the key is new.
+   Other pairs are dropped with a reason, and reading goes on after them. It stops where no next pair can be
    read.
-3. `match`: by key. A pair is *right* if the document has the key with exactly this value, else *wrong* (the document
-   has another value) or *extra* (it has no such key).
-4. `target`: the answer's own right pairs, up to the first entry that is not right, then every pair that is missing, in
-   the document's order, the closing brace and EOS. The model's own tokens have weight 0, the rest weight 1. So a wrong
-   pair is not kept in the context of what is taught, and an answer that is right is taught only to end.
+3. `match`: by key. A pair is *right* if the document has the key with exactly this value, *wrong* if the document has
+   another value, and *extra* if the document does not have the key.
+4. `target`: the answer's right pairs up to its first entry that is not right, then every missing pair in the
+   document's order, the closing brace and EOS. The model's own tokens have weight 0, the rest weight 1. So no wrong
+   pair stays in the context of taught tokens, and a right answer is only taught to end.
 5. `evaluate`: F1 over pairs.
 
-    f1, precision, recall     over pairs: right ones, valid ones, the document's
-    key_recall                the document's keys that were answered, with whatever value
-    exact_match               answers that are right and whole
+    f1, precision, recall     over pairs: precision = right / valid, recall = right / the document's
+    key_recall                share of the document's keys that were answered, with any value
+    exact_match               share of answers with all pairs right, none missing and none dropped
     parse_rate                answers that are one closed object, nothing dropped, nothing after it
     truncation_rate           answers that reached the token limit
     drop/<reason>             dropped pairs per rollout: not_text, blank, repeated_key, unreadable
 
-Pure; only `read_fields` reads a file. It uses no part of the detection task.
+Only `read_fields` has side effects: it reads a file. The task uses no part of the detection task.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ __all__ = ["Field", "FieldAssignment", "KeyValueTask", "ParsedFields", "read_fie
 Drop = Literal["not_text", "blank", "repeated_key", "unreadable"]
 DROPS: tuple[Drop, ...] = ("not_text", "blank", "repeated_key", "unreadable")
 
-# The patterns are over bytes and possessive: reading takes linear time, whatever the model wrote.
+# The patterns are over bytes and possessive, so reading takes linear time for any text.
 _WS = rb"[ \t\n\r]*+"
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _SCALAR = rb'[^][{}",: \t\n\r]++'
@@ -62,14 +62,14 @@ _NEXT = re.compile(_WS + rb"([,}]?)")
 
 
 class Field(NamedTuple):
-    """One pair."""
+    """A key and its value."""
 
     key: str
     value: str
 
 
 class Entry(NamedTuple):
-    """One pair as the answer has it. `field` is None if it was dropped, `end` is the offset of the byte after it."""
+    """A pair in an answer. `field` is None if the pair was dropped. `end` is the offset of the byte after the pair."""
 
     field: Field | None
     end: int
@@ -77,7 +77,7 @@ class Entry(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParsedFields:
-    """An answer, parsed strictly. `closed`: the object was closed, and nothing but whitespace follows."""
+    """A strictly parsed answer. `closed` is True if the object is closed and only whitespace follows."""
 
     rollout: Rollout
     text: TokenText
@@ -87,14 +87,14 @@ class ParsedFields:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """The valid pairs."""
+        """Return the valid pairs."""
         return tuple(entry.field for entry in self.entries if entry.field is not None)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FieldAssignment:
-    """Matching by key. `wrong` are pairs with another value than the document's, `extra` those without such a key,
-    `missed` keys of the document that were not answered."""
+    """An answer matched by key. `wrong` are pairs with another value than the document's, `extra` are pairs with keys
+    that the document lacks, `missed` are keys of the document without an answer."""
 
     parsed: ParsedFields
     right: tuple[Field, ...]
@@ -114,7 +114,7 @@ class FieldAssignment:
 def read_fields(path: str, data: DataConfig) -> Iterator[Sample]:
     """Yield one sample per line: `{"id": ..., "messages": [...], "images": [...], "fields": {"total": "12.50", ...}}`.
 
-    Without `id` the line number stands in. Raises DataError for a line that is something else.
+    The line number is the id of a line without `id`. Raises DataError for any other line.
     """
     try:
         for number, line in lines_in(Path(path)):
@@ -125,7 +125,7 @@ def read_fields(path: str, data: DataConfig) -> Iterator[Sample]:
 
 
 class KeyValueTask(Task):
-    """The key-value task. It is reusable and holds only the tokenizer's tables."""
+    """The key-value task. It has no state besides the tokenizer's tables, so it can be reused."""
 
     reader = staticmethod(read_fields)
 
@@ -181,7 +181,7 @@ class KeyValueTask(Task):
         return _evaluated(total)
 
     def scene(self, assignment: FieldAssignment) -> dict[str, object]:
-        """Return truth and answer as objects of texts."""
+        """Return truth and answer as mappings of texts, and the drops."""
         sample = assignment.parsed.rollout.sample
         fields, drops = assignment.parsed.fields, dict(assignment.parsed.drops)
         return {"fields": dict(sample.objects), "answer": dict(fields), "drops": drops}
@@ -222,7 +222,7 @@ def _parse(rollout: Rollout, text: TokenText) -> ParsedFields:
 
 
 def _entry(pair: re.Match[bytes], keys: set[str], drops: Counter[str]) -> Entry:
-    """Return a pair of `_PAIR`. `keys` and `drops` are brought up to date."""
+    """Return the entry of a match of `_PAIR`. Its key is added to `keys`, its fault to `drops`."""
     key, value = _decoded(pair[1]), _decoded(pair[2]) if pair[2] is not None else None
     fault: Drop | None = None
     if value is None or key is None:
@@ -240,21 +240,21 @@ def _entry(pair: re.Match[bytes], keys: set[str], drops: Counter[str]) -> Entry:
 
 
 def _decoded(string: bytes) -> str | None:
-    """Return a JSON string's text; None if it is not valid text."""
+    """Return a JSON string's text; None if the text is not valid."""
     try:
         text: str = json.loads(string)
         text.encode()
-    except (UnicodeError, ValueError):  # half of a surrogate pair, or of a character
+    except (UnicodeError, ValueError):  # half of a surrogate pair, or half of a UTF-8 character
         return None
     return text
 
 
 def _cut(parsed: ParsedFields, kept: int) -> tuple[int, str, int]:
-    """Return the tokens of the prefix that holds the first `kept` entries, the text that the tail begins with, and how
-    many entries that is.
+    """Return the number of prefix tokens that hold the first `kept` entries, the text with which the tail begins, and
+    how many entries are kept.
 
-    A token may hold a pair's end and what follows it. Then the prefix ends before that token, and the tail repeats the
-    pair's last bytes. If these are not whole characters, the pair before is the last one.
+    A token may hold a pair's end and the text after it. Then the prefix ends before that token, and the tail repeats
+    the pair's last bytes. If these bytes are not whole characters, one pair less is kept.
     """
     text = parsed.text
     while kept:
@@ -297,7 +297,7 @@ def _count(assignment: FieldAssignment) -> dict[str, float]:
 
 
 def _evaluated(total: Counter[str]) -> dict[str, float]:
-    """Return the metrics of counts."""
+    """Return the metrics by name, computed from summed counts."""
     return {
         "f1": _ratio(2 * total["right"], total["predictions"] + total["truth"]),
         "precision": _ratio(total["right"], total["predictions"]),

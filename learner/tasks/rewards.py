@@ -1,7 +1,7 @@
-"""Rewards of rollouts: the user's functions (`reward.functions`), the task's own, and their weighted sum.
+"""Computes rewards of rollouts: the user's functions (`reward.functions`), the task's rewards, and a weighted sum.
 
-In: a rollout, and what the task made of it. Out: each reward's number by its name. A step reports the mean of each over
-its rollouts, an evaluation over its samples. `grpo` learns the weighted sum. Several threads may call.
+In: a rollout, and its assignment by the task. Out: each reward's value by name. A step reports the mean of each reward
+over its rollouts, an evaluation over its samples. `grpo` learns the weighted sum. Several threads may call it.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from learner.extensions import Answer, PrefixRewards, Reward, Task, Tokenizer, w
 from learner.records import Rollout
 from shared.errors import RewardError
 
-SCORED = "scored"  # counts the rollouts that have rewards: sums of rewards are divided by it
-TOTAL = "rewarded"  # the sum of their weighted sums
+SCORED = "scored"  # key for the number of rollouts with rewards, by which sums are divided
+TOTAL = "rewarded"  # key for the sum over rollouts of the weighted sums
 PREFIX = "reward/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """`functions` by name; `weights` by name, of functions (1 if not named) and of rewards of `task`."""
+    """Rewards by name. `weights` are those of `functions` (1 if not given) and of rewards of `task`."""
 
     tokenizer: Tokenizer
     functions: Mapping[str, Reward] = field(default_factory=dict)
@@ -50,16 +50,16 @@ class Rewards:
         return sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
 
     def by_object(self, assignment: object) -> PrefixRewards | None:
-        """Return the part of the total that objects earn one by one; None: the task cannot tell."""
+        """Return the part of the total that single objects earn; None if the task cannot tell."""
         weights = {name: weight for name, weight in self.weights.items() if name not in self.functions}
         return self.task.prefix_rewards(assignment, weights) if self.task is not None else None
 
     def sums(self, rollout: Rollout, assignment: object) -> dict[str, float]:
-        """`counts` of one rollout; {} without rewards. Raises RewardError."""
+        """Return `counts` for one rollout; {} if it has no rewards. Raises RewardError."""
         return self.counts(self.parts(rollout, assignment))
 
     def counts(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return `parts` as `reward/NAME`, with `scored` 1 and the total: to be added up over rollouts."""
+        """Return `parts` as `reward/NAME`, with `scored` 1 and the total. Results are added up over rollouts."""
         if not parts:
             return {}
         return {SCORED: 1.0, TOTAL: self.total(parts), **{PREFIX + name: value for name, value in parts.items()}}
@@ -75,7 +75,7 @@ class Rewards:
 
 
 def mean_rewards(counts: Mapping[str, float]) -> dict[str, float]:
-    """Sums over rollouts as means: `reward/NAME`, and `reward` for all together; {} if nothing was scored."""
+    """Return means from sums over rollouts: `reward/NAME`, and `reward` for the total; {} if no rollout was scored."""
     scored = counts.get(SCORED, 0.0)
     if not scored:
         return {}

@@ -1,8 +1,8 @@
-"""The supervision of a sample, whatever its task: labels and weights, and the segment that they make with a prompt.
+"""Checks a sample's labels and weights, and joins prompt and target into a segment, for all tasks.
 
-In: a `Target`, or a text's tokens. Out: a checked `Segment`. Invariants: `labels[i] == -100` exactly where
+In: a `Target`, or a text's tokens. Out: a checked `Segment`. Invariants: `labels[i] == -100` exactly if
 `loss_weights[i] == 0`. Every supervised token is in the assistant span, after a token that predicts it.
-`check_supervision` checks this when a segment is built, and again before it is learned (`policy/packed.py`). Pure.
+`check_supervision` checks this when a segment is built, and before it is learned (`policy/packed.py`). No side effects.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _error(what: str, segment: Segment, index: int, wanted: str) -> LossError:
 
 
 def own_target(rollout: Rollout) -> Target:
-    """Return the rollout's own tokens, the stop token included, each its own label, of weight 1."""
+    """Return the rollout's own tokens with the stop token. Each token is its own label and has weight 1."""
     stop = [] if rollout.stop_token_id is None else [rollout.stop_token_id]
     token_ids = np.array([*rollout.response_token_ids, *stop], dtype=np.int64)
     return Target(
@@ -72,7 +72,7 @@ def build_segment(
     ver: int | None = None,
     stats: Mapping[str, float] | None = None,
 ) -> Segment:
-    """Return prompt + Y_train. Raises LossError if the target's parts do not fit, or if the prompt is empty."""
+    """Return prompt + Y_train. Raises LossError if the target's arrays differ in length, or if the prompt is empty."""
     num_prompt, num_target = len(prompt.token_ids), len(target.token_ids)
     if not num_prompt or not (num_target == len(target.labels) == len(target.loss_weights)):
         raise LossError(
@@ -97,7 +97,7 @@ def build_segment(
 
 
 def tokens_of(text: str, pieces: TokenPieces) -> TokenText:
-    """Return the tokens of a tail's text. Raises LossError if the tokenizer changes it."""
+    """Return the tokens of a tail's text. Raises LossError if decoding them does not give the text back."""
     found = pieces.text(pieces.encode_long(text))
     if found.data != text.encode():
         raise LossError(
@@ -110,7 +110,7 @@ def tokens_of(text: str, pieces: TokenPieces) -> TokenText:
 
 
 def continued(prefix: NDArray[np.int64], tail: TokenText, eos_token_id: int) -> Target:
-    """Return the prefix [P], ignored, then the tail and EOS with weight 1."""
+    """Return the prefix [P] without labels, then the tail and EOS with weight 1."""
     token_ids = np.concatenate([prefix, tail.ids, [eos_token_id]])
     weights = np.ones(len(token_ids), dtype=np.float32)
     weights[: len(prefix)] = 0.0

@@ -1,4 +1,4 @@
-"""The text that can be taught, and the needs of a target from a task whose answers are lists of objects (`ObjectTask`).
+"""`ObjectTask`, the methods of a task whose answers are lists of objects, and the check of texts that are taught.
 
 The protocol of all tasks is `learner.extensions.Task`.
 """
@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Protocol
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, Rollout
 
-if TYPE_CHECKING:  # it loads numpy, which `check` does not need
+if TYPE_CHECKING:  # not imported at run time, because it loads numpy, which `check` does not need
     from learner.tasks.tokens import TokenPieces
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SerializedTail:
-    """Text to append, with half-open character spans of each object's description, and of each object with the
-    separator before it."""
+    """Text to append. `desc_spans` has a half-open span of characters for each object's description, `object_spans` one
+    for each object with the separator before it."""
 
     text: str
     desc_spans: tuple[tuple[int, int], ...]
@@ -27,11 +27,12 @@ class SerializedTail:
 
 class ObjectTask(Protocol):
     def parse(self, rollout: Rollout) -> ParsedRollout:
-        """Parse strictly, aligned to tokens: no repair; a malformed object is dropped and counted, with a reason."""
+        """Parse strictly, aligned to tokens. A malformed object is dropped and counted with a reason, never
+        repaired."""
         ...
 
     def match(self, parsed: ParsedRollout) -> Assignment:
-        """Return a one-to-one assignment; pairs below the IoU threshold are infeasible before the assignment."""
+        """Return a one-to-one assignment of pairs with at least the IoU threshold."""
         ...
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
@@ -40,7 +41,7 @@ class ObjectTask(Protocol):
         ...
 
     def can_be_taught(self, obj: DetectionObject) -> bool:
-        """Return True if an object could be ground truth: written as an answer, it reads back unchanged."""
+        """Return True if an object could be ground truth: its text, parsed again, gives the same object."""
         ...
 
     def canonical_key(self, obj: DetectionObject) -> tuple[int, ...]:
@@ -48,17 +49,17 @@ class ObjectTask(Protocol):
         ...
 
     def coordinate_text(self, value: int) -> str:
-        """Return one bin as an answer spells it."""
+        """Return one bin as it is spelled in an answer."""
         ...
 
     def desc_text(self, desc: str) -> str:
-        """One description as an answer spells it, without its quotes."""
+        """Return a description as it is spelled in an answer, without its quotes."""
         ...
 
 
 def text_fault(text: str, pieces: TokenPieces | None, what: str = "description") -> tuple[str, str, str] | None:
-    """Return (found, wanted, what to do) if `text` cannot be taught. `pieces` None: everything except whether it
-    survives tokenization. `what`: its name in the message."""
+    """Return (found, wanted, what to do) if `text` cannot be taught, else None. With `pieces` None it is not checked
+    whether the text survives tokenization. `what` names the text in the message."""
     remedy = f"rewrite the {what}"
     if not text.strip():
         return repr(text), f"a {what} that is not blank", remedy

@@ -1,17 +1,15 @@
-"""The bytes that each token stands for, so that text can be read over a model's own token ids, and long texts encoded
-fast.
+"""Maps tokens to bytes, so that a model's own token ids can be read as text, and encodes long texts fast.
 
-`TokenPieces`. In: token ids. Out: their bytes joined, and where each token ends. A byte-level BPE token may hold part
-of a UTF-8 character, so text is bytes here, and becomes `str` only where a description is read. Pieces are kept per
-tokenizer, in tables by token id, so a whole answer is one lookup. Encodings of short texts are cached. Nothing is
-tokenized again.
+`TokenPieces`. In: token ids. Out: their joined bytes, and where each token ends. A byte-level BPE token may hold part
+of a UTF-8 character, so text stays bytes, and only descriptions are decoded to `str`. Each tokenizer has tables by
+token id, so one lookup gives a whole answer. Encodings of short texts are cached.
 
-`TokenBoundaries` encodes long texts from parts that repeat. It cuts only where no token can cross. In: a tokenizer's
-encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None if it cannot be cut safely.
-Tokenizers split at an added token `<|...|>` before anything else, so the text between two of them has the same tokens
-everywhere. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a digit beside such a
-character, no token crosses the number's ends. How a pre-tokenizer splits the text between two numbers may still depend
-on the digits. So that text is encoded with a digit on either side, and used only if these digits are separate tokens.
+`TokenBoundaries` encodes long texts by joining encoded parts, which often repeat. It cuts a text only where no token
+can cross. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None if
+it cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added tokens always
+has the same tokens. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a digit beside
+such a character, no token crosses the number's ends. A pre-tokenizer may still split the text between two numbers by
+their digits. So that text is encoded with a digit on either side, and used only if these digits are separate tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from learner.extensions import Tokenizer
 
 
 def ranges(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of every range `first[i] .. first[i] + lengths[i]`, concatenated."""
+    """Return the numbers of all ranges `first[i] .. first[i] + lengths[i]`, concatenated."""
     if not len(first):
         return np.empty(0, dtype=np.int64)
     ends = lengths.cumsum()
@@ -43,8 +41,8 @@ _NUM_BINS = 1000
 _ADDED_TOKEN = r"(<\|[^|<>]*\|>)"
 _NUMBER = r"(?<=[\[ ])(0|[1-9][0-9]{0,2})(?=[,\]])"
 _NO_NUMBER = r"((?!))"
-_DIGIT = "0"  # represents all of them
-# Space, tab, newline and carriage return in byte-level spelling; added tokens have them plain.
+_DIGIT = "0"  # stands for any digit
+# Space, tab, newline and carriage return in byte-level spelling, and plain, as added tokens have them.
 _BESIDE = r"[\[\], \t\n\rĠĉĊč]"
 _FUSED = re.compile(f"[0-9]{_BESIDE}|{_BESIDE}[0-9]")
 
@@ -52,7 +50,7 @@ Ids = tuple[int, ...]
 
 
 class TokenBoundaries:
-    """`numbers` has the ids of each coordinate in digits. It is empty if digits can be fused with their neighbours."""
+    """Encodes texts in parts. `numbers` has the ids of each coordinate in digits; empty if digits may be fused."""
 
     def __init__(
         self, encode: Callable[[str], Ids], added: Mapping[int, object], vocabulary: Mapping[str, int]
@@ -60,11 +58,11 @@ class TokenBoundaries:
         self.numbers = _numbers_alone(encode, vocabulary)
         self._added = _splitting_tokens(added)
         self._cut = re.compile(f"{_ADDED_TOKEN}|{_NUMBER if self.numbers else _NO_NUMBER}")
-        # The cache is no method of this object: a cache that holds its owner lives until garbage collection.
+        # The cache is not on the method: a cache that holds its owner lives until garbage collection.
         self._between = lru_cache(maxsize=_CACHED_PARTS)(partial(_encode_between, encode, self.numbers))
 
     def encode(self, text: str) -> list[int] | None:
-        parts = self._cut.split(text)  # parts are: text between, added token or None, number or None, text between, ...
+        parts = self._cut.split(text)  # repeated: text between, added token or None, number or None
         if len(parts) == 1:
             return None
         ids: list[int] = []
@@ -79,7 +77,7 @@ class TokenBoundaries:
             if number:
                 ids += self.numbers[number]
             elif added:
-                if added not in self._added:  # it only looks like an added token, and may merge with its neighbours
+                if added not in self._added:  # it only looks like an added token, and may be fused with its neighbours
                     return None
                 ids.append(self._added[added])
         return ids
@@ -88,7 +86,7 @@ class TokenBoundaries:
 def _encode_between(
     encode: Callable[[str], Ids], numbers: Mapping[str, Ids], left: str, text: str, right: str
 ) -> Ids | None:
-    """The ids of `text` between the digits `left` and `right` (or none); None if a digit is fused with it."""
+    """Return the ids of `text` between the digits `left` and `right`, if given; None if a digit is fused with it."""
     ids = encode(left + text + right)
     if (left and ids[:1] != numbers[left]) or (right and ids[-1:] != numbers[right]):
         return None
@@ -96,7 +94,7 @@ def _encode_between(
 
 
 def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
-    """Added tokens of the form `<|...|>` that are always tokens of their own; empty if another could overlap one."""
+    """Return the added tokens `<|...|>` at which texts are always split; empty if another added token could overlap."""
     texts = [str(token) for token in added.values()]
     if any(text.endswith("<") or ("<|" in text and not re.fullmatch(_ADDED_TOKEN, text)) for text in texts):
         return {}
@@ -109,7 +107,7 @@ def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
 
 
 def _numbers_alone(encode: Callable[[str], Ids], vocabulary: Mapping[str, int]) -> dict[str, Ids]:
-    """Return each coordinate's ids, if they are the same everywhere in a list; else empty."""
+    """Return each coordinate's ids, if they are the same everywhere in a list; else {}."""
     if not vocabulary or any(map(_FUSED.search, vocabulary)):
         return {}
     numbers = {str(value): encode(str(value)) for value in range(_NUM_BINS)}
@@ -119,19 +117,19 @@ def _numbers_alone(encode: Callable[[str], Ids], vocabulary: Mapping[str, int]) 
 
 
 _CACHED_ENCODINGS = 1 << 16
-_MAX_VOCABULARY = 1 << 20  # no tokenizer has larger ids: they have no text
+_MAX_VOCABULARY = 1 << 20  # no tokenizer has larger ids, so they stand for no text
 _NOT_MET = -1
 
 
 class TokenText(NamedTuple):
-    """The text of T tokens: `data[ends[i-1]:ends[i]]` are the bytes of token i. A token may be empty."""
+    """The text of T tokens. `data[ends[i-1]:ends[i]]` are the bytes of token i, which may be empty."""
 
     ids: NDArray[np.int64]  # [T]
     data: bytes
     ends: NDArray[np.int64]  # [T]
 
     def starts(self) -> NDArray[np.int64]:
-        """Return [T + 1]: where each token begins, and where the text ends."""
+        """Return [T + 1]: the offset at which each token begins, and the end of the text."""
         return np.concatenate([[0], self.ends])
 
     def start(self, index: int) -> int:
@@ -139,27 +137,27 @@ class TokenText(NamedTuple):
         return int(self.ends[index - 1]) if index else 0
 
     def token_at(self, offset: int) -> int:
-        """Return the token that holds byte `offset`."""
+        """Return the index of the token that holds byte `offset`."""
         return int(self.ends.searchsorted(offset, "right"))
 
     def tokens_until(self, offset: int) -> int:
-        """Return how many tokens reach `offset` bytes; the last may go beyond it."""
+        """Return how many tokens hold the first `offset` bytes. The last one may hold later bytes too."""
         return int(self.ends.searchsorted(offset, "left")) + 1 if offset else 0
 
 
 class TokenPieces:
-    """Token id -> bytes, filled on demand; empty for an unknown id. Made by `pieces_of`."""
+    """Gives each token's bytes, read on demand; empty for an unknown id. `pieces_of` makes it."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, object] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
-        # The cache is no method of this object: one that holds its owner keeps these tables until garbage collection.
+        # The cache is not on the method: a cache that holds its owner keeps these tables until garbage collection.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
-        # Each token id (the last entry for larger ids) has a piece's length, and where it begins among all pieces so
-        # far.
+        # By token id (the last entry is for larger ids): the length of its bytes, and their offset in `_bytes`, which
+        # has the bytes of all tokens seen so far.
         self._lengths = np.full(_MAX_VOCABULARY + 1, _NOT_MET, dtype=np.int64)
         self._begins = np.zeros(_MAX_VOCABULARY + 1, dtype=np.int64)
         self._bytes = np.empty(0, dtype=np.uint8)
@@ -170,7 +168,7 @@ class TokenPieces:
         return self.text((token_id,)).data
 
     def text(self, token_ids: Sequence[int]) -> TokenText:
-        """Return the text of `token_ids`, with each token's place in it."""
+        """Return the text of `token_ids`, with the end of each token."""
         ids = np.frombuffer(pack(f"{len(token_ids)}q", *token_ids), dtype=np.int64)  # twice as fast as fromiter
         lengths = self.lengths(ids)
         at = ranges(self._begins.take(ids, mode="clip"), lengths)
@@ -185,8 +183,7 @@ class TokenPieces:
         return lengths
 
     def _meet(self, ids: NDArray[np.int64]) -> None:
-        """Add the pieces of new tokens to the tables. Other threads read them meanwhile, so lengths are written
-        last."""
+        """Add the bytes of new tokens to the tables. Lengths are written last, because other threads read meanwhile."""
         with self._adding:
             new = np.unique(ids[self._lengths.take(ids, mode="clip") == _NOT_MET])
             pieces = list(map(self._piece, new.tolist()))
@@ -197,14 +194,14 @@ class TokenPieces:
             self._lengths[new] = lengths
 
     def encode_long(self, text: str) -> list[int]:
-        """Encode a text as `encode` does, for texts that hardly repeat. If the text can be cut, its parts are
+        """Return what `encode` returns. It is for texts that rarely repeat: if the text can be cut, its parts are
         cached."""
         ids = self.boundaries.encode(text)
         return list(self._encode(text)) if ids is None else ids
 
     @cached_property
     def boundaries(self) -> TokenBoundaries:
-        """Return where this tokenizer's texts can be cut."""
+        """Return the encoder that cuts this tokenizer's texts."""
         vocabulary = self.tokenizer.get_vocab() if self._byte_level else {}  # type: ignore[attr-defined]
         return TokenBoundaries(self._encode, self._added, vocabulary)
 
@@ -231,7 +228,7 @@ def _encode(tokenizer: Tokenizer, encoder: Any | None, text: str) -> tuple[int, 
 
 def _encoder_of(backend: Any) -> Any | None:
     """Return a copy of `backend` if it is a `tokenizers.Tokenizer`, else None. Called directly, it encodes a short text
-    in a fifth of the time. It is a copy, because other users may set truncation and padding on the original."""
+    in a fifth of the time. Truncation and padding are turned off on the copy, because other users need the original."""
     if not hasattr(backend, "no_truncation"):
         return None
     encoder = copy.deepcopy(backend)
@@ -241,7 +238,7 @@ def _encoder_of(backend: Any) -> Any | None:
 
 
 def _byte_alphabet() -> dict[str, int]:
-    """Return GPT-2's printable stand-ins for bytes, as every byte-level BPE vocabulary spells them."""
+    """Return the bytes by the printable characters that byte-level BPE vocabularies use for them (GPT-2)."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in printable]
     return {chr(b): b for b in printable} | {chr(256 + i): b for i, b in enumerate(others)}

@@ -1,1 +1,1 @@
-"""Detection: objects in an answer, read, matched to labels, taught and scored. `learner.api` is its Python API."""
+"""The detection task: parses, matches, teaches and scores objects in an answer. `learner.api` is its Python API."""

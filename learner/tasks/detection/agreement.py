@@ -1,14 +1,14 @@
-"""Clusters of boxes that several answers to one sample agree on.
+"""Clusters boxes on which several answers to one sample agree.
 
-In: the objects of K answers. Out: every object in exactly one cluster, and at most one object of an answer in a
-cluster, so that the votes of a cluster are the answers that found it. Pure; geometry by exact IoU.
+In: the objects of K answers. Out: every object in exactly one cluster. A cluster has at most one object of each answer,
+so its votes are the answers that found the object. No side effects; IoU is exact.
 
-Two clusters are joined if they share no answer and the mean IoU between their objects is at least `SAME_IOU`. The
-pair with the highest IoU goes first. Pairs with the same name go before those with different names, so that two objects
-at one place keep their names, and a cluster still gathers what answers call differently. The order of the answers
-matters only among equal pairs.
+Two clusters are joined if they share no answer and the mean IoU between their objects is at least `SAME_IOU`. Pairs
+with the same name are joined first, then pairs with different names; in both groups the highest IoU goes first. So two
+objects at one place keep their names, and answers with different names for one object still make one cluster. The order
+of the answers matters only among equal pairs.
 
-An answer that repeats an object begins a second cluster at the same place.
+If an answer repeats an object, the second one begins another cluster at the same place.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ SAME_IOU = 0.5
 
 
 class ClusterMember(NamedTuple):
-    """One answer's object in a cluster. `answer` and `place` are its indices in what was clustered."""
+    """One answer's object in a cluster. `answer` and `place` are its indices in the clustered answers."""
 
     answer: int
     place: int
@@ -38,13 +38,13 @@ class ClusterMember(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """`members` in the order of their answers, one an answer; at least one.
+    """`members` are sorted by answer, with at least one member and at most one per answer.
 
-    `object` is what they agree on: the name that most of them give (of equal ones the first answer's) and the median of
-    their boxes. The mean is further from the true box on digits (IoU 0.954 against 0.959), and as near on photographs
-    of cells (0.722, 0.721). Only the mean that weights each coordinate by its probability is nearer (0.961, 0.732), and
-    it needs the answers' log-probabilities. If one of them is a polygon, it is the
-    geometry of the member that overlaps the others most.
+    `object` has the most frequent name (if two are, the one of the first answer) and the median of the boxes. The mean
+    is further from the true box on digits (IoU 0.954 against 0.959), and as near on photographs of cells (0.722,
+    0.721). Only a mean that weights each coordinate by its probability is nearer (0.961, 0.732), but it needs
+    log-probabilities of the answers. If a member is a polygon, `object` has the geometry of the member that overlaps
+    the others most.
     """
 
     members: tuple[ClusterMember, ...]
@@ -52,7 +52,7 @@ class Cluster:
 
     @property
     def votes(self) -> int:
-        """Return how many answers found it."""
+        """Return how many answers found the object."""
         return len(self.members)
 
     @property
@@ -62,7 +62,7 @@ class Cluster:
 
 
 def cluster_objects(answers: Sequence[Sequence[DetectionObject]]) -> list[Cluster]:
-    """Return the clusters of K answers' objects: those with most votes first, then in canonical order."""
+    """Return the clusters of the objects of K answers: most votes first, then in canonical order."""
     members = [ClusterMember(k, place, obj) for k, answer in enumerate(answers) for place, obj in enumerate(answer)]
     iou = iou_matrix([m.object for m in members], [m.object for m in members])
     groups = _groups(members, iou)
@@ -74,7 +74,7 @@ def cluster_objects(answers: Sequence[Sequence[DetectionObject]]) -> list[Cluste
 
 
 def _groups(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[list[int]]:
-    """Return the indices of the members of each cluster, ascending. `iou` [N, N]."""
+    """Return the indices of each cluster's members, ascending. `iou` is [N, N]."""
     group_of = list(range(len(members)))
     groups = {i: [i] for i in range(len(members))}
     answers = {i: {member.answer} for i, member in enumerate(members)}
@@ -90,8 +90,8 @@ def _groups(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[
 
 
 def _pairs(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[tuple[int, int]]:
-    """Pairs of different answers that overlap enough, in the order in which they are joined. Equal ones go by their
-    places in the answers: answers that repeat one box join it first with first, second with second."""
+    """Return pairs of objects of different answers with enough overlap, in the order in which they are joined. Equal
+    pairs are sorted by places, so if answers repeat one box, first is joined with first, second with second."""
     rows, columns = np.nonzero((np.triu(iou, k=1) >= SAME_IOU) & (np.triu(iou, k=1) > 0))
     found = []
     for i, j in zip(rows.tolist(), columns.tolist(), strict=True):
@@ -103,7 +103,7 @@ def _pairs(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[t
 
 
 def _agreed(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> DetectionObject:
-    """`iou` [M, M] is of these members, in this order."""
+    """Return the object of a cluster. `iou` [M, M] has the rows and columns of `members`."""
     desc = Counter(member.object.desc for member in members).most_common(1)[0][0]
     if any(member.object.kind != "bbox_2d" for member in members):
         return members[int(iou.sum(axis=1).argmax())].object._replace(desc=desc)

@@ -1,9 +1,9 @@
-"""Bootstrap intervals of COCO's AP over samples, and of the difference of two detectors on the same draws.
+"""Bootstrap intervals over samples of COCO's AP, and of the difference between two detectors on the same draws.
 
-A sample is one image, or several that are drawn together. COCO's matches do not depend on which other images there are,
-so they are made once (pycocotools). A draw weighs each sample by how often it was drawn. That gives what pycocotools
-accumulates over so many copies, because copies of a box have equal scores and stand together in the order. Only where
-two boxes of an image have equal scores, copies of them come in another order. Pure.
+A sample is one image, or several images that are drawn together. COCO's matches do not depend on other images, so they
+are made once (pycocotools). A draw weights each sample by how often it was drawn. The result is what pycocotools
+computes on so many copies, because copies of a box have equal scores and are neighbours in the order. Only copies of
+two boxes with equal scores in one image come in another order. No side effects.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from learner.tasks.detection.metrics import Interval, coco_matches, draws, inter
 
 AP, AP50 = "coco/ap", "coco/ap50"
 DRAWS = 500
-MOST_BOXES = 100  # COCO counts no more of an image and class
+MOST_BOXES = 100  # COCO counts no more boxes per image and class
 _CONFIDENCE = 0.95
-_VALUES_AT_ONCE = 4_000_000  # draws times boxes that are in memory together
+_VALUES_AT_ONCE = 4_000_000  # draws x boxes held in memory at a time
 
 
 @dataclass(frozen=True, slots=True)
 class RankedBoxes:
-    """All boxes of one class, best first. T are COCO's ten IoU thresholds."""
+    """All boxes of one class, highest score first. T is the number of COCO's IoU thresholds, ten."""
 
     name: str
     scores: NDArray[np.float64]  # [D]
-    images: NDArray[np.int64]  # [D] the sample that each is in
+    images: NDArray[np.int64]  # [D] index of each box's sample
     right: NDArray[np.bool_]  # [T, D]
-    wrong: NDArray[np.bool_]  # [T, D]; in an ignore region it is neither
-    truth: NDArray[np.float64]  # [samples] objects that count
+    wrong: NDArray[np.bool_]  # [T, D]; a box in an ignore region is neither right nor wrong
+    truth: NDArray[np.float64]  # [samples] number of objects that count
 
 
 def ranked_boxes(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]]) -> list[RankedBoxes]:
@@ -76,7 +76,7 @@ def _of_class(
 
 
 def ap_of(classes: Sequence[RankedBoxes], weights: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """AP and AP50 of each draw [draws]. `weights` [draws, images]: how often each image is in it."""
+    """Return AP and AP50 of each draw, [draws]. `weights` [draws, samples] says how often a draw has each sample."""
     sums, sums50, present = (np.zeros(len(weights)) for _ in range(3))
     for one in classes:
         num_truth = weights @ one.truth
@@ -91,7 +91,7 @@ def ap_of(classes: Sequence[RankedBoxes], weights: NDArray[np.float64]) -> dict[
 def _average(
     one: RankedBoxes, threshold: int, weights: NDArray[np.float64], num_truth: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """[draws] the mean over 101 recalls of the best precision at that recall or a higher one."""
+    """Return [draws]: the mean over 101 recalls of the best precision at that recall or a higher one."""
     found = np.zeros(len(weights))
     step = max(1, _VALUES_AT_ONCE // max(1, len(one.images)))
     recalls = np.linspace(0.0, 1.0, 101)
@@ -110,7 +110,7 @@ def _average(
 
 @dataclass(frozen=True, slots=True)
 class ApDraws:
-    """AP and AP50 of one detector: over all images, and of each draw."""
+    """AP and AP50 of one detector, over all samples (`whole`) and for each draw (`drawn`)."""
 
     whole: Mapping[str, float]
     drawn: Mapping[str, NDArray[np.float64]]
@@ -120,7 +120,7 @@ class ApDraws:
     def of(
         cls, assignments: Sequence[Assignment], scores: Sequence[Sequence[float]], *, n: int = DRAWS, seed: int = 0
     ) -> ApDraws:
-        """Equal `n` and `seed` give equal draws of equally many images."""
+        """Draw `n` times. Equal `n`, `seed` and number of samples give equal draws."""
         classes = ranked_boxes(assignments, scores)
         whole = ap_of(classes, np.ones((1, len(assignments))))
         weights = np.concatenate(list(draws(len(assignments), n, seed))).astype(np.float64)
@@ -130,5 +130,5 @@ class ApDraws:
         return interval_of(self.whole[name], self.drawn[name], _CONFIDENCE)
 
     def minus(self, other: ApDraws, name: str) -> Interval:
-        """The difference on the same draws."""
+        """Return the interval of the difference to `other`, on the same draws."""
         return interval_of(self.whole[name] - other.whole[name], self.drawn[name] - other.drawn[name], _CONFIDENCE)

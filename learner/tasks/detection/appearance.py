@@ -1,20 +1,21 @@
-"""How often finds that overlap no label are right, judged by how they look (R49, D22).
+"""Estimates from pixels how often finds that overlap no label are right (R49, D22).
 
-In: photographs, their labels, and finds with votes. Out: the probability of each find that its name and box are right.
-It takes no clicks, and does not assume that labels are missing at random: an object looks the same with a label or
-without one.
+In: photographs, their labels, and finds with votes. A find is a box of the model. Out: for each find the probability
+that its name and box are right. No person judges any find. Labels need not be missing at random, because an object
+looks the same with and without a label.
 
-1. *Examples.* A labelled box that moved a little (IoU >= 0.55) is still on its object. One that moved further (IoU 0.08
-   to 0.45) is beside it. Edges at the photograph's border stay there. The boxes of other classes are examples of
-   a wrong name.
-2. *Scores.* A logistic regression with an L2 penalty tells right examples from wrong ones by the pixels in and around
-   the box. Each class with `OWN_CLASS` labels has its own, and the others share one, which knows no names. It never
-   scores a photograph that it was fitted on (`FOLDS` parts).
-3. *Shares.* The scores of finds are a mixture of those of right, misplaced and misnamed examples. The shares of the
-   mixture are the likeliest ones (EM), by class, votes, and whether the box touches the photograph's border.
+1. *Examples.* A labelled box is moved. With IoU >= 0.55 it is still on its object and an example of a right box. With
+   IoU 0.08 to 0.45 it is beside the object and an example of a misplaced box. Edges at the photograph's border are not
+   moved. Boxes of other classes are examples of a wrong name.
+2. *Scores.* A logistic regression with an L2 penalty separates right from wrong examples by the pixels in and around
+   the box. A class with `OWN_CLASS` labels has its own classifier. The other classes share one, which does not use
+   names. A photograph is scored by a classifier that was fitted without it (`FOLDS` parts).
+3. *Shares.* The scores of finds are modelled as a mixture of the scores of right, misplaced and misnamed examples. EM
+   finds the likeliest shares, for each class, number of votes, and whether the box touches the photograph's border.
+   The right examples' part of the mixture at a find's score is the find's probability.
 
-Labels that are too few, or a classifier that does not tell its own examples apart, give no estimate. It cannot say that
-labels are complete: where no find is right, it has said 0.06 to 0.34. Pure.
+There is no estimate if labels are too few, or if a classifier cannot separate its own examples. The estimate cannot
+show that labels are complete: with no right find, it has been 0.06 to 0.34. No side effects.
 """
 
 from __future__ import annotations
@@ -33,32 +34,32 @@ from learner.records import DetectionObject, Sample
 from learner.tasks.detection.bins import bounding_box, to_pixels
 
 MIN_LABELS = 200  # 16 photographs of cells with so many labels err by up to 0.12, 8 photographs by up to 0.35
-MIN_AUC = 0.75  # at labels
-OWN_CLASS = 60  # examples of a class on its objects, for a classifier of its own
-MOST_LABELS = 6000  # whose pixels are looked at; more say no more
+MIN_AUC = 0.75  # least AUC on held-out labels; below it there is no estimate
+OWN_CLASS = 60  # right examples of a class that get a classifier of their own
+MOST_LABELS = 6000  # labels whose pixels are read; more of them do not improve the estimate
 FOLDS = 3
-ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # IoU with the label, from and below
+ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # IoU with the label: from, and below
 _BORDER = 0.0125  # share of a side within which a box touches the photograph's border
-_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # cells of a crop's side, times the box, pixels of a side at least
-_NUMBERS = 4 * _SIDE**2 + 3  # of a crop: three colours and edges a cell, and the spread of colours
+_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # a crop: cells per side, side / box's side, least side in pixels
+_NUMBERS = 4 * _SIDE**2 + 3  # numbers per crop: three colours and an edge per cell, and the spread of each colour
 _TRIES = 60
-PENALTY = 300.0  # of the squared weights
-_BIN_EDGES = np.linspace(-5, 5, 11)  # of scores, in logits
-_FEWEST_FINDS = 25  # whose shares are fitted together
+PENALTY = 300.0  # factor of the squared weights
+_BIN_EDGES = np.linspace(-5, 5, 11)  # edges of bins of scores, in logits
+_FEWEST_FINDS = 25  # finds; smaller groups of votes are joined before their shares are fitted
 _FEWEST_EXAMPLES = 25
-_OF_FIRST = 200.0  # finds that the shares of a first model count for with later ones
+_OF_FIRST = 200.0  # number of finds that the shares of the first model count as, when a later model is fitted
 
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
 Open = Callable[[str], Image.Image]
-Shares = dict[tuple[str | None, bool], Sequence[float]]  # of the kinds in a mixture, by class and border
+Shares = dict[tuple[str | None, bool], Sequence[float]]  # of the kinds of example, by class and border
 
-# Small matrices many times over: a BLAS's threads would only wait for each other beside other programs.
+# The matrices are small. Beside other programs, several BLAS threads would mostly wait for each other.
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
 
 
 class Crop(NamedTuple):
-    """The pixels of a box, [D], with its class and whether it touches the photograph's border."""
+    """A box's pixels as numbers [D], its class, and whether it touches the photograph's border."""
 
     name: str
     at_border: bool
@@ -67,7 +68,7 @@ class Crop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleCrops:
-    """All that is looked at in one sample. `finds` in the order in which they were given."""
+    """All crops of one sample. `finds` are in the given order."""
 
     on: tuple[Crop, ...]
     beside: tuple[Crop, ...]
@@ -76,9 +77,9 @@ class SampleCrops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Appearance:
-    """The probabilities of the finds by sample, in their order. `auc`: how well the classifiers tell examples apart
-    that they were not fitted on. `why` says why there is no estimate, and then `probabilities` is empty. `shares` of
-    the finds with fewest votes."""
+    """The probabilities of the finds, by sample and in the given order. `auc` says how well the classifiers separate
+    held-out examples. If there is no estimate, `why` says why, and `probabilities` is empty. `shares` are those of the
+    finds with the fewest votes."""
 
     probabilities: tuple[tuple[float, ...], ...] = ()
     shares: Shares = field(default_factory=dict)
@@ -90,8 +91,8 @@ class Appearance:
 
 
 def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
-    """Cut examples and finds out of a sample's photographs. `share`: of its labels, drawn by their places. Raises what
-    `open_image` raises."""
+    """Cut examples and finds out of a sample's photographs. A share `share` of the labels is used, chosen by a hash of
+    their names and places. Raises what `open_image` raises."""
     labels = [obj for obj in sample.objects if _drawn(sample, obj) < share]
     on: list[Crop] = []
     beside: list[Crop] = []
@@ -124,12 +125,12 @@ def _drawn(sample: Sample, obj: DetectionObject) -> float:
 
 
 def share_of(num_labels: int) -> float:
-    """Return the share of the labels whose pixels are looked at."""
+    """Return the share of the labels whose pixels are read."""
     return min(1.0, MOST_LABELS / max(1, num_labels))
 
 
 class _Picture:
-    """A photograph with a margin, as large as a quarter of its longer side, that repeats its border."""
+    """A photograph with a margin of a quarter of its longer side. The margin repeats the border's pixels."""
 
     def __init__(self, image: Image.Image) -> None:
         values = np.asarray(image.convert("RGB"))
@@ -137,7 +138,7 @@ class _Picture:
         self._margin = max(image.size) // 4
         margins = ((self._margin, self._margin), (self._margin, self._margin), (0, 0))
         self._padded = Image.fromarray(np.pad(values, margins, mode="edge"))
-        # Colours are compared with the photograph's own light.
+        # Colours are measured relative to the photograph's median and contrast, so that its light does not matter.
         flat = values.reshape(-1, 3)
         self._light, self._contrast = np.median(flat, axis=0), flat.std(axis=0) + 1
 
@@ -146,11 +147,12 @@ class _Picture:
         return np.array(to_pixels(bounding_box(obj), int(self.size[0]), int(self.size[1])))
 
     def at_border(self, box: Floats) -> NDArray[np.bool_]:
-        """Return which of its four edges are at the photograph's border."""
+        """Return which of the box's four edges are at the photograph's border."""
         return np.r_[box[:2] < _BORDER * self.size, box[2:] > (1 - _BORDER) * self.size]
 
     def moved(self, box: Floats, rng: np.random.Generator, low: float, high: float) -> Floats | None:
-        """Return the box moved and stretched until its IoU is in the range; None if no try has such a box."""
+        """Return the box, moved and stretched until its IoU is in the range; None if `_TRIES` moves give no such
+        box."""
         sides, kept = np.tile(box[2:] - box[:2], 2), self.at_border(box)
         smallest = min(8.0, 0.5 * float(sides.min()))
         for _ in range(_TRIES):
@@ -162,7 +164,7 @@ class _Picture:
         return None
 
     def crop(self, name: str, box: Floats) -> Crop:
-        """Cut out colours, the strength of edges, and the spread of colours."""
+        """Return the colours and the edges in and around the box, and the spread of the colours."""
         half = np.maximum(box[2:] - box[:2], _SHORTEST) * _GROWN / 2
         middle = (box[:2] + box[2:]) / 2 + self._margin
         low = np.clip(middle - half, 0, None)
@@ -177,12 +179,12 @@ class _Picture:
 
 
 def _halved(values: Floats) -> Floats:
-    """Return the means over 2 x 2 pixels, in a line."""
+    """Return the means over squares of 2 x 2 pixels, flattened."""
     return values.reshape(_SIDE, 2, _SIDE, 2, -1).mean(axis=(1, 3)).ravel()
 
 
 def _iou(box: Floats, others: Floats) -> Floats:
-    """Return IoU [N] of a box with others [N, 4], in pixels, unrounded."""
+    """Return the IoU [N] of a box with the boxes `others` [N, 4], in pixels, not rounded."""
     sides = np.clip(np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2]), 0, None)
     both = sides.prod(axis=1)
     areas = (others[:, 2:] - others[:, :2]).prod(axis=1) + (box[2:] - box[:2]).prod()
@@ -194,7 +196,7 @@ def _iou(box: Floats, others: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Line:
-    """Crops of all samples in a line: pixels [N, D], and by crop [N] its class, border, part and sample."""
+    """Crops of all samples in a row: pixels [N, D], and for each crop [N] its class, border and part (of `FOLDS`)."""
 
     pixels: Pixels
     names: NDArray[np.str_]
@@ -216,7 +218,7 @@ class _Line:
 
 
 class Looks:
-    """How objects look, and what is beside them, in some samples; classifiers are fitted once, when they are asked."""
+    """Learns from some samples how objects and their surroundings look. Classifiers are fitted when first needed."""
 
     def __init__(self, samples: Sequence[SampleCrops]) -> None:
         self._on, self._beside = (
@@ -231,9 +233,9 @@ class Looks:
     def judge(
         self, finds: Sequence[Sequence[Crop]], votes: Sequence[Sequence[int]], first: Shares | None = None
     ) -> Appearance:
-        """Estimate the probabilities of finds of the same samples. `votes` of each; all the same if there are none.
-        `first`: the shares of another model's finds. Shares of a few hundred finds err by as much as models differ, so
-        they are drawn towards these."""
+        """Estimate the probabilities of finds in the same samples. `votes` has each find's votes, all equal if there
+        are none. `first`: shares of another model's finds. The shares of this model are drawn towards them, because
+        with a few hundred finds the error of shares is as large as the difference between models."""
         number_on, own_class = len(self._on), self._own_class
         if number_on < MIN_LABELS or len(self._beside) < MIN_LABELS:
             return Appearance(why=f"{number_on} labels are too few to know how objects look ({MIN_LABELS} are needed)")
@@ -270,16 +272,17 @@ def _in_group(names: NDArray[np.str_], name: str | None, own_class: set[str]) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Group:
-    """The classifiers of a class by part, and the scores of its examples, in logits, with their borders."""
+    """One class's classifiers by part, and for its examples the scores in logits and whether they touch the border."""
 
     by_part: Sequence[Callable[[Pixels], Floats]]
     on: Floats
     on_border: NDArray[np.bool_]
-    wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # beside an object, and of another class
+    wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # (scores, border): of boxes beside objects, of other classes
 
     @classmethod
     def of(cls, on: _Line, beside: _Line, name: str | None, own: set[str]) -> _Group:
-        """Fit and score. The classifier of all classes is fitted on all of their examples."""
+        """Fit a class's classifiers and score its examples. The shared classifier (name None) is fitted on all
+        classes."""
         everywhere = name is None
         fit_on = np.ones(len(on), bool) if everywhere else on.names == name
         fit_beside = np.ones(len(beside), bool) if everywhere else beside.names == name
@@ -300,18 +303,18 @@ class _Group:
         return cls(by_part=by_part, on=of_on[fit_on], on_border=on.at_border[fit_on], wrong=tuple(wrong))
 
     def scores(self, pixels: Pixels, part: NDArray[np.int64]) -> Floats:
-        """Return the logits [F] of finds."""
+        """Return the logits [F] of the finds."""
         return _scores(self.by_part, pixels, part)
 
     def auc(self) -> float:
-        """Return how often a right example has a higher score than a misplaced one."""
+        """Return the probability that a right example has a higher score than a misplaced one."""
         beside = np.sort(self.wrong[0][0])
         return float(np.searchsorted(beside, self.on).mean() / max(1, len(beside)))
 
     def right(
         self, scores: Floats, votes: NDArray[np.int64], border: bool, first: Sequence[float] | None
     ) -> tuple[Floats, Sequence[float]]:
-        """Return the probability [F] of each find, all of which are at the border or none, and the kinds' shares."""
+        """Return the probability [F] of each find, and the shares of the kinds. All finds have the same `border`."""
         kinds = [values[edge == border] for values, edge in ((self.on, self.on_border), *self.wrong)]
         whole = [self.on, *(values for values, _ in self.wrong)]
         if min(len(kinds[0]), len(kinds[1])) < _FEWEST_EXAMPLES:
@@ -331,8 +334,8 @@ def _scores(by_part: Sequence[Callable[[Pixels], Floats]], pixels: Pixels, part:
 
 
 def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the places of finds with as many votes; neighbours are joined, from the most votes down, until there are
-    enough."""
+    """Return groups of places of finds with equal votes. From the most votes down, groups are joined until each has
+    `_FEWEST_FINDS`."""
     groups, own = [], np.zeros(0, dtype=np.int64)
     for number in sorted(set(votes.tolist()), reverse=True):
         own = np.concatenate([own, np.flatnonzero(votes == number)])
@@ -345,7 +348,7 @@ def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 def _right_of_mixture(
     scores: Floats, kinds: Sequence[Floats], first: Sequence[float] | None
 ) -> tuple[Floats, Sequence[float]]:
-    """Return the probability [F] of each score that it is of the first kind, and the likeliest shares of the kinds."""
+    """Return for each score [F] the probability that it is of the first kind, and the likeliest shares of the kinds."""
     places = np.digitize(scores, _BIN_EDGES)
     density = np.array(
         [np.bincount(np.digitize(kind, _BIN_EDGES), minlength=len(_BIN_EDGES) + 1) + 0.5 for kind in kinds]
@@ -362,7 +365,8 @@ def _right_of_mixture(
 
 
 def logistic(right: Pixels, wrong: Pixels, penalty: float = PENALTY) -> Callable[[Pixels], Floats]:
-    """Fit a penalised logistic regression by Newton's method, both sides with the same weight; returns its logits."""
+    """Fit a penalised logistic regression by Newton's method; both sides have the same total weight. Return its
+    logits."""
     values, is_right = np.concatenate([right, wrong]).astype(float), np.r_[np.ones(len(right)), np.zeros(len(wrong))]
     mean, spread = values.mean(axis=0), values.std(axis=0) + 1e-6
     design = np.c_[np.ones(len(values)), (values - mean) / spread]

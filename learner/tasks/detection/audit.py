@@ -1,14 +1,15 @@
-"""A person's verdicts on some finds, and what they say about all others (R49).
+"""Corrects the probabilities of all finds by a person's verdicts on some of them (R49).
 
-In: finds with votes and probabilities, and of some of them a verdict. Out: better probabilities of all finds.
+In: finds with votes and probabilities, and verdicts on some finds. Out: better probabilities of all finds.
 
-Finds are drawn by the square root of the number that have as many votes, so that rare ones are seen too. Verdicts are
-fitted by a logistic regression
+The number of finds drawn with v votes is proportional to the square root of all finds with v votes, so that rare
+numbers of votes are drawn too. A logistic regression is fitted to the verdicts:
 
     logit(right) = a + b logit(probability) + c log2(votes of eight answers)
 
-whose factors are drawn towards 0, 1 and 0: without verdicts, probabilities stay as they are. After 60 verdicts on finds
-of blood cells the share of right ones is within 0.08 at 2 to 6 votes in 90% of 200 draws. Pure, but for `read_audit`.
+A prior draws a, b and c towards 0, 1 and 0, so without verdicts the probabilities do not change. After 60 verdicts on
+finds of blood cells the share of right finds is within 0.08 at 2 to 6 votes in 90% of 200 draws. Only `read_audit`
+has side effects: it reads a file.
 """
 
 from __future__ import annotations
@@ -25,17 +26,17 @@ from learner.records import Votes
 from shared.errors import DataError
 
 Verdict = Literal["right", "wrong name", "nothing there", "cannot tell"]
-FEWEST = 10  # verdicts that say something
+FEWEST = 10  # verdicts; an audit with fewer is refused
 _PRIOR = np.array([0.0, 1.0, 0.0])
-_SPREAD = np.array([0.5, 0.3, 0.3])  # of the prior, in logits
-_SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # where nothing else is known
+_SPREAD = np.array([0.5, 0.3, 0.3])  # standard deviations of the prior, in logits
+_SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # the same if no probabilities are known
 _SUREST = 0.98
 Floats = NDArray[np.float64]
 
 
 class AuditedFind(NamedTuple):
-    """A find with a person's verdict, or without one yet. `place` in the list of suggestions; `probability` is what its
-    looks and votes said; None: they said too little."""
+    """A find with a person's verdict, or None while it has none. `place` is its index in the list of suggestions.
+    `probability` is the estimate before the verdict, None if there was none."""
 
     place: int
     votes: int
@@ -45,12 +46,12 @@ class AuditedFind(NamedTuple):
 
     @property
     def right(self) -> bool | None:
-        """Return whether box and name are right; None if nobody can tell, or nobody did."""
+        """Return whether box and name are right; None without a verdict, or if the verdict is `cannot tell`."""
         return None if self.verdict in (None, "cannot tell") else self.verdict == "right"
 
 
 def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
-    """Return the places of `number` finds, or of all if there are no more, in an order by chance."""
+    """Return the places of `number` finds in random order; of all finds if there are fewer."""
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)
@@ -63,9 +64,9 @@ def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
 
 
 def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audited: Sequence[AuditedFind]) -> Floats:
-    """Return the probabilities [N] of finds with these votes, as the verdicts correct them. Where looks said too little
-    of these finds (None) or of the audited ones, votes alone are fitted, and need about 100 verdicts. `votes` None:
-    finds of one answer, which looks alone tell apart."""
+    """Return the probabilities [N] of finds, corrected by the verdicts. If some probability is not known (None), votes
+    alone are fitted, which needs about 100 verdicts. `votes` is None for finds of a single answer, which all have one
+    vote."""
     if votes is None:
         assert probabilities is not None
         votes = [Votes(1, 8)] * len(probabilities)
@@ -89,7 +90,7 @@ def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audite
 
 
 def _design(probabilities: Floats, votes: Sequence[Votes]) -> Floats:
-    """Return [N, 3]: 1, the logit, and the votes as if there were eight answers."""
+    """Return the columns [N, 3]: 1, the logit, and log2 of the votes that eight answers would give."""
     sure = np.clip(probabilities, 1 - _SUREST, _SUREST)
     shares = np.array([one.share for one in votes], dtype=float)
     return np.stack([np.ones(len(sure)), np.log(sure / (1 - sure)), np.log2(8 * shares)], axis=1)
@@ -103,12 +104,12 @@ def _sigmoid(values: Floats) -> Floats:
 
 
 def audit_text(found: Sequence[AuditedFind]) -> str:
-    """Return the finds and verdicts as `audit.json` has them."""
+    """Return the text of `audit.json`."""
     return json.dumps({"finds": [one._asdict() for one in found]}, indent=1) + "\n"
 
 
 def read_audit(path: Path) -> list[AuditedFind]:
-    """Raises DataError if it is not what `audit_text` wrote."""
+    """Return the finds in a file. Raises DataError if `audit_text` did not write it."""
     try:
         return [_checked(AuditedFind(**row)) for row in json.loads(path.read_text(encoding="utf-8"))["finds"]]
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
@@ -129,7 +130,7 @@ def _checked(one: AuditedFind) -> AuditedFind:
 
 
 def require_verdicts(path: Path) -> list[AuditedFind]:
-    """Return an audit that says something. Raises DataError if it has too few verdicts."""
+    """Return the finds of an audit. Raises DataError if it has fewer than `FEWEST` verdicts."""
     found = read_audit(path)
     if (number := sum(one.right is not None for one in found)) < FEWEST:
         raise DataError(

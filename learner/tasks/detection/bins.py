@@ -1,6 +1,6 @@
-"""Boxes and polygons as bins: from pixels to bins, validity, and canonical order.
+"""Converts boxes and polygons from pixels to bins and back, checks them, and sorts them in canonical order.
 
-Pure, without arrays, and quick to import: `--check` reads annotations with it. Areas and IoU are in `geometry.py`.
+No side effects, no arrays, and quick to import, because `--check` uses it. Areas and IoU are in `geometry.py`.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ def to_bins(coords: Iterable[float], width: int, height: int) -> tuple[int, ...]
 
 
 def to_pixels(bins: Iterable[int], width: int, height: int) -> tuple[float, ...]:
-    """Return bins x, y, x, y, ... as pixel coordinates: `bin * size / 999`, within half a bin of what `to_bins` was
-    given."""
+    """Return bins x, y, x, y, ... as pixel coordinates: `bin * size / 999`. They are within half a bin of the pixels
+    that `to_bins` got."""
     sizes = (width, height)
     return tuple(bin_ * sizes[i % 2] / _LAST_BIN for i, bin_ in enumerate(bins))
 
@@ -40,24 +40,24 @@ def bounding_box(obj: DetectionObject) -> tuple[int, int, int, int]:
 
 
 def canonical_order(objects: Iterable[DetectionObject]) -> tuple[DetectionObject, ...]:
-    """Top to bottom, then left to right, by the bounding box's (y1, x1); ties keep their order. Objects of several
-    images: one image after the other."""
+    """Return the objects top to bottom, then left to right, by the (y1, x1) of the bounding box. Ties keep their order.
+    With several images, the objects of the first image come first."""
     return tuple(sorted(objects, key=canonical_key))
 
 
 def canonical_key(obj: DetectionObject) -> tuple[int, ...]:
-    """Return what `canonical_order` sorts by."""
+    """Return the sort key of `canonical_order`."""
     x1, y1, _, _ = bounding_box(obj)
     return (y1, x1) if obj.image is None else (obj.image, y1, x1)
 
 
 def arity_is_right(kind: GeometryKind, bins: Sequence[int]) -> bool:
-    """Return True for four numbers of a box, or at least three points of a polygon."""
+    """Return True if a box has four numbers, or a polygon at least three points."""
     return len(bins) == 4 if kind == "bbox_2d" else len(bins) >= 6 and len(bins) % 2 == 0
 
 
 def encloses_something(kind: GeometryKind, bins: Sequence[float]) -> bool:
-    """True if x1 < x2 and y1 < y2 hold: of the box itself, or of a polygon's bounding box."""
+    """Return True if x1 < x2 and y1 < y2 for a box, or for the bounding box of a polygon."""
     if kind == "bbox_2d":
         return bins[0] < bins[2] and bins[1] < bins[3]
     xs, ys = bins[0::2], bins[1::2]

@@ -1,13 +1,13 @@
-"""Fitting scores: candidates of validation images in, a `Calibration` out, and how good scores are.
+"""Fits scores: makes a `Calibration` from candidates of validation images, and measures how good scores are.
 
-A candidate is right if, among the image's candidates in the order of their scores, it is the first to have IoU of at
-least 0.5 with an object of its name: what COCO counts. A candidate that lies in an ignore region and hits nothing is
-left out. The regression is scipy's L-BFGS on the penalised log loss; the penalty is that of `PENALTIES` with the best
-log loss on images that were not fitted (5 parts). Scores of such images also give the threshold and what is measured.
+Candidates of an image are checked in the order of their scores. A candidate is right if it has IoU of at least 0.5 with
+an object of its name that no earlier candidate took, as COCO counts. A candidate that lies in an ignore region and hits
+no object is left out. scipy's L-BFGS minimises the penalised log loss. The penalty is the one of `PENALTIES` with the
+least log loss on held-out images (5 parts). Scores of held-out images also give the threshold and `measured`.
 
-`auc` is the probability that a right box has a higher score than a wrong one, `ece` the expected calibration error:
-the mean distance between score and share of right boxes over ten bins of equal width, weighted by their boxes
-(Guo et al. 2017). Pure.
+`auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error:
+the mean distance between the score and the share of right boxes over ten bins of equal width, weighted by the number of
+boxes (Guo et al. 2017). No side effects.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from learner.tasks.detection.scores import (
 )
 from shared.errors import DataError
 
-PENALTIES = (10.0, 3.0, 1.0, 0.3)  # factors of the squared weights
+PENALTIES = (10.0, 3.0, 1.0, 0.3)  # candidates for the factor of the squared weights
 FOLDS = 5
 BINS = 10
-NUM_KNOTS = 5  # each feature has so many
+NUM_KNOTS = 5  # knots of each feature's piecewise linear function
 FEWEST_IMAGES, FEWEST_BOXES = 5, 30
 RIGHT_IOU = 0.5
 Floats = NDArray[np.float64]
 
-# A fit is thousands of products of small matrices. Beside other programs on the same cores, the threads of a BLAS spend
-# their time waiting for each other: 53 s for what one thread does in 6 (two cores, four busy programs).
+# A fit multiplies small matrices thousands of times. Beside other programs, several BLAS threads mostly wait for each
+# other: they take 53 s for what one thread does in 6 s (two cores, four busy programs).
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
 
 
@@ -53,27 +53,27 @@ class Bin(NamedTuple):
 
     low: float
     high: float
-    score: float  # mean
+    score: float  # mean score
     right: float  # share of right boxes
     number: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boxes:
-    """All candidates of several images in a line."""
+    """All candidates of several images, one after the other."""
 
     features: Floats  # [N, len(FEATURES)]
     names: list[str]
-    images: NDArray[np.int64]  # [N] the image of each
-    right: Floats  # [N] 1 or 0
+    images: NDArray[np.int64]  # [N] index of each box's image
+    right: Floats  # [N] 1: right, 0: wrong
     num_truth: int
 
 
 def boxes_of(
     found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], calibration: Calibration | None
 ) -> Boxes:
-    """`found[i]` are the candidates of `samples[i]`. `calibration` gives the order in which they are compared with the
-    truth."""
+    """Return the candidates as boxes, right or wrong. `found[i]` are the candidates of `samples[i]`. `calibration`
+    gives the scores by which an image's candidates are sorted; None: the raw scores."""
     features, names, images, right = [np.zeros((0, len(FEATURES)))], [], [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
     for place, (candidates, sample) in enumerate(zip(found, samples, strict=True)):
         if not candidates:
@@ -99,7 +99,7 @@ def boxes_of(
 def right_boxes(
     objects: Sequence[DetectionObject], scores: Floats, sample: Sample
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return [N] which boxes are right, and which do not count because they lie in an ignore region and hit nothing."""
+    """Return two masks [N]: boxes that are right, and wrong boxes in ignore regions, which do not count."""
     right = np.zeros(len(objects), dtype=bool)
     if not objects:
         return right, right.copy()
@@ -120,7 +120,7 @@ def right_boxes(
 def fit_calibration(
     found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Floats, Boxes]:
-    """Return the calibration, and for measurements the boxes with a score each [N], from a fit without their image.
+    """Return the calibration, the held-out scores [N] for measurements, and the boxes of these scores.
 
     Raises DataError if there is too little to learn from.
     """
@@ -133,8 +133,8 @@ def fit_calibration(
 
 @_one_thread
 def cross_fitted(found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample]) -> list[Floats]:
-    """Scores of the candidates of each greedy answer, each [N], by a fit that had no image of its part: image i is in
-    part i modulo `FOLDS`. So the labels of an image never decide its own scores.
+    """Return the held-out scores [N] of each greedy answer's candidates. Image i is in part i modulo `FOLDS`, and its
+    scores come from a fit without that part. So the labels of an image never decide its own scores.
 
     Raises DataError if there is too little to learn from.
     """
@@ -150,8 +150,8 @@ def cross_fitted(found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sa
 def _fit_twice(
     found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Boxes]:
-    """Fit twice: which of several boxes of one object is right depends on the order of scores, and after the first fit
-    that order is better.
+    """Return a calibration, and the boxes it was fitted on. It is fitted twice, because scores decide which of several
+    boxes of one object is right, and the scores after the first fit are better.
 
     Raises DataError if there is too little to learn from.
     """
@@ -206,7 +206,7 @@ def _best_penalty(boxes: Boxes, calibration: Calibration) -> float:
 
 
 def _held_out(boxes: Boxes, calibration: Calibration, penalty: float) -> Floats:
-    """[N] scores, each by a fit without the images of its part."""
+    """Return [N] scores, each from a fit without the images of its part."""
     columns, scores = _design(boxes, calibration), np.zeros(len(boxes.right))
     parts = boxes.images % FOLDS
     for part in range(FOLDS):
@@ -217,7 +217,7 @@ def _held_out(boxes: Boxes, calibration: Calibration, penalty: float) -> Floats:
 
 
 def _regress(columns: Floats, right: Floats, penalty: float) -> Floats:
-    """Return the weights [D]; the constant is not penalised."""
+    """Return the weights [D] of the columns. The weight of the constant column is not penalised."""
     shrunk = np.full(columns.shape[1], penalty)
     shrunk[0] = 0.0
     sign = 2 * right - 1
@@ -248,7 +248,7 @@ def log_loss(right: Floats, scores: Floats) -> float:
 
 
 def auc(right: Floats, scores: Floats) -> float:
-    """Return the area under the ROC curve; 0.5 if all are right, or all wrong."""
+    """Return the area under the ROC curve; 0.5 if all boxes are right, or all are wrong."""
     num_right, number = right.sum(), len(right)
     if not 0 < num_right < number:
         return 0.5
@@ -257,7 +257,7 @@ def auc(right: Floats, scores: Floats) -> float:
 
 
 def reliability(right: Floats, scores: Floats, num_bins: int = BINS) -> list[Bin]:
-    """Return the bins of equal width that have boxes."""
+    """Return the bins of equal width that hold at least one box."""
     place = np.minimum((scores * num_bins).astype(int), num_bins - 1)
     return [
         Bin(i / num_bins, (i + 1) / num_bins, float(scores[own].mean()), float(right[own].mean()), int(own.sum()))
@@ -272,13 +272,13 @@ def ece(right: Floats, scores: Floats, num_bins: int = BINS) -> float:
 
 
 def best_threshold(right: Floats, scores: Floats, num_truth: int) -> float:
-    """Return the score from which on F1 is largest: halfway to the next lower score."""
+    """Return the threshold with the largest F1, halfway between the last score above it and the next lower one."""
     if not len(right):
         return 0.0
     order = np.argsort(-scores, kind="stable")
     ranked = scores[order]
     f1 = 2 * right[order].cumsum() / (np.arange(1, len(right) + 1) + num_truth)
-    last = np.append(ranked[:-1] > ranked[1:], True)  # equal scores go together
+    last = np.append(ranked[:-1] > ranked[1:], True)  # boxes with equal scores are above or below together
     best = int(np.where(last, f1, -1.0).argmax())
     below = ranked[best + 1] if best + 1 < len(ranked) else 0.0
     return float(ranked[best] + below) / 2

@@ -1,9 +1,9 @@
-"""COCO results, the one form in which this project writes detections for other programs: of `predict`, and of a run's
-evaluations.
+"""Writes detections as COCO results, the project's only format of boxes for other programs. `predict` and evaluations
+use it.
 
 In: boxes in pixels with names and scores. Out: a JSON list of `image_id`, `category_id`, `bbox` (left, top, width,
-height in pixels), `score`, and `segmentation` of a polygon. `category` and `file_name` stand beside what COCO wants, so
-that the file explains itself.
+height in pixels), `score`, and `segmentation` for a polygon. `category` and `file_name` are added to COCO's fields, so
+that a reader knows names and files without the annotations.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 
 class FoundBox(NamedTuple):
-    """`box` is x1, y1, x2, y2, `outline` the x1, y1, x2, y2, ... of a polygon, both in pixels."""
+    """A box with its score. `box` is x1, y1, x2, y2; `outline` is a polygon's x1, y1, x2, y2, ...; both in pixels."""
 
     image_id: int | str
     file_name: str
@@ -25,13 +25,13 @@ class FoundBox(NamedTuple):
 
 
 def image_id(sample_id: str) -> int | str:
-    """Return a number where the annotations have one, as COCO's do."""
+    """Return a sample's id as a number if it is one, because COCO's ids are numbers; else unchanged."""
     is_number = sample_id.isascii() and sample_id.isdigit() and str(int(sample_id)) == sample_id
     return int(sample_id) if is_number else sample_id
 
 
 def coco_rows(found: Iterable[FoundBox], categories: Mapping[str, int]) -> list[dict[str, object]]:
-    """Names that `categories` lacks get the next numbers, in alphabetical order."""
+    """Return the rows. Names that `categories` lacks get the next free numbers, in alphabetical order."""
     boxes, ids = list(found), {**categories}
     for name in sorted({one.name for one in boxes}):
         ids.setdefault(name, max(ids.values(), default=0) + 1)
@@ -51,5 +51,5 @@ def coco_rows(found: Iterable[FoundBox], categories: Mapping[str, int]) -> list[
 
 
 def coco_text(rows: Iterable[Mapping[str, object]]) -> str:
-    """Return the text, a line per row."""
+    """Return the rows as a JSON list, with a line for each row."""
     return "[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n"

@@ -1,33 +1,33 @@
-"""Labels with gaps, completed by what several answers to the same image agree on (`labels.complete`, D20).
+"""Completes labels with gaps by objects on which several answers to the same image agree (`labels.complete`, D20).
 
 In: a sample, and the objects of K answers drawn from the model. Out: the sample with more labels.
 
-1. The objects are clustered, one-to-one over answers (`agreement`). A cluster's votes are the answers that have it.
-2. A cluster that overlaps a label *confirms* it (the same name, IoU >= 0.5, one-to-one) or *contradicts* it. One that
-   overlaps no label is *free*. Clusters in ignore regions are left out.
-   A free cluster that overlaps one with more votes *repeats* it, and is not counted.
+1. The objects are clustered, at most one per answer (`agreement`). A cluster's votes are the answers that have it.
+2. A cluster *confirms* a label (same name, IoU >= 0.5, one-to-one), or it overlaps a label otherwise and *contradicts*
+   it, or it overlaps no label and is *free*. Clusters in ignore regions are left out.
+   A free cluster that overlaps a free one with more votes *repeats* it, and is not counted.
 3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`).
    Each keeps its votes.
 
-Both need to know how often free clusters are right, without the truth. How they look says it (`gaps.py`). Where too
-little is known of that, it is estimated from votes, which is right for labels that are missing at random. Of clusters
-with v votes, over all samples, let c confirm labels, d contradict them, and f be free:
+Both rules need an estimate of how often free clusters are right. `gaps.py` makes it from the pixels. If it cannot, the
+estimate comes from votes, which is correct for labels that are missing at random. Over all samples, let c clusters with
+v votes confirm labels, d contradict labels, and f be free:
 
     at labelled places     p = c / (c + d)                 name and box are right
     elsewhere              s = min(1, r (c + d) / f)       there is an object
     precision of v votes   p s
 
-r is the number of objects without a label per labelled one. If labels are missing at random, objects without a label
-are found with v votes as often as labelled ones, so f is r (c + d) and what the model invents. Few clusters with many
-votes are a matter of luck, so r is f / (c + d) of those with most votes that are `ENOUGH`, at most of those that half
-of the answers have. A model invents less of what more of its answers have, so p and s do not fall with v: shares are
-fitted so (`_not_falling`), which takes out most of the noise of few clusters. p s is an estimate from above: what the
-model invents as surely as it finds real objects cannot be told from them. `auto` takes the number of votes from which
-on the most labels are gained: right ones minus wrong ones, as estimated. Nothing is completed if these clusters could
-as well be those of complete labels.
+r is the number of objects without a label per labelled one. If labels are missing at random, unlabelled objects get v
+votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. A few clusters with many votes
+may be chance. So r is f / (c + d) over the clusters with most votes: over `ENOUGH` of them, and over all that half of
+the answers have. A model invents fewer boxes that many of its answers have, so p and s do not fall with v, and are
+fitted so (`_not_falling`). This removes most of the noise of small counts. p s is an upper bound: boxes that the model
+invents as surely as it finds real objects look like real ones. `auto` takes the number of votes for which most labels
+are gained: estimated right ones minus wrong ones. Nothing is completed if complete labels could have given the same
+clusters.
 
-Invariants: labels are kept as they are; no two completed labels overlap, and none overlaps a label or an ignore region;
-objects stay in canonical order. Pure.
+Invariants: labels are not changed. No two completed labels overlap, and none overlaps a label or an ignore region.
+Objects stay in canonical order. No side effects.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import assign
 from learner.tasks.detection.metrics import ignored_shares
 
-OVERLAP = 0.3  # IoU from which on two boxes are about the same object
-MIN_CLUSTERS = 20  # that overlap labels: fewer say too little
-ENOUGH = 150  # clusters that overlap labels, to count what has none per label
-MISSING = 0.10  # share of the objects without a label, from which on labels are said to have gaps
-MIN_MISSING = 0.02  # share of the objects without a label; fewer are not worth the wrong ones
+OVERLAP = 0.3  # IoU; boxes that overlap more are about the same object
+MIN_CLUSTERS = 20  # clusters that overlap labels; fewer give no estimate
+ENOUGH = 150  # clusters that overlap labels, from which r is computed
+MISSING = 0.10  # share of the objects without a label; above it labels are reported to have gaps
+MIN_MISSING = 0.02  # share of the objects without a label; below it nothing is completed
 
 Relation = Literal["confirms", "contradicts", "free", "repeats"]
 _COLUMNS: tuple[Relation, ...] = ("confirms", "contradicts", "free")
 Source = Literal["votes", "appearance", "audit"]
-Tally = NDArray[np.int64]  # [K + 1, 3] clusters by their votes and by relation
+Tally = NDArray[np.int64]  # [K + 1, 3] number of clusters by votes and relation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelCandidate:
-    """A cluster of a sample's answers outside of ignore regions. `object` has its votes; `names` are those that answers
-    give it, and how many do. `agreement`, from 0 to 1, is the share of answers that have it, times the share of these
-    that give it its name, times the mean IoU of their boxes with its own. `probability`: that a free one is right, name
-    and box; None: not known."""
+    """A cluster of a sample's answers outside of ignore regions. `object` has its votes. `names` counts the answers
+    that give each name. `agreement`, from 0 to 1, is the share of answers that have the object, times the share of
+    these that give its name, times the mean IoU of their boxes with its box. `probability` is that of a right box and
+    name, for free clusters; None: not known."""
 
     object: DetectionObject
     relation: Relation
@@ -85,8 +85,7 @@ def candidates(
     overlap: float = OVERLAP,
     can_be_label: Callable[[DetectionObject], bool] = lambda _: True,
 ) -> list[LabelCandidate]:
-    """Return what the answers say about a sample, those with most votes first. Free ones that cannot be labels are left
-    out."""
+    """Return the clusters of a sample, most votes first. Free clusters that cannot be labels are left out."""
     found = cluster_objects(answers)
     objects = [one.object._replace(votes=Votes(one.votes, len(answers))) for one in found]
     relations = _relations(objects, sample.objects, overlap)
@@ -118,8 +117,8 @@ def _relations(objects: Sequence[DetectionObject], labels: Sequence[DetectionObj
 
 
 def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
-    """Count clusters with v votes and each relation. A cluster that contradicts counts once a label is
-    confirmed too: an answer may be right and say something else besides."""
+    """Count clusters by votes and relation. A cluster may contradict a label that another cluster confirms, and both
+    count, because an answer may have a right box and a wrong one at a label."""
     counts = np.zeros((num_answers + 1, len(_COLUMNS)), dtype=np.int64)
     for one in found:
         if one.relation in _COLUMNS:
@@ -132,41 +131,43 @@ def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionEstimate:
-    """An estimate of completed labels, made without the truth. The lists are by votes, from 1 on. `source` is what it
-    is made from: `votes` is right for labels that are missing at random only."""
+    """How good completed labels would be, estimated without the true objects. Tuples are by votes, from 1 on. `source`
+    is what the estimate is made from. `votes` is correct only if labels are missing at random."""
 
-    min_votes: int | None  # None: nothing is completed, and `why` says why not
+    min_votes: int | None  # None: nothing is completed, for the reason `why`
     why: str
-    missing: float | None  # share of the objects without a label; None: too little is known
-    recall: tuple[float, ...]  # share of labels that are confirmed by clusters with at least so many votes
-    precision: tuple[float, ...]  # share of right free clusters with exactly so many votes
-    free: tuple[int, ...]  # free clusters with exactly so many votes
+    missing: float | None  # share of the objects without a label; None: not known
+    recall: tuple[float, ...]  # share of labels confirmed by clusters with at least this many votes
+    precision: tuple[float, ...]  # share of right clusters among free ones with exactly this many votes
+    free: tuple[int, ...]  # number of free clusters with exactly this many votes
     source: Source = "votes"
-    auc: float | None = None  # how well examples at labels are told apart by their looks; None: not tried
-    may_be_complete: bool = False  # chance explains the surest finds without a label
-    not_random: str = ""  # a sign that labels are not missing at random
+    auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried
+    may_be_complete: bool = False  # True if the surest clusters without a label may be chance
+    not_random: str = ""  # what shows that labels are not missing at random; empty: nothing does
 
     @property
     def invents(self) -> bool:
-        """True if labels have gaps, and nothing that the answers say is sure enough to fill them."""
+        """Return True if labels have gaps, and no free cluster is sure enough to fill them."""
         gaps = bool(self.not_random) or (self.missing or 0.0) > MISSING
         return gaps and self.min_votes is None and not self.may_be_complete
 
     @classmethod
     def of_json(cls, found: Mapping[str, Any]) -> CompletionEstimate:
-        """Return what `to_json` wrote. Raises TypeError if it is something else."""
+        """Return the estimate that `to_json` wrote. Raises TypeError if `found` is something else."""
         fields: dict[str, Any] = {
             name: tuple(value) if isinstance(value, list) else value for name, value in found.items()
         }
         return cls(**fields)
 
     def free_right(self, min_votes: int = 1) -> float:
-        """Return the estimated share of right ones among free clusters with enough votes; 0 if there are none."""
+        """Return the estimated share of right clusters among free ones with at least `min_votes`; 0 if there are
+        none."""
         free, precision = self.free[min_votes - 1 :], self.precision[min_votes - 1 :]
         return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 
     def in_words(self, right: float) -> str:
-        """Return what is told after the number of completed labels, of which a share is `right`."""
+        """Return text that follows the number of completed labels in a log line. `right` is their share of right
+        ones."""
         if self.missing is None:
             return ""
         made = {
@@ -185,8 +186,8 @@ class CompletionEstimate:
 
 
 def estimate(counts: Tally, num_labels: int) -> CompletionEstimate:
-    """Estimate the threshold that `auto` takes. `counts`: the tallies of all samples, added up; `num_labels`: the
-    number of their labels."""
+    """Estimate the precision and the threshold of `auto` from votes. `counts` is the sum of the samples' tallies,
+    `num_labels` the number of their labels."""
     confirms, contradicts, free = (counts[1:, i].astype(float) for i in range(len(_COLUMNS)))
     near = confirms + contradicts
     recall = confirms[::-1].cumsum()[::-1] / max(1, num_labels)
@@ -218,14 +219,14 @@ Counts = NDArray[np.float64]  # [K] by votes, from 1 on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
-    missing: float  # share of the objects without a label, at most
-    surest: tuple[float, float]  # clusters where the share at labelled places is largest: without a label, and all
-    precision: Counts  # p s
+    missing: float  # upper bound of the share of the objects without a label
+    surest: tuple[float, float]  # (clusters without a label, all clusters) at the highest votes
+    precision: Counts  # p s in the module's docstring
 
 
 def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
-    """Fit the model; None if too few clusters are near labels. The highest numbers of votes count as one, so that there
-    are enough."""
+    """Fit the estimate; None if too few clusters are near labels. The highest numbers of votes are joined until they
+    have `MIN_CLUSTERS` clusters near labels."""
     from_top = near[::-1].cumsum()[::-1]
     enough = np.flatnonzero(from_top >= MIN_CLUSTERS)
     if not len(enough):
@@ -249,8 +250,8 @@ def _joined(counts: Counts, top: int) -> Counts:
 
 
 def _not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
-    """Neighbours are added up until their shares, parts / wholes, do not fall. Then the shares are the likeliest ones
-    that do not (isotonic regression by pooling adjacent violators)."""
+    """Add up neighbours until the shares parts / wholes do not fall. These are the likeliest shares that do not fall
+    (isotonic regression by pooling adjacent violators)."""
     blocks: list[tuple[float, float, int]] = []
     for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True):
         length = 1
@@ -263,7 +264,7 @@ def _not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
 
 
 def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
-    """Return the number of votes from which on most labels are gained, and why there is none. Both are by votes."""
+    """Return the number of votes for which most labels are gained. If none gains labels, return None and the reason."""
     gained = (free * (2 * precision - 1))[::-1].cumsum()[::-1]
     if gained.max() <= 0:
         return None, f"at most {precision.max():.0%} of what could be completed would be right"
@@ -271,7 +272,7 @@ def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
 
 
 def _least_share(part: float, whole: float) -> float:
-    """Return a share's lower bound: one standard deviation, by Wilson's score interval."""
+    """Return a lower bound of a share, one standard deviation below it, by Wilson's score interval."""
     whole += 1
     share = (part + 0.5) / whole
     spread = math.sqrt((share * (1 - share) + 1 / (4 * whole)) / whole)
@@ -288,8 +289,8 @@ def completed(
     *,
     probable: float = 0.0,
 ) -> Sample:
-    """Return the sample with the free candidates as labels that have enough votes, and at least the probability
-    `probable`."""
+    """Return the sample with more labels: the free clusters with at least `min_votes` votes and at least the
+    probability `probable`."""
     labels = [
         one.object
         for one in found
@@ -303,7 +304,7 @@ def _votes_then_place(one: LabelCandidate) -> tuple[int, tuple[int, ...], str]:
 
 
 def _apart(objects: Sequence[DetectionObject], overlap: float) -> list[bool]:
-    """Return which objects overlap no earlier one that does not."""
+    """Return which objects are kept if each one that overlaps an earlier kept one is left out."""
     near, apart = iou_matrix(objects, objects) >= overlap, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
         apart[i] = not near[i, apart].any()
@@ -311,5 +312,5 @@ def _apart(objects: Sequence[DetectionObject], overlap: float) -> list[bool]:
 
 
 def without_completed(sample: Sample) -> Sample:
-    """Return the sample with its annotated labels only."""
+    """Return the sample without the labels that `completed` added."""
     return replace(sample, objects=tuple(obj for obj in sample.objects if obj.votes is None))

@@ -1,17 +1,17 @@
-"""What is known about labels with gaps: how often finds without a label are right, and whether gaps are random (R49).
+"""Estimates how often boxes without a label are right, and whether labels are missing at random (R49).
 
-In: samples, what answers say about them (`completion.candidates`), and the pixels of labels and finds (`appearance`).
-Out: `CompletionEstimate`, and the candidates with their probabilities.
+In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and free clusters
+(`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
-How finds look says most, and holds for any kind of gap. Where too few labels are known for it, or a classifier does
-not tell objects from what is beside them, votes are left, which say too little if labels are not missing at random: a
-model that learned labels has learned their gaps (D22). Two signs show it, among finds that half of the answers have:
+Pixels give the best estimate, for any kind of gap. If labels are too few, or a classifier cannot separate objects from
+their surroundings, only votes are left. They are misleading if labels are not missing at random, because a model that
+learned labels has learned their gaps (D22). Two signs show it, among clusters that half of the answers have:
 
-    features        a logistic regression tells finds without a label from those with one, by their border, size,
-                    shape, place and class, on photographs that it was not fitted on
-    photographs     the share of finds without a label differs from photograph to photograph more than chance allows
+    features        a logistic regression separates clusters without a label from those with one, by border, size,
+                    shape, place and class, on held-out photographs
+    photographs     the share of clusters without a label varies more between photographs than chance allows
 
-Then the estimate from votes is not told, and nothing is chosen by it. Pure.
+    Then the estimate from votes is not reported, and nothing is chosen by it. No side effects.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from learner.tasks.detection.completion import (
     tally,
 )
 
-PROBABLE = 0.5  # from this probability on, a find adds more than it spoils
-_FEWEST = 20  # finds with a label, and without one
-_AUC, _CHANCE = 0.6, 0.001  # of the features
-_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # chi2 over its degrees of freedom, over photographs
-_BORDER = 12.5  # bins
+PROBABLE = 0.5  # probability; above it a new label helps more than it harms
+_FEWEST = 20  # clusters with a label, and clusters without one; with fewer the signs are not tested
+_AUC, _CHANCE = 0.6, 0.001  # least AUC and largest p-value of the sign `features`
+_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # least chi2 per degree of freedom and largest p-value of the sign `photographs`
+_BORDER = 12.5  # bins within which a box touches the border
 _PENALTY = 3.0
 
 Found = Sequence[Sequence[LabelCandidate]]
@@ -53,8 +53,8 @@ def estimate_gaps(
     num_answers: int,
     audited: Sequence[AuditedFind] = (),
 ) -> tuple[CompletionEstimate, list[list[LabelCandidate]]]:
-    """Return the estimate, and the candidates with their probabilities. `crops` have the free candidates of each
-    sample, in their order. `audited`: a person's verdicts on finds like these; they correct any estimate."""
+    """Return the estimate, and the clusters with their probabilities. `crops` has the crops of each sample's free
+    clusters, in their order. `audited` has a person's verdicts on some of the clusters, which correct the estimate."""
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
@@ -81,7 +81,7 @@ def estimate_gaps(
 
 
 def _with(found: Found, probabilities: Sequence[Sequence[float]]) -> list[list[LabelCandidate]]:
-    """Give the free candidates their probabilities. What repeats another find is not right."""
+    """Set the probabilities of free clusters. Clusters that repeat another one get 0."""
     left = [iter(own) for own in probabilities]
     return [
         [
@@ -95,7 +95,7 @@ def _with(found: Found, probabilities: Sequence[Sequence[float]]) -> list[list[L
 
 
 def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, source: Source) -> CompletionEstimate:
-    """Put what the photographs or a person say in the place of what votes say."""
+    """Return the estimate with the numbers from votes replaced by those from probabilities."""
     free = np.array(known.free, dtype=float)
     right = np.zeros(len(free))
     for own in found:
@@ -103,8 +103,8 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
             if one.probability is not None:
                 right[one.votes - 1] += one.probability
     precision = right / np.maximum(free, 1)
-    # The surest finds may all be labelled because labels stop at what is found most surely. Where labels are complete,
-    # the photographs have said 0.34 at most.
+    # Even if chance explains the surest clusters, labels may have gaps: annotators may have labelled just the objects
+    # that are found most surely. With complete labels, pixels have given a share of 0.34 at most.
     sure = slice((len(free) - 1) // 2, None)
     is_complete = known.may_be_complete and not (
         free[sure].sum() >= _FEWEST and right[sure].sum() > free[sure].sum() / 2
@@ -125,8 +125,8 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
 
 
 def not_random(found: Found, num_answers: int) -> str:
-    """Say in which way labels are not missing at random; "": nothing shows it. Only finds of half of the answers count,
-    and where their probabilities are known those without a label that are probably right."""
+    """Return a sentence about how labels are not missing at random; "" if nothing shows it. Only clusters count that
+    half of the answers have, and without a label only those with a probability of 0.5 or more, if it is known."""
     sure = [
         (place, one)
         for place, own in enumerate(found)
@@ -148,7 +148,7 @@ def not_random(found: Found, num_answers: int) -> str:
 
 
 def _features(sure: Sequence[LabelCandidate]) -> NDArray[np.float32]:
-    """Return [N, features]: border, size, shape, place and class."""
+    """Return [N, features]: columns for border, size, shape, place and class."""
     boxes = np.array([bounding_box(one.object) for one in sure], dtype=float)
     width, height = (boxes[:, 2:] - boxes[:, :2]).clip(1).T
     middle = (boxes[:, :2] + boxes[:, 2:]) / 999 - 1
@@ -165,7 +165,7 @@ def at_border(boxes: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def _differ(features: NDArray[np.float32], is_free: NDArray[np.bool_], places: NDArray[np.int64]) -> bool:
-    """Return True if the features tell finds without a label from others, on photographs that were not fitted."""
+    """Return True if the features separate clusters without a label from the others, on held-out photographs."""
     scores = np.zeros(len(features))
     for part in range(FOLDS):
         judged = places % FOLDS == part
@@ -178,7 +178,7 @@ def _differ(features: NDArray[np.float32], is_free: NDArray[np.bool_], places: N
 
 
 def _in_words(sure: Sequence[LabelCandidate], is_free: NDArray[np.bool_]) -> str:
-    """Name the feature in which finds without a label differ most from those with one."""
+    """Return a sentence about the feature that differs most between clusters without a label and with one."""
     boxes = np.array([bounding_box(one.object) for one in sure], dtype=float)
     sizes, middle = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1), (boxes[:, :2] + boxes[:, 2:]) / 2
     usual, place = np.median(sizes[~is_free]), np.median(middle[~is_free], axis=0)
@@ -200,7 +200,8 @@ def _in_words(sure: Sequence[LabelCandidate], is_free: NDArray[np.bool_]) -> str
 
 
 def _spread(is_free: NDArray[np.bool_], places: NDArray[np.int64]) -> str:
-    """Compare the shares of finds without a label between photographs."""
+    """Return a sentence if the share of clusters without a label varies between photographs; "" if chance explains
+    it."""
     number, free = np.bincount(places), np.bincount(places, weights=is_free)
     free, number = free[number > 0], number[number > 0]
     share, degrees = is_free.mean(), len(number) - 1

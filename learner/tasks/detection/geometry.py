@@ -1,4 +1,4 @@
-"""Boxes and polygons in bins: their areas, and IoU by exact geometry.
+"""Areas and exact IoU of boxes and polygons in bins.
 
 Boxes are (x1, y1, x2, y2), polygons (x1, y1, x2, y2, ...), with continuous coordinates: a box's area is
 (x2 - x1) * (y2 - y1). A polygon that crosses itself is replaced by the result of `shapely.make_valid`. Objects in
@@ -45,7 +45,7 @@ def covered_share(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) ->
 def _overlaps(
     a: Sequence[DetectionObject], b: Sequence[DetectionObject]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64], NDArray[np.float64]]:
-    """Return areas: of the intersections [len(a), len(b)], of `a` and of `b`."""
+    """Return the areas of the intersections [len(a), len(b)], of `a` and of `b`."""
     boxes_a, boxes_b = _boxes(a), _boxes(b)
     overlap = _box_intersections(boxes_a, boxes_b)
     images_a, images_b = [obj.image for obj in a], [obj.image for obj in b]
@@ -55,7 +55,7 @@ def _overlaps(
     if not (any(poly_a) or any(poly_b)):
         return overlap, _box_areas(boxes_a), _box_areas(boxes_b)
     shapes_a, shapes_b = _shapes(a), _shapes(b)
-    # Polygons with disjoint bounding boxes need no clipping, and the overlap of two boxes is exact already.
+    # Polygons with disjoint bounding boxes do not intersect, and the overlap of two boxes is exact already.
     rows, cols = np.nonzero((np.array(poly_a)[:, None] | np.array(poly_b)) & (overlap > 0))
     overlap[rows, cols] = shapely.area(shapely.intersection(shapes_a[rows], shapes_b[cols]))
     return overlap, shapely.area(shapes_a), shapely.area(shapes_b)
@@ -79,7 +79,7 @@ def _box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _box_intersections(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    # One axis after the other, on contiguous columns: twice as fast as arrays of pairs.
+    # It is computed for one axis after the other, on contiguous columns, twice as fast as on arrays of pairs.
     (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.T[:, :, None].copy(), b.T.copy()
     width, height = np.minimum(ax2, bx2), np.minimum(ay2, by2)
     width -= np.maximum(ax1, bx1)
@@ -99,5 +99,5 @@ def _shape(obj: DetectionObject) -> shapely.Geometry:
     polygon = shapely.Polygon(np.array(obj.bins, dtype=np.float64).reshape(-1, 2))
     if polygon.is_valid:
         return polygon
-    parts = shapely.get_parts(shapely.make_valid(polygon))  # lines and points may be left over
+    parts = shapely.get_parts(shapely.make_valid(polygon))  # `make_valid` may also return lines and points
     return shapely.union_all(parts[shapely.get_dimensions(parts) == 2])

@@ -4,10 +4,10 @@
     array      [{"bbox_2d": [C, C, C, C], "label": "seven"}, ...]
 
 C is a bare `<|coord_k|>` ("tokens") or a plain integer without leading zeros ("digits"), 0..999. Polygons use the key
-`poly`. If a sample has several images, each entry says before its geometry which one it is in, from 1:
-`"image": 2, "bbox_2d": [...]`. Written with ", " and ": "; read with any JSON whitespace between, fields in any order.
-All patterns are over bytes and possessive, so reading takes linear time in the answer's length, whatever the model
-wrote.
+`poly`. If a sample has several images, each entry gives its image before its geometry, counted from 1:
+`"image": 2, "bbox_2d": [...]`. It is written with ", " and ": ". It is read with any JSON whitespace and with fields
+in any order. All patterns are over bytes and possessive, so reading takes linear time in the answer's length, whatever
+text the model wrote.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ GEOMETRY_KINDS: dict[bytes, GeometryKind] = {b"bbox_2d": "bbox_2d", b"poly": "po
 
 JSON_SPACE = b" \t\n\r"
 _WS = rb"[ \t\n\r]*+"
-_NAME = rb'"([^"\\\x00-\x1f]*+)"'  # compared as written: our names have no escapes
+_NAME = rb'"([^"\\\x00-\x1f]*+)"'  # compared byte by byte: the names that are read have no escapes
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _SCALAR = rb'[^][{}",: \t\n\r]++'
 
-# One field of an object and what ends it: name, string value, content of a flat list, other value, "," or "}".
+# Groups of a field: its name, a string value, the content of a flat list, another value, and the "," or "}" after it.
 _VALUE = rb"(?:(" + _STRING + rb')|\[([^][{}"]*+)\]|(' + _SCALAR + rb"))"
 FIELD = re.compile(_WS + _NAME + _WS + b":" + _WS + _VALUE + _WS + rb"([,}])")
-# These parts matter to bracket balance: whole strings, brackets, and a quote that never closes.
+# Tokens that decide where brackets balance: whole strings, brackets, and a quote that never closes.
 BALANCE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}"]', re.DOTALL)
 _NUMBER = rb"[1-9][0-9]{0,17}+"
 OBJECT_NAME = re.compile(rb"object_(" + _NUMBER + rb")")
-IMAGE = b"image"  # the name of the field
+IMAGE = b"image"  # name of the field
 _IMAGE_NUMBER = rb"[1-9][0-9]{0,2}+"
 IMAGE_NUMBER = re.compile(_IMAGE_NUMBER)
 
@@ -48,21 +48,22 @@ class Grammar:
     indexed: bool  # entries are named `object_N`
     desc_name: str
     digits: bool
-    numbered: bool  # entries name their image
-    open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is its closer if the container is empty
-    entry_pattern: re.Pattern[bytes]  # matches up to and including an object's "{"; group 1 is its name, if indexed
-    next_pattern: re.Pattern[bytes]  # matches after an entry; group 1 is ",", the container's closer, or empty
-    usual_pattern: re.Pattern[bytes]  # a correct entry with fields in our order, and what follows it; only for speed
+    numbered: bool  # True: each entry has a field `image`
+    open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is the closer if the container is empty
+    entry_pattern: re.Pattern[bytes]  # the text up to an object's "{"; group 1 is the object's name, if `indexed`
+    next_pattern: re.Pattern[bytes]  # the text after an entry; group 1 is ",", the closer, or empty
+    usual_pattern: re.Pattern[bytes]  # a correct entry in written order, and the text after it; for speed
     list_pattern: re.Pattern[bytes]  # a list that holds only coordinates
 
     def coordinate_text(self, value: int) -> str:
-        """Return bin `value` as an answer spells it."""
+        """Return bin `value` as it is spelled in an answer."""
         return str(value) if self.digits else f"<|coord_{value}|>"
 
 
 @lru_cache(maxsize=8)
 def grammar_of(container: str, coordinates: str, *, numbered: bool = False) -> Grammar:
-    """Return the grammar of `task.container` and `task.coordinates`. `numbered`: for samples with several images."""
+    """Return the grammar of `task.container` and `task.coordinates`. `numbered`: True for samples with several
+    images."""
     indexed, digits = container == "index_map", coordinates == "digits"
     opener, closer = ("{", "}") if indexed else ("[", "]")
     end = re.escape(closer.encode())
@@ -95,7 +96,7 @@ def grammar_of(container: str, coordinates: str, *, numbered: bool = False) -> G
 
 @lru_cache(maxsize=_CACHED_STRINGS)
 def decode(string: bytes) -> str | None:
-    """Return a JSON string's text; None if it is blank or not valid."""
+    """Return a JSON string's text; None if it is blank or invalid."""
     try:
         text = string[1:-1].decode()
     except UnicodeDecodeError:

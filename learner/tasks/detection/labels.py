@@ -1,23 +1,23 @@
-"""Labels of matched coordinates and descriptions, in the rollout's own context ("Loss on Y_train").
+"""Finds labels for matched coordinates and descriptions among the rollout's own tokens ("Loss on Y_train").
 
-In: an `Assignment`, and the tokens of its prefix with the one that follows. Out: which of these tokens are supervised,
-and their labels. Pure.
+In: an `Assignment`, and the tokens of its prefix with the token after it. Out: positions of supervised tokens, and
+their labels. No side effects.
 
-One rule for both spellings of coordinates: a number's own tokens are labels as long as the ground-truth number has the
-same tokens. At the first token that differs, the ground-truth token is the label. The rest of the number is masked. A
-coordinate token is a number of one token, so its label is simply the ground truth. Digits may be fused with their
-surroundings (`spelling.py`). Then the token that differs may hold structure too. If the ground truth is longer (`12,`
-against `123,`), it may be the token after the number, even if that one already belongs to the tail. If two numbers
-claim one token, the first has it. A pair with different kinds of geometry, or polygons with different numbers of
-points, has no corresponding coordinates and is not supervised. All numbers of an answer are labelled together, because
-there are hundreds.
+The rule is the same for both spellings of coordinates. As long as the predicted and the ground-truth number have the
+same tokens, each token is its own label. At the first token that differs, the ground-truth token is the label. The rest
+of the number is masked. A coordinate token is a number of one token, so its label is the ground-truth token. Digits may
+be fused with their surroundings (`spelling.py`). Then the token that differs may hold structure too. If the
+ground-truth number is longer (`12,` against `123,`), the token that differs may be the one after the number, even if
+that token belongs to the tail. If two numbers claim one token, the first number has it. A pair with different kinds of
+geometry, or with polygons of different numbers of points, has no corresponding coordinates and is not supervised. All
+numbers of an answer are labelled in one call, because there are hundreds.
 
 Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction in the right place may have the
-wrong name. The loss on Y_train does not correct it: prefix text has weight 0. If a model's errors are names, they stay.
-The rule is that of numbers: own tokens count up to the first difference, whose label is the true token, and the rest is
-masked. A token that holds any byte of the description belongs to it. If the true description is longer, the token that
-differs may be the next one. A description is masked as a whole if the rollout split its text in other tokens than the
-tokenizer does.
+wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are not corrected without this key.
+The rule is the one for numbers: tokens are their own labels up to the first difference, its label is the true token,
+and the rest is masked. A token that holds any byte of the description belongs to it. If the true description is longer,
+the token that differs may be the one after the description. A description is masked as a whole if the rollout's tokens
+are not those that the tokenizer gives for its text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def description_labels(
         predicted, wanted = parsed.objects[index], truth[truth_index].desc
         begin, end = _inside_quotes(predicted)
         if end >= len(text.data):
-            continue  # fused with the prefix's end, which the tail repeats
+            continue  # a token holds its end and text that the tail repeats
         if predicted.object.desc == wanted:
             tokens = range(text.token_at(begin), text.tokens_until(end))
             yield from zip(tokens, text.ids[tokens].tolist(), strict=True)
@@ -56,9 +56,9 @@ def description_labels(
 def _up_to_parting(
     text: TokenText, predicted: PredictedObject, wanted: str, pieces: TokenPieces
 ) -> Iterator[tuple[int, int]]:
-    """Yield the labels if the name is wrong: the tokens of `wanted` in the same place, between the same bytes."""
+    """Yield the labels of a wrong name: the tokens of `wanted` between the same bytes."""
     begin, end = _inside_quotes(predicted)
-    first, last = text.token_at(begin), text.tokens_until(end)  # includes the token after the description
+    first, last = text.token_at(begin), text.tokens_until(end)  # `last` is the token after the description
     last = min(last, len(text.ids) - 1)
     before, behind = text.data[text.start(first) : begin], text.data[end : text.ends[last]]
     own = text.ids[first : last + 1].tolist()
@@ -77,7 +77,7 @@ def _inside_quotes(predicted: PredictedObject) -> tuple[int, int]:
 
 
 def _encoded(data: bytes, pieces: TokenPieces) -> list[int] | None:
-    """Return the tokens of the bytes; None if these are not UTF-8: a character is cut at either end."""
+    """Return the tokens of the bytes; None if they are not UTF-8, because a character is cut at either end."""
     try:
         return list(pieces.encode(data.decode()))
     except UnicodeDecodeError:
@@ -87,7 +87,7 @@ def _encoded(data: bytes, pieces: TokenPieces) -> list[int] | None:
 def coordinate_labels(
     assignment: Assignment, token_ids: Ints, coordinate_text: Callable[[int], str], tokenizer: Tokenizer
 ) -> tuple[Ints, Ints]:
-    """Return supervised positions in `token_ids` (the prefix and the token that follows it), and the label of each.
+    """Return the supervised positions in `token_ids` (the prefix and the token after it), and the label of each.
 
     Raises LossError if a coordinate's tokens are not in the prefix, or if two numbers have the same tokens.
     """
@@ -102,7 +102,7 @@ def coordinate_labels(
 
 
 def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, Ints]:
-    """Return positions and labels; `tokens` [N, W] are the first tokens of the true numbers."""
+    """Return positions and labels. `tokens` [N, W] are the first tokens of the true numbers, in place."""
     right = numbers.bin == numbers.wanted
     parting = numbers.start + _first_difference(numbers, tokens, token_ids, right)
     behind = np.where(right, numbers.end, parting + 1)
@@ -146,8 +146,7 @@ def _require_inside(numbers: Numbers, prefix_length: int) -> None:
 
 
 def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: NDArray[np.bool_]) -> Ints:
-    """Return the number of tokens [N] that each number shares with the true one. It is undefined for those that are
-    `right`."""
+    """Return how many tokens [N] each number shares with the true one. The value is undefined where `right` is True."""
     at = numbers.start[:, None] + np.arange(WINDOW)
     own = token_ids.take(at, mode="clip")
     differs = (own != tokens) & (tokens != NO_TOKEN) & (at <= numbers.end[:, None])
@@ -164,6 +163,6 @@ def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: ND
 
 
 def _taken_before(behind: Ints) -> Ints:
-    """Return [N]: for each number, the first token that no earlier number has; `behind` is where each one's tokens
-    end."""
+    """Return for each number [N] the first token that no earlier number has. `behind` [N] is the end of each number's
+    tokens."""
     return np.concatenate([[0], np.maximum.accumulate(behind)[:-1]])

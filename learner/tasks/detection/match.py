@@ -1,4 +1,4 @@
-"""One-to-one matching of predictions to ground truth (Hungarian, gated), by IoU alone.
+"""Matches predictions to ground truth one-to-one (Hungarian), by IoU alone.
 
 A pair is allowed if its IoU is at least the threshold. Among all assignments of allowed pairs, one with the most pairs
 is chosen, and among those the one with the largest total IoU. Descriptions do not matter.
@@ -15,7 +15,7 @@ from learner.tasks.detection.geometry import iou_matrix
 
 
 def match_objects(parsed: ParsedRollout, iou_threshold: float) -> Assignment:
-    """Match `parsed.objects` to its sample's objects."""
+    """Match `parsed.objects` to the objects of the sample."""
     truth = parsed.rollout.sample.objects
     iou = iou_matrix([p.object for p in parsed.objects], truth)
     pairs = assign(iou, iou >= iou_threshold)
@@ -29,11 +29,11 @@ def match_objects(parsed: ParsedRollout, iou_threshold: float) -> Assignment:
 
 
 def assign(iou: NDArray[np.float64], feasible: NDArray[np.bool_]) -> list[tuple[int, int, float]]:
-    """The best one-to-one pairs (row, column, IoU) of a [P, G] matrix, by row.
+    """Return the best one-to-one pairs (row, column, IoU) of a [P, G] matrix, sorted by row.
 
-    The value of a feasible pair is its IoU plus more than the largest possible sum of IoUs, so one pair more always
-    wins. Any other cell has value 0, like leaving both unmatched. scipy's rectangular solver (Crouse 2016) maximises
-    the sum.
+    The value of a feasible pair is its IoU plus a constant above the largest possible sum of IoUs, so one more pair
+    always wins. Any other cell has value 0, as if row and column were unmatched. scipy's rectangular solver (Crouse
+    2016) maximises the sum.
     """
     if not feasible.any():
         return []

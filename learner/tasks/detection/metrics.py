@@ -1,16 +1,16 @@
 """Detection metrics: counts per sample, ratios of their sums, bootstrap intervals, and COCO's AP as a cross-check.
 
 Counts. In: assignments. Out: a `CountTable`, one row per sample, so that a bootstrap can resample scenes. Every metric
-is a ratio of column sums (a micro average over the whole set), so rows of several ranks or runs can be combined.
-Training's matching ignores descriptions and is not used here. Each IoU threshold has assignments of its own: among
-pairs with the same description (`tp`) and among all pairs (`tp_any`).
+is a ratio of column sums (a micro average over the whole set), so rows of several ranks or runs can be combined. The
+matches of training ignore descriptions and are not used here. Each IoU threshold has two matchings: among pairs with
+the same description (`tp`), and among all pairs (`tp_any`).
 
-Ignore regions (`Sample.ignored`). Take a prediction that hits no object. If at least the threshold's share of its area
-lies in an ignore region of its class, it is neither right nor wrong: it is not counted as a prediction. This is COCO's
-rule for crowds.
+Ignore regions (`Sample.ignored`). If a prediction hits no object, and the share of its area in an ignore region of its
+class is at least the threshold, it is neither right nor wrong: it does not count as a prediction. This is COCO's rule
+for crowds.
 
 Metrics by name. A true positive needs IoU >= t *and* the same description; `*_any` ignore descriptions. A ratio with
-a denominator of 0 is 0.
+denominator 0 is 0.
 
     f1@0.5, precision@0.5, recall@0.5     at IoU 0.5
     fm@0.5                                sqrt(precision * recall): for labels that are missing at random
@@ -27,10 +27,11 @@ a denominator of 0 is 0.
     drop/<reason>                         dropped objects per rollout, by reason
 
 `fm@0.5` (Fowlkes & Mallows 1983) is for validation labels with random gaps. If a share m of the labels is missing at
-random, recall is as measured and precision 1 - m times what it is. So `fm@0.5` is sqrt(1 - m) times its true value for
-every model, and the order of models stays. F1's does not: the more labels are missing, the more it favors the model
-that finds little. Of gaps by place, size or class both prefer the model that learned them. Lee & Liu (2003) choose by
-the square of recall over the share of positive answers, the same order.
+random, the measured recall is correct, and the measured precision is 1 - m times the true one. So `fm@0.5` is
+sqrt(1 - m) times its true value for every model, and the ranking of models is correct. F1's ranking is not: the more
+labels are missing, the more F1 favors models that find little. With gaps by place, size or class both metrics favor
+models that learned the gaps. Lee & Liu (2003) choose by the square of recall over the share of positive answers, which
+gives the same ranking.
 
 Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): scenes are drawn with
 replacement, as many as there are, and the metric is computed on each draw's column sums. The paired form draws the same
@@ -38,9 +39,9 @@ scenes for both runs, so the difficulty of scenes cancels out. Deterministic in 
 
 COCO's AP comes from pycocotools: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions.
 Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). The score of a box is
-calibrated (`calibrate.py`), never by labels of its own image: `coco/calibrated` is 1 then. Where nothing can be fitted
-it ranks boxes by the probability of their tokens (`scores.py`), and without log-probabilities it is 1. COCO matches
-greedily, with at most 100 predictions per image and category.
+calibrated (`calibrate.py`) by labels of other images only; then `coco/calibrated` is 1. If no calibration can be
+fitted, the score rises with the probability of the box's tokens (`scores.py`). Without log-probabilities all scores
+are 1. COCO matches greedily, with at most 100 predictions per image and category.
 """
 
 from __future__ import annotations
@@ -69,11 +70,11 @@ DROP_REASONS: tuple[DropReason, ...] = get_args(DropReason)
 COLUMNS = (
     "samples",
     "truth",  # ground-truth objects
-    "predictions",  # valid ones
+    "predictions",  # valid predictions
     *(f"tp@{t:.2f}" for t in THRESHOLDS),
     *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # descriptions ignored
     *(f"ignored@{t:.2f}" for t in THRESHOLDS),  # predictions in ignore regions that are not true positives
-    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # the same, descriptions ignored
+    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # as `ignored`, descriptions ignored
     "iou_sum",  # sum over the true positives at 0.50
     "duplicates",  # predictions like an earlier one: same description, IoU >= DUPLICATE_IOU
     "parsed",  # answers that are one closed container without a dropped object
@@ -93,7 +94,7 @@ class CountTable:
     values: NDArray[np.float64]  # [samples, len(COLUMNS)]
 
     def totals(self) -> dict[str, NDArray[np.float64]]:
-        """Column sums by name, as arrays of shape []."""
+        """Return the sum of each column by name, as arrays of shape []."""
         return columns_of(self.values.sum(axis=0))
 
 
@@ -103,7 +104,7 @@ def columns_of(values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
 
 
 def count_objects(assignments: Sequence[Assignment]) -> CountTable:
-    """The counts of each assignment, in order."""
+    """Return the counts of each assignment, in order."""
     values = np.zeros((len(assignments), len(COLUMNS)))
     for row, assignment in zip(values, assignments, strict=True):
         _count_answer(row, assignment.parsed)
@@ -151,7 +152,8 @@ def _descriptions(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
 def ignored_shares(
     predictions: Sequence[DetectionObject], regions: Sequence[DetectionObject]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return the largest share of each prediction [P] in one ignore region: of its class, and of any class."""
+    """Return for each prediction [P] the largest share of its area in one ignore region of its class, and of any
+    class."""
     if not regions:
         return np.zeros(len(predictions)), np.zeros(len(predictions))
     shares, classes = covered_share(predictions, regions), _descriptions(regions)
@@ -231,12 +233,12 @@ METRICS: Mapping[str, Metric] = {
 }
 
 
-_ROWS_AT_ONCE = 256  # draws whose weights are in memory together
+_ROWS_AT_ONCE = 256  # draws whose weights are held in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Interval:
-    """`estimate`: the metric over all scenes, each once."""
+    """A bootstrap interval. `estimate` is the metric over all scenes, each counted once."""
 
     estimate: float
     low: float
@@ -247,7 +249,8 @@ class Interval:
 def bootstrap_interval(
     table: CountTable, metric: str, *, n: int = 2000, seed: int = 0, confidence: float = 0.95
 ) -> Interval:
-    """The interval of `metric` (a key of `METRICS`) over `n` draws of scenes. Raises DataError without scenes."""
+    """Return the interval of `metric` (a key of `METRICS`) over `n` draws of scenes. Raises DataError without
+    scenes."""
     _require_scenes(table)
     values = METRICS[metric](columns_of(_draw_sums([table], n, seed)[0]))
     return interval_of(float(METRICS[metric](table.totals())), values, confidence)
@@ -256,7 +259,7 @@ def bootstrap_interval(
 def bootstrap_difference(
     before: CountTable, after: CountTable, metric: str, *, n: int = 2000, seed: int = 0, confidence: float = 0.95
 ) -> Interval:
-    """The interval of `metric` of `after` minus that of `before`, both on the same draws of scenes.
+    """Return the interval of `metric` of `after` minus that of `before`, on the same draws of scenes.
 
     Raises DataError if the two do not have the same scenes in the same order.
     """
@@ -284,7 +287,7 @@ def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.f
 
 
 def draws(num_scenes: int, n: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """`n` draws of scenes with replacement, some at a time: how often each scene is in each [some, num_scenes]."""
+    """Yield `n` draws of scenes with replacement, in parts [some, num_scenes]: how often a draw has each scene."""
     rng = np.random.default_rng(seed)
     for begin in range(0, n, _ROWS_AT_ONCE):
         size = min(_ROWS_AT_ONCE, n - begin)
@@ -303,12 +306,12 @@ def _require_scenes(table: CountTable) -> None:
         )
 
 
-_STATS = {"coco/ap": 0, "coco/ap50": 1, "coco/ap75": 2, "coco/ar100": 8}  # places in COCOeval.stats
+_STATS = {"coco/ap": 0, "coco/ap50": 1, "coco/ap75": 2, "coco/ar100": 8}  # indices in COCOeval.stats
 
 
 def coco_ap(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]] | None = None) -> dict[str, float]:
-    """Return AP and AR as COCO defines them; all 0.0 without ground truth or without predictions. `scores` are those of
-    each assignment's predictions; None: all are 1."""
+    """Return AP and AR as COCO defines them; all 0.0 without ground truth or without predictions. `scores` has a score
+    for each prediction of each assignment; None: all scores are 1."""
     evaluation = coco_matches(assignments, scores)
     if evaluation is None:
         return dict.fromkeys(_STATS, 0.0)
@@ -319,14 +322,13 @@ def coco_ap(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]]
 
 
 def samples_of_images(assignments: Sequence[Assignment]) -> list[int]:
-    """Return the assignment that each image of `coco_matches` belongs to: one image a sample, or all of its several
-    ones."""
+    """Return for each image of `coco_matches` the index of its assignment. A sample may have several images."""
     return [i for i, a in enumerate(assignments) for _ in range(max(1, len(a.parsed.rollout.sample.sizes)))]
 
 
 def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]] | None = None) -> COCOeval | None:
-    """The matches of each image and class as COCO makes them, image i of `samples_of_images` with the id i + 1; None
-    without ground truth or without predictions."""
+    """Return COCO's matches of each image and class; None without ground truth or without predictions. Image i of
+    `samples_of_images` has the id i + 1."""
     owners = samples_of_images(assignments)
     first = np.searchsorted(owners, range(len(assignments))) + 1
     samples = [a.parsed.rollout.sample for a in assignments]
@@ -364,7 +366,7 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
 def _by_image(
     first: NDArray[np.int64], objects: Sequence[Sequence[DetectionObject]]
 ) -> list[tuple[int, DetectionObject]]:
-    """Return each sample's objects with the id of their image. `first` are the ids of the samples' first images."""
+    """Return each object with the id of its image. `first` has the id of each sample's first image."""
     return [(int(start) + (obj.image or 1) - 1, obj) for start, own in zip(first, objects, strict=True) for obj in own]
 
 

@@ -1,38 +1,38 @@
-"""Token-aligned, strict parsing: a rollout's tokens in, its objects and the prefix that can be continued out.
+"""Parses a rollout strictly, aligned to tokens. In: its tokens. Out: its objects, and the prefix that is continued.
 
 Invariants: the prefix is `response_token_ids[:prefix_length]`, never edited. The prefix and `tail_opening` together end
 right after a closed object. Every reported object lies entirely before that point, with all its coordinates' tokens in
 the prefix.
 
-1. `read_answer` reads the text into entries, one after the other: an `Entry` per syntactically closed object. An object
-   is *closed* if its brackets balance outside strings, so its content cannot make the rest unreadable. There is no
-   repair: an object that is closed but wrong is dropped with one reason, and reading continues after it. Reading stops
-   where no next object can be found. Fields are read until the first unreadable one. `truncated` counts, once, what was
-   cut off by the answer's end, or by a syntax error between objects that makes the rest unreadable (a missing comma, an
+1. `read_answer` reads the text into entries, one `Entry` per syntactically closed object. An object is *closed* if its
+   brackets balance outside strings, so its content cannot make later text unreadable. Nothing is repaired: an object
+   that is closed but wrong is dropped with one reason, and reading continues after it. Reading stops where no next
+   object can be read. Fields are read until the first unreadable one. `truncated` counts once the text cut off by the
+   answer's end, or by a syntax error between objects that makes the rest unreadable (a missing comma, an
    entry that is not an object, unbalanced brackets).
-2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Text that only
-   looks like a coordinate (digits in a description, a coordinate token between two objects) is among them. `classify`
-   uses only those inside a list that the grammar has read, and there each is a number of that list.
-3. `classify` says of every entry whether it is an object, or why it is dropped. The corners of all entries are looked
-   up at once, because there are dozens, and most are correct boxes. If several reasons hold, the first is reported:
-
+2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some of them only
+   look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only those
+   inside a list that the grammar has read, where each is a number of the list.
+3. `classify` decides for every entry whether it is an object, or why it is dropped. The corners of all entries are
+   looked up at once, because there are dozens, and most are correct boxes. If several reasons apply, the first is
+   reported:
     key_invalid       its key is not `object_N` (N >= 1, no leading zeros, at most 18 digits), or N came before;
                       or one of its fields came twice
     missing_desc      no description, or one that is empty, blank, not a string, or not valid text
-    unknown_geom      a field that is neither description nor geometry, two geometries, or a rest that is unreadable
+    unknown_geom      a field that is neither description nor geometry, two geometries, or an unreadable field
     missing_geom      no geometry that is a flat list
     non_coord_token   something in the list is not a coordinate as the task spells it (`<|coord_k|>` must be that
                       very token; digits must be 0..999 without leading zeros)
     wrong_arity       not 4 numbers for a box; fewer than 6 or an odd number for a polygon
-    bbox_invalid      x2 <= x1 or y2 <= y1, degenerate ones included; for a polygon, of its bounding box
-    image_invalid     the sample has several images, and the object's `image` is not the number of one of them. If it
-                      has no more than one, `image` is a field like any other: unknown_geom
+    bbox_invalid      x2 <= x1 or y2 <= y1, for a box or for a polygon's bounding box
+    image_invalid     the sample has several images, and the object's `image` is not the number of one of them. With
+                      at most one image, a field `image` is unknown_geom
 
-4. The prefix ends after the last closed object (dropped ones count: they stay in the text) whose end falls between two
-   tokens. A token may fuse an object's end with what follows (`}, "`, `]}}`, `"}]`). Then the prefix ends before that
-   token, and `tail_opening` repeats what the cut removed, as long as that is structure: brackets, whitespace, a
-   description's closing quote. If that token also holds text of the description or a coordinate, the end moves to the
-   object before, and later objects are not part of the result.
+4. The prefix ends after the last closed object whose end falls between two tokens (dropped objects count, because they
+   stay in the text). A token may fuse an object's end with the text after it (`}, "`, `]}}`, `"}]`). Then the prefix
+   ends before that token, and `tail_opening` repeats the bytes that were cut off, if they are structure: brackets,
+   whitespace, a description's closing quote. If the token also holds text of the description or a coordinate, the
+   prefix ends at the object before, and later objects are not part of the result.
 """
 
 from __future__ import annotations
@@ -67,7 +67,8 @@ _NONE = np.empty(0, dtype=np.int64)
 
 
 class Coordinates(NamedTuple):
-    """`slots` has the C coordinates; coordinate i is in bytes `begins[i]..ends[i]`."""
+    """The C coordinates of an answer. `slots` has their tokens and bins. Coordinate i is in bytes
+    `begins[i]..ends[i]`."""
 
     slots: CoordSlots
     begins: NDArray[np.int64]  # [C]
@@ -78,8 +79,8 @@ NO_COORDINATES = Coordinates(CoordSlots(start=_NONE, end=_NONE, bin=_NONE, lead=
 
 
 def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coordinates:
-    """Return the coordinate tokens. `bin_of_token[id]` is negative for other tokens; its last entry is for larger
-    ids."""
+    """Return the coordinate tokens. `bin_of_token[id]` is negative for other tokens. Its last entry stands for all
+    larger ids."""
     bins = bin_of_token.take(text.ids, mode="clip")
     at = np.flatnonzero(bins >= 0)
     slots = CoordSlots(start=at, end=at + 1, bin=bins[at], lead=np.zeros_like(at))
@@ -87,8 +88,8 @@ def token_coordinates(text: TokenText, bin_of_token: NDArray[np.int64]) -> Coord
 
 
 def digit_coordinates(text: TokenText) -> Coordinates:
-    """The runs of digits that do not continue a word. The text begins with a container's opener, never with a digit.
-    The bin of a run of more than three digits is undefined."""
+    """Return the runs of digits that do not continue a word. The text begins with a container's opener, so never with a
+    digit. The bin of a run of more than three digits is undefined."""
     chars = np.frombuffer(text.data + b" ", dtype=np.uint8)
     digits = chars - ord("0")  # other characters wrap around to 10 or more
     is_digit = digits < 10
@@ -99,7 +100,7 @@ def digit_coordinates(text: TokenText) -> Coordinates:
     first = text.ends.searchsorted(begins, "right")
     behind = text.ends.searchsorted(ends, "left") + 1
     ones, tens, hundreds = ((digits * is_digit)[ends - place].astype(np.int64) for place in (1, 2, 3))
-    bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)  # `1,2`: the digit of another number
+    bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)  # in `1,2` the 1 is another number's
     slots = CoordSlots(start=first, end=behind, bin=bins, lead=begins - text.starts()[first])
     return Coordinates(slots, begins, ends)
 
@@ -107,9 +108,9 @@ def digit_coordinates(text: TokenText) -> Coordinates:
 _CLOSER = {b"{": b"}", b"[": b"]"}
 
 
-# One syntactically closed object: the offset after its "}"; N of `object_N`, or 0; its fault; and if it has none, its
-# description as written, the description's span, its geometry's name, where the content of its list begins and ends,
-# and the number of its image, or 0. A plain tuple, because there are dozens in an answer.
+# A syntactically closed object: the offset after its "}"; N of `object_N`, or 0; its fault or None. Without a fault:
+# its description as written, the description's span, the geometry's name, the begin and end of the coordinate list,
+# and the number of its image, or 0. A plain tuple is fast, and an answer has dozens.
 Entry = tuple[int, int, DropReason | None, bytes, tuple[int, int], bytes, int, int, int]
 
 
@@ -118,14 +119,15 @@ class Reading:
     """The result of reading one answer."""
 
     opened: bool = False
-    closed: bool = False  # the container's own closer was read
-    clean: bool = False  # True: only whitespace follows, too
-    truncated: bool = False  # something was cut off
+    closed: bool = False  # True: the container's own closer was read
+    clean: bool = False  # True: only whitespace follows the closer
+    truncated: bool = False  # True: some text was cut off
     entries: list[Entry] = field(default_factory=list)
 
 
 def read_answer(data: bytes, grammar: Grammar) -> Reading:
-    """Takes linear time in the length of `data`, and never raises, whatever the model wrote."""
+    """Read an answer's entries. Takes linear time in the length of `data`, and never raises, whatever the model
+    wrote."""
     reading = Reading()
     opening = grammar.open_pattern.match(data)
     if opening is None:
@@ -166,7 +168,7 @@ def _close(reading: Reading, data: bytes, pos: int) -> None:
 
 
 def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
-    """Return an entry, field by field. None if it never closes."""
+    """Return an entry, read field by field; None if its brackets never close."""
     opening = grammar.entry_pattern.match(data, pos)
     if opening is None:
         return None
@@ -187,11 +189,11 @@ def _read_unusual(data: bytes, pos: int, grammar: Grammar) -> Entry | None:
 
 
 class _Field(NamedTuple):
-    """A field's value: a string, a list in bytes `start..stop`, or something else."""
+    """A field's value: a string, or a list in bytes `start..stop`, or another value."""
 
     string: bytes | None
-    place: tuple[int, int]  # the string's place
-    start: int  # negative if it is not a list
+    place: tuple[int, int]  # the string's span in bytes
+    start: int  # negative if the value is not a list
     stop: int
     other: bytes | None
 
@@ -231,7 +233,7 @@ def _entry(
 
 
 def closing_brace(data: bytes, start: int) -> int | None:
-    """Return the offset after the bracket that closes the one at `start`; None if there is none, or if brackets
+    """Return the offset after the bracket that closes the one at `start`; None if no bracket does, or if brackets
     cross."""
     stack: list[bytes] = []
     for match in BALANCE.finditer(data, start):
@@ -250,7 +252,7 @@ def closing_brace(data: bytes, start: int) -> int | None:
 
 Outcome = PredictedObject | DropReason
 _FOUR = np.arange(4)
-# Made of tuples, dozens at a time: calling the classes takes twice as long.
+# Objects are made from tuples by `tuple.__new__`, because calling the classes takes twice as long.
 _detection: Callable[[tuple[object, ...]], DetectionObject] = partial(tuple.__new__, DetectionObject)
 _predicted: Callable[[tuple[object, ...]], PredictedObject] = partial(tuple.__new__, PredictedObject)
 
@@ -258,12 +260,13 @@ _predicted: Callable[[tuple[object, ...]], PredictedObject] = partial(tuple.__ne
 def classify(
     entries: Sequence[Entry], data: bytes, coordinates: Coordinates, grammar: Grammar, num_images: int
 ) -> list[Outcome]:
-    """Return the outcome of each entry; `data` are the answer's bytes, `num_images` the sample's images."""
+    """Return the outcome of each entry. `data` is the answer's text in bytes, `num_images` counts the sample's
+    images."""
     if not entries:
         return []
     _, numbers, faults, strings, places, geometries, begins, ends, images = zip(*entries, strict=True)
     first, behind = coordinates.begins.searchsorted(begins), coordinates.ends.searchsorted(ends, "right")
-    num_listed = behind - first  # all digits in the list are numbers of it
+    num_listed = behind - first  # digits: every coordinate found inside the list is a number of the list
     if not grammar.digits:
         num_listed = np.fromiter(map(data.count, repeat(b","), begins, ends), dtype=np.int64, count=len(entries)) + 1
     bins = coordinates.slots.bin if len(coordinates.slots.bin) else np.zeros(1, dtype=np.int64)
@@ -292,7 +295,7 @@ def _classify(entry: Entry, num_listed: int, slots: range, coordinates: Coordina
     if desc is None:
         return "missing_desc"
     if len(slots) != num_listed:
-        return "non_coord_token"  # ordinary tokens spell a coordinate token's text
+        return "non_coord_token"  # some coordinate is spelled by ordinary tokens
     bins = tuple(coordinates.slots.bin[slots.start : slots.stop].tolist())
     if not arity_is_right(kind, bins):
         return "wrong_arity"
@@ -310,7 +313,7 @@ def _in_image(outcome: Outcome, image: int, num_images: int) -> Outcome:
 
 
 def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:
-    """Set key_invalid for entries without a number, or with one that came before, whatever their outcome was."""
+    """Set key_invalid for entries without a number, or with the number of an earlier entry."""
     if 0 not in numbers and len(set(numbers)) == len(numbers):
         return
     met: set[int] = {0}
@@ -320,7 +323,7 @@ def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:
         met.add(number)
 
 
-# A quote here can only be a closing one, as the first character. What follows is outside strings.
+# Brackets and whitespace after an object's end. A quote can only be a description's closing one, so it comes first.
 _STRUCTURE = re.compile(rb'"?[\]} \t\n\r]*+')
 
 
@@ -329,8 +332,8 @@ def parse_rollout(
 ) -> ParsedRollout:
     """Parse one rollout. Never raises, whatever the model wrote.
 
-    `usable` says that the container was opened. If it holds no closed object, the prefix is empty and the tail opens
-    the container again.
+    `usable` says that the container was opened. If the answer has no closed object, the prefix is empty, and the tail
+    opens the container again.
     """
     text = pieces.text(rollout.response_token_ids)
     reading = read_answer(text.data, grammar)
@@ -357,7 +360,7 @@ def parse_rollout(
 
 
 def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> tuple[tuple[DropReason, int, int], ...]:
-    """Return why each entry was dropped, and which tokens hold it or a part of it."""
+    """Return why each entry was dropped, and the range of tokens that hold any part of it."""
     found: list[tuple[DropReason, int, int]] = []
     begin = 0
     for (end, *_), outcome in zip(reading.entries, outcomes, strict=True):
@@ -374,7 +377,7 @@ def _coordinates(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Gram
 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
-    """Return how many entries and tokens are kept, and the text that the tail begins with."""
+    """Return the number of entries and of tokens that are kept, and the text with which the tail begins."""
     for kept in range(len(entries), 0, -1):
         end = entries[kept - 1][0]
         length = text.tokens_until(end)

@@ -1,19 +1,19 @@
-"""Models compared on photographs whose labels have gaps (R49, D22).
+"""Ranks models on photographs whose labels have gaps (R49, D22).
 
-In: samples with labels, and each model's boxes. Out: how many boxes of each are right, and F1@0.5 for any number of
-objects that the photographs may have.
+In: samples with labels, and each model's boxes. Out: how many boxes of each model are right, and F1@0.5 for any assumed
+number of objects in the photographs.
 
-1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box near a label that is not, and a
-   second box on one object, are wrong. Any other box is right with the probability that its looks give it
-   (`appearance`), or looks and a person's verdicts (`audit`). How many of a model's finds are right is drawn towards
-   what the first model's are: each model's own few hundred finds err by as much as models differ.
-2. The number of objects is not known: nobody labelled some, and no model found others. But it is one number for all
-   models. So F1 = 2 right / (boxes + objects) is given for a range of it: from all right boxes of all models to
-   `MOST_OBJECTS` times as many. An order of two models that changes within the range is not decided.
+1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
+   without matching it, or is a second box on one object. Any other box is right with a probability, from its pixels
+   (`appearance`), or from pixels and a person's verdicts (`audit`). Each model's share of right finds is drawn towards
+   the share of the first model, because with a few hundred finds its error is as large as the models' differences.
+2. The number of objects is not known, because some have no label and no model found them. But it is the same for all
+   models. So F1 = 2 right / (boxes + objects) is computed for a range of objects: from all right boxes of all models to
+   `MOST_OBJECTS` times as many. If the order of two models changes within the range, it is not decided.
 
-F1 by labels ranks such models the wrong way round: on blood cells, whose labels lack half of the cells, it picked one
-of the worst of eleven checkpoints. Where labels are few, or objects do not look different from their surroundings,
-labels with gaps cannot rank models. Labels without gaps rank them by themselves. Pure.
+F1 by labels ranks such models wrongly: on blood cells, of which half have no label, it chose one of the worst of eleven
+checkpoints. If labels are few, or objects look like their surroundings, labels with gaps cannot rank models. Labels
+without gaps can rank them by plain F1. No side effects.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.metrics import Interval, interval_of
 
-MOST_OBJECTS = 2.0  # times all right boxes; 1.3 were true of blood cells
-GAPS = 0.1  # right boxes without a label per label, from which on labels are taken to have gaps
-CREDIBLE = 0.4  # share of right ones among boxes without a label; complete labels have looked like 0.34
-MOST_SCENES = 300  # whose pixels are looked at; more cost time, and say little more
+MOST_OBJECTS = 2.0  # factor of all right boxes; on blood cells the true one is 1.3
+GAPS = 0.1  # right boxes without a label / labels; above it labels have gaps
+CREDIBLE = 0.4  # share of right boxes among those without a label; complete labels have given 0.34
+MOST_SCENES = 300  # scenes whose pixels are read; more take time and change little
 DRAWS = 2000
 _THREADS = 4
 
@@ -43,14 +43,14 @@ Boxes = Sequence[Sequence[DetectionObject]]
 
 
 def drawn_places(number: int) -> range:
-    """Return which of so many samples are looked at, evenly spaced."""
+    """Return the indices of the samples whose pixels are read, evenly spaced."""
     return range(0, number, max(1, -(-number // MOST_SCENES)))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GapScore:
-    """One model's boxes, by scene [N]. `right` is expected; `unlabelled` of them have no label. `free` boxes are near
-    none."""
+    """One model's boxes, counts by scene [N]. `right` is the expected number of right boxes, `unlabelled` of right
+    boxes without a label, `free` the number of boxes that overlap no label."""
 
     right: Floats
     unlabelled: Floats
@@ -58,17 +58,17 @@ class GapScore:
     boxes: Floats
 
     def f1(self, objects: float) -> float:
-        """Return F1@0.5 if there are so many objects."""
+        """Return F1@0.5 if the photographs have `objects` objects."""
         return float(2 * self.right.sum() / max(1e-9, self.boxes.sum() + objects))
 
 
 class GapJudge:
-    """Scores models on the same samples. `why` says why it cannot."""
+    """Scores models on the same samples. If it cannot, `why` gives the reason."""
 
     def __init__(self, samples: Sequence[Sample], open_image: Open, audited: Sequence[AuditedFind] = ()) -> None:
         self._samples, self._open, self._audited = samples, open_image, audited
         self._looks: Looks | None = None
-        self.shares: Shares = {}  # of the first model's finds
+        self.shares: Shares = {}  # shares of the first model's finds
         self.why = ""
 
     @property
@@ -76,8 +76,8 @@ class GapJudge:
         return sum(len(sample.objects) for sample in self._samples)
 
     def score(self, boxes: Boxes) -> GapScore | None:
-        """Judge one model's boxes. None: labels are too few, or objects do not look different from what is beside
-        them. Raises what opening an image raises."""
+        """Score one model's boxes. Return None if labels are too few, or if objects look like their surroundings.
+        Raises what opening an image raises."""
         found = [candidates(sample, [own]) for sample, own in zip(self._samples, boxes, strict=True)]
         free = [[one.object for one in own if one.relation == "free"] for own in found]
         with ThreadPoolExecutor(_THREADS) as pool:
@@ -103,8 +103,8 @@ class GapJudge:
         )
 
     def objects(self, scores: Sequence[GapScore], boxes: Sequence[Boxes]) -> tuple[float, float]:
-        """Return the range of plausible numbers of objects. What several models have counts once, with the probability
-        that boxes of this kind have."""
+        """Return the least and the largest plausible number of objects. A box that several models have counts once,
+        with the mean probability of free boxes."""
         line = [candidates(sample, [own[i] for own in boxes]) for i, sample in enumerate(self._samples)]
         free = sum(one.relation == "free" for own in line for one in own)
         share = sum(one.unlabelled.sum() for one in scores) / max(1.0, sum(one.free.sum() for one in scores))
@@ -113,15 +113,15 @@ class GapJudge:
 
 
 def has_gaps(score: GapScore, num_labels: int) -> bool:
-    """Return True if a model's boxes without a label show that labels have gaps."""
+    """Return True if a model's right boxes without a label show that labels have gaps."""
     right, free = score.unlabelled.sum(), score.free.sum()
     return bool(right >= GAPS * num_labels and right >= CREDIBLE * free)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedModel:
-    """F1@0.5 with an interval over scenes in the middle of the range of objects, and at its ends (most objects first).
-    `undecided`: earlier models that it is not known to be better or worse than."""
+    """One model's F1@0.5: with an interval over scenes for the middle of the range of objects, and at the range's ends
+    (`low`: most objects, `high`: fewest). `undecided` names earlier models that may be better or worse."""
 
     name: str
     f1: Interval
@@ -133,7 +133,7 @@ class RankedModel:
 
 
 def rank(names: Sequence[str], scores: Sequence[GapScore], objects: tuple[float, float]) -> list[RankedModel]:
-    """Return the models in their order."""
+    """Return the models in the given order, with their F1 for the range `objects`."""
     least, most = objects
     middle = (least * most) ** 0.5
     num_scenes = len(scores[0].right)
@@ -156,6 +156,7 @@ def rank(names: Sequence[str], scores: Sequence[GapScore], objects: tuple[float,
 
 
 def is_decided(a: GapScore, b: GapScore, objects: tuple[float, float]) -> bool:
-    """Return True if one of two models is better for every number of objects: their order changes once at most."""
+    """Return True if the same model is better at both ends of the range; their order changes at most once in
+    between."""
     first, last = (a.f1(number) - b.f1(number) for number in objects)
     return first * last > 0

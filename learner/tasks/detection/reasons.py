@@ -1,7 +1,7 @@
-"""The reason of a score near 0, in one line: what the answers have in common, and what to do about it.
+"""Explains a score near 0 in one line: what the answers have in common, and what to do about it.
 
-In: matched answers to an evaluation's samples, and the metrics over them. Out: (what, remedy); None if the score is not
-near 0, or if there was nothing to find. Pure.
+In: matched answers to an evaluation's samples, and their metrics. Out: (what, remedy); None if the score is not near 0,
+or if the samples have no objects. No side effects.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.grammar import NUM_BINS
 
 NEAR_ZERO = 0.02  # F1@0.5
-_MOST = 0.5  # share of the answers, or of the boxes
-_WHOLE = 0.8  # share of an image's area
+_MOST = 0.5  # least share of the answers, or of the boxes, that a reason must explain
+_WHOLE = 0.8  # least share of an image's area; such a box is called whole
 _SHOWN = 160  # characters of an answer
 
 
@@ -29,7 +29,7 @@ class Reason(NamedTuple):
 def reason_of(
     assignments: Sequence[Assignment], metrics: Mapping[str, float], decode: Callable[[Sequence[int]], str]
 ) -> Reason | None:
-    """`decode` gives the text of token ids."""
+    """Return the first reason that applies. `decode` gives the text of token ids."""
     num_objects = sum(len(one.parsed.rollout.sample.objects) for one in assignments)
     if not num_objects or metrics.get("f1@0.5", 1.0) >= NEAR_ZERO:
         return None
@@ -94,7 +94,7 @@ def _nothing_found(answers: Sequence[Assignment], decode: Callable[[Sequence[int
 
 
 def _other_names(answers: Sequence[Assignment], decode: Callable[[Sequence[int]], str]) -> Reason | None:
-    """The boxes lie on objects of other names."""
+    """Return a reason if boxes lie on objects of other names."""
     pairs: Counter[tuple[str, str]] = Counter()
     for one in answers:
         truth, found = one.parsed.rollout.sample.objects, [predicted.object for predicted in one.parsed.objects]

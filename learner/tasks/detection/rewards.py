@@ -1,7 +1,7 @@
-"""Rewards of detection answers, and what each object adds to them (`reward.weights`, `grpo.credit: object`).
+"""Computes rewards of detection answers, and what each object adds (`reward.weights`, `grpo.credit: object`).
 
-In: an assignment, of which only the parsed answer is used, because each reward has a one-to-one matching of its own.
-Out: numbers from 0 to 1 by name, larger for better answers.
+In: an assignment, of which only the parsed answer is used, because each reward makes its own one-to-one matching. Out:
+numbers from 0 to 1 by name, larger for better answers.
 
     f1          F1 at IoU 0.5 of objects with the same description
     f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, likewise
@@ -31,11 +31,11 @@ from learner.tasks.detection.match import assign
 from learner.tasks.detection.metrics import THRESHOLDS, ignored_shares
 from learner.tasks.tokens import TokenPieces, TokenText
 
-BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # these tell what each object adds
+BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # rewards that are known after each object
 
 
 def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, float]:
-    """Those of `names` that are in DETECTION_REWARDS."""
+    """Return the rewards in `names` that this task has, by name."""
     view = _RewardView.of(parsed)
     found = {name: view.reward(name, len(parsed.objects)) for name in BY_OBJECT if name in names}
     if "format" in names:
@@ -45,8 +45,8 @@ def answer_rewards(parsed: ParsedRollout, names: Collection[str]) -> dict[str, f
 
 
 def prefix_rewards(assignment: Assignment, weights: Mapping[str, float], pieces: TokenPieces) -> PrefixRewards:
-    """The weighted sum of the rewards in BY_OBJECT after each object, and where the objects end: behind the last
-    coordinate or the description, whichever comes later."""
+    """Return the weighted sum of the rewards in BY_OBJECT after each object, and the token where each object ends:
+    after its last coordinate or its description, whichever comes later."""
     parsed = assignment.parsed
     view, numbers = _RewardView.of(parsed), range(len(parsed.objects) + 1)
     values = np.zeros(len(numbers))
@@ -66,13 +66,13 @@ def _ends(parsed: ParsedRollout, text: TokenText) -> NDArray[np.int64]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _RewardView:
-    """An answer of P predictions beside G true objects, as the rewards see it."""
+    """The P predictions and G true objects of an answer, as rewards need them."""
 
     iou: NDArray[np.float64]  # [P, G]
-    same: NDArray[np.bool_]  # [P, G] descriptions
-    ignored: NDArray[np.float64]  # [P] largest share in an ignore region of the class
-    ignored_any: NDArray[np.float64]  # [P] likewise, of any class
-    predicted: tuple[tuple[int | None, str], ...]  # image and description
+    same: NDArray[np.bool_]  # [P, G] same image and description
+    ignored: NDArray[np.float64]  # [P] largest share of the area in one ignore region of the class
+    ignored_any: NDArray[np.float64]  # [P] the same for regions of any class
+    predicted: tuple[tuple[int | None, str], ...]  # (image, description) of each prediction
     true: tuple[tuple[int | None, str], ...]
 
     @classmethod
@@ -120,5 +120,5 @@ class _RewardView:
 
 
 def _ratio(above: float, below: float) -> float:
-    """Return the ratio; 1 where nothing was to be found and nothing was predicted."""
+    """Return the ratio; 1 if there are neither objects nor predictions."""
     return above / below if below else 1.0

@@ -1,14 +1,14 @@
-"""A score for every box: what speaks for it, and the probability that it is right.
+"""Computes a score for every box: the probability that it is right, from several features.
 
-In: the parsed answers to one image, the greedy one first, then K drawn ones (K may be 0). Out: candidates with a
-score. A candidate is a box of the greedy answer, or a cluster of drawn answers' boxes that the greedy answer lacks
-(`agreement.py`). Each has `FEATURES`: the probabilities of its tokens, the agreement of the answers, its size and
-place. A `Calibration`, fitted on validation images (`calibrate.py`), turns features into the probability that the box
-is right: IoU at least 0.5 with an object of the same name. Without one the score only ranks: it rises with the
-probability of the tokens.
+In: the parsed answers to one image, the greedy one first, then K drawn ones (K may be 0). Out: candidates with scores.
+A candidate is a box of the greedy answer, or a cluster of boxes of drawn answers that the greedy answer lacks
+(`agreement.py`). Each has `FEATURES`: probabilities of its tokens, agreement of the answers, size and place. A
+`Calibration`, fitted on validation images (`calibrate.py`), turns features into the probability that the box is right:
+IoU at least 0.5 with an object of the same name. Without a calibration the score only ranks boxes: it rises with the
+probability of their tokens.
 
-A calibration is a logistic regression over piecewise linear features. It is saved as plain JSON, `calibration.json`
-beside the weights, one for each K that was measured. Pure.
+A calibration is a logistic regression over piecewise linear features. `calibration.json` beside the weights holds one
+calibration for each K that was measured. No side effects.
 """
 
 from __future__ import annotations
@@ -31,28 +31,28 @@ from learner.tasks.tokens import TokenPieces
 from shared.validation import read_if_there
 
 FEATURES = (
-    "greedy",  # 1: the greedy answer has it
-    "share",  # share of the drawn answers that have it
-    "tight",  # mean IoU of their boxes with this one
-    "named",  # share of the answers that have it which give it this name
-    "name_logprob",  # mean of the name's tokens over the answers that have it
-    "coord_logprob",  # mean of the coordinates' tokens
-    "coord_least",  # the least probable coordinate's
+    "greedy",  # 1: the greedy answer has the object
+    "share",  # share of the drawn answers that have the object
+    "tight",  # mean IoU of the drawn boxes with this box
+    "named",  # share of the answers with the object that give it this name
+    "name_logprob",  # log-probability of the name, mean over the answers with the object
+    "coord_logprob",  # the same, mean over coordinates and answers
+    "coord_least",  # the same, of the least probable coordinate
     "log_area",
     "log_aspect",  # logarithm of width over height
     "edge",  # distance to the nearest edge of the image
-    "place",  # place in its answer, from 0 to 1
-    "count",  # objects in the answers, as a logarithm
+    "place",  # place in the answer, from 0 (first object) to 1 (last)
+    "count",  # log(1 + mean number of objects per answer)
     "overlap",  # the largest IoU with another candidate
-    "overlap_same",  # the same, of its name
-    "rivals",  # the largest share of answers of an overlapping candidate
+    "overlap_same",  # the largest IoU with another candidate of the same name
+    "rivals",  # the largest share of answers that have an overlapping candidate
 )
-_LEAST = -12.0  # nats; less says nothing more
-_HALF_NATS = 4.0  # the score without a calibration is 0.5 here: as probabilities a model's best boxes would read 0.00
+_LEAST = -12.0  # nats; lower log-probabilities are raised to it
+_HALF_NATS = 4.0  # nats at which a score without calibration is 0.5; plain probabilities of good boxes would read 0.00
 
 
 class ScoreCandidate(NamedTuple):
-    """`votes`: the drawn answers that have it; None: none were drawn."""
+    """A candidate. `votes` counts the drawn answers that have it; None: no answers were drawn."""
 
     object: DetectionObject
     in_greedy: bool
@@ -61,7 +61,7 @@ class ScoreCandidate(NamedTuple):
 
 
 class ObjectLogprobs(NamedTuple):
-    """Log-probabilities of one object in its answer, and its place there."""
+    """Log-probabilities in nats of one object in its answer, and its place there."""
 
     name: float
     coords: float
@@ -70,7 +70,7 @@ class ObjectLogprobs(NamedTuple):
 
 
 def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[ScoreCandidate]:
-    """Return the candidates of one image; `answers[0]` is the greedy one."""
+    """Return the candidates of one image. `answers[0]` is the greedy answer."""
     drawn = len(answers) - 1
     objects = [[predicted.object for predicted in answer.objects] for answer in answers]
     clusters = cluster_objects(objects) if drawn else [_alone(place, obj) for place, obj in enumerate(objects[0])]
@@ -90,7 +90,7 @@ def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Sc
 
 
 def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[ObjectLogprobs]:
-    """Return the features of each object of an answer; zeros where the log-probabilities are not known."""
+    """Return log-probabilities and place of each object of an answer; zeros if log-probabilities are not known."""
     number = len(answer.objects)
     logprobs = answer.rollout.logprobs
     places = [i / max(1, number - 1) for i in range(number)]
@@ -113,7 +113,7 @@ def _alone(place: int, obj: DetectionObject) -> Cluster:
 
 
 def _object(cluster: Cluster) -> DetectionObject:
-    """Return what the answers agree on."""
+    """Return the object on which the answers agree."""
     return cluster.object
 
 
@@ -169,19 +169,19 @@ class ScoredObject(NamedTuple):
 
 
 class Calibration(BaseModel):
-    """A logistic regression: `weights` of `design`'s columns. `samples`: K, drawn answers of each image. `threshold`:
-    the score at which F1 was best on the images that it was fitted on."""
+    """A logistic regression. `weights` are for the columns of `design`. `samples` is K, the drawn answers per image.
+    `threshold` is the score with the best F1 on the images of the fit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     samples: int
-    names: list[str]  # classes with a column of their own
-    knots: dict[str, list[float]]  # each feature's least and largest value, and those between
+    names: list[str]  # classes that have columns in `design`
+    knots: dict[str, list[float]]  # for each feature: least value, values between, largest value
     weights: list[float]
     threshold: float
     num_images: int
     num_boxes: int
-    measured: dict[str, float] = {}  # measured on images that the fit did not have
+    measured: dict[str, float] = {}  # `auc` and `ece` on held-out images
 
     def scores(self, features: NDArray[np.float64], names: Sequence[str]) -> NDArray[np.float64]:
         """Return the probabilities [N] of N candidates with features [N, len(FEATURES)]."""
@@ -190,7 +190,7 @@ class Calibration(BaseModel):
 
 
 class CalibrationFile(BaseModel):
-    """`calibration.json`: one calibration for each K that was measured."""
+    """The content of `calibration.json`: one calibration for each K that was measured."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -201,20 +201,20 @@ class CalibrationFile(BaseModel):
         return self.model_dump_json(indent=1) + "\n"
 
     def of(self, samples: int) -> Calibration | None:
-        """Return the calibration for so many drawn answers, or the next number; drawn answers or none is never mixed
-        up."""
+        """Return the calibration for the nearest K to `samples`; None if there is none. K = 0 is used for 0 only, and
+        no other K is used for 0."""
         fitting = [one for one in self.calibrations if (one.samples > 0) == (samples > 0)]
         return min(fitting, key=lambda one: abs(one.samples - samples), default=None)
 
 
 def read_calibration(folder: Path, *, samples: int) -> Calibration | None:
-    """Return the calibration; None if the folder has none for this. Raises ConfigError if the file cannot be read."""
+    """Return the folder's calibration for K = `samples`; None if it has none. Raises ConfigError for a bad file."""
     found = read_calibrations(folder)
     return None if found is None else found.of(samples)
 
 
 def read_calibrations(folder: Path) -> CalibrationFile | None:
-    """Return all calibrations of a model; None if the folder has none. Raises ConfigError as `read_calibration`."""
+    """Return all calibrations of a model; None if the folder has none. Raises ConfigError for a bad file."""
     return read_if_there(
         CalibrationFile,
         folder / CALIBRATION_NAME,
@@ -226,8 +226,8 @@ def read_calibrations(folder: Path) -> CalibrationFile | None:
 def design(
     features: NDArray[np.float64], names: Sequence[str], *, knots: Mapping[str, Sequence[float]], classes: Sequence[str]
 ) -> NDArray[np.float64]:
-    """Return the columns [N, D] of the regression: 1, each feature as a piecewise linear function that is flat outside
-    its knots, and a constant and a slope over the area of each class."""
+    """Return the columns [N, D] of the regression: 1, each feature as a piecewise linear function that is constant
+    outside its knots, and for each class a constant and a slope over the area."""
     columns = [np.ones(len(features))]
     area = np.zeros(len(features))
     for i, name in enumerate(FEATURES):
@@ -251,7 +251,7 @@ def design(
 def scored_objects(
     answers: Sequence[ParsedRollout], pieces: TokenPieces, calibration: Calibration | None
 ) -> list[ScoredObject]:
-    """The candidates of one image with their scores, in no order."""
+    """Return the candidates of one image with their scores, not sorted."""
     found = candidates(answers, pieces)
     if not found:
         return []
@@ -260,7 +260,7 @@ def scored_objects(
 
 
 def scores_of(found: Sequence[ScoreCandidate], calibration: Calibration | None) -> NDArray[np.float64]:
-    """Return the scores [N]."""
+    """Return the scores [N] of the candidates."""
     features = np.stack([one.features for one in found])
     if calibration is not None:
         return calibration.scores(features, [one.object.desc for one in found])
@@ -268,13 +268,13 @@ def scores_of(found: Sequence[ScoreCandidate], calibration: Calibration | None) 
 
 
 def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
-    """Return for each object of an answer a score that rises with the probability of its name and coordinates, as
-    `scores_of` without a calibration; 1 if log-probabilities are not known."""
+    """Return a score for each object of an answer. It rises with the probability of name and coordinates, as in
+    `scores_of` without a calibration; it is 1 if log-probabilities are not known."""
     return [1 / (1 - (told.name + told.coords) / _HALF_NATS) for told in told_of(parsed, pieces)]
 
 
 def raw_scores(features: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the probability of name and coordinates; with drawn answers, the share of answers that have it."""
+    """Return [N]: the probability of name and coordinates; with drawn answers, its mean with the share of answers."""
     column = {name: features[:, i] for i, name in enumerate(FEATURES)}
     tokens = np.exp(column["name_logprob"] + column["coord_logprob"])
     return np.where(column["share"] > 0, (column["share"] + tokens) / 2, tokens * column["greedy"])

@@ -1,11 +1,11 @@
-"""One tokenizer's spelling of the thousand coordinates, alone and in another number's place.
+"""Spells the thousand coordinates in a tokenizer's tokens, alone and in the place of another number.
 
-In: numbers of an answer, and the answer's tokens. Out: the tokens that the true numbers would have in those places. It
-is called for all numbers of an answer at once, because there are hundreds.
+In: numbers of an answer, and the answer's tokens. Out: the tokens that the true numbers would have in these places. One
+call handles all numbers of an answer, because there are hundreds.
 
 Digits may be fused with their surroundings (`[1`, `0, 2`, `7]}`). Then the ground-truth number is tokenized in the
-predicted one's place, between the same characters, up to the end of the token after the number. If the tokenizer's
-numbers stand alone (`tokens.py`), each has the same tokens everywhere, and the token after it stays as it is.
+predicted number's place, between the same characters, up to the end of the token after the number. If the tokenizer
+never fuses digits with other characters (`tokens.py`), a number has the same tokens everywhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from learner.extensions import Tokenizer
 from learner.tasks.tokens import TokenPieces, pieces_of
 
 NO_TOKEN = -1
-WINDOW = 4  # tokens: a number has at most three characters, so two numbers differ by the token after it
+WINDOW = 4  # tokens: a number has at most three characters, so a difference shows in the token after it at the latest
 _NUM_BINS = 1000
 _MAX_PLACES = 1 << 10
 _NOT_MET = -2
@@ -31,18 +31,18 @@ Ints = NDArray[np.int64]
 
 
 class Numbers(NamedTuple):
-    """Matched coordinates in order of appearance, each field [N]: those of `CoordSlots`, and the truth."""
+    """Matched coordinates in order of appearance, each field [N]: those of `CoordSlots`, and the true bin."""
 
     start: Ints
     end: Ints
     bin: Ints
     lead: Ints
-    wanted: Ints  # the ground truth's bin
+    wanted: Ints  # the ground-truth bin
 
 
 class _Context(NamedTuple):
-    """The surroundings of a number: `lead` bytes of the token `before` and `tail` bytes of the token `last`, both
-    shared with the number (NO_TOKEN if none), and the token `after` that."""
+    """The surroundings of a number. It shares the token `before` with `lead` earlier bytes, and the token `last` with
+    `tail` later bytes (NO_TOKEN if it shares no token). `after` is the token after `last`."""
 
     before: int
     lead: int
@@ -52,16 +52,16 @@ class _Context(NamedTuple):
 
 
 class Spelling:
-    """Made by `spelling_of`."""
+    """The tokens of one tokenizer's coordinates. `spelling_of` makes it."""
 
     def __init__(self, coordinate_text: Callable[[int], str], pieces: TokenPieces) -> None:
         self._pieces = pieces
         self._texts = tuple(coordinate_text(value) for value in range(_NUM_BINS))
         self._lengths = np.array([len(text) for text in self._texts])
         encoded = [pieces.encode(text) for text in self._texts]
-        # Bin -> its token; empty if some coordinates are several tokens.
+        # [bin] the coordinate's token; empty if some coordinate has several tokens.
         self.single_tokens = np.array([ids[0] for ids in encoded] if all(len(ids) == 1 for ids in encoded) else [])
-        # [bin, W] its tokens; empty if they depend on their neighbours.
+        # [bin, W] the coordinate's tokens; empty if they depend on the neighbours.
         alone = [
             (*ids, *[NO_TOKEN] * WINDOW)[:WINDOW] for ids in map(pieces.boundaries.numbers.get, self._texts) if ids
         ]
@@ -69,15 +69,17 @@ class Spelling:
         self._num_tokens = (self._alone != NO_TOKEN).sum(axis=-1)
         self._table = Lock()
         self._places: dict[_Context, int] = {}
-        # [place, bin, W] the first tokens of each number there, filled on demand. Dense: an answer needs hundreds.
+        # [place, bin, W] the first tokens of each number in each place, filled on demand. An answer needs hundreds of
+        # them.
         self._tokens = np.full((1, _NUM_BINS, WINDOW), _NOT_MET, dtype=np.int32)
 
     def are_single(self, numbers: Numbers, token_ids: Ints) -> bool:
-        """Return True if each number is one token. Then its neighbours do not matter."""
+        """Return True if each number is one token. Then its neighbours do not change it."""
         return len(self.single_tokens) > 0 and bool((token_ids[numbers.start] == self.single_tokens[numbers.bin]).all())
 
     def tokens_in_place(self, numbers: Numbers, token_ids: Ints) -> Ints:
-        """Return the first tokens [N, W] of each true number in the predicted one's place; NO_TOKEN after its last."""
+        """Return the first tokens [N, W] of each true number in the predicted number's place; NO_TOKEN after the
+        last."""
         if not len(self._alone):
             return self._fused_tokens(numbers, token_ids)
         tokens = self._alone[numbers.wanted]
@@ -88,15 +90,15 @@ class Spelling:
         start, end, own, lead, wanted = numbers
         lengths = self._pieces.lengths(token_ids)
         ends = lengths.cumsum()
-        tail = ends[end - 1] - (ends - lengths)[start] - lead - self._lengths[own]  # bytes of the last token after it
+        tail = ends[end - 1] - (ends - lengths)[start] - lead - self._lengths[own]  # bytes behind it in its last token
         before = np.where(lead > 0, token_ids[start], NO_TOKEN)
         last = np.where(tail > 0, token_ids[end - 1], NO_TOKEN)
         columns = [column.tolist() for column in (before, lead, last, tail, token_ids[end])]
-        with self._table:  # threads share it
+        with self._table:  # several threads use the table
             return self._in_places(list(map(_Context._make, zip(*columns, strict=True))), wanted)
 
     def _in_places(self, contexts: Sequence[_Context], wanted: Ints) -> Ints:
-        if len(self._places) > _MAX_PLACES:  # an untrained model writes anything
+        if len(self._places) > _MAX_PLACES:  # an untrained model writes numbers in any surroundings
             self._places.clear()
             self._tokens[:] = _NOT_MET
         places = np.fromiter(map(self._index_of, contexts), dtype=np.int64, count=len(contexts))
@@ -114,7 +116,7 @@ class Spelling:
         return index
 
     def _encode(self, place: _Context, value: int) -> tuple[int, ...]:
-        """Return the first tokens of `value` in its place. A character cut by the place's ends is left out."""
+        """Return the first tokens of `value` in a place. A character that the place cuts in two is left out."""
         left = self._pieces[place.before][: place.lead] if place.lead else b""
         right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]
         text = left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore")
@@ -123,6 +125,5 @@ class Spelling:
 
 @lru_cache(maxsize=8)
 def spelling_of(coordinate_text: Callable[[int], str], tokenizer: Tokenizer) -> Spelling:
-    """Return the spelling of `coordinate_text`; the same object for the same arguments, so that its tables are
-    shared."""
+    """Return the spelling of `coordinate_text`. The same arguments give the same object, so its tables are shared."""
     return Spelling(coordinate_text, pieces_of(tokenizer))

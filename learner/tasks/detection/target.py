@@ -1,18 +1,18 @@
-"""Y_train: what the model wrote, continued by what it missed, with labels and loss weights ("Loss on Y_train").
+"""Builds Y_train: the rollout's prefix, then the missed objects, with labels and loss weights ("Loss on Y_train").
 
 In: an `Assignment` (or a sample alone, for plain teacher forcing). Out: a `Target`.
 
     token_ids   [ rollout prefix | tail: missed objects, closer | EOS ]
-    labels      [ matched coordinates towards ground truth, else -100 | the tail's own tokens | EOS ]
+    labels      [ ground truth for matched coordinates, else -100 | the tail's own tokens | EOS ]
 
-Invariants: the prefix is the rollout's own token ids. Every missed object is in the tail, in canonical order. What
-holds for the targets of all tasks is in `learner/tasks/supervision.py`. Pure, no torch.
+Invariants: the prefix is the rollout's own token ids. Every missed object is in the tail, in canonical order.
+`learner/tasks/supervision.py` has the invariants of all tasks. No side effects, no torch.
 
-Tail. Weight 1, except for descriptions: `desc_weight` on every token that holds any byte of one, fused tokens included.
-Predictions without a label (`keep_unmatched`) stand among the missed objects in canonical order, with weight 0.
+Tail. Every token has weight 1. Tokens that hold any byte of a description have `desc_weight`, also if they hold other
+bytes. Predictions without a label (`keep_unmatched`) are sorted in among the missed objects, with weight 0.
 
 Matched predictions. `labels.py` gives the right token for each token of a coordinate and of a description. By default
-(SPEC) coordinates have weight 1 and descriptions none.
+(SPEC) coordinates have weight 1 and descriptions weight 0.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def build_target(
     tokenizer: Tokenizer,
     loss: LossConfig = SPECIFIED,
 ) -> Target:
-    """Y_train of a matched rollout, ended by the tokenizer's EOS, with the weights of `loss`.
+    """Return Y_train of a matched rollout, ended by the tokenizer's EOS, with the weights of `loss`.
 
     Raises LossError if a coordinate's tokens are not in the prefix.
     """
@@ -56,7 +56,7 @@ def build_target(
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, untaught)
-    read = target.token_ids[: len(prefix) + 1]  # the number at the prefix's end may differ in the next token
+    read = target.token_ids[: len(prefix) + 1]  # a number at the prefix's end may differ in the token after it
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
@@ -81,7 +81,7 @@ def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
 def _appended(
     missed: list[DetectionObject], unlabelled: list[DetectionObject], task: ObjectTask
 ) -> tuple[list[DetectionObject], list[int]]:
-    """Return the missed and the unlabelled objects in canonical order, and the places of those without a label."""
+    """Return missed and unlabelled objects in canonical order, and the places of the unlabelled ones."""
     both = [(obj, True) for obj in missed] + [(obj, False) for obj in unlabelled]
     if unlabelled:
         both.sort(key=lambda pair: task.canonical_key(pair[0]))
@@ -89,8 +89,7 @@ def _appended(
 
 
 def _teach_besides(target: Target, position: int, label: int, weight: float) -> None:
-    """Add a label, unless the token has one already: a token that is part of a coordinate keeps the coordinate's
-    label."""
+    """Set a label, unless the token has one: a token that holds a part of a coordinate keeps the coordinate's label."""
     if target.labels[position] == IGNORED:
         target.labels[position], target.loss_weights[position] = label, weight
 
@@ -108,8 +107,8 @@ def _with_tail(
     desc_weight: float,
     untaught: Collection[int] = (),
 ) -> Target:
-    """Return prefix, tail and EOS. The prefix is ignored, the rest is supervised but for the tail's objects at the
-    places `untaught`."""
+    """Return prefix, tail and EOS. The prefix has no labels. The rest has, except the tail's objects at the places
+    `untaught`."""
     text = tokens_of(tail.text, pieces)
     target = continued(prefix, text, pieces.tokenizer.eos_token_id)
     token_ids, weights = target.token_ids, target.loss_weights
@@ -124,7 +123,7 @@ def _with_tail(
 
 
 def _byte_spans(text: str, spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Spans of characters as offsets into the text's UTF-8 bytes."""
+    """Return spans of characters as spans of the text's UTF-8 bytes."""
     if text.isascii() or not spans:
         return spans
     offsets = np.cumsum([0, *(len(char.encode()) for char in text)])

@@ -1,4 +1,4 @@
-"""The detection task: `learner.extensions.Task` over this package's stages. Built once per run."""
+"""The detection task: implements `learner.extensions.Task` with the modules of this package. A run has one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from learner.tasks.task import SerializedTail
 from learner.tasks.tokens import pieces_of
 from shared.errors import ConfigError, DataError
 
-# Names of metrics; those of the estimate are there where labels have gaps.
+# Names of metrics. The estimated ones are reported if labels have gaps.
 EVALUATED = (
     *METRICS,
     *coco_ap([]),
@@ -40,10 +40,10 @@ EVALUATED = (
 
 
 class DetectionTask(Task):
-    """The detection task. It is pure and reusable, and holds only the grammar and token tables."""
+    """The detection task. It has no state besides the grammar and token tables, so it can be reused."""
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError if coordinates are tokens and the tokenizer lacks one of them."""
+        """Set up the tables. Raises ConfigError if coordinates are tokens and the tokenizer lacks one of them."""
         self.config = config
         self.grammar = grammar_of(config.container, config.coordinates)
         self._numbered = grammar_of(config.container, config.coordinates, numbered=True)
@@ -55,17 +55,17 @@ class DetectionTask(Task):
         return self._pieces.tokenizer
 
     def parse(self, rollout: Rollout) -> ParsedRollout:
-        """The answer [T], read strictly: malformed objects are dropped and counted by reason. Never raises."""
+        """Parse an answer [T] strictly: malformed objects are dropped and counted by reason. Never raises."""
         grammar = self._numbered if len(rollout.sample.images) > 1 else self.grammar
         return parse_rollout(rollout, self._pieces, self._bin_of_token, grammar)
 
     def match(self, parsed: ParsedRollout) -> Assignment:
-        """Match one-to-one with the sample's objects in the same image by IoU, at least `iou_threshold` (Hungarian).
-        Names do not matter."""
+        """Match predictions one-to-one with the sample's objects in the same image, by IoU of at least `iou_threshold`
+        (Hungarian). Names do not matter."""
         return match_objects(parsed, self.config.iou_threshold)
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
-        """Return `objects` as an answer's text: a new one (`after` None), or one that continues `after`."""
+        """Return `objects` as text: a whole answer if `after` is None, else the continuation of `after`."""
         return serialize_objects(objects, after, self.grammar)
 
     def can_be_taught(self, obj: DetectionObject) -> bool:
@@ -81,8 +81,8 @@ class DetectionTask(Task):
         return escaped(desc)
 
     def target(self, assignment: Assignment, loss: LossConfig) -> Target:
-        """Return Y_train [Y]: the answer's own prefix, what it missed, and EOS, with labels and weights. Raises
-        LossError if the tokenizer changes the text of what is appended; `validate` finds such samples."""
+        """Return Y_train [Y]: the answer's own prefix, the missed objects, and EOS, with labels and weights. Raises
+        LossError if the tokenizer changes the appended text; `validate` finds such samples."""
         return build_target(assignment, self, self.tokenizer, loss=loss)
 
     def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
@@ -110,7 +110,7 @@ class DetectionTask(Task):
         return prefix_rewards(assignment, weights, self._pieces)
 
     def scene(self, assignment: Assignment) -> dict[str, object]:
-        """Truth and predictions in bins, scores of the predictions, pairs and drops: what the report draws."""
+        """Return what the report draws: truth and predictions in bins, scores of the predictions, pairs and drops."""
         parsed = assignment.parsed
         sample = parsed.rollout.sample
         return {
@@ -124,23 +124,23 @@ class DetectionTask(Task):
         }
 
     def count(self, assignments: Sequence[Assignment]) -> CountTable:
-        """Return what `evaluate` adds up, one row per sample: the input of the bootstrap."""
+        """Return the counts that `evaluate` adds up, one row per sample, for the bootstrap."""
         return count_objects(assignments)
 
     def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
-        """Return the rows of `count`, each by column name, without zeros."""
+        """Return the rows of `count` as numbers by column name, without zeros."""
         rows = self.count(assignments).values
         return [{name: float(v) for name, v in zip(COLUMNS, row, strict=True) if v} for row in rows]
 
     def evaluate(self, assignments: Sequence[Assignment]) -> Mapping[str, float]:
-        """All of `metrics.METRICS` over the whole set, by name, and COCO's AP by calibrated scores if all assignments
-        have them, else by the tokens' probabilities; 0 for an empty set."""
+        """Return all of `metrics.METRICS` over the whole set, by name, and COCO's AP; 0 for an empty set. AP uses
+        calibrated scores if all assignments have them, else the tokens' probabilities."""
         calibrated = bool(assignments) and all(one.scores is not None for one in assignments)
         ap = coco_ap(assignments, [self._scores(one) for one in assignments])
         return {**evaluate_counts(self.count(assignments)), **ap, "coco/calibrated": float(calibrated)}
 
     def _scores(self, assignment: Assignment) -> Sequence[float]:
-        """Returns a score for each prediction."""
+        """Return a score for each prediction."""
         return assignment.scores if assignment.scores is not None else token_scores(assignment.parsed, self._pieces)
 
     def calibration(self, assignments: Sequence[Assignment]) -> str | None:
@@ -163,7 +163,7 @@ class DetectionTask(Task):
         return [replace(one, scores=tuple(own.tolist())) for one, own in zip(assignments, scores, strict=True)]
 
     def _candidates(self, assignments: Sequence[Assignment]) -> tuple[list[list[ScoreCandidate]], list[Sample]]:
-        """Return the candidates of each answer, in the order of its predictions, and its sample."""
+        """Return each answer's candidates, in the order of its predictions, and the samples."""
         found = [candidates([one.parsed], self._pieces) for one in assignments]
         return found, [one.parsed.rollout.sample for one in assignments]
 
@@ -177,7 +177,7 @@ class DetectionTask(Task):
 
 
 def object_json(item: DetectionObject) -> dict[str, object]:
-    """Return its description, its image if there are several, and its bins, as an answer would have them."""
+    """Return description, image (if the sample has several) and bins of an object, as an answer has them."""
     return {"desc": item.desc, **({} if item.image is None else {"image": item.image}), item.kind: list(item.bins)}
 
 
@@ -198,7 +198,7 @@ def coordinate_token_ids(tokenizer: Tokenizer) -> list[int]:
 
 
 def _coordinate_tokens(tokenizer: Tokenizer) -> NDArray[np.int64]:
-    """Return [id]: the bins of the coordinate tokens; -1 for others; the last entry is for all larger ids."""
+    """Return [id] the bin of each coordinate token; -1 for other tokens. The last entry stands for all larger ids."""
     token_ids = coordinate_token_ids(tokenizer)
     bin_of_token = np.full(max(token_ids) + 2, -1)
     bin_of_token[token_ids] = np.arange(NUM_BINS)

@@ -1,8 +1,7 @@
-"""Writes objects as an answer, new or continuing a prefix, and checks whether ground truth can be written and read
-back.
+"""Writes objects as an answer or as its continuation, and checks whether ground truth can be written and read back.
 
-The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters as they are. Parsing
-prefix + tail gives the prefix's objects, then the written ones, in a closed container. `validate_sample` runs once per
+The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters unescaped. Parsing prefix +
+tail gives the prefix's objects, then the written ones, in a closed container. `validate_sample` is called once per
 sample, before training.
 """
 
@@ -28,7 +27,7 @@ _CACHED_DESCS = 1 << 12
 def serialize_objects(
     objects: Sequence[DetectionObject], after: ParsedRollout | None, grammar: Grammar
 ) -> SerializedTail:
-    """Write `objects`, in the order given, as text that continues `after` (None: a whole answer) and closes the
+    """Write `objects`, in the given order, as text that continues `after` (None: a whole answer) and closes the
     container."""
     parts = [grammar.opener if after is None else after.tail_opening]
     length = len(parts[0])
@@ -48,8 +47,7 @@ def serialize_objects(
 
 
 def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, str, str]:
-    """Write one object's text: the part before its description, the description without its quotes, and the part after
-    it."""
+    """Return one object's text in three parts: before its description, the description without quotes, and after it."""
     desc = escaped(obj.desc)
     numbers = ", ".join(map(grammar.coordinate_text, obj.bins))
     image = "" if obj.image is None else f'"image": {obj.image}, '
@@ -60,15 +58,15 @@ def _write(obj: DetectionObject, number: int, grammar: Grammar) -> tuple[str, st
 
 @lru_cache(maxsize=_CACHED_DESCS)
 def escaped(desc: str) -> str:
-    """The description inside a JSON string's quotes."""
+    """Return the description as it stands inside a JSON string's quotes."""
     return json.dumps(desc, ensure_ascii=False)[1:-1]
 
 
 def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
-    """Raises DataError, which names sample and object, if an object cannot be a target, or if nothing says in which of
-    several images it is.
+    """Raises DataError, which names sample and object, if an object cannot be a target, or if an object of a sample
+    with several images does not say which image it is in.
 
-    `pieces` None: everything except whether descriptions survive tokenization.
+    With `pieces` None it is not checked whether descriptions survive tokenization.
     """
     _validate_images(sample)
     for number, obj in enumerate(sample.objects, start=1):
@@ -92,7 +90,7 @@ def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
 
 
 def _validate_images(sample: Sample) -> None:
-    """Raises DataError if an object or region does not name its image, or if an image's size is not known."""
+    """Raises DataError if an object or region does not name its image, or if some image's size is not known."""
     number = len(sample.images)
     if number > 1 and len(sample.sizes) != number:
         raise DataError(
@@ -113,7 +111,7 @@ def _validate_images(sample: Sample) -> None:
 
 
 def object_fault(obj: DetectionObject, pieces: TokenPieces | None) -> tuple[str, str, str] | None:
-    """Return (found, wanted, what to do) if an object cannot be a target."""
+    """Return (found, wanted, what to do) if an object cannot be a target, else None."""
     return _geometry_fault(obj) or text_fault(obj.desc, pieces)
 
 
@@ -130,7 +128,7 @@ def _geometry_fault(obj: DetectionObject) -> tuple[str, str, str] | None:
 
 def _has_area(obj: DetectionObject) -> bool:
     if obj.kind == "bbox_2d":
-        return True  # it encloses something, so it has an area
-    from learner.tasks.detection.geometry import area  # imported here: boxes are checked without loading shapely
+        return True  # `encloses_something` is True, so a box has an area
+    from learner.tasks.detection.geometry import area  # imported here: boxes need no shapely
 
     return area(obj) > 0
