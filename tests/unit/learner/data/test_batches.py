@@ -207,17 +207,17 @@ def test_a_worker_that_hangs_is_told_and_ended() -> None:
     assert time.monotonic() - started < 30
 
 
-@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
-def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work(signum: signal.Signals) -> None:
+def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work() -> None:
     """A terminal's Ctrl-C reaches them too, and the learner still needs prompts to end its step."""
     samples = make_samples(2)
     forkserver._forkserver._stop()  # type: ignore[attr-defined]  # another test's, which may not block signals
     with closing(WorkerPool(CountingEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=60.0)) as pool:
         before = pool.submit(samples[:1]).result()
-        for process in (*pool._pool._processes, forkserver._forkserver._forkserver_pid):  # type: ignore[attr-defined]
-            os.kill(process, signum)
-        after = pool.submit(samples[:1]).result()
-    assert same_prompt(before[0], after[0])
+        for signum in (signal.SIGINT, signal.SIGTERM):
+            for process in (*pool._pool._processes, forkserver._forkserver._forkserver_pid):  # type: ignore[attr-defined]
+                os.kill(process, signum)
+            after = pool.submit(samples[:1]).result()
+            assert same_prompt(before[0], after[0]), signum
 
 
 def test_workers_end_with_a_learner_that_is_killed() -> None:

@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from io import BytesIO
 from pathlib import Path
@@ -241,25 +242,26 @@ def test_decisions_are_bounded_by_the_number_of_suggestions(tmp_path: Path) -> N
 
 def test_the_review_is_where_its_url_says_and_nowhere_else(tmp_path: Path) -> None:
     folder, _ = folder_of(tmp_path)
-    urls = []
-    for _ in range(2):
-        port = free_port()
-        argv = [sys.executable, "-m", "learner", "find-missing", "review", str(folder), "--port", str(port)]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                (url,) = re.findall(r"http://\S+", process.stdout.readline())
-                urls.append(url)
-                with httpx.Client(base_url=url, trust_env=False, timeout=60.0) as web:
-                    assert "Is this object unlabelled?" in web.get("").text
-                    assert len(web.get("state").json()["suggestions"]) == 2
-                    assert web.get("image/0").headers["content-type"] == "image/png"
-                    assert web.get("", headers={"Host": "testserver"}).status_code == 400
-                    for path in ("/", "/state", "/image/0", f"{httpx.URL(url).path[:-2]}/state", "//state"):
-                        assert web.get(f"http://127.0.0.1:{port}{path}").status_code == 404
-            finally:
-                process.terminate()
-    assert len({httpx.URL(url).path for url in urls}) == 2, "a new one each time"
+    argv = [sys.executable, "-m", "learner", "find-missing", "review", str(folder), "--port"]
+    with ExitStack() as running:
+        ports, lines = [free_port(), free_port()], []
+        started = [subprocess.Popen([*argv, str(port)], stdout=subprocess.PIPE, text=True) for port in ports]
+        for process in started:
+            running.enter_context(process)
+            running.callback(process.terminate)
+        for process in started:
+            assert process.stdout is not None
+            lines.append(process.stdout.readline())
+        urls = [url for line in lines for url in re.findall(r"http://\S+", line)]
+        path = httpx.URL(urls[0]).path
+        assert path != httpx.URL(urls[1]).path, "a new one each time"
+        with httpx.Client(base_url=urls[0], trust_env=False, timeout=60.0) as web:
+            assert "Is this object unlabelled?" in web.get("").text
+            assert len(web.get("state").json()["suggestions"]) == 2
+            assert web.get("image/0").headers["content-type"] == "image/png"
+            assert web.get("", headers={"Host": "testserver"}).status_code == 400
+            for other in ("/", "/state", "/image/0", f"{path[:-2]}/state", "//state"):
+                assert web.get(f"http://127.0.0.1:{ports[0]}{other}").status_code == 404
 
 
 def test_other_sites_reach_nothing(tmp_path: Path) -> None:

@@ -359,18 +359,6 @@ def test_an_engines_error_says_what_to_do(offload: Recorded, error: Exception, w
     assert ("decode_batch_size" in raised.value.remedy) == (words == "out of memory")
 
 
-@pytest.mark.parametrize(
-    ("sizes", "pieces"), [([], []), ([3], [[3]]), ([4, 6, 1, 9, 30, 2], [[4, 6], [1, 9], [30], [2]])]
-)
-def test_weights_come_in_pieces(sizes: list[int], pieces: list[list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every tensor once and in order; a piece ends with the tensor that fills it."""
-    monkeypatch.setattr(colocated_engine, "_PIECE_BYTES", 10)
-    weights = [(str(i), torch.zeros(size, dtype=torch.uint8)) for i, size in enumerate(sizes)]
-    found = list(colocated_engine._in_pieces(iter(weights)))
-    assert [[len(tensor) for _, tensor in piece] for piece in found] == pieces
-    assert [name for piece in found for name, _ in piece] == [name for name, _ in weights]
-
-
 class Shared:
     """One of four ranks. `others`: how many requests each of them has; None: nothing may be gathered."""
 
