@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # The pods of StatefulSets behind their headless services, one URL a line, for vllm.server.discovery of the learner:
-#   discovery: {command: [deploy/kubernetes/servers.sh, rollout-server]}
+#   discovery: [deploy/kubernetes/servers.sh, rollout-server]
 # `kubectl scale statefulset rollout-server --replicas=3` adds a server, and removes the last one. It names pods as
 # the learner's configuration does, so that no server has two URLs. `rollout-launch --to kubernetes` puts it there.
 set -euo pipefail

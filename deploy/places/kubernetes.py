@@ -35,7 +35,7 @@ WORKDIR = "/app"
 LIST = """\
 #!/usr/bin/env bash
 # The pods of StatefulSets behind their headless services, one URL a line, for vllm.server.discovery of the learner:
-#   discovery: {command: [deploy/kubernetes/servers.sh, rollout-server]}
+#   discovery: [deploy/kubernetes/servers.sh, rollout-server]
 # `kubectl scale statefulset rollout-server --replicas=3` adds a server, and removes the last one. It names pods as
 # the learner's configuration does, so that no server has two URLs. `rollout-launch --to kubernetes` puts it there.
 set -euo pipefail
@@ -114,7 +114,7 @@ def labels(plan: Plan, part: str, name: str = "") -> dict[str, str]:
 def config_map(plan: Plan, groups: list[tuple[str, ServerPlan]]) -> Object:
     """Return the ConfigMap: both configurations, and the script that lists the servers for a running learner."""
     urls = [f"http://{name}-{i}.{name}:{HTTP_PORT}" for name, server in groups for i in range(server.count)]
-    discovery = {"command": ["bash", f"{FOLDER}/servers.sh", *(name for name, _ in groups)]}
+    discovery = ["bash", f"{FOLDER}/servers.sh", *(name for name, _ in groups)]
     data = {f"server-{i}.yaml": server.file("${POD_IP}", HTTP_PORT) for i, (_, server) in enumerate(groups)}
     data |= {"learner.yaml": plan.learner_file(urls, discovery), "servers.sh": LIST}
     return {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": plan.cluster.name}, "data": data}

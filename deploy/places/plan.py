@@ -39,7 +39,7 @@ _PART = re.compile(r"\[[\d:%]*\]$")
 # Keys of both programs whose values are paths that a run writes, or reads. A test checks that no key is missing.
 WRITTEN = frozenset({"output_dir", "write", "log_dir"})
 READ = frozenset(
-    {"path", "train", "val", "test", "image_root", "annotation_root", "resume_from_checkpoint", "file", "model"}
+    {"path", "train", "val", "test", "image_root", "annotation_root", "resume_from_checkpoint", "discovery", "model"}
     | {"allowed_image_roots"}
 )
 
@@ -115,7 +115,7 @@ class Plan:
     def num_ranks(self) -> int:
         return self.launch.learner.nodes * self.launch.learner.nproc
 
-    def learner_values(self, urls: Sequence[str], discovery: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def learner_values(self, urls: Sequence[str], discovery: list[str] | None = None) -> dict[str, Any]:
         """Return the learner's configuration with the servers at `urls`."""
         servers = [{"base_url": Hidden(url), "group_port": GROUP_PORT} for url in urls]
         over: dict[str, Any] = {"servers": servers, "base_url": None, "group_port": None}
@@ -125,7 +125,7 @@ class Plan:
             over = {name: over}
         return merge(dict(self.learner), over)
 
-    def learner_file(self, urls: Sequence[str], discovery: Mapping[str, Any] | None = None) -> str:
+    def learner_file(self, urls: Sequence[str], discovery: list[str] | None = None) -> str:
         return dump_yaml(self.learner_values(urls, discovery))
 
     def header(self, place: str) -> str:
@@ -185,7 +185,7 @@ def paths_in(
         for inner, value in values.items():
             inner = f"{key}.{inner}".lstrip(".")
             yield from paths_in(value, file, of_server=of_server, key=inner, annotations=annotations)
-    elif isinstance(values, list):
+    elif isinstance(values, list) and name != "discovery":  # that is a command, no path
         for i, value in enumerate(values):
             yield from paths_in(value, file, of_server=of_server, key=f"{key}[{i}]", annotations=annotations)
     elif isinstance(values, str) and name in READ | WRITTEN and values != "latest":

@@ -24,13 +24,14 @@ from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
-from learner.config.sections.servers import DiscoveryConfig, entry_mistakes
+from learner.config.sections.servers import FileOrCommand, entry_mistakes
 from learner.rollout.control import ServerRequest
 from learner.rollout.membership import Membership
 from shared.errors import ConfigError, DeadlineError, ProjectError
 from shared.masking import bare_url
 
 GROUP_PORT = 51216  # group port of a server whose line names no port
+EVERY_S = 15.0  # time between two looks at the list
 COMMAND_S = 10.0  # deadline of the command; no step waits for it
 MAX_BYTES = 1 << 20  # a list that is longer counts as none
 Listed = Mapping[str, int]  # base_url -> group port
@@ -40,8 +41,8 @@ log = logging.getLogger("learner.rollout")
 class Discovery:
     """Rank 0's; its methods are called on one thread."""
 
-    def __init__(self, config: DiscoveryConfig) -> None:
-        self._config = config
+    def __init__(self, source: FileOrCommand, *, every_s: float = EVERY_S) -> None:
+        self._source, self._every_s = source, every_s
         self._named: dict[str, int] = {}  # servers of all lists so far
         self._listed: Listed = {}  # servers of the last two lists
         self._last: Listed = {}  # servers of the last list
@@ -53,8 +54,8 @@ class Discovery:
         """Return what follows from the list that was read last. Begins to read it again when that is due."""
         new = self._read()
         if self._reading is None and time.monotonic() >= self._due:
-            self._due = time.monotonic() + self._config.every_s
-            self._reading = self._thread.submit(read, self._config)
+            self._due = time.monotonic() + self._every_s
+            self._reading = self._thread.submit(read, self._source)
         self._named |= new
         gone = [
             member.base_url
@@ -79,11 +80,10 @@ class Discovery:
         return new
 
 
-def read(config: DiscoveryConfig) -> Listed:
+def read(source: FileOrCommand) -> Listed:
     """Return the list as it is now. Raises ConfigError if it is not one, DeadlineError if the command does not end in
     time."""
-    content = _output(config) if config.command else _content(Path(config.file or ""))
-    return parse(content)
+    return parse(_content(Path(source)) if isinstance(source, str) else _output(source))
 
 
 def parse(content: bytes) -> Listed:
@@ -116,9 +116,8 @@ def _content(path: Path) -> bytes:
     return content
 
 
-def _output(config: DiscoveryConfig) -> bytes:
+def _output(argv: list[str]) -> bytes:
     """Return the output of the command, which is ended with all that it started."""
-    argv = list(config.command or ())
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 Port = Annotated[int, Field(ge=1, le=65535)]
 AtLeastOne = Annotated[int, Field(ge=1)]
+FileOrCommand = Annotated[str, Field(min_length=1)] | Annotated[list[str], Field(min_length=1)]
 SERVER = f"{ROLLOUT}.vllm.server"
 WAY_OUT = (
     "or switch to custom.extra.rollout_matching.vllm.mode: colocate "
@@ -42,16 +43,6 @@ class ServerEntry(Section):
         ge=1,
         le=65535,
     )
-
-
-class DiscoveryConfig(Section):
-    """The source of the list of servers while the run goes on: either `file` or `command`."""
-
-    file: str | None = key("a file that lists them", None, req="R40", min_length=1)
-    command: list[str] | None = key(
-        "a program and its arguments; its output lists them. No shell is used", None, req="R40", min_length=1
-    )
-    every_s: float = key("time between two looks at the list", 15.0, unit="s", req="R40", gt=0.0)
 
 
 class ServerClientConfig(Section):
@@ -91,9 +82,10 @@ class ServerClientConfig(Section):
         unit="servers",
         req="D15 R40",
     )
-    discovery: DiscoveryConfig | None = key(
+    discovery: FileOrCommand | None = key(
         "a list of servers that is read while the run goes on, one a line: URL and, if it differs, group port. A "
-        "server that appears in it joins, one that disappears from it is removed; null: none",
+        "server that appears in it joins, one that disappears from it is removed. A file's path, or a program and its "
+        "arguments, whose output is the list; no shell is used. null: none",
         None,
         req="R40",
     )
@@ -124,7 +116,6 @@ def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
     """Yield the mistakes of a section in use: no form, both forms or half of one, lists of different lengths, bad URLs,
     ports that clash (R05, R16)."""
-    yield from _discovery_mistakes(server)
     form = list(_form_mistakes(server))
     yield from form
     if form:
@@ -186,15 +177,6 @@ def _form_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
         yield Mistake(path=f"{SERVER}.base_url", found="nothing", wanted="a URL, or a list of URLs", remedy=remedy)
     else:
         yield from _pairing_mistakes(url, port)
-
-
-def _discovery_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
-    discovery = server.discovery
-    if discovery is None or (discovery.file is None) != (discovery.command is None):
-        return
-    found = "neither" if discovery.file is None else "both"
-    wanted, remedy = "either file or command", "name the one that lists the servers, or set discovery: null"
-    yield Mistake(path=f"{SERVER}.discovery", found=found, wanted=wanted, remedy=remedy)
 
 
 def _pairing_mistakes(url: str | list[str], port: int | list[int]) -> Iterator[Mistake]:

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from learner.config.sections.servers import DiscoveryConfig
 from learner.rollout.discovery import read
 from shared.errors import ConfigError
 from tests.unit.deploy.manifests import DEPLOY
@@ -28,7 +27,7 @@ def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def listed(*command: str) -> dict[str, int]:
     script, *arguments = command
-    return dict(read(DiscoveryConfig(command=[str(DEPLOY / script), *arguments])))
+    return dict(read([str(DEPLOY / script), *arguments]))
 
 
 def test_slurm_lists_the_nodes_of_the_jobs() -> None:

@@ -23,7 +23,6 @@ import pytest
 
 from bench import chaos_server
 from bench.chaos_server import NAN_TOKEN, fingerprint, logprobs
-from learner.config.sections.servers import DiscoveryConfig
 from learner.data.batches import Batches, ShareReader
 from learner.data.encoding import LocalPool
 from learner.data.sampler import sampler_of
@@ -413,7 +412,7 @@ def test_servers_appear_in_a_list_and_disappear_from_it(servers: list[Server], t
     """R40: as if a user had added and removed them. Those that the list never named stay."""
     urls, listed = [server.url for server in servers], tmp_path / "servers"
     listed.write_text(f"{urls[1]}\n{urls[2]} {servers[2].group_port}\n")
-    discovery = Discovery(DiscoveryConfig(file=str(listed), every_s=0.01))
+    discovery = Discovery(str(listed), every_s=0.01)
     with closing(Learner(servers[:2], discovery=discovery)) as learner:
         learner.synced()
         wait_until(lambda: learner.changes() == [(urls[2], "added")])

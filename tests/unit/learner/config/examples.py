@@ -59,7 +59,7 @@ def everything() -> dict[str, Any]:
         {
             "model.lora": {},
             f"{ROLLOUT}.vllm.enable_lora": True,
-            f"{SERVER}.discovery": {"file": "servers.txt"},
+            f"{SERVER}.discovery": "servers.txt",
             "data.coordinates": copies,
             "data.val": {"path": "val.jsonl"},
             "data.test": {"path": "test.jsonl"},

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.config.sections.servers import SERVER, DiscoveryConfig, ServerClientConfig, ServerEntry, server_mistakes
+from learner.config.sections.servers import FileOrCommand
 from learner.rollout import discovery
 from learner.rollout.control import ServerRequest
 from learner.rollout.discovery import MAX_BYTES, Discovery, parse, read
@@ -40,7 +40,7 @@ class Listed:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._discovery = Discovery(DiscoveryConfig(file=str(path), every_s=1e-9))
+        self._discovery = Discovery(str(path), every_s=1e-9)
 
     def take(self, membership: Membership, *urls: str) -> list[ServerRequest]:
         self._path.write_text("\n".join(urls))
@@ -106,8 +106,8 @@ def test_a_wrong_line_is_shown_without_what_may_be_secret() -> None:
         assert "line 1" in str(raised.value)
 
 
-def python(program: str) -> DiscoveryConfig:
-    return DiscoveryConfig(command=[sys.executable, "-S", "-c", program])
+def python(program: str) -> list[str]:
+    return [sys.executable, "-S", "-c", program]
 
 
 def test_a_command_lists_servers() -> None:
@@ -119,7 +119,8 @@ def test_commands_that_list_nothing(tmp_path: Path) -> None:
         read(python("import sys; sys.stderr.write('no resolver'); sys.exit(3)"))
     with pytest.raises(ConfigError, match="bytes"):
         read(python("print('# ' + 'x' * 2_000_000)"))
-    for missing in (DiscoveryConfig(command=[str(tmp_path / "no")]), DiscoveryConfig(file=str(tmp_path / "no"))):
+    missing: FileOrCommand
+    for missing in ([str(tmp_path / "no")], str(tmp_path / "no")):
         with pytest.raises(ConfigError, match="No such file"):
             read(missing)
 
@@ -129,7 +130,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path in (tmp_path / "pipe", Path("/dev/zero"), tmp_path):
         with pytest.raises(ConfigError, match=r"no file|directory"):
-            read(DiscoveryConfig(file=str(path)))
+            read(str(path))
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
@@ -148,10 +149,10 @@ def test_a_file_that_is_too_long_is_no_list(tmp_path: Path) -> None:
     path = tmp_path / "list"
     text = f"{A}\n#".ljust(MAX_BYTES, "x")
     path.write_text(text)
-    assert read(DiscoveryConfig(file=str(path))) == {A: 51216}
+    assert read(str(path)) == {A: 51216}
     path.write_text(text + "x")
     with pytest.raises(ConfigError, match="more than"):
-        read(DiscoveryConfig(file=str(path)))
+        read(str(path))
 
 
 def test_a_command_that_does_not_end_is_ended_with_its_children(
@@ -168,17 +169,10 @@ def test_a_command_that_does_not_end_is_ended_with_its_children(
     assert wait_gone([int(child.read_text())], 30.0) == []
 
 
-@pytest.mark.parametrize("wrong", [DiscoveryConfig(), DiscoveryConfig(file="f", command=["c"])])
-def test_either_a_file_or_a_command(wrong: DiscoveryConfig) -> None:
-    servers = [ServerEntry(base_url=A, group_port=51216)]
-    (mistake,) = server_mistakes(ServerClientConfig(servers=servers, discovery=wrong))
-    assert mistake.path == f"{SERVER}.discovery"
-
-
 def test_a_list_is_read_again_only_when_it_is_due(tmp_path: Path) -> None:
     path = tmp_path / "list"
     path.write_text(A)
-    discovery = Discovery(DiscoveryConfig(file=str(path), every_s=60.0))
+    discovery = Discovery(str(path), every_s=60.0)
 
     def take() -> list[ServerRequest]:
         found = discovery.take(members())
