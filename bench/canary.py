@@ -257,7 +257,7 @@ def run_config(
         model={"dtype": "bfloat16", "gradient_checkpointing": on_gpu, **(LORA if lora else {})},
         training={"learning_rate": 1e-4, "bf16": True, "save_on_end": False},
         task={"container": "array", "coordinates": "digits"},
-        logging={"trackers": [], "progress_bar": False},
+        logging={"trackers": []},
         data={**photographs(data), "prompt": PROMPT, "num_workers": 8 if on_gpu else 0},
         global_max_length=8192 if on_gpu else 4096,
     )

@@ -156,7 +156,7 @@ def run_config(setting: Setting, model: Path, data: Path, run_dir: Path, total_g
         training={"learning_rate": 1e-5, "bf16": on_gpu, "save_on_end": False},
         grpo={"num_generations": GROUP} if setting.method == "grpo" else None,
         task={"container": "array", "coordinates": "digits"},
-        logging={"trackers": [], "progress_bar": False},
+        logging={"trackers": []},
         data={**photographs(data), "num_workers": 4 if on_gpu else 0},
         global_max_length=ROW_TOKENS,
     )

@@ -488,7 +488,7 @@ def learner_config(
     entries = [{"base_url": server.url, "group_port": server.group_port} for server in servers]
     server = {"servers": entries, "timeout_s": scale.timeout_s, "infer_timeout_s": scale.infer_timeout_s}
     server["min_servers"] = 1
-    sync: dict[str, Any] = {"canary_samples": 1, "bucket_bytes": 200_000}
+    sync: dict[str, Any] = {"bucket_bytes": 200_000}
     if scale is TENSORS:
         sync["canary_tolerance"] = 1e9
     vllm = {"mode": "server", "server": server, "sync": sync}
@@ -508,7 +508,7 @@ def learner_config(
         "model": {"path": str(model)},
         "data": {"train": str(train)},
         "training": training,
-        "logging": {"trackers": [], "progress_bar": False},
+        "logging": {"trackers": []},
         "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
         "global_max_length": 512,
     }

@@ -92,7 +92,7 @@ def main(
                     "vllm": served_by(server),
                 },
                 training={"learning_rate": 1.0e-5},
-                logging={"trackers": [], "progress_bar": False},
+                logging={"trackers": []},
                 stage2_ab={"schedule": {"b_ratio": b_ratio}, "async_actor_learner": {"enabled": True}},
                 global_max_length=1024,
             )

@@ -65,7 +65,7 @@ def learner(
         batch_size=batch_size,
         variant="sft",
         data={"num_workers": num_workers},
-        logging={"trackers": [], "progress_bar": False},
+        logging={"trackers": []},
     )
     looks: dict[int, float] = {}
     with supervised() as processes:

@@ -199,13 +199,13 @@ def broken(found: Row) -> list[str]:
 def run_config(model: Path, data: Path, run_dir: Path, servers: Sequence[Server], seed: int) -> Row:
     entries = [{"base_url": server.url, "group_port": server.group_port} for server in servers]
     server = {"servers": entries, "min_servers": 1, "timeout_s": 120.0, "infer_timeout_s": 60.0}
-    vllm = {"mode": "server", "server": server, "sync": {"mode": "full", "canary_samples": 1}}
+    vllm = {"mode": "server", "server": server, "sync": {"mode": "full"}}
     sampled = {"decoding": {"temperature": 1.0, "max_new_tokens": 32}, "decode_batch_size": 4}
     config = demo_run(model, data, run_dir, vllm, steps=STEPS, batch_size=BATCH, **sampled)
     config["data"] |= {"test": str(data / "test.jsonl")}
     config["training"] |= {"seed": seed, "bf16": False, "learning_rate": 1e-4, "save_steps": SAVE_STEPS}
     config["training"] |= {"eval_on_end": True, "save_total_limit": 2}
-    config["logging"] = {"trackers": [], "progress_bar": False}
+    config["logging"] = {"trackers": []}
     return config
 
 

@@ -146,7 +146,7 @@ def run_config(
         model={"dtype": "bfloat16", "gradient_checkpointing": work.on_gpu, **mode["model"]},
         training={"learning_rate": 1e-4 if "lora" in mode["model"] else 1e-5, "bf16": True, "save_on_end": False},
         task={"container": "array", "coordinates": "digits"},
-        logging={"trackers": [], "progress_bar": False},
+        logging={"trackers": []},
         stage2_ab=ahead,
         data={**photographs(work.data), "num_workers": 8 if work.on_gpu else 0},
         global_max_length=work.row_tokens,

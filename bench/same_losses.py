@@ -169,7 +169,7 @@ def base_config(data: Path, run_dir: Path) -> Config:
             "warmup_steps": 2,
             "weight_decay": 0.01,
         },
-        "logging": {"trackers": [], "progress_bar": False},
+        "logging": {"trackers": []},
         "global_max_length": 296,
     }
 

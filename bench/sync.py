@@ -38,7 +38,7 @@ from learner.policy.load import Policy, load_policy
 from learner.policy.parallel import Ranks
 from learner.records import Sample, SyncReceipt
 from learner.rollout.server_backend import ServerBackend
-from learner.sync.canary import Canary, CanaryItem
+from learner.sync.canary import CANARY_SAMPLES, Canary, CanaryItem
 from learner.sync.server_delivery import ServerDelivery
 from learner.sync.sync import Sync
 from learner.tasks.detection.task import DetectionTask
@@ -100,7 +100,7 @@ def _full_syncs(policy: Policy, servers: Sequence[Server]) -> list[SyncReceipt]:
     backend = ServerBackend(RolloutMatchingConfig.model_validate({"vllm": vllm}), run_seed=0)
     backend.connect()
     config = backend.config.vllm
-    items = [_canary(policy, i) for i in range(config.sync.canary_samples)]
+    items = [_canary(policy, i) for i in range(CANARY_SAMPLES)]
     scorer = CanaryScorer(policy, [(item.prompt, item.response_token_ids) for item in items])
     canary = Canary(items=items, scorer=scorer, tolerance=config.sync.canary_tolerance)
     sync = Sync(ServerDelivery(backend, config, canary=canary, ranks=Ranks(), device=policy.device), policy)

@@ -274,7 +274,7 @@ def run_config(
         data={"num_workers": 4 if work.on_gpu else 0},
         task={"iou_threshold": 0.3},
         training={"seed": 3, "learning_rate": 1e-5},
-        logging={"trackers": [], "progress_bar": False},
+        logging={"trackers": []},
         global_max_length=work.row_tokens or 1024 * per_device,
         stage2_ab=MODES[mode],
     )

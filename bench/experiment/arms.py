@@ -94,6 +94,6 @@ def run_config(
             "warmup_steps": steps // 10,
             **training,
         },
-        logging={"trackers": [], "progress_bar": False},
+        logging={"trackers": []},
         global_max_length=max(4096, sample_tokens * batch_size),
     )

@@ -31,7 +31,6 @@ class Console:
         total_steps: int,
         name: str,
         enabled: bool,
-        progress_bar: bool,
         max_minutes: float | None = None,
         plain: bool = False,
         clock: Callable[[], float] = time.monotonic,
@@ -42,7 +41,7 @@ class Console:
         self._rich = RichConsole(file=sys.stdout, highlight=False, soft_wrap=True)
         self._progress: Progress | None = None
         self._name, self._total_steps = name, total_steps
-        if enabled and progress_bar and self._rich.is_terminal:
+        if enabled and self._rich.is_terminal:
             self._progress = Progress(
                 TextColumn("[bold]{task.description}"),
                 BarColumn(),

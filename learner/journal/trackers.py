@@ -379,7 +379,7 @@ class Trackers:
         config = self.config
         place = TrackerPlace(
             project=config.project,
-            run_name=config.run_name or self.run_dir.resolve().name,
+            run_name=self.run_dir.resolve().name,
             run_dir=self.run_dir,
             timeout_s=self.timeout_s,
             run_id=self._ids.get(name),

@@ -28,7 +28,7 @@ from learner.run.additions import addition_of, writable_annotations
 from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.appearance import crops_of, share_of
-from learner.tasks.detection.completion import OVERLAP, LabelCandidate, candidates
+from learner.tasks.detection.completion import LabelCandidate, candidates
 from learner.tasks.detection.gaps import estimate_gaps
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.scores import ScoredObject, read_calibration, scored_objects
@@ -118,7 +118,7 @@ def suggest(
             parsed = [task.parse(rollout) for rollout in rollouts]
             drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # the first is greedy
             scores.append(scored_objects(parsed, pieces, calibration) if calibration is not None else None)
-            agreed.append(candidates(sample, drawn, overlap=OVERLAP))
+            agreed.append(candidates(sample, drawn))
             crops.append(crops_of(sample, [one.object for one in agreed[-1] if one.relation == "free"], load, share))
     known, judged = estimate_gaps(samples, agreed, crops, asked.samples)
     tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)

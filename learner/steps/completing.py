@@ -208,15 +208,12 @@ class LabelCompletion:
         number = self._settings.rollouts
         line = [sample for sample in samples for _ in range(number)]
         window = [MicroStep(samples=line, micro_step_idx=COMPLETES_LABELS, first_req_idx=first * number)]
-        (rollouts,) = self._backend.generate_window(
-            window, global_step=global_step, temperature=self._settings.temperature
-        )
+        (rollouts,) = self._backend.generate_window(window, global_step=global_step, temperature=1.0)
         answers = [[one.object for one in self._task.parse(rollout).objects] for rollout in rollouts]
         return [
             candidates(
                 sample,
                 answers[i * number : (i + 1) * number],
-                overlap=self._settings.overlap,
                 can_be_label=lambda obj: obj.desc in self._names and self._task.can_be_taught(obj),
             )
             for i, sample in enumerate(samples)

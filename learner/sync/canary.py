@@ -26,6 +26,8 @@ EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1  # nats per token: both sides compute in 
 # Returns the answers' scores under the weights as they are sent: (dtype or None: as trained, merged or not).
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
+CANARY_SAMPLES = 2  # prompts that learner and server both score after a sync
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryItem:

@@ -454,7 +454,6 @@ def _console(config: RunConfig, ranks: Ranks, total_steps: int, stack: ExitStack
         total_steps=total_steps,
         name=Path(config.training.output_dir).name,
         enabled=ranks.is_main,
-        progress_bar=config.logging.progress_bar,
         max_minutes=config.training.max_minutes,
         plain=not learns_rollouts(config),
     )

@@ -32,7 +32,7 @@ from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend
 from learner.rollout.server_backend import ServerBackend
-from learner.sync.canary import Canary, CanaryItem
+from learner.sync.canary import CANARY_SAMPLES, Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.fitness import check_servers, server_check
 from learner.sync.server_delivery import ServerDelivery
@@ -93,7 +93,7 @@ def connect_sync(
     generates."""
     assert not isinstance(backend, HfBackend), "the trained model itself generates"
     vllm = config.rollout_matching.vllm
-    items = [_canary_item(sample, policy, task) for sample in samples[: vllm.sync.canary_samples]]
+    items = [_canary_item(sample, policy, task) for sample in samples[:CANARY_SAMPLES]]
     canary = _canary(config, policy, backend, items, ranks)
     weights: WeightSource = policy
     adapter: AdapterSource | None = _synced_adapter(config, policy)

@@ -206,7 +206,7 @@ def test_other_limits_on_the_two_sides_are_found_before_the_first_step(server: R
         rows.append(json.dumps(row) + "\n")
     (folder / "train.jsonl").write_text("".join(rows))
     entry = {"base_url": server.base_url, "group_port": free_port()}
-    vllm = {"mode": "server", "server": {"servers": [entry]}, "sync": {"canary_samples": 1}}
+    vllm = {"mode": "server", "server": {"servers": [entry]}}
     config = {
         "model": {"path": str(folder / "model")},
         "data": {"train": str(folder / "train.jsonl")},

@@ -45,7 +45,7 @@ def write_config(folder: Path, engine: dict[str, Any], **training: Any) -> Path:
             "early_stop_patience": 1,
             **training,
         },
-        "logging": {"trackers": [], "progress_bar": False},
+        "logging": {"trackers": []},
         "custom": {
             "trainer_variant": "sft",
             "extra": {"rollout_matching": {"decode_batch_size": 64, "decoding": decoding, **engine}},

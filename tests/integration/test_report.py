@@ -48,7 +48,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
         },
         "custom": {"trainer_variant": "rollout_matching_sft", "extra": {"rollout_matching": rollouts}},
         "global_max_length": 1024,
-        "logging": {"trackers": [], "progress_bar": False},
+        "logging": {"trackers": []},
     }
     write_yaml(folder / "run.yaml", config, "A tiny run.")
     ended = learner(folder / "run.yaml", timeout_s=500.0)

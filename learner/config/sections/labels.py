@@ -18,7 +18,6 @@ class CompleteConfig(Section):
     trainer variant."""
 
     rollouts: int = key("answers to each training image", 4, unit="rollouts", req="D20 R48", ge=2)
-    temperature: float = key("temperature at which they are drawn, from all tokens", 1.0, ge=0.1)
     min_votes: Literal["auto"] | int = key(
         "how many of the answers must have a box. `auto`: the number from which on the most labels are gained, right "
         "ones minus wrong ones, as estimated from how the boxes and the labelled objects look, or from the votes if "
@@ -38,9 +37,6 @@ class CompleteConfig(Section):
         None,
         min_length=1,
         req="R49",
-    )
-    overlap: float = key(
-        "boxes that overlap by at least this are about the same object", 0.3, unit="IoU", gt=0.0, le=1.0
     )
     refresh: Literal["once"] | int = key(
         "`once`: before the first step. N: also every N optimizer steps, by the weights of that time; all completed "

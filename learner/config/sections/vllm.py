@@ -31,7 +31,6 @@ class SyncConfig(Section):
     bucket_bytes: int = key(
         "tensors are sent in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
     )
-    canary_samples: int = key("prompts that learner and server both score after a sync", 2, req="R09", ge=1)
     canary_tolerance: float | None = key(
         "largest mean difference between the learner's and the server's scores; null: 0.01 if both compute in "
         "float32, otherwise 0.1",

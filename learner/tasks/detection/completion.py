@@ -82,13 +82,12 @@ def candidates(
     sample: Sample,
     answers: Sequence[Sequence[DetectionObject]],
     *,
-    overlap: float = OVERLAP,
     can_be_label: Callable[[DetectionObject], bool] = lambda _: True,
 ) -> list[LabelCandidate]:
     """Return the clusters of a sample, most votes first. Free clusters that cannot be labels are left out."""
     found = cluster_objects(answers)
     objects = [one.object._replace(votes=Votes(one.votes, len(answers))) for one in found]
-    relations = _relations(objects, sample.objects, overlap)
+    relations = _relations(objects, sample.objects)
     in_ignored = ignored_shares(objects, sample.ignored)[1] >= SAME_IOU
     kept = [
         LabelCandidate(object=obj, relation=relation, names=one.names, agreement=_agreement(one, len(answers)))
@@ -96,7 +95,7 @@ def candidates(
         if not ignored and (relation != "free" or can_be_label(obj))
     ]
     free = sorted((i for i, one in enumerate(kept) if one.relation == "free"), key=lambda i: _votes_then_place(kept[i]))
-    apart = _apart([kept[i].object for i in free], overlap)
+    apart = _apart([kept[i].object for i in free])
     repeating = {i for i, is_apart in zip(free, apart, strict=True) if not is_apart}
     return [replace(one, relation="repeats") if i in repeating else one for i, one in enumerate(kept)]
 
@@ -106,13 +105,13 @@ def _agreement(cluster: Cluster, num_answers: int) -> float:
     return max(cluster.names.values()) / num_answers * tightness
 
 
-def _relations(objects: Sequence[DetectionObject], labels: Sequence[DetectionObject], overlap: float) -> list[Relation]:
+def _relations(objects: Sequence[DetectionObject], labels: Sequence[DetectionObject]) -> list[Relation]:
     if not objects:
         return []
     iou = iou_matrix(objects, labels)
     same_name = np.array([[obj.desc == label.desc for label in labels] for obj in objects], dtype=bool)
     confirming = {row for row, *_ in assign(iou, (iou >= SAME_IOU) & same_name.reshape(iou.shape))}
-    near = iou.max(axis=1, initial=0.0) >= overlap
+    near = iou.max(axis=1, initial=0.0) >= OVERLAP
     return ["confirms" if i in confirming else "contradicts" if near[i] else "free" for i in range(len(objects))]
 
 
@@ -303,9 +302,9 @@ def _votes_then_place(one: LabelCandidate) -> tuple[int, tuple[int, ...], str]:
     return (-one.votes, one.object.bins, one.object.desc)
 
 
-def _apart(objects: Sequence[DetectionObject], overlap: float) -> list[bool]:
+def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
     """Return which objects are kept if each one that overlaps an earlier kept one is left out."""
-    near, apart = iou_matrix(objects, objects) >= overlap, np.zeros(len(objects), dtype=bool)
+    near, apart = iou_matrix(objects, objects) >= OVERLAP, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
         apart[i] = not near[i, apart].any()
     return apart.tolist()

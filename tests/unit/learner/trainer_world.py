@@ -271,7 +271,7 @@ def make_config(model: Path, folder: Path, *, variant: str = "sft", num_samples:
             "model": {"path": str(model)},
             "data": data,
             "training": settings,
-            "logging": {"trackers": [], "progress_bar": False},
+            "logging": {"trackers": []},
             "custom": {
                 "trainer_variant": variant,
                 "extra": {"rollout_matching": {"vllm": vllm, **rollouts}},

@@ -51,7 +51,7 @@ def test_a_step_on_ground_truth_claims_no_matches() -> None:
 
 
 def test_a_run_that_learns_no_rollouts_says_nothing_of_them(capsys: pytest.CaptureFixture[str]) -> None:
-    console = Console(total_steps=5, name="run", enabled=True, progress_bar=False, plain=True)
+    console = Console(total_steps=5, name="run", enabled=True, plain=True)
     console.step(result(channel="A", metrics={"learn_s": 0.1, "tokens_per_s": 5.0}), SYNC)
     line = capsys.readouterr().out
     assert "loss" in line
@@ -75,7 +75,7 @@ def test_a_step_ahead_of_which_rollouts_run() -> None:
 
 def test_the_end_of_adapter_syncs_is_told_in_full(capsys: pytest.CaptureFixture[str]) -> None:
     """R08: an error's words may look like rich's markup."""
-    console = Console(total_steps=5, name="run", enabled=True, progress_bar=False)
+    console = Console(total_steps=5, name="run", enabled=True)
     console.sync(SYNC)
     assert capsys.readouterr().out == ""
     console.sync(replace(SYNC, fallback="found ['q_proj'], not [/proj]"))
@@ -85,7 +85,7 @@ def test_the_end_of_adapter_syncs_is_told_in_full(capsys: pytest.CaptureFixture[
 
 def test_what_happens_to_a_server_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     """R40: which one, what, how many are left, and why."""
-    console = Console(total_steps=5, name="run", enabled=True, progress_bar=False)
+    console = Console(total_steps=5, name="run", enabled=True)
     console.server(ServerChange(base_url="http://a:1", what="lost", because="silence [1.5 s]", serving=2))
     (line,) = capsys.readouterr().out.splitlines()
     assert all(word in line for word in ("http://a:1", "lost", "2 serve", "silence [1.5 s]"))
@@ -99,7 +99,6 @@ def test_a_run_that_time_will_end_says_the_time(capsys: pytest.CaptureFixture[st
         total_steps=total_steps,
         name="run",
         enabled=True,
-        progress_bar=False,
         max_minutes=10,
         clock=lambda: next(times),
     )
@@ -110,7 +109,7 @@ def test_a_run_that_time_will_end_says_the_time(capsys: pytest.CaptureFixture[st
 
 def test_only_the_main_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
     for enabled in (False, True):
-        console = Console(total_steps=5, name="run", enabled=enabled, progress_bar=True)
+        console = Console(total_steps=5, name="run", enabled=enabled)
         console.note("hello")
         console.step(result(), None)
         console.close()
@@ -120,7 +119,7 @@ def test_only_the_main_rank_prints(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_evaluation_on_labels_with_gaps_begins_with_the_estimate_and_its_range(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    console = Console(total_steps=9, name="run", enabled=True, progress_bar=False)
+    console = Console(total_steps=9, name="run", enabled=True)
     values = {"f1@0.5": 0.61, "estimated_f1@0.5": 0.7, "estimated_f1_low@0.5": 0.64, "estimated_f1_high@0.5": 0.78}
     console.evaluation(3, values, name="evaluation")
     assert "estimated_f1@0.5 0.700 (0.640 to 0.780)  f1@0.5 0.610" in capsys.readouterr().out

@@ -72,7 +72,7 @@ def test_what_is_added_is_what_the_slow_reference_adds(
     labels: list[DetectionObject], answers: list[list[DetectionObject]], min_votes: int
 ) -> None:
     sample = sample_with(labels)
-    found = completed(sample, candidates(sample, answers, overlap=OVERLAP), min_votes)
+    found = completed(sample, candidates(sample, answers), min_votes)
     added = [obj for obj in found.objects if obj.votes is not None]
     assert {(obj.desc, obj.bins) for obj in added} == slowly_completed(sample, answers, min_votes)
     assert [obj for obj in found.objects if obj.votes is None] == list(sample.objects)
