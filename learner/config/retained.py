@@ -26,7 +26,6 @@ def _config_of(config: RunConfig, one: RetainConfig) -> RunConfig:
         "annotation_root": None,
         "coordinates": one.coordinates,
         "prompt": one.prompt,
-        "max_samples": one.samples,
         "augment": None,
         "retain": [],
     }

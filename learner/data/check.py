@@ -103,8 +103,8 @@ def _not_augmentable(samples: Sequence[Sample]) -> list[Mistake]:
     return []
 
 
-def load_unchecked(config: RunConfig, path: str) -> list[Sample]:
-    """Return the samples of a file that is read as `data.train`, without the checks that need a tokenizer. Raises
-    DataError, which lists every record that cannot be used."""
-    split = load_split(config.data, path, checks_of(config), geometry=config.task.geometry, reader=reader_of(config))
-    return split.samples
+def load_unchecked(config: RunConfig, path: str, *, limit: int | None = None) -> list[Sample]:
+    """Return the samples of a file that is read as `data.train`, at most `limit`, without the checks that need a
+    tokenizer. Raises DataError, which lists every record that cannot be used."""
+    geometry, reader = config.task.geometry, reader_of(config)
+    return load_split(config.data, path, checks_of(config), geometry=geometry, reader=reader, limit=limit).samples

@@ -64,14 +64,15 @@ def load_split(
     geometry: GeometryKind = "bbox_2d",
     too_long: Callable[[Sample], str | None] | None = None,
     reader: Reader | None = None,
+    limit: int | None = None,
 ) -> Split:
-    """Read every sample of the annotations at `path`, in the file's order. For `data.train` read at most
-    `data.max_samples`, and add the tiles of each sample after it (`data.tile`).
+    """Read every sample of the annotations at `path`, in the file's order, at most `limit`. For `data.train` add the
+    tiles of each sample after it (`data.tile`).
 
     `too_long` returns the length of a sample that does not fit a row, as text. `reader` is `data.reader`. Dropped and
     clipped records are logged. Raises DataError, which lists all records that can't be used, with file and line or id.
     """
-    split = read_split(data, path, task, geometry=geometry, too_long=too_long, reader=reader)
+    split = read_split(data, path, task, geometry=geometry, too_long=too_long, reader=reader, limit=limit)
     split.bad.raise_errors(path)
     for kind, actions in split.bad.summary().items():
         for action, number in actions.items():
@@ -89,6 +90,7 @@ def read_split(
     geometry: GeometryKind = "bbox_2d",
     too_long: Callable[[Sample], str | None] | None = None,
     reader: Reader | None = None,
+    limit: int | None = None,
 ) -> Split:
     """Read as `load_split` does, but return all errors in `bad`. Raises DataError only if the annotations are empty or
     unreadable."""
@@ -97,7 +99,6 @@ def read_split(
     source = Source(data=data, path=whole, geometry=geometry, bad=bad)
     tile = data.tile if path == data.train else None
     maker = SampleMaker(task=task, bad=bad, coordinates=data.coordinates, too_long=too_long, exact=tile is not None)
-    limit = data.max_samples if path == data.train else None
     if reader is None:
         annotations = annotations_of(data, path)
         bad.reach.xywh = annotations.format in ("coco", "datasets") and data.box_format == "xywh"

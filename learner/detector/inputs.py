@@ -176,7 +176,7 @@ def _nothing(text: str, found: str) -> list[Path]:
 def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list[InputImage], list[str]]:
     """Return the images of an annotation file. Its objects do not matter, so bad ones are no mistake."""
     lenient = {kind: "error" if kind in ("image_missing", "image_shape") else "drop" for kind in data.bad_records}
-    changed = {"train": text, "on_bad_record": lenient, "max_samples": None}
+    changed = {"train": text, "on_bad_record": lenient}
     try:
         split = read_split(data.model_copy(update=changed), text, Anything(), reader=reader)
     except DataError as error:

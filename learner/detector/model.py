@@ -299,8 +299,9 @@ def _config_beside(folder: Path) -> Path | None:
 
 def _first_samples(data: DataConfig, run: RunConfig) -> list[Sample]:
     """Some training samples, for their prompt and classes; [] if they cannot be read now."""
-    few = data.model_copy(update={"max_samples": _FIRST_RECORDS, "on_bad_record": "drop"})
+    lenient = data.model_copy(update={"on_bad_record": "drop"})
     try:
-        return read_split(few, data.train, Anything(), geometry=run.task.geometry).samples
+        geometry = run.task.geometry
+        return read_split(lenient, data.train, Anything(), geometry=geometry, limit=_FIRST_RECORDS).samples
     except (DataError, OSError, json.JSONDecodeError):
         return []

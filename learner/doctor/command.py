@@ -104,8 +104,7 @@ def _look(found: Preflight, environment: Mapping[str, str], launch: str | None) 
 
 def first_sample(config: RunConfig) -> CanaryItem:
     """Return the first training sample as the learner encodes it. Raises ProjectError."""
-    only_first = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 1})})
-    sample = load_unchecked(only_first, config.data.train)[0]
+    sample = load_unchecked(config, config.data.train, limit=1)[0]
     encoder = PromptEncoder.load(
         config.model.path,
         rules=config.data.image_rules,

@@ -77,7 +77,7 @@ def annotations_of(
     boxes may extend beyond their images."""
     data, _ = reading(model, [annotations], named=named)
     data = data or DataConfig(train=annotations, on_bad_record="clip")
-    own_paths = {"train": annotations, "val": None, "test": None, "max_samples": None}
+    own_paths = {"train": annotations, "val": None, "test": None}
     return data.model_copy(update=own_paths | ({"image_root": image_root} if image_root is not None else {}))
 
 

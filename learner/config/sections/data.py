@@ -78,7 +78,6 @@ class RetainConfig(Section):
     coordinates: Unit | None = key("as `data.coordinates`, of these annotations", None, req="D23")
     prompt: str | None = key("as `data.prompt`, of these annotations", None, req="R44")
     task: TaskConfig | None = key("as the section `task`, for other answers; null: the run's", None, req="R44")
-    samples: int | None = key("score the first samples only", None, unit="samples", req="R44", ge=1)
 
 
 class DataConfig(Section):
@@ -171,7 +170,6 @@ class DataConfig(Section):
         req="R44",
     )
     shuffle: bool = key("a new order every epoch, derived from `training.seed`", True)
-    max_samples: int | None = key("use only the first N samples of `train`", None, unit="samples", ge=1)
     num_workers: int = key("processes per rank that read and encode images; 0: the learner itself", 0, ge=0)
     allowed_image_hosts: list[str] = key(
         "image URLs may be fetched from these hosts; empty: no URLs. Servers have a list of their own", [], req="D13"

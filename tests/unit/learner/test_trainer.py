@@ -414,8 +414,8 @@ def test_what_is_retained_is_scored_beside_each_evaluation(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """R44: other annotations, with a task of their own, in metrics, console and report."""
-    other = str(write_data(tmp_path / "other.jsonl", 3, "o"))
-    retain = [{"name": "old", "val": other, "samples": 2, "task": {"iou_threshold": 0.3}}]
+    other = str(write_data(tmp_path / "other.jsonl", 2, "o"))
+    retain = [{"name": "old", "val": other, "task": {"iou_threshold": 0.3}}]
     config = make_config(
         tiny_text, tmp_path, per_device_train_batch_size=4, max_steps=2, eval_steps=2, eval_on_start=True
     )

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from learner.config.sections.data import DataConfig
-from learner.data.splits import load_samples
+from learner.data.splits import load_samples, read_split
 from learner.records import DetectionObject, Sample
 from shared.errors import DataError
 from tests.unit.learner.data.annotations import box
@@ -99,11 +99,11 @@ def test_image_root_moves_relative_paths_only(tmp_path: Path) -> None:
     assert [s.images[0] for s in samples] == [str(tmp_path / "root/images/1.png"), str(tmp_path / "else.png")]
 
 
-def test_max_samples_limits_the_training_set_only(tmp_path: Path) -> None:
-    rows = [{**ROW, "id": i} for i in range(5)]
-    assert [sample.sample_id for sample in load(tmp_path, *rows, max_samples=2)] == ["0", "1"]
+def test_a_limit_takes_the_first_samples(tmp_path: Path) -> None:
+    load(tmp_path, *({**ROW, "id": i} for i in range(5)))
     file = str(tmp_path / "data.jsonl")
-    assert len(load_samples(DataConfig(train="other", max_samples=2), file, AnyTask())) == 5
+    found = read_split(DataConfig(train=file), file, AnyTask(), limit=2)
+    assert [sample.sample_id for sample in found.samples] == ["0", "1"]
 
 
 @pytest.mark.parametrize(

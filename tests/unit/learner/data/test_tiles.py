@@ -65,7 +65,6 @@ def test_a_tile_has_what_is_too_small_for_the_whole_photograph(tmp_path: Path) -
 def test_only_what_is_trained_on_is_cut(tmp_path: Path) -> None:
     assert len(read(tmp_path)) == 2
     assert len(read(tmp_path, tile=1000)) == 2, "no side is larger"
-    assert len(read(tmp_path, tile=500, max_samples=1)) == 4, "one photograph, and its tiles"
     other = tmp_path / "other.json"
     (tmp_path / "train.json").rename(other)
     data = DataConfig(train="another.json", tile=500)

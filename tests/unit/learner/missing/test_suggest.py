@@ -91,12 +91,12 @@ def test_a_box_beyond_the_border_stops_neither_suggestions_nor_what_is_written(t
 
 
 def test_annotations_of_the_run_are_read_as_the_run_reads_them(tmp_path: Path) -> None:
-    """Their images are elsewhere, and the command need not say so again. All are asked, not `max_samples`."""
+    """Their images are elsewhere, and the command need not say so again."""
     path, _ = coco(tmp_path / "here")
     elsewhere = tmp_path / "else" / "where"
     elsewhere.mkdir(parents=True)
     (tmp_path / "here" / "images").rename(elsewhere / "images")
-    model = model_of_a_run(tmp_path, train=path, image_root=str(elsewhere), max_samples=1)
+    model = model_of_a_run(tmp_path, train=path, image_root=str(elsewhere))
     assert suggested(model, annotations_of(model, path, named=True), tmp_path / "out") == 2
     assert suggested(replace(model, run=None), annotations_of(model, path, image_root=str(elsewhere)), tmp_path / "o")
     with pytest.raises(DataError):

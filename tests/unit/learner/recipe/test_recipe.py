@@ -506,7 +506,7 @@ def test_another_recipe_in_the_folder_is_not_taken_up(
     scores(GAINS)
     config = config_for(tiny_text, tmp_path)
     assert recipe(config, MINUTES, environment={}) == 0
-    other = config.model_copy(update={"data": config.data.model_copy(update={"max_samples": 3})})
+    other = config.model_copy(update={"data": config.data.model_copy(update={"shuffle": False})})
     with pytest.raises(ConfigError) as caught:
         recipe(other, MINUTES, environment={})
     assert str(tmp_path / "run") in caught.value.found
