@@ -4,7 +4,7 @@ one worked example of each.
     task.type          `my_package.my_module:MyTask`      a `Task`: reads, scores and teaches answers
     reward.functions   `[my_package.my_module:my_reward]` `Reward`s: a number for each rollout
     loss.function      `my_package.my_module:my_loss`     a `LossFunction`: what the supervised tokens of a row cost
-    data.reader        `my_package.my_module:my_reader`   a `Reader`: annotations in a format of your own
+    data.format        `my_package.my_module:my_reader`   a `Reader`: annotations in a format of your own
     training.callbacks `[my_package.my_module:MyCallback]` `Callback`s: told of each step, evaluation and save
 
 In: a configuration. Out: the classes and functions that it names. The first part of the file is the protocols, the
@@ -62,7 +62,7 @@ class Tokenizer(Protocol):
 
 
 class Reader(Protocol):
-    """Reads annotations: `data.reader`."""
+    """Reads annotations: `data.format`."""
 
     def __call__(self, path: str, data: DataConfig) -> Iterable[RawRecord | Sample]:
         """Read every record of the split at `path`, which is `data.train`, `data.val` or `data.test`.
@@ -92,7 +92,7 @@ class Task(Protocol):
     exchange it.
     """
 
-    reader: ClassVar[Reader | None] = None  # used if `data.reader` is null; None: `data.format`
+    reader: ClassVar[Reader | None] = None  # used if `data.format` names none; None: `data.format`
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
         """`config.options` are the keys of your own. Raises ConfigError if they or the tokenizer do not fit."""
@@ -289,11 +289,11 @@ def loss_function(config: RunConfig) -> LossFunction | None:
 
 
 def reader_of(config: RunConfig, split: str = "train") -> Reader | None:
-    """Return `data.reader` or the split's own, or the task's; None: `data.format` says how to read. Raises
+    """Return the reader that `data.format` or the split's own names, or the task's; None: it names a format. Raises
     ConfigErrors."""
     path = as_read_for(config.data, split).reader
     if path is not None:
-        key = "data.reader" if path == config.data.reader else f"data.{split}.reader"
+        key = "data.format" if path == config.data.reader else f"data.{split}.format"
         return _find(key, path, "a reader", arguments=("path", "data"))
     own = {"val": config.data.val, "test": config.data.test}.get(split)
     has_format = isinstance(own, SplitConfig) and own.format is not None

@@ -60,6 +60,11 @@ RETIRED: dict[str, tuple[str, str]] = {
         "remove it: one rollout per sample was never worse. If labels leave objects out, labels.complete adds what "
         "several answers agree on",
     ),
+    "data.reader": ("data.format", "move it to data.format, which names a format or a reader"),
+    "data.max_samples": (
+        "a part of data.train",
+        "remove it and set data.train: PATH[:10%]",
+    ),
     "logging.tensorboard": ("logging.trackers", "remove it; TensorBoard is one of logging.trackers"),
     # D7
     **_flat_decoding(),

@@ -21,7 +21,6 @@ def _config_of(config: RunConfig, one: RetainConfig) -> RunConfig:
         "val": None,
         "test": None,
         "format": one.format,
-        "reader": None,
         "image_root": one.image_root,
         "annotation_root": None,
         "coordinates": one.coordinates,

@@ -14,13 +14,6 @@ def as_read_for(data: DataConfig, split: str) -> DataConfig:
 
 
 def _own_keys(own: SplitConfig) -> dict[str, object]:
-    """Return the keys that the split sets. If it sets `format` and no `reader`, the run's reader is removed."""
-    keys = {
-        "format": own.format,
-        "reader": own.reader,
-        "image_root": own.image_root,
-        "coordinates": own.coordinates,
-        "prompt": own.prompt,
-    }
-    without_reader: dict[str, object] = {"reader": None} if own.format is not None else {}
-    return without_reader | {name: value for name, value in keys.items() if value is not None}
+    """Return the keys that the split sets."""
+    keys = {name: getattr(own, name) for name in ("format", "image_root", "coordinates", "prompt")}
+    return {name: value for name, value in keys.items() if value is not None}

@@ -69,7 +69,7 @@ def load_split(
     """Read every sample of the annotations at `path`, in the file's order, at most `limit`. For `data.train` add the
     tiles of each sample after it (`data.tile`).
 
-    `too_long` returns the length of a sample that does not fit a row, as text. `reader` is `data.reader`. Dropped and
+    `too_long` returns the length of a sample that does not fit a row, as text. `reader` is the user's own. Dropped and
     clipped records are logged. Raises DataError, which lists all records that can't be used, with file and line or id.
     """
     split = read_split(data, path, task, geometry=geometry, too_long=too_long, reader=reader, limit=limit)
@@ -155,7 +155,7 @@ def _samples(source: Source, read: FormatReader, maker: SampleMaker, part: Part)
 def _samples_of_reader(
     reader: Reader, source: Source, maker: SampleMaker, part: Part
 ) -> Iterator[tuple[Place, Sample]]:
-    """Yield the samples of `data.reader`. Its exceptions become DataErrors."""
+    """Yield the samples of a reader of the user's own. Its exceptions become DataErrors."""
     chosen = (record for record in _records_of(reader, source) if part.has(record.sample_id))
     root = source.image_root(source.file if source.file.is_dir() else source.file.parent)
     for record, seen in _looked_at(chosen, Images(source.data.image_rules), root):
@@ -169,7 +169,7 @@ def _samples_of_reader(
 
 
 def _records_of(reader: Reader, source: Source) -> Iterator[RawRecord | Sample]:
-    key = f"{source.path}: data.reader failed"
+    key = f"{source.path}: the reader of data.format failed"
     wanted, remedy = "RawRecords or Samples, or a DataError for a record that cannot be used", "correct the reader"
     try:
         for number, record in enumerate(reader(source.path, source.data), start=1):

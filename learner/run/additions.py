@@ -95,7 +95,7 @@ def writable_annotations(data: DataConfig, path: str) -> Annotations:
     if data.reader is not None:
         raise DataError(
             "annotations of a reader of your own can't be written again",
-            found=f"data.reader: {data.reader}",
+            found=f"data.format: {data.reader}",
             wanted="COCO, JSONL, Pascal VOC or YOLO",
             remedy="convert the annotations to one of them first",
         )

@@ -346,7 +346,7 @@ def _validate(sample: Sample, pieces: TokenPieces | None) -> None:
                 f"sample {sample.sample_id}: no fields",
                 found=f"a {type(item).__name__}",
                 wanted="a learner.tasks.key_value.Field",
-                remedy="set data.reader to null, or make it return Fields",
+                remedy="set data.format to auto, or make it return Fields",
             )
         fault = text_fault(item.key, pieces, "key") or text_fault(item.value, pieces, "value")
         if fault is not None:

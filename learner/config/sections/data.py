@@ -33,6 +33,7 @@ _BAD_KINDS: tuple[BadKind, ...] = get_args(BadKind)
 
 
 Format = Literal["auto", "jsonl", "coco", "voc", "yolo", "labelme", "datasets"]
+ReaderPath = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]  # of a function of the user's own
 
 
 class ResizedCopy(Section):
@@ -59,10 +60,9 @@ class SplitConfig(Section):
     """Annotations that are not like those of `train`. What is null is as `data` says."""
 
     path: str = key("annotations, as for `data.train`", min_length=1, req="R41")
-    format: Format | None = key(
-        "as `data.format`, of this split; `data.reader` and a task's own reader do not apply then", None, req="R41"
+    format: Format | ReaderPath | None = key(
+        "as `data.format`, of this split; a task's own reader does not apply then", None, req="R38 R41"
     )
-    reader: str | None = key("as `data.reader`, of this split", None, min_length=1, req="R38")
     image_root: str | None = key("as `data.image_root`, of this split", None, req="R41")
     coordinates: Unit | None = key("as `data.coordinates`, of this split; no copy of another size", None, req="D23")
     prompt: str | None = key("as `data.prompt`, of this split", None, req="R41")
@@ -92,7 +92,7 @@ class DataConfig(Section):
     )
     val: str | SplitConfig | None = key(
         "annotations that training evaluates on; null: `test`. A path, or a mapping with a `path`, if they have a "
-        "format, a reader, a prompt or a folder of images of their own",
+        "format, a prompt or a folder of images of their own",
         None,
         req="R41",
     )
@@ -102,17 +102,12 @@ class DataConfig(Section):
         None,
         req="D17",
     )
-    format: Format = key(
-        "`auto`: detected from the files. A data set by its name on the Hugging Face hub needs `datasets`",
+    format: Format | ReaderPath = key(
+        "`auto`: detected from the files, or read by the task's own reader. A data set by its name on the Hugging Face "
+        "hub needs `datasets`. Other formats: the import path of a reader of your own, "
+        "`my_package.my_module:my_reader`",
         "auto",
-        req="R41",
-    )
-    reader: str | None = key(
-        "import path of a reader of your own, `my_package.my_module:my_reader`, for other formats than these; null: "
-        "`format`, or the task's own reader",
-        None,
-        min_length=1,
-        req="R38",
+        req="R38 R41",
     )
     image_root: str | None = key(
         "relative image paths start here; null: the annotation file's folder (`voc`: `JPEGImages` or `images` near it)",
@@ -188,6 +183,11 @@ class DataConfig(Section):
         """Return the path of `train`, `val` or `test`."""
         named: str | SplitConfig | None = {"train": self.train, "val": self.val, "test": self.test}[split]
         return named.path if isinstance(named, SplitConfig) else named
+
+    @property
+    def reader(self) -> str | None:
+        """`format`, if it is the path of a reader of the user's own."""
+        return self.format if ":" in self.format else None
 
     @property
     def pixel_share(self) -> float:

@@ -2,5 +2,5 @@
 
 A reader is a function of a `Source`. It returns the folder where relative image paths start, and the records, in the
 file's order. Numbers may be written as 640, 640.0 or "640". An image without objects is a sample whose answer has
-no objects. For any other format, `data.reader` names a function of the user (`learner.extensions.Reader`).
+no objects. For any other format, `data.format` names a function of the user (`learner.extensions.Reader`).
 """

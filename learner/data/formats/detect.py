@@ -74,7 +74,7 @@ def _described(path: Path) -> str:
         shown = ", ".join(files[:3])
         return f"{path}, a folder with {len(files)} files whose names do not say which split they are ({shown})"
     if tables := sorted(path.rglob("*.csv")):
-        return f"{tables[0]}, a table: tables are read by a reader of your own (data.reader; docs/extending.md has one)"
+        return f"{tables[0]}, a table: tables are read by a reader of your own (data.format; docs/extending.md has one)"
     if labels := [file for file in sorted(path.rglob("*.txt")) if _is_yolo_label(file)]:
         names = f"none of {', '.join(CLASS_FILES)} and no data.yaml names their classes"
         return f"{path}, a folder with YOLO label files ({labels[0].relative_to(path)}), but {names}"

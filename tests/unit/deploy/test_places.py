@@ -284,7 +284,7 @@ def test_compose_without_images_needs_a_clone(of_init: Path) -> None:
 @pytest.mark.parametrize("model", [RunConfig, ServerConfig])
 def test_every_key_that_is_a_path_is_known(model: type[Section]) -> None:
     """What a key's description calls a file, a folder or annotations is mounted, or it is named here."""
-    no_paths = {"format", "reader", "prompt", "on_bad_record", "retain", "name", "overwrite", "function", "callbacks"}
+    no_paths = {"format", "prompt", "on_bad_record", "retain", "name", "overwrite", "function", "callbacks"}
     no_paths |= {"served_model_name"}
     for path, field in walk_keys(model):
         said = re.search(r"\b(file|folder|annotations)\b", field.description or "")

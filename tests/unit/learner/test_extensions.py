@@ -120,7 +120,7 @@ def test_a_task_and_a_reader_of_the_users_own(tiny_text: Path, folder: Path, mon
 def test_records_of_a_reader_are_checked_as_those_of_built_in_formats(folder: Path) -> None:
     draw(folder, "1.png")  # 200 x 100 pixels
     train = folder / "train.csv"
-    keys = {"data.train": str(train), "data.reader": "my_parts:boxes_of_csv"}
+    keys = {"data.train": str(train), "data.format": "my_parts:boxes_of_csv"}
     train.write_text("1.png,cat,0,0,100,50,dog,20,50,200,100\n1.png\n")
     first, second = load_unchecked(settings(keys), str(train))
     assert [(obj.desc, obj.bins) for obj in first.objects] == [("cat", (0, 0, 500, 500)), ("dog", (100, 500, 999, 999))]
@@ -159,7 +159,7 @@ def breaks(path, data): raise RuntimeError("no such table")
         ("reward.functions", "my_others:number", "a int", "extending.md"),
         ("reward.functions", "my_others:of_nothing", "a function of ()", "extending.md"),
         ("loss.function", "my_others:reward", "a function of (answer)", "extending.md"),
-        ("data.reader", "my_others:reward", "a function of (answer)", "extending.md"),
+        ("data.format", "my_others:reward", "a function of (answer)", "extending.md"),
         ("reward.functions", "parts/nope.py:reward", "no file parts/nope.py", "working directory"),
         ("task.type", "my_others:reward", "not a class", "extending.md"),
         ("task.type", "my_others:Half", "ground_truth", "extending.md"),
@@ -213,8 +213,8 @@ def test_two_rewards_of_one_name_are_refused(folder: Path) -> None:
 @pytest.mark.parametrize(("reader", "found"), [("reads_numbers", "int"), ("breaks", "no such table")])
 def test_a_reader_that_fails_is_a_data_error(folder: Path, reader: str, found: str) -> None:
     (folder / "my_others.py").write_text(OTHERS)
-    config = settings({"data.reader": f"my_others:{reader}", "data.train": "some.csv"})
-    with pytest.raises(DataError, match=r"data\.reader") as caught:
+    config = settings({"data.format": f"my_others:{reader}", "data.train": "some.csv"})
+    with pytest.raises(DataError, match=r"data\.format") as caught:
         load_unchecked(config, "some.csv")
     assert found in caught.value.found
 

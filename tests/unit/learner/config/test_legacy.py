@@ -20,6 +20,8 @@ ADVICE = {
     "stage2_ab.schedule.pattern": "stage2_ab.schedule.b_ratio",
     f"{ROLLOUT}.best_of": "labels.complete",
     "logging.tensorboard": "logging.trackers",
+    "data.reader": "data.format",
+    "data.max_samples": "[:10%]",
     **{
         f"{ROLLOUT}.{name}": f"{ROLLOUT}.decoding.{name}"
         for name in (

@@ -52,7 +52,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
         "data.val": {"path": str(tmp_path / "b" / "Annotations"), "format": "voc", "prompt": "<image>Find dogs."},
         "data.test": {
             "path": str(tmp_path / "c" / "list.csv"),
-            "reader": "split_keys_reader.py:read",
+            "format": "split_keys_reader.py:read",
             "image_root": str(tmp_path / "c"),
             "prompt": "<image>Cats?",
         },
@@ -76,7 +76,7 @@ def test_every_split_is_read_by_its_own_keys(config: RunConfig, capsys: pytest.C
 
 
 def test_a_format_of_its_own_is_not_read_by_the_run_s_reader(config: RunConfig) -> None:
-    data = config.data.model_copy(update={"reader": "split_keys_reader.py:read"})
+    data = config.data.model_copy(update={"format": "split_keys_reader.py:read"})
     assert as_read_for(data, "train").reader == as_read_for(data, "other").reader == data.reader
     assert as_read_for(data, "val").reader is None
 
@@ -100,7 +100,7 @@ def test_category_ids_are_those_of_the_split(config: RunConfig, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("keys", "path"),
     [
-        ({"data.test": {"path": "x", "reader": "no_such_module:read"}}, "data.test.reader"),
+        ({"data.test": {"path": "x", "format": "no_such_module:read"}}, "data.test.format"),
         ({"data.val": {"path": "x", "format": "jsonl", "prompt": "a"}}, "data.val.prompt"),
         ({"data.val": {"path": "x", "fromat": "voc"}}, "data.val.fromat"),
         ({"data.val": {"format": "voc"}}, "data.val.path"),

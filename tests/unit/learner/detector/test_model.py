@@ -109,9 +109,9 @@ def test_prompt_task_and_limits_are_taken_from_a_file_that_was_found(checkpoint:
 
 
 READERS = (
-    {"data.reader": "runpy:run_path"},
-    {"data.val": {"path": "VAL", "reader": "runpy:run_path"}},
-    {"data.test": {"path": "VAL", "reader": "runpy:run_path"}},
+    {"data.format": "runpy:run_path"},
+    {"data.val": {"path": "VAL", "format": "runpy:run_path"}},
+    {"data.test": {"path": "VAL", "format": "runpy:run_path"}},
     {"task.type": "runpy:run_path"},
     {"reward.functions": ["runpy:run_path"]},
 )
@@ -137,8 +137,8 @@ def test_nothing_is_imported_for_a_file_that_was_found(
     assert main([*argv, "--model", str(checkpoint), "--backend", "hf"]) == 2
     said = capsys.readouterr().err
     assert not ran.exists()
-    if "runpy" in json.dumps(keys.get("data.reader", "")):
-        assert ("data.reader" in said, "--config" in said) == (True, True)
+    if "runpy" in json.dumps(keys.get("data.format", "")):
+        assert ("data.format" in said, "--config" in said) == (True, True)
 
 
 @pytest.mark.parametrize("key", ["data.prompt", "task.options"])

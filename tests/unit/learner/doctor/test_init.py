@@ -298,7 +298,7 @@ def test_a_box_that_is_wrong_does_not_put_the_others_in_doubt(
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
-        ("labels.csv", "image,label,x1,y1,x2,y2\n", ["labels.csv", "data.reader"]),
+        ("labels.csv", "image,label,x1,y1,x2,y2\n", ["labels.csv", "data.format"]),
         ("labels/a.txt", "0 0.5 0.5 0.1 0.1\n", ["label files", "classes.txt"]),
     ],
 )

@@ -118,7 +118,7 @@ def test_what_was_held_out_is_not_called_what_to_train_on(
 def test_annotations_that_cannot_be_written_again_are_refused_before_a_person_reviews_them(tmp_path: Path) -> None:
     path, _ = coco(tmp_path)
     model = find_model(CHECKPOINT)
-    data = annotations_of(model, path).model_copy(update={"reader": "my.reader:read"})
+    data = annotations_of(model, path).model_copy(update={"format": "my.reader:read"})
     with pytest.raises(DataError, match="convert"):
         suggested(model, data, tmp_path / "out")
 

@@ -323,8 +323,8 @@ def test_looking_if_a_folder_can_be_written_leaves_nothing(tmp_path: Path) -> No
 def test_a_reader_of_ones_own_has_no_file(tmp_path: Path) -> None:
     path, out = coco(tmp_path)
     with pytest.raises(DataError) as error:
-        RunAnnotations(DataConfig(train=path, reader="my.module:read"), out, tmp_path).check()
-    assert "data.reader" in str(error.value)
+        RunAnnotations(DataConfig(train=path, format="my.module:read"), out, tmp_path).check()
+    assert "data.format" in str(error.value)
 
 
 def test_coco_keeps_everything_else_and_says_where_a_box_comes_from(tmp_path: Path) -> None:
