@@ -21,10 +21,10 @@ from learner.config.sections.data import DataConfig, SplitConfig
 from learner.config.sections.labels import LabelsConfig
 from learner.config.sections.loss import LossConfig
 from learner.config.sections.reward import RewardConfig
-from learner.config.sections.rollouts import SHORT, spelled_out, without_short_names
+from learner.config.sections.rollouts import by_names_in_file, spelled_out
 from learner.config.sections.servers import paired_servers
 from shared.config.kinds import for_program
-from shared.config.model import ConfigErrors, Mistake, shown
+from shared.config.model import ConfigErrors, shown
 from shared.config.parse import load_alone, load_yaml, parse, write_yaml
 
 _ROLLOUT = "custom.extra.rollout_matching"
@@ -155,11 +155,13 @@ def _ways_to_read(data: DataConfig) -> list[str]:
 def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> RunConfig:
     """Return the configuration in a mapping or a `Document`, checked as by `load_config`. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
+    filled, written = spelled_out(data)
     try:
-        config = parse(RunConfig, spelled_out(data), retired=RETIRED, rules=rules)
+        config: RunConfig = parse(RunConfig, filled, retired=RETIRED, rules=rules)
     except ConfigErrors as errors:
-        raise ConfigErrors(errors.what, mistakes=_once(errors.mistakes)) from errors
-    config = without_short_names(config)
+        raise ConfigErrors(errors.what, mistakes=by_names_in_file(errors.mistakes, written)) from errors
+    if config.rollouts:
+        config = config.model_copy(update={"rollouts": {}})
     if uses_servers(config):
         server = config.rollout_matching.vllm.server
         forms = {"servers": paired_servers(server), "base_url": None, "group_port": None}
@@ -167,13 +169,6 @@ def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> R
     if colocates(config) and world_size is not None:
         return _with_vllm(config, tensor_parallel_size=tensor_parallel_size(config, world_size))
     return config
-
-
-def _once(mistakes: Sequence[Mistake]) -> list[Mistake]:
-    """Return `mistakes` without those of a long name whose short name has the same mistake."""
-    paths = [mistake.path for mistake in mistakes]
-    twice = tuple(long for name, long in SHORT.items() if any(path.startswith(f"rollouts.{name}") for path in paths))
-    return [mistake for mistake in mistakes if not mistake.path.startswith(twice)]
 
 
 def write_resolved(config: RunConfig, run_dir: Path) -> Path:

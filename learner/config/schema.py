@@ -9,6 +9,8 @@ first line of each rule.
 
 from __future__ import annotations
 
+from typing import Any
+
 from learner.config.modes import Rule
 from learner.config.sections import (
     augment,
@@ -36,7 +38,7 @@ from learner.config.sections.loss import LossConfig
 from learner.config.sections.model import ModelConfig
 from learner.config.sections.reward import RewardConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
-from learner.config.sections.rollouts import RolloutsConfig
+from learner.config.sections.rollouts import MEANING, ShortName
 from learner.config.sections.stage2_ab import Stage2Config
 from learner.config.sections.task import TaskConfig
 from learner.config.sections.training import TrainingConfig
@@ -55,7 +57,7 @@ class RunConfig(Section):
     training: TrainingConfig = key("training loop")
     logging: LoggingConfig = key("logging", LoggingConfig())
     custom: CustomConfig = key("trainer variant and rollouts", req="R01")
-    rollouts: RolloutsConfig = key("short names of keys of rollouts", RolloutsConfig())
+    rollouts: dict[ShortName, Any] = key(MEANING, {}, req="R02 R05")
     grpo: GrpoConfig = key("policy gradients; only with `trainer_variant: grpo`", GrpoConfig(), req="R37")
     stage2_ab: Stage2Config | None = key(
         "settings of `stage2_ab_training`, which requires them, and of `grpo`; refused elsewhere", None, req="R26"

@@ -1,80 +1,84 @@
-"""The section `rollouts`: short names of the keys below `custom.extra.rollout_matching` that most runs set.
+"""The key `rollouts`: short names of the keys below `custom.extra.rollout_matching` that most runs set.
 
 A short name stands for one long name (`SHORT`). Loading writes the value of the short name to the key of the long name
-before anything is checked, and then clears the section. All other code reads the long names. If a file sets both names,
-their values must be equal.
+before anything is checked, and then empties the mapping. All other code reads the long names. If a file sets both names,
+their values must be equal. A wrong value is reported by the name in the file.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+from pydantic import BaseModel
 
 from learner.config.modes import ROLLOUT, Rule
-from learner.config.sections.servers import SERVER, ServerEntry
-from shared.config.model import Mistake, Section, key, show
+from learner.config.sections.servers import SERVER
+from shared.config.model import Mistake, show
+from shared.config.parse import Document
 
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig
 
-SECTION = "rollouts"
-SHORT: Mapping[str, str] = {
-    "servers": f"{SERVER}.servers",
-    "mode": f"{ROLLOUT}.vllm.mode",
-    "backend": f"{ROLLOUT}.rollout_backend",
-    "max_new_tokens": f"{ROLLOUT}.decoding.max_new_tokens",
-    "temperature": f"{ROLLOUT}.decoding.temperature",
-    "batch_size": f"{ROLLOUT}.decode_batch_size",
-}
+KEY = "rollouts"
+ShortName = Literal["servers", "mode", "backend", "max_new_tokens", "temperature", "batch_size"]
+LONG = (
+    f"{SERVER}.servers",
+    f"{ROLLOUT}.vllm.mode",
+    f"{ROLLOUT}.rollout_backend",
+    f"{ROLLOUT}.decoding.max_new_tokens",
+    f"{ROLLOUT}.decoding.temperature",
+    f"{ROLLOUT}.decode_batch_size",
+)
+SHORT: Mapping[str, str] = dict(zip(get_args(ShortName), LONG, strict=True))
+MEANING = f"short names of keys below `{ROLLOUT}`: " + ", ".join(
+    f"`{short}` is `{long.removeprefix(ROLLOUT + '.')}`" for short, long in SHORT.items()
+)
 
 
-class RolloutsConfig(Section):
-    """Short names. Each stands for the key that it names; null: the long name says it."""
-
-    servers: list[ServerEntry] | None = key(f"`{SHORT['servers']}`: the rollout servers", None, req="R05")
-    mode: Literal["colocate", "server"] | None = key(f"`{SHORT['mode']}`", None, req="R04")
-    backend: Literal["vllm", "hf"] | None = key(f"`{SHORT['backend']}`", None, req="R02")
-    max_new_tokens: int | None = key(f"`{SHORT['max_new_tokens']}`: longest answer", None, unit="tokens", ge=1)
-    temperature: float | None = key(f"`{SHORT['temperature']}`", None, ge=0.0)
-    batch_size: int | None = key(f"`{SHORT['batch_size']}`", None, unit="sequences", ge=1)
-
-
-def spelled_out(values: Mapping[str, object]) -> Mapping[str, object]:
-    """Return the configuration with the value of each short name copied to its long name, if the long name has none."""
-    section = values.get(SECTION)
-    if not isinstance(section, dict):
-        return values
-    given = {name: section[name] for name in SHORT if section.get(name) is not None}
-    filled = copy.deepcopy(values)
-    for name, value in given.items():
+def spelled_out(values: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, str]]:
+    """Return a configuration in which short names have written their values where the long ones have none, and the
+    short name of each long one that was written so."""
+    filled, written = copy.deepcopy(values), dict[str, str]()
+    for name, value in _given(values.get(KEY)).items():
         at: object = filled
         *above, last = SHORT[name].split(".")
         for part in above:
             at = at.setdefault(part, {}) if isinstance(at, dict) else None
-        if isinstance(at, dict):
-            at.setdefault(last, copy.deepcopy(value))
-    return filled
+        if isinstance(at, dict) and last not in at:
+            at[last], written[SHORT[name]] = copy.deepcopy(value), f"{KEY}.{name}"
+    if isinstance(filled, Document):
+        for long, short in written.items():
+            lines = {long + at.removeprefix(short): line for at, line in filled.lines.items() if at.startswith(short)}
+            filled.lines = {**filled.lines, **lines}
+    return filled, written
 
 
-def without_short_names(config: RunConfig) -> RunConfig:
-    """Return the configuration with an empty section `rollouts`."""
-    return config.model_copy(update={SECTION: RolloutsConfig()}) if _given(config.rollouts) else config
+def by_names_in_file(mistakes: Sequence[Mistake], written: Mapping[str, str]) -> list[Mistake]:
+    """Return the mistakes with the short name where that wrote the value."""
+    longs = [next((long for long in written if mistake.path.startswith(long)), "") for mistake in mistakes]
+    return [
+        replace(mistake, path=written.get(long, "") + mistake.path.removeprefix(long))
+        for mistake, long in zip(mistakes, longs, strict=True)
+    ]
 
 
 def short_names_agree(config: RunConfig) -> Iterator[Mistake]:
     """A short name of `rollouts` has the value of its long name, where both are set."""
     for name, value in _given(config.rollouts).items():
         long = functools.reduce(getattr, SHORT[name].split("."), config)
-        if value != long:
-            found = f"{show(value)}, and {SHORT[name]} is {show(long)}"
-            yield Mistake(path=f"{SECTION}.{name}", found=found, wanted="one value", remedy="remove one of the two")
+        plain = [one.model_dump() if isinstance(one, BaseModel) else one for one in long] if name == "servers" else long
+        if value != plain:
+            found = f"{show(value)}, and {SHORT[name]} is {show(plain)}"
+            yield Mistake(path=f"{KEY}.{name}", found=found, wanted="one value", remedy="remove one of the two")
 
 
-def _given(section: RolloutsConfig) -> dict[str, object]:
-    values = {name: getattr(section, name) for name in SHORT}
-    return {name: value for name, value in values.items() if value is not None}
+def _given(names: object) -> dict[str, Any]:
+    given = names if isinstance(names, Mapping) else {}
+    return {name: given[name] for name in SHORT if given.get(name) is not None}
 
 
 RULES: tuple[Rule, ...] = (short_names_agree,)
