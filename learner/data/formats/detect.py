@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import cast
 
 from learner.config.sections.data import DataConfig
 from learner.data.formats.coco import read_coco
@@ -51,7 +52,7 @@ def format_of(data: DataConfig, path: str) -> Format:
         )
     if data.format == "auto" and file.is_file():
         refuse_foreign(file)
-    found = _detected(file) if data.format == "auto" else data.format
+    found = _detected(file) if data.format == "auto" else cast("Format", data.format)  # no reader of the user's own
     if found is None:
         refuse_foreign(file)
         raise DataError(
