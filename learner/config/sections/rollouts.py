@@ -1,8 +1,8 @@
 """The key `rollouts`: short names of the keys below `custom.extra.rollout_matching` that most runs set.
 
 A short name stands for one long name (`SHORT`). Loading writes the value of the short name to the key of the long name
-before anything is checked, and then empties the mapping. All other code reads the long names. If a file sets both names,
-their values must be equal. A wrong value is reported by the name in the file.
+before anything is checked, and then empties the mapping. All other code reads the long names. If a file sets both
+names, their values must be equal. A wrong value is reported by the name in the file.
 """
 
 from __future__ import annotations
