@@ -40,7 +40,6 @@ import typer
 
 from deploy.launch_file import LaunchConfig, LearnerLaunch, ServerLaunch, load_launch_config
 from deploy.places import Place, write_place
-from deploy.torchrun import describe, exit_code, without_working_directory
 from deploy.wait_ready import look
 from learner.config.load import load_config
 from learner.run.output_dir import check_before_start
@@ -50,7 +49,15 @@ from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
 from shared.masking import masked
 from shared.private import unlinked
-from shared.processes import end_with_parent, leave_lost_output, stop_signals
+from shared.processes import (
+    describe,
+    end_with_parent,
+    exit_code,
+    last_words,
+    leave_lost_output,
+    stop_signals,
+    without_working_directory,
+)
 from shared.version import Version
 from shared.waits import Deadline, awake_s
 from shared.wire import SERVER_ID_VARIABLE
@@ -60,7 +67,6 @@ POLL_S = 0.2
 LOOK_S = 5.0  # deadline of one answer of `/ready/`, before the learner has started
 BACK_OFF_S = 1.0  # wait before the first restart; doubled before each further restart
 MAX_BACK_OFF_S = 60.0
-_LAST_LINES = 3  # number of a log's last lines in an error
 STEADY_S = 600.0
 
 
@@ -204,7 +210,7 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
             time.sleep(POLL_S)
     raise DeadlineError(
         f"the server at {base_url} was not ready in time",
-        found=f"{said} from /ready/ after {timeout_s:g} s; last words: {_last_words(server.log)}",
+        found=f"{said} from /ready/ after {timeout_s:g} s; last words: {last_words(server.log)}",
         wanted="a ready server",
         remedy=f"see {server.log}, or raise ready_timeout_s. If it was downloading its model, start again: what is "
         "there stays",
@@ -217,7 +223,7 @@ def check_alive(servers: Sequence[Process]) -> None:
         if server.popen.poll() is not None:
             raise ServerError(
                 f"a rollout server ended unexpectedly ({' '.join(map(str, server.popen.args))})",  # type: ignore[arg-type]
-                found=f"exit code {server.popen.returncode}; last words: {_last_words(server.log)}",
+                found=f"exit code {server.popen.returncode}; last words: {last_words(server.log)}",
                 wanted="a server that runs until the learner has ended",
                 remedy=f"see {server.log}",
             )
@@ -249,13 +255,6 @@ def ranks_argv(learner: LearnerLaunch) -> list[str]:
     }
     numbers = [f"--{name}={value}" for name, value in flags.items()]
     return [*learner.via, *torchrun, *numbers, "-m", "learner", "--config", learner.config]
-
-
-def _last_words(log: Path | None) -> str:
-    if log is None or not log.exists():
-        return "(no log)"
-    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    return " | ".join(lines[-_LAST_LINES:]) or "(empty log)"
 
 
 class Server:
@@ -296,7 +295,7 @@ class Server:
         self._processes.forget(self.process)
         if self._is_ready and awake_s() - self._started_at > STEADY_S:
             self._num_restarts = 0
-        said = f"{what}; last words: {_last_words(self._log)}"
+        said = f"{what}; last words: {last_words(self._log)}"
         if self._num_restarts >= self._entry.max_restarts:
             self.given_up = True
             say(f"{said}. Given up after {self._num_restarts} restart(s) (max_restarts)")

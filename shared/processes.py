@@ -11,6 +11,9 @@ processes that start inside its block. `leave_lost_output` is for signal handler
 `FEW_SHAPES` are environment variables for computing on CPU, set before torch is loaded. oneDNN, and ideep, torch's
 layer above it, each cache code for 1,024 matrix shapes; ideep needs 270 KB per shape. Images bring ever new shapes, so
 this memory would grow for hours.
+
+`without_working_directory` is for children that run one of our modules, `describe`, `exit_code` and `last_words` for
+what became of them.
 """
 
 from __future__ import annotations
@@ -21,10 +24,12 @@ import select
 import signal
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 FEW_SHAPES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _PR_SET_PDEATHSIG = 1
 _PRINTED = (1, 2)  # stdout, stderr
+_LAST_LINES = 3  # of a log, in an error
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that a child can call it between fork and exec
 
 
@@ -67,3 +72,38 @@ def leave_lost_output(within_s: float = 0.0, *, streams: Collection[int] = _PRIN
             nowhere = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nowhere, stream)
             os.close(nowhere)
+
+
+def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return variables for a Python process that runs one of our modules with `-m`.
+
+    Without them Python looks for modules in the working directory first, and a folder `shared`, `deploy` or `learner`
+    there hides ours. In a clone, the clone is named instead, because its packages may not be installed.
+    """
+    root = Path(__file__).resolve().parents[1]
+    safe = {"PYTHONSAFEPATH": "1"}
+    if not (root / "pyproject.toml").exists():
+        return safe
+    others = [path for path in environment.get("PYTHONPATH", "").split(os.pathsep) if path and path != str(root)]
+    return safe | {"PYTHONPATH": os.pathsep.join([str(root), *others])}
+
+
+def exit_code(returncode: int) -> int:
+    """Return a shell's exit code for a `Popen.returncode`: 128 + n if signal n ended the process."""
+    return 128 - returncode if returncode < 0 else returncode
+
+
+def describe(returncode: int) -> str:
+    """Return how a process ended, in words."""
+    if returncode >= 0:
+        return f"ended with exit code {returncode}"
+    return f"was ended by {signal.Signals(-returncode).name}"
+
+
+def last_words(log: Path | None) -> str:
+    """Return what a program that wrote `log` said last: its own errors, or the last lines."""
+    if log is None or not log.exists():
+        return "(no log)"
+    lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    lines = [line for line in lines if line.startswith("error")] or lines  # libraries complain at the end, too
+    return " | ".join(lines[-_LAST_LINES:]) or "(empty log)"

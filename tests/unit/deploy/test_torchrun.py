@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from deploy.torchrun import without_working_directory
+from shared.processes import without_working_directory
 from tests.servers import descendants, wait_gone
 from tests.waits import wait_until
 

@@ -1,0 +1,52 @@
+"""torchrun for one machine, with readable messages at the end: `python -m learner.run.torchrun N -m learner ...`.
+
+`deploy.torchrun` is the same with options, for users. The recipe starts the ranks of its stages by this one.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from shared.private import locked_folder
+from shared.processes import describe, exit_code, without_working_directory
+
+# This is longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of
+# `deploy.launch`, whose SIGKILL would not reach the ranks. The variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
+SHUTDOWN_TIMEOUT_S = 28
+
+
+def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> int:
+    """`command` on `nproc` ranks. Installs torchrun's signal handlers, so only the main thread can call it."""
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
+    if max_restarts:
+        # Every start has a store of its own. In a shared one, ranks find the addresses of those that are gone.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if command[:1] == ["-m"]:
+        os.environ |= without_working_directory(os.environ)
+    from torch.distributed import run
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    logging.disable(logging.ERROR)  # hides torchrun's own report of a failure; ranks log in their own processes
+    try:
+        numbers = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
+        # Torchrun makes a folder for its ranks' error files, and a killed one leaves it.
+        folder = locked_folder("torchrun-", Path(tempfile.gettempdir()))
+        run.run(run.parse_args(["--standalone", *numbers, "--log-dir", folder, *command]))
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        print(f"torchrun: rank {rank} {describe(failure.exitcode)}", file=sys.stderr)
+        return exit_code(failure.exitcode)
+    except SignalException as error:
+        print(f"torchrun: stopped by {error.sigval.name}", file=sys.stderr)
+        return exit_code(-error.sigval)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_ranks(int(sys.argv[1]), sys.argv[2:]))
