@@ -166,13 +166,14 @@ def train(
     check: Annotated[bool, typer.Option("--check", help="The same as the command `check`.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --check: ask the rollout servers too.")] = False,
     world_size: Annotated[int | None, typer.Option("--world-size", help="With --check: number of ranks.")] = None,
+    stage: Annotated[bool, typer.Option("--stage", hidden=True)] = False,  # the recipe's
 ) -> None:
     """Train. This process is one rank; torchrun starts several."""
     if not check and (probe or world_size is not None):
         raise typer.BadParameter("--probe and --world-size go with --check")
     if check:
         _end(lambda: _check(config, overrides or (), probe, world_size))
-    _end(lambda: _train(config, overrides or ()))
+    _end(lambda: _train(config, overrides or (), stage))
 
 
 @app.command(epilog=OTHERS)
@@ -182,6 +183,7 @@ def recipe(
         float | None, typer.Option(help="The time for all stages together.", min=0.05, max=1e5, show_default=False)
     ] = None,
     overrides: Overrides = None,
+    nproc: Annotated[int, typer.Option(help="Ranks on this machine, one per device.", min=1)] = 1,
     only_measure: Annotated[
         bool, typer.Option("--only-measure", help="Train nothing: measure what training could gain, and how.")
     ] = False,
@@ -196,7 +198,7 @@ def recipe(
     """Choose the methods and train: sft on completed labels, then grpo where it pays.
 
     Measures, decides, and reports why, in one run directory. Validation decides; the result is never below the start.
-    The same command goes on after an interruption. torchrun starts several ranks.
+    Each stage is a process, of --nproc ranks. The same command goes on after an interruption.
 
     With --only-measure the run's model answers some scenes, without a server, and nothing is trained: features, a
     recommendation, and its reasons are printed.
@@ -213,7 +215,7 @@ def recipe(
         asked = MeasureSettings(num_samples=samples, num_generations=generations)
         return predict_gain(config, overrides or (), asked=asked, json_path=json)
 
-    _end(measure if minutes is None else lambda: _recipe(config, overrides or (), minutes))
+    _end(measure if minutes is None else lambda: _recipe(config, overrides or (), minutes, nproc))
 
 
 @app.command(epilog=OTHERS)
@@ -739,31 +741,28 @@ def _check(
     )
 
 
-def _train(config_path: str, overrides: Sequence[str]) -> int:
+def _train(config_path: str, overrides: Sequence[str], is_stage: bool) -> int:
     config = _rank_config(config_path, overrides)
+    if is_stage:
+        from learner.recipe.stage import train_stage
+
+        return train_stage(config, environment=os.environ)
     from learner.wiring.build import train
 
     return train(config, environment=os.environ)
 
 
-def _recipe(config_path: str, overrides: Sequence[str], minutes: float) -> int:
+def _recipe(config_path: str, overrides: Sequence[str], minutes: float, nproc: int) -> int:
+    from learner.config.load import load_config
     from shared.config.model import ConfigErrors
 
     try:  # every stage is evaluated
-        config = _rank_config(config_path, (*overrides, f"{_EVALUATED}=true"))
+        config = load_config(config_path, world_size=nproc, overrides=(*overrides, f"{_EVALUATED}=true"))
     except ConfigErrors as error:
         raise _without_our_key(error) from error
-    from learner.recipe.command import AGAIN, recipe
+    from learner.recipe.command import recipe
 
-    code = recipe(config, minutes, environment=os.environ)
-    if code == AGAIN:
-        if int(os.environ.get("WORLD_SIZE", "1")) == 1:
-            sys.stdout.flush()
-            # As it was started: with `-m` a folder `learner` or a file `torch.py` of the working directory came first.
-            os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
-        if os.environ.get("RANK", "0") == "0":
-            print("the next stage needs new processes: give the same command again (torchrun --max-restarts 3 does it)")
-    return code
+    return recipe(config, minutes, nproc=nproc, environment=os.environ)
 
 
 _EVALUATED = "training.eval_on_start"

@@ -35,6 +35,7 @@ the learner's user.
     ├── DeadlineError           a wait passed its deadline
     │   ├── CollectiveError         another rank is gone or silent
     │   └── StarvedError            Channel-B steps found no rollouts for too long (learner.steps.ahead)
+    ├── StageError              a stage of a recipe ended with an error (learner.recipe.command)
     ├── CheckpointError         a checkpoint cannot be written or read
     └── OutputError             another file of a run cannot be written
 """

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
+LABELS = "labels"  # the folder of completed labels
+GAPS = "eval/gaps.json"  # the range of objects for which F1 is estimated
 JOB = ".torchrun_job"  # the torchruns whose run has claimed the folder, one on each node
 # These are the files that a learner and its report write into a run directory.
 OWN = (
@@ -42,9 +44,9 @@ OWN = (
     "trackers.json",
     "trackers",
     "eval/step_*.jsonl",
-    "labels/step_*.json",
+    f"{LABELS}/step_*.json",
     "eval/test.jsonl",
-    "eval/gaps.json",
+    GAPS,
     "checkpoint-*",
     BEST_LINK,
     BEST_FILE,

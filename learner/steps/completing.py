@@ -25,6 +25,7 @@ from learner.records import DetectionObject, Sample, Votes
 from learner.rollout.backend import COMPLETES_LABELS, MicroStep, RolloutBackend
 from learner.run.additions import RunAnnotations
 from learner.run.files import write_atomically
+from learner.run.output_dir import LABELS
 from learner.tasks.detection.appearance import Open, SampleCrops, crops_of, share_of
 from learner.tasks.detection.audit import AuditedFind, require_verdicts
 from learner.tasks.detection.completion import (
@@ -40,7 +41,6 @@ from shared.errors import CheckpointError
 
 log = logging.getLogger("learner.labels")
 
-FOLDER = "labels"
 _AT_ONCE = 64  # samples of a rank whose prompts are in memory together
 _TELL_EVERY_S = 10.0
 
@@ -103,7 +103,7 @@ class LabelCompletion:
         annotations: RunAnnotations | None = None,
     ) -> None:
         self._samples, self._settings, self._backend, self._task = samples, settings, backend, task
-        self._ranks, self._folder, self._too_long, self._tell = ranks, run_dir / FOLDER, too_long, tell
+        self._ranks, self._folder, self._too_long, self._tell = ranks, run_dir / LABELS, too_long, tell
         self._annotations, self._open = annotations, open_image
         audit = Path(settings.audit) if settings.audit is not None else None
         self._audited: Sequence[AuditedFind] = ()
@@ -249,7 +249,7 @@ class LabelCompletion:
     def _newest(self, global_step: int, beside: Path) -> dict[str, Any] | None:
         """Return the completion that the run had before this step. Files of later steps are removed from this run's
         folder."""
-        by_step = dict(_files(beside / FOLDER)) | dict(_files(self._folder))
+        by_step = dict(_files(beside / LABELS)) | dict(_files(self._folder))
         for step, path in by_step.items():
             if step > global_step and path.parent == self._folder:
                 path.unlink()

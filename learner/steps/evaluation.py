@@ -26,7 +26,6 @@ from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text,
 from learner.tasks.detection.ranking import GapJudge, drawn_places, has_gaps
 from learner.tasks.rewards import Rewards
 
-GAPS = "eval/gaps.json"  # in a run directory: the range of objects for which F1 is estimated
 _OBJECTS = ("truth", "ignored", "predictions")
 _NAME_CHARS = 200  # an image string is cut here: it may be a picture in base64
 

@@ -53,12 +53,12 @@ from learner.run.best import check_kept_metric
 from learner.run.checkpoint import CheckpointStore
 from learner.run.environment import collect_as_usual
 from learner.run.files import writing
-from learner.run.output_dir import claim_output_dir, torchrun_agent
+from learner.run.output_dir import GAPS, claim_output_dir, torchrun_agent
 from learner.run.stopping import Stopped, StopRequest, told_before_the_first_step
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.buffered import BufferedSteps
 from learner.steps.completing import LabelCompletion
-from learner.steps.evaluation import GAPS, GapMetrics, Retained
+from learner.steps.evaluation import GapMetrics, Retained
 from learner.steps.groups import GroupSource
 from learner.steps.in_step import Overlap, Stage2InStep
 from learner.steps.packing import CarriedRows, CompleteRows, RowMaker, SingleRows

@@ -1,5 +1,5 @@
-"""`rollout-learner recipe` with real processes, rollouts and the shipped checkpoint: killed, then ended by two
-ranks; with an engine in the process, each in a process of its own."""
+"""`rollout-learner recipe` with real processes, rollouts and the shipped checkpoint: killed, stopped, then ended by two
+ranks; with an engine in each stage's process."""
 
 from __future__ import annotations
 
@@ -14,12 +14,10 @@ from typing import Any
 import pytest
 import yaml
 
-from bench import forked
 from bench.models import CHECKPOINT
 from deploy.demo.build_data import Build, build
 from learner.recipe.record import Record, read_record
 from learner.run.best import kept
-from tests.ranks import launch
 from tests.runs import events
 
 pytestmark = [pytest.mark.integration, pytest.mark.slow]
@@ -69,46 +67,40 @@ def ended(folder: Path) -> Record:
     return found
 
 
-def _error(text: str) -> str:
-    """Return what a program said of its error, before libraries report leaks."""
-    return "\n".join(line for line in text.splitlines() if not line.startswith(("nanobind", " -")))[-3000:]
+def start(config: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "learner", "recipe", "--config", str(config), "--minutes", "60", *arguments],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.DEVNULL,
+    )
 
 
 def test_a_killed_recipe_is_ended_by_two_ranks(tmp_path: Path) -> None:
-    """R24: by SIGKILL within `sft`; ranks agree on what is next, which rank 0 knows."""
-    config = write_config(tmp_path, HF, save_steps=1, early_stop_patience=3, per_device_train_batch_size=2)
-    command = ["recipe", "--config", str(config), "--minutes", "60"]
-    process = subprocess.Popen(
-        [sys.executable, "-m", "learner", *command],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""},
-        stdout=subprocess.DEVNULL,
-    )
-    sft, deadline = tmp_path / "run" / "sft", time.monotonic() + TIMEOUT_S
-    while not any(sft.glob("checkpoint-*/manifest.json")):
-        assert process.poll() is None
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
-    os.kill(process.pid, signal.SIGKILL)
-    process.wait(30)
-    command += ["training.early_stop_patience=1", "training.per_device_train_batch_size=1"]
-    for one in launch("learner", 2, *command, timeout_s=TIMEOUT_S):
-        assert one.returncode == 0, _error(one.stderr)
+    """R24, R49: by SIGKILL within `sft`, which ends its process too; then by SIGTERM, before which that saves a
+    checkpoint. Ranks agree on what is next."""
+    config = write_config(tmp_path, HF, save_steps=1, early_stop_patience=9, per_device_train_batch_size=2)
+    sft, saved = tmp_path / "run" / "sft", 0
+    for signum, code in ((signal.SIGKILL, -signal.SIGKILL), (signal.SIGTERM, 128 + signal.SIGTERM)):
+        process, deadline = start(config), time.monotonic() + TIMEOUT_S
+        while len(events(sft, "step")) <= saved or not any(sft.glob("checkpoint-*/manifest.json")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signum)
+        assert process.wait(60) == code
+        saved = len(events(sft, "step"))
+        assert any(sft.glob("checkpoint-*/manifest.json"))
+    arguments = ("training.early_stop_patience=1", "training.per_device_train_batch_size=1")
+    assert start(config, "--nproc", "2", *arguments).wait(TIMEOUT_S) == 0
     found = ended(tmp_path)
     starts = [event["world_size"] for event in events(sft, "plan")]
-    assert starts == [1, 2], "the second command went on with the stage of the first"
+    assert starts == [1, 1, 2], "each command went on with the stage of the one before"
     assert found.headroom["headroom_places"].low > 0.03
 
 
 def test_each_stage_with_an_engine_has_a_process(tmp_path: Path) -> None:
     """R04: each stage has an engine of its own, with its own weights. On CUDA a process can have one in its life."""
     config = write_config(tmp_path, COLOCATED)
-    (one,) = launch(
-        "learner",
-        1,
-        *("recipe", "--config", str(config), "--minutes", "60"),
-        timeout_s=2 * TIMEOUT_S,
-        loaded=forked.COLOCATED,
-    )
-    assert one.returncode == 0, _error(one.stderr)
+    assert start(config).wait(2 * TIMEOUT_S) == 0
     ended(tmp_path)

@@ -1,302 +1,194 @@
-"""The whole recipe on a tiny model: what it chooses, that it never gives less than its start, and that it goes on
-wherever it was killed (R49). The learner is real; rollouts are those of `trainer_world`, and the scores are given.
+"""What a recipe chooses by the results of its stages, that it never gives less than its start, and that it goes on
+wherever it was killed (R49). A stage leaves the files that a run leaves; none is trained.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
-from collections.abc import Callable, Mapping
-from dataclasses import replace
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
-from safetensors.torch import load_file
 
-from learner import trainer as trainer_module
 from learner.__main__ import main
 from learner.config.load import config_of
 from learner.config.schema import RunConfig
-from learner.policy.load import Policy
+from learner.predict.features import FeatureEstimate
 from learner.recipe import command, record
-from learner.recipe import stages as stages_module
-from learner.recipe.command import AGAIN, recipe
-from learner.recipe.record import read_record
+from learner.recipe.command import StageError, StageProcess, recipe
+from learner.recipe.record import HEADROOM, Record, read_record
 from learner.run.best import kept
-from learner.tasks.detection import gaps
-from learner.trainer import Trainer
-from learner.wiring import build
-from shared.errors import CheckpointError, ConfigError, DataError
-from tests.runs import events
+from learner.tasks.detection.completion import CompletionEstimate
+from shared.errors import CheckpointError, ConfigError
 from tests.tiers import slow
-from tests.unit.learner.trainer_world import FakeBackend, FakeSync, Seen, make_config, write_data
 
-Scores = Mapping[str, Mapping[int, float]]  # keys are stage and step; other steps have 0.1
+Scores = Mapping[str, Mapping[int, float]]  # keys are stage and step
 MINUTES = 60.0
-GAINS: Scores = {"sft": {0: 0.3, 1: 0.4, 2: 0.6, 3: 0.5}, "grpo": {0: 0.6, 1: 0.65, 2: 0.7}}
+SFT = {0: 0.3, 1: 0.4, 2: 0.6, 3: 0.5}
+GAINS: Scores = {"sft": SFT, "grpo": {0: 0.6, 1: 0.65, 2: 0.7, 3: 0.6}}
+BOTH = [("sft", 2, 0.3, 0.6), ("grpo", 2, 0.6, 0.7)]
+UNSURE = CompletionEstimate(
+    min_votes=None, why="nothing is sure enough", missing=0.4, recall=(1.0,), precision=(0.1,), free=(9,)
+)
+SURE = CompletionEstimate(min_votes=1, why="", missing=0.4, recall=(1.0,), precision=(0.9,), free=(9,))
 
 
 class Killed(BaseException):
     """The process is gone: nothing is saved on its way out."""
 
 
-@pytest.fixture
-def scores(monkeypatch: pytest.MonkeyPatch) -> Callable[[Scores], None]:
-    """Put the servers of `trainer_world` in place; return what says which scores the evaluations of each stage have."""
-    said: dict[str, Any] = {"stage": "", "scores": {}}
-    evaluate, train_on = trainer_module.evaluate, command.train_on
+@dataclass
+class Stages:
+    """Leaves in a stage's folder what its run would: the scores and labels that were `said`, and the headroom."""
 
-    def connect_backend(config: RunConfig, policy: Policy, **_: Any) -> FakeBackend:
-        return FakeBackend(config, policy, Seen())
+    scores: Scores = field(default_factory=lambda: GAINS)
+    labels: CompletionEstimate | None = None
+    samples: Mapping[str, Any] = field(default_factory=dict)  # the labels of each that were completed
+    places: float = 0.04  # headroom
+    fit: float = 0.95  # F1@mIoU as a share of F1@0.5
+    metric: str = "fm@0.5"
+    killed_after: tuple[str, int] = ("", 0)  # the stage and the number of its evaluations
+    began: list[Mapping[str, Any]] = field(default_factory=list)
 
-    def connect_sync(_: RunConfig, __: Policy, backend: FakeBackend, *___: Any, **____: Any) -> FakeSync:
-        return FakeSync(backend)
+    def __call__(self, path: Path) -> int:
+        values = yaml.safe_load(path.read_text())
+        self.began.append(values)
+        run_dir = Path(values["training"]["output_dir"])
+        name, root = run_dir.name, run_dir.parent
+        (run_dir / "labels").mkdir(parents=True, exist_ok=True)
+        if name == "sft" and self.labels is not None:
+            votes = self.labels.min_votes
+            found = {"min_votes": votes, "added": 5 if votes else 0, "text": "5 added", "estimate": asdict(self.labels)}
+            found |= {"global_step": 0, "samples": self.samples}
+            (run_dir / "labels" / "step_000000.json").write_text(json.dumps(found))
+        known = read_record(root)
+        assert known is not None
+        if name == "grpo" and not known.grpo:
+            headroom = {"headroom_places": asdict(FeatureEstimate(self.places, self.places - 0.02, self.places + 0.02))}
+            headroom["no_signal"] = asdict(FeatureEstimate(0.1, 0.0, 0.2))
+            (run_dir / HEADROOM).write_text(json.dumps(headroom))
+            if self.places < 0.03:
+                return 0
+        stage, number = self.killed_after
+        scores = dict(list(self.scores[name].items())[: number if stage == name else None])
+        (run_dir / "best.json").write_text(json.dumps({"metric": self.metric, "values": scores}))
+        events: list[dict[str, Any]] = [{"event": "plan", "time": 1.0}]
+        for step, score in scores.items():
+            metrics = {"f1@0.5": score, "f1@miou": score * self.fit, "recall@0.5": score / 2}
+            events.append({"event": "eval", "time": 1.0 + step, "global_step": step, "metrics": metrics})
+            checkpoint = run_dir / f"checkpoint-{step}"
+            checkpoint.mkdir(exist_ok=True)
+            (checkpoint / "manifest.json").write_text("{}")
+        (run_dir / "metrics.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+        if stage == name:
+            self.killed_after = ("", 0)
+            raise Killed
+        return 0
 
-    def stage(config: RunConfig, *args: Any, **more: Any) -> int:
-        said["stage"] = config.custom.trainer_variant
-        return train_on(config, *args, **more)
-
-    def scored(*args: Any, global_step: int, **more: Any) -> Any:
-        found = evaluate(*args, global_step=global_step, **more)
-        value = said["scores"][said["stage"]].get(global_step, 0.1)
-        object.__setattr__(found, "metrics", {**found.metrics, "fm@0.5": value, "recall@0.5": value / 2})
-        return found
-
-    monkeypatch.setattr(build, "connect_backend", connect_backend)
-    monkeypatch.setattr(build, "connect_sync", connect_sync)
-    monkeypatch.setattr(build, "log_to_file", lambda *_: None)
-    monkeypatch.setattr(command, "train_on", stage)
-    monkeypatch.setattr(trainer_module, "evaluate", scored)
-    return lambda scores: said.update(scores=scores)
+    @property
+    def models(self) -> list[Path]:
+        return [Path(values["model"]["path"]) for values in self.began]
 
 
-def config_for(model: Path, folder: Path) -> RunConfig:
-    sizes = {"num_samples": 32, "max_steps": 1, "per_device_train_batch_size": 2}
-    values = make_config(model, folder, eval_steps=1, **sizes).model_dump()
-    values["training"]["early_stop_patience"] = 1
-    values["data"]["val"] = str(write_data(folder / "val.jsonl", 3, "v"))
-    values["custom"]["extra"]["rollout_matching"]["decoding"]["max_new_tokens"] = 64
-    return config_of(values)
+def config_for(folder: Path, **sections: Any) -> RunConfig:
+    (folder / "model").mkdir(exist_ok=True)
+    values: dict[str, Any] = {
+        "model": {"path": str(folder / "model")},
+        "data": {"train": "train.jsonl", "val": "val.jsonl"},
+        "training": {
+            "output_dir": str(folder / "run"),
+            "max_steps": 9,
+            "early_stop_patience": 1,
+            "eval_on_start": True,
+            "eval_steps": 1,
+        },
+        "custom": {"trainer_variant": "sft", "extra": {"rollout_matching": {"rollout_backend": "hf"}}},
+    }
+    return config_of({name: {**values.get(name, {}), **sections.get(name, {})} for name in (*values, *sections)})
 
 
-def completing(model: Path, folder: Path) -> dict[str, Any]:
-    """Return the values of a recipe that completes labels with what any answer has."""
-    values = config_for(model, folder).model_dump()
-    values["labels"]["complete"] = {"min_votes": 1}
-    return values
-
-
-def stages(folder: Path) -> list[tuple[str, int, float, float]]:
+def follow(folder: Path, stages: Stages, minutes: float = MINUTES, **sections: Any) -> Record:
+    """Follow a recipe to its end, and return its record."""
+    assert recipe(config_for(folder, **sections), minutes, environment={}, run_stage=stages) == 0
     found = read_record(folder / "run")
     assert found is not None
+    assert found.ended
+    return found
+
+
+def results(found: Record) -> list[tuple[str, int, float, float]]:
     return [(stage.name, stage.best_step, stage.score_before, stage.score) for stage in found.stages]
 
 
-BOTH = [("sft", 2, 0.3, 0.6), ("grpo", 2, 0.6, 0.7)]
+# ---- what is chosen -------------------------------------------------------------------------------------------------
 
 
-def test_grpo_follows_where_places_are_left_to_gain(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], capsys: pytest.CaptureFixture[str]
-) -> None:
-    scores(GAINS)
-    run = tmp_path / "run"
-    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH
+def test_grpo_follows_where_places_are_left_to_gain(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    stages, run = Stages(), tmp_path / "run"
+    found = follow(tmp_path, stages)
+    assert results(found) == BOTH
     assert kept(run) == run / "grpo" / "checkpoint-2"
-    found = read_record(run)
-    assert found is not None
     assert (found.best_of, found.best_score) == ("grpo", 0.7)
-    assert found.headroom["headroom_places"].low > 0.03, "the answers of trainer_world are some of the labels each"
-    assert "headroom" in found.grpo or "best of K" in found.grpo
-    configured = json.loads((run / "grpo" / "metrics.jsonl").read_text().splitlines()[0])
-    assert configured["trainer_variant"] == "grpo"
-    assert (run / "sft" / "config.yaml").is_file()
+    assert found.headroom["headroom_places"].value == 0.04
+    assert "0.040" in found.grpo
+    assert stages.models == [tmp_path / "model", run / "sft" / "checkpoint-2"]
     said, page = capsys.readouterr().out, (run / "report.html").read_text()
-    assert re.search(r"^step 1, \d+\.\d/\d+\.\d min  ", said, re.MULTILINE), "a stage is as long as its time"
-    for text in ("recall@0.5 +0.150", "recall@0.5 +0.050", "nothing completed"):
+    for text in ("recall@0.5 +0.150", "recall@0.5 +0.050"):
         assert text in said
         assert text in page, "the report says what each stage gained"
 
 
-def test_a_stage_with_an_engine_of_its_own_is_the_last_of_its_process(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
-) -> None:
-    """vLLM refuses a second engine in a process on CUDA, after the first one has gone too."""
-    scores(GAINS)
-    values = config_for(tiny_text, tmp_path).model_dump()
-    values["custom"]["extra"]["rollout_matching"]["vllm"]["mode"] = "colocate"
-    values["custom"]["extra"]["rollout_matching"]["vllm"]["tensor_parallel_size"] = 1
-    assert recipe(config_of(values), MINUTES, environment={}) == AGAIN
-    assert stages(tmp_path) == BOTH[:1]
-    assert recipe(config_of(values), MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH
-
-
-def test_an_adapter_is_trained_on_by_grpo(tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]) -> None:
-    """R09: the second stage begins with the adapter of the first one, on the same base."""
-    scores(GAINS)
-    values = config_for(tiny_text, tmp_path).model_dump()
-    values["model"]["lora"] = {"r": 4, "alpha": 8}
-    assert recipe(config_of(values), MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH
-    first, last = (tmp_path / "run" / name / "checkpoint-2" for name in ("sft", "grpo"))
-    a, b = (load_file(folder / "adapter_model.safetensors") for folder in (first, last))
-    assert a.keys() == b.keys()
-    assert any(not torch.equal(a[name], b[name]) for name in a)
-    settings = [json.loads((folder / "adapter_config.json").read_text()) for folder in (first, last)]
-    assert settings[0]["base_model_name_or_path"] == settings[1]["base_model_name_or_path"] == str(tiny_text)
-
-
-def test_it_ends_where_only_names_are_left(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores(GAINS)
-    monkeypatch.setattr(FakeBackend, "_answer", _all_objects)
-    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH[:1]
-    found = read_record(tmp_path / "run")
-    assert found is not None
-    assert found.headroom["headroom_places"].value == pytest.approx(0.0)
+def test_it_ends_where_only_names_are_left(tmp_path: Path) -> None:
+    found = follow(tmp_path, Stages(places=0.01))
+    assert results(found) == BOTH[:1]
     assert found.ended.startswith("no places are left")
     assert not (tmp_path / "run" / "grpo").exists(), "nothing was learned there"
     assert kept(tmp_path / "run") == tmp_path / "run" / "sft" / "checkpoint-2"
 
 
-_answer = FakeBackend._answer
-
-
-def _all_objects(backend: FakeBackend, sample: Any, seed: int) -> Any:
-    """Every answer is the whole truth."""
-    return _answer(backend, sample, len(sample.objects) + 1)
-
-
-@pytest.mark.slow
-def test_completed_labels_ask_for_no_headroom(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is left is counted by labels, and these still have gaps: with 60% missing 0.018 [-0.013, 0.048] were seen
-    where `grpo` gains 0.04. So it begins, and validation decides. Here answers are all the same: no headroom."""
-    scores(GAINS)
-    monkeypatch.setattr(FakeBackend, "_answer", _one_more)
-    assert recipe(config_of(completing(tiny_text, tmp_path)), MINUTES, environment={}) == 0
-    found = read_record(tmp_path / "run")
-    assert found is not None
-    assert stages(tmp_path) == BOTH
+@pytest.mark.parametrize(("start", "begins_with"), [(0.5, "model"), (0.44, "run/sft/checkpoint-1")])
+def test_on_completed_labels_grpo_begins_with_the_start(tmp_path: Path, start: float, begins_with: str) -> None:
+    """`sft` learns the wrong names among them: with 60% missing, `grpo` had 0.80 from there, and 0.83 from the start.
+    A start that is far behind is not taken. What is left is counted by labels, and these still have gaps: 0.018
+    [-0.013, 0.048] were seen where `grpo` gains 0.04. So it begins without, and validation decides."""
+    stages = Stages({"sft": {0: start, 1: 0.6}, "grpo": {0: start, 1: 0.7}}, labels=SURE, places=0.0)
+    found = follow(tmp_path, stages)
+    assert stages.models[1] == tmp_path / begins_with
+    assert kept(tmp_path / "run") == tmp_path / "run" / "grpo" / "checkpoint-1"
     assert found.stages[0].completed
     assert "completed" in found.grpo
     assert not found.headroom, "nothing was measured, because nothing was decided by it"
+    assert stages.began[1]["labels"]["complete"] is not None
 
 
-@pytest.mark.parametrize(("start", "begins_with"), [(0.5, "start"), slow(0.44, "sft")])
-def test_on_completed_labels_grpo_begins_with_the_start(
-    tiny_text: Path,
-    tmp_path: Path,
-    scores: Callable[[Scores], None],
-    monkeypatch: pytest.MonkeyPatch,
-    start: float,
-    begins_with: str,
-) -> None:
-    """`sft` learns the wrong names among them: with 60% missing, `grpo` had 0.80 from there, and 0.83 from the start.
-    A start that is far behind is not taken."""
-    scores({"sft": {0: start, 1: 0.6}, "grpo": {0: start, 1: 0.7}})
-    monkeypatch.setattr(FakeBackend, "_answer", _one_more)
-    assert recipe(config_of(completing(tiny_text, tmp_path)), MINUTES, environment={}) == 0
-    run = tmp_path / "run"
-    configured = yaml.safe_load((run / "grpo.yaml").read_text())
-    assert Path(configured["model"]["path"]) == {"start": tiny_text, "sft": run / "sft" / "checkpoint-1"}[begins_with]
-    assert kept(run) == run / "grpo" / "checkpoint-1"
-
-
-def follow_through(values: dict[str, Any], monkeypatch: pytest.MonkeyPatch, killed_at_step: int | None) -> None:
-    """Follow the recipe to its end; with `killed_at_step` a second command does."""
-    values["training"]["save_steps"] = 1
-    config = config_of(values)
-    if killed_at_step:
-        kill_at_call(monkeypatch, Trainer, "step", killed_at_step)
-        with pytest.raises(Killed):
-            recipe(config, MINUTES, environment={})
-    assert recipe(config, MINUTES, environment={}) == 0
-
-
-@pytest.mark.parametrize(
-    ("start", "killed_at_step", "completed"),
-    [slow(0.5, None, [1, 0]), slow(0.5, 4, [1, 0]), (0.5, 5, [1, 0]), slow(0.3, None, [1, 1]), slow(0.3, 5, [1, 1])],
-)
-def test_grpo_learns_the_labels_that_the_start_completed(
-    tiny_text: Path,
-    tmp_path: Path,
-    scores: Callable[[Scores], None],
-    monkeypatch: pytest.MonkeyPatch,
-    start: float,
-    killed_at_step: int | None,
-    completed: list[int],
-) -> None:
-    """`sft` learned the annotated labels, so its weights find these more often than what has none: with 60% missing
-    they added 325 labels, of which 268 were right, and the start 495, of which 412 were. A start that is much worse
-    than `sft` completes none for `grpo`."""
-    scores({**GAINS, "sft": {0: start, 1: 0.55, 2: 0.6, 3: 0.5}})
-    monkeypatch.setattr(FakeBackend, "_answer", _one_more)
-    values = completing(tiny_text, tmp_path)
-    follow_through(values, monkeypatch, killed_at_step)
-    assert stages(tmp_path) == [("sft", 2, start, 0.6), ("grpo", 2, 0.6, 0.7)]
-    assert [len(events(tmp_path / "run" / name, "labels")) for name in ("sft", "grpo")] == completed
-    learned = events(tmp_path / "run" / "grpo", "step")
-    assert {event["metrics"]["reward/f1"] for event in learned} == {1.0}, "every answer has all labels, each once"
-
-
-@pytest.mark.parametrize(("start", "killed_at_step"), [(0.5, 5), slow(0.3, None), slow(0.3, 4)])
-def test_where_the_start_cannot_complete_rollout_matching_follows(
-    tiny_text: Path,
-    tmp_path: Path,
-    scores: Callable[[Scores], None],
-    monkeypatch: pytest.MonkeyPatch,
-    start: float,
-    killed_at_step: int | None,
-) -> None:
+@pytest.mark.parametrize("start", [0.5, 0.3])
+def test_where_the_start_cannot_complete_rollout_matching_follows(tmp_path: Path, start: float) -> None:
     """A model of noisy digits is right in so few of its boxes that none is sure enough to be a label: there
-    `keep_unmatched` is ahead of `sft`. Here every answer finds an object that nobody labelled, but gives most of the
-    labelled ones another name."""
-    scores({"sft": {0: start, 1: 0.55, 2: 0.6, 3: 0.5}, "rollout_matching_sft": {0: 0.6, 1: 0.7}})
-    monkeypatch.setattr(FakeBackend, "_answer", _inventions)
-    monkeypatch.setattr(gaps, "_AUC", 1.0)  # so few objects look as if they were not missing at random
-    values = config_for(tiny_text, tmp_path).model_dump()
-    follow_through(values, monkeypatch, killed_at_step)
+    `keep_unmatched` is ahead of `sft`."""
+    scores = {"sft": {0: start, 1: 0.6}, "rollout_matching_sft": {0: 0.6, 1: 0.7}}
+    stages = Stages(scores, labels=UNSURE)
+    found = follow(tmp_path, stages)
     run = tmp_path / "run"
-    found = read_record(run)
-    assert found is not None
     assert [stage.name for stage in found.stages] == ["sft", "rollout_matching_sft"]
-    assert found.best_of == "rollout_matching_sft"
     assert kept(run) == run / "rollout_matching_sft" / "checkpoint-1"
     assert "sure enough" in found.stages[1].why
-    configured = yaml.safe_load((run / "rollout_matching_sft.yaml").read_text())
-    assert Path(configured["model"]["path"]) == tiny_text, "sft has learned to leave out what has no label"
+    assert "boxes fit" in found.ended
+    assert stages.models[1] == tmp_path / "model", "sft has learned to leave out what has no label"
     assert "rollout_matching_sft" in (run / "report.html").read_text()
 
 
-@pytest.mark.parametrize("killed_at_step", [None, slow(3), slow(5)])
-def test_where_boxes_are_loose_grpo_learns_their_iou_last(
-    tiny_text: Path,
-    tmp_path: Path,
-    scores: Callable[[Scores], None],
-    monkeypatch: pytest.MonkeyPatch,
-    killed_at_step: int | None,
-) -> None:
+def test_where_boxes_are_loose_grpo_learns_their_iou_last(tmp_path: Path) -> None:
     """Blood cells: F1@mIoU is 0.6 of F1@0.5 there. With 40% missing `keep_unmatched` had 0.592, and soft IoU after it
     0.619."""
-    said = {"sft": {0: 0.5, 1: 0.4}, "rollout_matching_sft": {0: 0.5, 1: 0.7}, "grpo": {0: 0.7, 1: 0.8}}
-    scores(said)
-    monkeypatch.setattr(FakeBackend, "_answer", _inventions)
-    monkeypatch.setattr(gaps, "_AUC", 1.0)  # so few objects look as if they were not missing at random
-    monkeypatch.setattr(command, "LOOSE", 2.0)  # all boxes
-    follow_through(config_for(tiny_text, tmp_path).model_dump(), monkeypatch, killed_at_step)
-    run = tmp_path / "run"
-    found = read_record(run)
-    assert found is not None
+    scores = {"sft": {0: 0.5, 1: 0.4}, "rollout_matching_sft": {0: 0.5, 1: 0.7}, "grpo": {0: 0.7, 1: 0.8}}
+    stages = Stages(scores, labels=UNSURE, fit=0.6)
+    found, run = follow(tmp_path, stages), tmp_path / "run"
     assert [(stage.name, stage.score) for stage in found.stages] == [
         ("sft", 0.5),
         ("rollout_matching_sft", 0.7),
@@ -304,261 +196,205 @@ def test_where_boxes_are_loose_grpo_learns_their_iou_last(
     ]
     assert "the reward is the IoU" in found.stages[2].why
     assert kept(run) == run / "grpo" / "checkpoint-1"
-    configured = yaml.safe_load((run / "grpo.yaml").read_text())
-    assert configured["reward"]["weights"] == {"soft_iou": 1.0}
-    assert configured["labels"]["complete"] is None, "the start can't complete them"
-    assert Path(configured["model"]["path"]) == run / "rollout_matching_sft" / "checkpoint-1"
+    limits = [values["training"]["max_minutes"] for values in stages.began]
+    assert limits[1] == pytest.approx(command.MATCHING_SHARE * MINUTES, rel=0.01)
+    assert stages.began[2]["reward"]["weights"] == {"soft_iou": 1.0}
+    assert stages.began[2]["labels"]["complete"] is None, "the start can't complete them"
+    assert stages.models[2] == run / "rollout_matching_sft" / "checkpoint-1"
 
 
-@pytest.mark.parametrize(
-    ("best_of_sft", "begins_with"), [slow(0.6, "sft/checkpoint-1"), slow(0.4, "the model of the configuration")]
-)
-def test_loose_boxes_ask_for_no_headroom(
-    tiny_text: Path,
-    tmp_path: Path,
-    scores: Callable[[Scores], None],
-    monkeypatch: pytest.MonkeyPatch,
-    best_of_sft: float,
-    begins_with: str,
-) -> None:
+@pytest.mark.parametrize(("best_of_sft", "begins_with"), [(0.6, "run/sft/checkpoint-1"), (0.4, "model")])
+def test_loose_boxes_ask_for_no_headroom(tmp_path: Path, best_of_sft: float, begins_with: str) -> None:
     """Photographs with the published labels: `sft` 0.628, soft IoU after it 0.652. A reward of one's own stays."""
-    scores({"sft": {0: 0.5, 1: best_of_sft}, "grpo": {0: 0.6, 1: 0.7}})
-    monkeypatch.setattr(FakeBackend, "_answer", _all_objects)
-    monkeypatch.setattr(command, "LOOSE", 2.0)
-    values = config_for(tiny_text, tmp_path).model_dump()
-    values["reward"]["weights"] = {"count": 1.0}
-    assert recipe(config_of(values), MINUTES, environment={}) == 0
-    run = tmp_path / "run"
-    found = read_record(run)
-    assert found is not None
+    scores = {"sft": {0: 0.5, 1: best_of_sft}, "grpo": {0: 0.6, 1: 0.7}}
+    stages = Stages(scores, fit=0.6)
+    found = follow(tmp_path, stages, reward={"weights": {"count": 1.0}})
     assert [stage.name for stage in found.stages] == ["sft", "grpo"]
     assert not found.headroom
-    configured = yaml.safe_load((run / "grpo.yaml").read_text())
-    assert configured["reward"]["weights"] == {"count": 1.0}
+    assert stages.began[1]["reward"]["weights"] == {"count": 1.0}
     assert "loose" in found.stages[1].why
     assert "reward" not in found.stages[1].why, "it is the user's, not the IoU"
-    assert Path(configured["model"]["path"]) == (run / begins_with if best_of_sft > 0.5 else tiny_text)
+    assert stages.models[1] == tmp_path / begins_with
 
 
-def _inventions(backend: FakeBackend, sample: Any, seed: int) -> Any:
-    """Every answer has an object that nobody labelled, and all annotated ones, of which two of three have another
-    name."""
-    annotated = [obj for obj in sample.objects if obj.votes is None]
-    renamed = [obj._replace(desc="another") if i % 3 else obj for i, obj in enumerate(annotated, 1)]
-    more = (*renamed, annotated[0]._replace(bins=(800, 850, 990, 990)))
-    found = _answer(backend, replace(sample, objects=more), len(more) + 1)
-    return replace(found, sample=sample)
-
-
-def _one_more(backend: FakeBackend, sample: Any, seed: int) -> Any:
-    """Every answer is the annotated truth and an object that has no label."""
-    annotated = [obj for obj in sample.objects if obj.votes is None]
-    more = (*annotated, annotated[0]._replace(bins=(800, 850, 990, 990)))
-    found = _answer(backend, replace(sample, objects=more), len(more) + 1)
-    return replace(found, sample=sample)
-
-
-def test_sft_has_all_of_the_time_where_grpo_gains_nothing(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its share is over before its first step; after the headroom is known it goes on from there."""
-    scores(GAINS)
-    monkeypatch.setattr(FakeBackend, "_answer", _all_objects)
-    monkeypatch.setattr(command, "SFT_SHARE", 1e-9)
-    monkeypatch.setattr(stages_module, "LEAST_MINUTES", 1e-9)
-    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH[:1]
-    found = read_record(tmp_path / "run")
-    assert found is not None
+def test_sft_has_all_of_the_time_where_grpo_gains_nothing(tmp_path: Path) -> None:
+    """Its share is over before its score stops rising; after the headroom is known it goes on from there."""
+    stages = Stages({"sft": {0: 0.3, 1: 0.4}}, places=0.0)
+    found = follow(tmp_path, stages)
+    assert [Path(one["training"]["output_dir"]).name for one in stages.began] == ["sft", "grpo", "sft"]
+    first, _, second = (one["training"]["max_minutes"] for one in stages.began)
+    assert first == pytest.approx(command.SFT_SHARE * MINUTES, rel=0.01)
+    assert second > 0.9 * MINUTES
     assert found.extended
     assert found.ended.startswith("no places are left")
 
 
 @pytest.mark.parametrize(
-    ("scores_said", "best", "checkpoint"),
+    ("scores", "best", "checkpoint"),
     [
-        slow({"sft": {0: 0.6}, "grpo": {0: 0.6}}, "start", None),
-        ({"sft": {0: 0.6, 1: 0.6}, "grpo": {0: 0.6}}, "start", None),  # an equal score is not worth a change
-        slow({"sft": {0: 0.6}, "grpo": {0: 0.6, 1: 0.7}}, "grpo", "grpo/checkpoint-1"),
-        slow({"sft": {0: 0.3, 1: 0.6}, "grpo": {0: 0.55, 1: 0.58}}, "sft", "sft/checkpoint-1"),
+        ({"sft": {0: 0.6, 1: 0.1}, "grpo": {0: 0.6, 1: 0.1}}, "start", None),
+        ({"sft": {0: 0.6, 1: 0.6}, "grpo": {0: 0.6, 1: 0.1}}, "start", None),  # an equal score is not worth a change
+        ({"sft": {0: 0.6, 1: 0.1}, "grpo": {0: 0.6, 1: 0.7}}, "grpo", "grpo/checkpoint-1"),
+        ({"sft": {0: 0.3, 1: 0.6}, "grpo": {0: 0.55, 1: 0.58}}, "sft", "sft/checkpoint-1"),
     ],
 )
-def test_it_never_gives_less_than_its_start(
-    tiny_text: Path,
-    tmp_path: Path,
-    scores: Callable[[Scores], None],
-    scores_said: Scores,
-    best: str,
-    checkpoint: str | None,
-) -> None:
-    scores(scores_said)
-    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
-    found = read_record(tmp_path / "run")
-    assert found is not None
-    assert found.best_of == best
-    assert kept(tmp_path / "run") == (tmp_path / "run" / checkpoint if checkpoint else tiny_text)
+def test_it_never_gives_less_than_its_start(tmp_path: Path, scores: Scores, best: str, checkpoint: str | None) -> None:
+    assert follow(tmp_path, Stages(scores)).best_of == best
+    assert kept(tmp_path / "run") == (tmp_path / "run" / checkpoint if checkpoint else tmp_path / "model")
+
+
+@pytest.mark.parametrize(("metric", "asked"), [("fm@0.5", "fm@0.5"), ("estimated_f1@0.5", "auto")])
+def test_what_the_first_stage_was_decided_by_decides_all(tmp_path: Path, metric: str, asked: str) -> None:
+    """`auto` decides by the estimate where a stage finds its range, which later stages are given."""
+    stages = Stages(metric=metric)
+    assert follow(tmp_path, stages).metric == metric
+    assert [one["training"]["keep_best"] for one in stages.began] == ["auto", asked]
+
+
+def test_time_that_is_up_ends_it_with_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command, "LEAST_SHARE", 1.0)
+    found = follow(tmp_path, Stages())
+    assert results(found) == BOTH[:1]
+    assert "minutes are left" in found.ended
 
 
 # ---- killed, and begun again ----------------------------------------------------------------------------------------
 
 
-def kill_at_call(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, number: int) -> None:
-    """The process is gone before the call of this number, from 1 on; it lives the next time."""
-    work, calls = getattr(owner, name), iter(range(1, 1000))
-
-    def dying(*args: Any, **more: Any) -> Any:
-        if next(calls) == number:
-            raise Killed
-        return work(*args, **more)
-
-    monkeypatch.setattr(owner, name, dying)
-
-
+@pytest.mark.parametrize("labels", [None, SURE])
 @pytest.mark.parametrize(
     ("owner", "name", "number"),
     [
-        slow(Trainer, "step", 1),  # nothing was saved yet
-        slow(Trainer, "step", 3),  # sft's
-        (Trainer, "step", 5),  # grpo's
-        slow(command, "stage_result", 1),  # sft has ended, and nobody knows
-        slow(record.Record, "write", 1),
-        slow(record.Record, "write", 3),
-        slow(record.Record, "write", 4),
-        slow(command, "measure_headroom", 1),
-        slow(command, "write_report", 1),
+        (Stages, "sft", 1),
+        (Stages, "sft", 3),
+        (Stages, "grpo", 2),  # its headroom was measured, and nobody knows
+        (command, "stage_result", 1),  # sft has ended, and nobody knows
+        (record.Record, "write", 1),
+        (record.Record, "write", 2),
+        (record.Record, "write", 3),
+        (record.Record, "write", 4),
+        (command, "write_report", 1),
     ],
 )
 def test_it_goes_on_wherever_it_was_killed(
-    tiny_text: Path,
     tmp_path: Path,
-    scores: Callable[[Scores], None],
     monkeypatch: pytest.MonkeyPatch,
     owner: Any,
     name: str,
     number: int,
+    labels: CompletionEstimate | None,
 ) -> None:
-    scores(GAINS)
-    config = config_for(tiny_text, tmp_path)
-    kill_at_call(monkeypatch, owner, name, number)
+    stages, config = Stages({**GAINS, "sft": {**SFT, 0: 0.5}}, labels=labels), config_for(tmp_path)
+    if owner is Stages:
+        stages.killed_after = (name, number)
+    else:
+        work, calls = getattr(owner, name), iter(range(1, 1000))
+
+        def dying(*args: Any, **more: Any) -> Any:
+            if next(calls) == number:
+                raise Killed
+            return work(*args, **more)
+
+        monkeypatch.setattr(owner, name, dying)
     with pytest.raises(Killed):
-        recipe(config, MINUTES, environment={})
-    assert recipe(config, MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH
-    assert kept(tmp_path / "run") == tmp_path / "run" / "grpo" / "checkpoint-2"
-    assert (tmp_path / "run" / "report.html").is_file()
-
-
-@pytest.mark.slow
-def test_a_stop_in_the_last_evaluation_of_a_stage_begins_no_other(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The stage has no check after it: the signal was lost, and the recipe went on with grpo."""
-    scores(GAINS)
-    config, scored = config_for(tiny_text, tmp_path), trainer_module.evaluate
-
-    def signalled(*args: Any, global_step: int, **more: Any) -> Any:
-        if global_step == 3:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return scored(*args, global_step=global_step, **more)
-
-    with monkeypatch.context() as once:
-        once.setattr(trainer_module, "evaluate", signalled)
-        assert recipe(config, MINUTES, environment={}) == 128 + signal.SIGTERM
-    assert stages(tmp_path) == BOTH[:1]
-    assert recipe(config, MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH
-
-
-def test_a_recipe_that_has_ended_trains_no_more(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores(GAINS)
-    config = config_for(tiny_text, tmp_path)
-    assert recipe(config, MINUTES, environment={}) == 0
-    monkeypatch.setattr(Trainer, "step", _never)
-    assert recipe(config, MINUTES, environment={}) == 0
-
-
-def _never(*_: Any) -> Any:
-    pytest.fail("a stage that has ended was begun again")
-
-
-def test_time_that_is_up_ends_it_with_what_there_is(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    scores(GAINS)
-    monkeypatch.setattr(command, "SFT_SHARE", 1.0)
-    monkeypatch.setattr(command, "LEAST_SHARE", 1.0)
-    assert recipe(config_for(tiny_text, tmp_path), MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH[:1]
+        recipe(config, MINUTES, environment={}, run_stage=stages)
+    assert recipe(config, MINUTES, environment={}, run_stage=stages) == 0
     found = read_record(tmp_path / "run")
     assert found is not None
-    assert "minutes are left" in found.ended
+    assert results(found) == [("sft", 2, 0.5, 0.6), BOTH[1]]
+    assert kept(tmp_path / "run") == tmp_path / "run" / "grpo" / "checkpoint-2"
+    assert (tmp_path / "run" / "report.html").is_file()
+    assert len(stages.began) <= 3, "a stage that has ended is not run again"
+    assert recipe(config, MINUTES, environment={}, run_stage=lambda _: pytest.fail("it has ended")) == 0
+
+
+def test_a_stage_that_was_stopped_ends_the_recipe_with_its_exit_code(tmp_path: Path) -> None:
+    stages, config = Stages(), config_for(tmp_path)
+    assert recipe(config, MINUTES, environment={}, run_stage=lambda _: 143) == 143
+    assert recipe(config, MINUTES, environment={}, run_stage=stages) == 0
+
+
+# ---- its processes --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("nproc", [1, slow(2)])
+def test_a_stage_that_fails_is_told_with_its_exit_code_and_last_words(tmp_path: Path, nproc: int) -> None:
+    """R49: a typed error of four parts, and the same exit code."""
+    path = tmp_path / "sft.yaml"
+    path.write_text("model: {path: nowhere}\n")
+    with (
+        StageProcess.listening(nproc, dict(os.environ)) as process,
+        pytest.raises(StageError) as caught,
+    ):
+        process.run(path)
+    error = caught.value
+    assert error.exit_code == 2
+    assert "sft" in error.what
+    assert "exit code 2" in error.found
+    assert "data.train" in error.found, "what its process said"
+    assert error.wanted
+    assert str(tmp_path / "sft.log") in error.remedy
+
+
+def test_a_signal_reaches_the_stage_and_begins_no_other(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """A stage whose signal came in its last moment ended well, and the recipe went on with `grpo`."""
+    path = tmp_path / "sft.yaml"
+    os.mkfifo(path)
+
+    def signalled() -> None:
+        with path.open("w"):  # the process reads its configuration
+            os.kill(os.getpid(), signal.SIGTERM)
+            stopped.wait(60)
+
+    stopped, thread = threading.Event(), threading.Thread(target=signalled)
+    thread.start()
+    with StageProcess.listening(1, dict(os.environ)) as process:
+        assert process.run(path) == 128 + signal.SIGTERM
+        stopped.set()
+        thread.join()
+        assert process.run(tmp_path / "grpo.yaml") == 128 + signal.SIGTERM
+    assert "the same command goes on" in capfd.readouterr().out
+    assert not (tmp_path / "grpo.log").exists(), "no process was begun"
+    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
 
 
 # ---- what is refused ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_another_recipe_in_the_folder_is_not_taken_up(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
-) -> None:
-    scores(GAINS)
-    config = config_for(tiny_text, tmp_path)
-    assert recipe(config, MINUTES, environment={}) == 0
-    other = config.model_copy(update={"data": config.data.model_copy(update={"shuffle": False})})
+def test_another_recipe_in_the_folder_is_not_taken_up(tmp_path: Path) -> None:
+    follow(tmp_path, Stages())
     with pytest.raises(ConfigError) as caught:
-        recipe(other, MINUTES, environment={})
+        follow(tmp_path, Stages(), data={"shuffle": False})
     assert str(tmp_path / "run") in caught.value.found
     assert caught.value.remedy
 
 
-def test_a_recipe_that_a_mistake_ended_is_begun_with_other_data(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
-) -> None:
+def test_a_recipe_that_a_mistake_ended_is_begun_with_other_data(tmp_path: Path) -> None:
     """Nothing was learned, so there is nothing to go on with."""
-    scores(GAINS)
-    values = config_for(tiny_text, tmp_path).model_dump()
-    (tmp_path / "empty.jsonl").write_text("")
-    wrong = config_of({**values, "data": {**values["data"], "val": str(tmp_path / "empty.jsonl")}})
-    with pytest.raises(DataError):
-        recipe(wrong, MINUTES, environment={})
-    assert recipe(config_of(values), MINUTES, environment={}) == 0
-    assert stages(tmp_path) == BOTH
+
+    def fails(_: Path) -> int:
+        raise StageError("wrong data")
+
+    with pytest.raises(StageError):
+        recipe(config_for(tmp_path, data={"val": "empty.jsonl"}), MINUTES, environment={}, run_stage=fails)
+    assert results(follow(tmp_path, Stages())) == BOTH
 
 
-def test_validation_without_objects_decides_nothing(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
-) -> None:
-    scores(GAINS)
-    config = config_for(tiny_text, tmp_path)
-    path = Path(str(config.data.val))
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    path.write_text("".join(json.dumps({**row, "objects": []}) + "\n" for row in rows))
-    with pytest.raises(DataError) as error:
-        recipe(config, MINUTES, environment={})
-    assert "data.val" in error.value.found
-    assert "data.val" in error.value.remedy
-
-
-def test_a_damaged_record_is_named(tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]) -> None:
-    scores(GAINS)
-    config = config_for(tiny_text, tmp_path)
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "recipe.json").write_text('{"stages": [')
+@pytest.mark.parametrize(("name", "stages"), [("recipe.json", BOTH), (f"grpo/{HEADROOM}", BOTH)])
+def test_a_damaged_file_is_named(tmp_path: Path, name: str, stages: list[Any]) -> None:
+    with pytest.raises(Killed):
+        follow(tmp_path, Stages(killed_after=("grpo", 2)))
+    (tmp_path / "run" / name).write_text('{"stages": [')
     with pytest.raises(CheckpointError) as caught:
-        recipe(config, MINUTES, environment={})
-    assert "recipe.json" in caught.value.found
-    (tmp_path / "run" / "recipe.json").unlink()
-    assert recipe(config, MINUTES, environment={}) == 0
+        follow(tmp_path, Stages())
+    assert name in caught.value.found
+    (tmp_path / "run" / name).unlink()
+    assert results(follow(tmp_path, Stages())) == stages
 
 
-def test_a_wrong_configuration_is_one_message(
-    tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    values = config_for(tiny_text, tmp_path).model_dump(mode="json")
+def test_a_wrong_configuration_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
-    path.write_text(json.dumps(values))
+    path.write_text(json.dumps(config_for(tmp_path).model_dump(mode="json")))
     overrides = ["data.val=null", "training.early_stop_patience=null"]
     assert main(["recipe", "--config", str(path), "--minutes", "1", *overrides]) == 2
     shown = capsys.readouterr().err
@@ -568,11 +404,15 @@ def test_a_wrong_configuration_is_one_message(
     assert not (tmp_path / "run").exists()
 
 
-def test_an_ordinary_run_in_the_folder_is_left_alone(
-    tiny_text: Path, tmp_path: Path, scores: Callable[[Scores], None]
-) -> None:
-    scores(GAINS)
+def test_a_rank_of_torchrun_is_no_recipe(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        recipe(config_for(tmp_path), MINUTES, environment={"WORLD_SIZE": "2"}, run_stage=Stages())
+    assert "--nproc" in caught.value.remedy
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_ordinary_run_in_the_folder_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "run" / "checkpoint-7").mkdir(parents=True)
     with pytest.raises(ConfigError) as caught:
-        recipe(config_for(tiny_text, tmp_path), MINUTES, environment={})
+        follow(tmp_path, Stages())
     assert "checkpoint" in caught.value.found

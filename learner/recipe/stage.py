@@ -1,0 +1,117 @@
+"""One rank of a stage's process: `rollout-learner train --stage`, which the recipe starts.
+
+In: the stage's configuration, and the record of the recipe, whose folder is the run's parent. Out: an ordinary run. It
+begins with what the record says: the labels that the start completed, the range of `estimated_f1@0.5`, and, before a
+`grpo` that is not decided yet, the headroom: the best of K answers to training samples, against the greedy one, by the
+weights and labels that the run would learn from. `headroom.json` has it. Nothing is learned if it does not pay.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+import numpy as np
+
+from learner.config.plan import resolve
+from learner.config.schema import RunConfig
+from learner.predict.exposure import KINDS
+from learner.predict.features import FeatureEstimate, Measured, MeasuredSplit, estimates
+from learner.recipe.record import HEADROOM, grpo_pays, read_headroom, read_record
+from learner.recipe.stages import GRPO, SFT
+from learner.records import Assignment, Sample
+from learner.rollout.backend import MicroStep
+from learner.run.files import write_atomically
+from learner.run.output_dir import GAPS
+from learner.tasks.detection.metrics import count_objects
+from learner.trainer import Trainer
+from learner.wiring.build import joined_ranks, train_on
+from shared.errors import DataError
+
+SAMPLES, GENERATIONS = 64, 8
+_MICRO_STEP = -3  # its requests' own, so that no rollout that is learned shares their seeds
+MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")
+
+
+def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
+    """Run a stage, from its newest checkpoint if there is one. Returns the exit code, as `train` does."""
+    plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
+    with joined_ranks(config, environment) as ranks:
+        return train_on(config, plan, ranks, environment, goes_on=True, before=prepare)
+
+
+def prepare(trainer: Trainer) -> bool:
+    """Give a stage what earlier ones found. Return True if it is to learn. Collective. Raises DataError, and
+    CheckpointError if a file of the recipe cannot be read."""
+    ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
+    (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
+    assert record is not None, "a stage is begun by its recipe"
+    name, sft_dir = trainer.config.custom.trainer_variant, run_dir.parent / SFT
+    if not any(sample.objects for sample in trainer.eval_samples):
+        raise DataError(
+            "recipe: validation can't decide",
+            found=f"{len(trainer.eval_samples)} samples in data.val, none with an object",
+            wanted="samples with labelled objects: every score is 0 without",
+            remedy="name other annotations (data.val), or label some",
+        )
+    if name != SFT and ranks.is_main:
+        _take_range(sft_dir, run_dir)
+    if name != GRPO:
+        return True
+    begins = trainer.config.training.resume_from_checkpoint is None  # with a checkpoint it has its labels
+    if record.from_start and trainer.labels is not None and begins:
+        # The weights of `sft` would complete fewer: they learned the annotated ones, and so find these more often.
+        trainer.labels.restore(0, sft_dir)
+    if record.grpo:
+        return True
+    (known, *_) = ranks.all_succeed(lambda: _known(run_dir) if ranks.is_main else None)
+    if known is None:
+        trainer.journal.note("recipe: measuring what rollouts could still gain")
+        known = measure_headroom(trainer)
+        if ranks.is_main:
+            content = {name: asdict(one) for name, one in known.items()}
+            write_atomically(run_dir / HEADROOM, json.dumps(content, indent=1) + "\n")
+    return grpo_pays(known).holds
+
+
+def _take_range(sft_dir: Path, run_dir: Path) -> None:
+    """Estimate F1 for the objects that `sft` saw, so that scores of all stages are comparable (R49)."""
+    known, own = sft_dir / GAPS, run_dir / GAPS
+    if known.is_file() and not own.is_file():
+        write_atomically(own, known.read_text())
+
+
+def _known(run_dir: Path) -> dict[str, FeatureEstimate] | None:
+    return read_headroom(run_dir) if (run_dir / HEADROOM).is_file() else None
+
+
+def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
+    """`MEASURED`, by the present weights on at most `SAMPLES` training samples. Collective."""
+    every = trainer.train_samples
+    chosen = [every[i] for i in sorted(random.Random(0).sample(range(len(every)), min(SAMPLES, len(every))))]
+    greedy = trainer.score(chosen, "headroom.jsonl", None).assignments
+    groups = _drawn(trainer, chosen)
+    measured = Measured(
+        train=MeasuredSplit(greedy=count_objects(greedy).values, nats=np.zeros((len(chosen), 2))),
+        sampled=np.stack([count_objects(group).values for group in groups]),
+        exposure=np.zeros((len(chosen), len(KINDS), 3)),
+    )
+    found = estimates(measured)
+    return {name: found[name] for name in MEASURED}
+
+
+def _drawn(trainer: Trainer, samples: Sequence[Sample]) -> list[list[Assignment]]:
+    """`GENERATIONS` answers to each sample. Each rank asks for its share."""
+    ranks, task = trainer.ranks, trainer.task
+    assert trainer.backend is not None
+    share = -(-len(samples) // ranks.world_size)
+    line = [sample for sample in samples[ranks.rank * share :][:share] for _ in range(GENERATIONS)]
+    window = [MicroStep(samples=line, micro_step_idx=_MICRO_STEP, first_req_idx=ranks.rank * share * GENERATIONS)]
+    with trainer.source.fence():
+        (rollouts,) = trainer.backend.generate_window(window, global_step=0, temperature=1.0)
+    own = [task.match(task.parse(rollout)) for rollout in rollouts]
+    found = [assignment for part in ranks.all_gather_object(own) for assignment in part]
+    return [found[i : i + GENERATIONS] for i in range(0, len(found), GENERATIONS)]
