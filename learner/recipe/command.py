@@ -254,7 +254,7 @@ class Recipe:
         """Run rollout matching if labels have gaps that the start cannot complete; after it, or else, `grpo`, if that
         pays."""
         matched = self.record.stage(MATCHING)
-        name = MATCHING if matched is None and sft.invents else GRPO
+        name = MATCHING if matched is None and sft.cannot_complete else GRPO
         if matched is not None and not self.record.is_loose and not self.record.grpo:
             self._decide(ended=f"its boxes fit: F1@mIoU is {self.record.fit:.2f} of F1@0.5")
             return 0

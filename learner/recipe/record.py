@@ -59,7 +59,7 @@ class StageResult:
     before: Mapping[str, float]
     after: Mapping[str, float]
     metric: str  # that decides
-    invents: bool = False  # labels have gaps, and its start could complete none of them
+    cannot_complete: bool = False  # labels have gaps, and its start could complete none of them
 
     @property
     def gained(self) -> list[str]:
@@ -157,7 +157,9 @@ def read_record(root: Path) -> Record | None:
     try:
         content: dict[str, Any] = dict(json_in(path))
         known = StageResult.__dataclass_fields__
-        stages = [StageResult(**{key: stage[key] for key in known if key in stage}) for stage in content["stages"]]
+        was = {"invents": "cannot_complete"}  # by its name in earlier versions
+        every = [{was.get(key, key): value for key, value in stage.items()} for stage in content["stages"]]
+        stages = [StageResult(**{key: stage[key] for key in known if key in stage}) for stage in every]
         headroom = {name: FeatureEstimate(**one) for name, one in content["headroom"].items()}
         return Record(**content | {"stages": tuple(stages), "headroom": headroom})
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -219,8 +221,8 @@ def _labels(run_dir: Path) -> dict[str, Any]:
         return {"labels": "", "completed": False}
     found = json_in(files[-1])
     completed = found["min_votes"] is not None and bool(found["added"])
-    invents = CompletionEstimate.of_json(json_in(files[0])["estimate"]).invents
-    return {"labels": found["text"], "completed": completed, "invents": invents and not completed}
+    cannot = CompletionEstimate.of_json(json_in(files[0])["estimate"]).cannot_complete
+    return {"labels": found["text"], "completed": completed, "cannot_complete": cannot and not completed}
 
 
 def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:

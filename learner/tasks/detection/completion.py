@@ -145,7 +145,7 @@ class CompletionEstimate:
     not_random: str = ""  # what shows that labels are not missing at random; empty: nothing does
 
     @property
-    def invents(self) -> bool:
+    def cannot_complete(self) -> bool:
         """Return True if labels have gaps, and no free cluster is sure enough to fill them."""
         gaps = bool(self.not_random) or (self.missing or 0.0) > MISSING
         return gaps and self.min_votes is None and not self.may_be_complete

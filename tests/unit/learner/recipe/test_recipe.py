@@ -392,6 +392,20 @@ def test_a_damaged_file_is_named(tmp_path: Path, name: str, stages: list[Any]) -
     assert results(follow(tmp_path, Stages())) == stages
 
 
+def test_a_record_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """That labels have gaps and cannot be completed had another name."""
+    with pytest.raises(Killed):
+        follow(
+            tmp_path,
+            Stages({**GAINS, "rollout_matching_sft": {0: 0.6}}, UNSURE, killed_after=("rollout_matching_sft", 1)),
+        )
+    path = tmp_path / "run" / "recipe.json"
+    path.write_text(path.read_text().replace('"cannot_complete"', '"invents"'))
+    found = read_record(tmp_path / "run")
+    assert found is not None
+    assert found.stages[0].cannot_complete
+
+
 def test_a_wrong_configuration_is_one_message(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(json.dumps(config_for(tmp_path).model_dump(mode="json")))
