@@ -252,7 +252,7 @@ def test_what_the_first_stage_was_decided_by_decides_all(tmp_path: Path, metric:
 
 
 def test_time_that_is_up_ends_it_with_what_there_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(command, "LEAST_SHARE", 1.0)
+    monkeypatch.setattr(command, "LEAST_SHARE", 1.01)
     found = follow(tmp_path, Stages())
     assert results(found) == BOTH[:1]
     assert "minutes are left" in found.ended
