@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ from learner.config.schema import DataConfig
 from learner.data.prompt import check_prompt_prefix
 from learner.data.splits import load_split
 from learner.policy.parallel import Ranks
+from learner.recipe.command import StageProcess
 from learner.records import EncodedPrompt, PackedRow, Rollout
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.replies import error_of, read_reply
@@ -262,6 +264,11 @@ def failing_reward(place: Place) -> None:
     Rewards(tokenizer=segments.TOKENIZER, functions={"mine": lambda answer: 1 / 0}).parts(rollout, None)
 
 
+def failing_stage(place: Place) -> None:
+    with StageProcess.listening(1, os.environ) as process:
+        process.run(place.folder / "sft.yaml")
+
+
 def failing_callback(place: Place) -> None:
     place.patch.chdir(place.folder)
     text = "from learner.extensions import Callback\nclass Mine(Callback):\n    def on_step(self, result): 1 / 0\n"
@@ -397,6 +404,7 @@ CASES: dict[str, tuple[Case, ...]] = {
     "OutputError": (Case(full_disk, ("space", "training.output_dir")),),
     "OutOfMemoryError": (Case(row_without_memory, ("global_max_length", "gradient_checkpointing: true")),),
     "WindowMismatchError": (Case(other_window, ("rollout_buffer.enabled: false", "report it")),),
+    "StageError": (Case(failing_stage, ("the same command",)),),
     "PipelineStoppedError": (Case(stopped_pipeline, ()),),
     "DeadlineError": (
         Case(lambda place: start_join("tcp", "127.0.0.1", free_port(), 1, 2, 0.2, secret=b"a").result(), ()),

@@ -16,7 +16,6 @@ from learner.policy.load import Policy
 from learner.policy.loss import weighted_loss
 from learner.policy.packed import hidden_states, pack_inputs
 from learner.records import Segment
-from learner.steps.segments import silent
 from tests.unit.learner.policy.rows import CPU, gradients, image, policy_of, row, sample, segment
 
 SIZES = [(64, 64), (128, 128), (96, 160), (256, 64)]
@@ -162,21 +161,6 @@ def test_a_blank_image_reaches_every_weight_and_adds_nothing(
     assert found.keys() == used
     for name, grad in found.items():
         torch.testing.assert_close(grad, expected.get(name, torch.zeros_like(grad)), atol=1e-5, rtol=1e-3)
-
-
-def test_what_is_not_learned_changes_nothing(vlm: Policy) -> None:
-    """R37: a segment of which only the counts remain (`silent`), beside one with an image, and in a row of its own."""
-    one, two = make(vlm, [([(64, 64)], 12), ([(128, 128)], 9)])
-    vlm.model.zero_grad()
-    wanted, alone = vlm.backward(row(one)), gradients(vlm)
-    vlm.model.zero_grad()
-    found = vlm.backward(row(silent(two), one))
-    assert (found.loss_sum, found.weight_sum) == pytest.approx((wanted.loss_sum, wanted.weight_sum), rel=1e-5)
-    for name, grad in gradients(vlm).items():
-        torch.testing.assert_close(grad, alone[name], atol=1e-5, rtol=1e-3)
-    vlm.model.zero_grad()
-    assert vlm.backward(row(silent(two))).weight_sum == 0.0
-    assert not any(grad.any() for grad in gradients(vlm).values())
 
 
 def test_an_image_token_in_the_answer_is_text(vlm: Policy) -> None:
