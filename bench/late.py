@@ -34,11 +34,8 @@ SAMPLES, STEPS_PER_EPOCH, STEPS = 4, 3, 26
 _LIMIT_S = 480.0
 
 
-def slow_down(pid: int | None) -> bool:
-    """Hold a process's session for a while, if it is given. Between two calls `LearnerRun.wait` lets it run for half as
-    long."""
-    if pid is None:
-        return False
+def slow_down(pid: int) -> bool:
+    """Hold a process's session for a while. Between two calls `LearnerRun.wait` lets it run for half as long."""
     os.killpg(pid, signal.SIGSTOP)
     time.sleep(0.2)
     os.killpg(pid, signal.SIGCONT)
@@ -100,7 +97,7 @@ def main(
             learner = start_learner(processes, folder, name, config, ranks=None, devices=gpus[-1:], prefix=one_thread)
             error = {}
             try:
-                learner.wait(_LIMIT_S, until=partial(slow_down, None if gpus else server.pid))
+                learner.wait(_LIMIT_S, until=(lambda: False) if gpus else partial(slow_down, server.pid))
             except ProjectError:
                 error = {"error": last_words(learner.log, 4)}
             rows[name] = figures(learner.run_dir) | error

@@ -33,7 +33,7 @@ def sleep_when_idle() -> None:
 
     waiting = getattr(shm_broadcast, "SpinCondition", None)
     if current_platform.is_cpu() and waiting is not None:
-        # vLLM makes its queues without this argument, so its default is changed.
+        # vLLM passes no spin time when it makes its queues, so the default is changed.
         waiting.__init__.__defaults__ = (SPIN_S,)
 
 

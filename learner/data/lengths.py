@@ -60,8 +60,7 @@ def fewest_tokens(sample: Sample, encoder: PromptEncoder) -> int:
 
 
 def _are_detected(objects: Iterable[object]) -> bool:
-    """Return True if all objects are of the detection task, which has bounds for tokens. Other answers are
-    tokenized."""
+    """Return True if all are detection objects, whose number of tokens has known bounds without a tokenizer."""
     return all(isinstance(obj, DetectionObject) for obj in objects)
 
 

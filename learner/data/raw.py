@@ -263,7 +263,8 @@ class SampleMaker:
             self.bad.keep("found_by_name", error)
 
     def _has_shape(self, seen: SeenImages, place: Place) -> bool:
-        """Return True if a model's processor takes images of this shape, or if the policy says `error`."""
+        """Return False if the record is dropped, because an image is too long for a model's processor. With the policy
+        `error` it stays, and the error is kept."""
         long = [size for size in seen.sizes if size and max(size) > LONGEST_SHAPE * min(size)]
         if not long:
             return True

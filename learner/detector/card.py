@@ -40,8 +40,8 @@ METHODS = {
 def notes_of(
     checkpoint: Path, name: str, *, config: str | None = None, tell: Callable[[str], None] = lambda _: None
 ) -> dict[str, str]:
-    """Return the files, by name, that an exported model has beside its weights: what the checkpoint, or its run, says
-    about asking it, and a card. `tell` gets warnings. Raises ConfigError."""
+    """Return the files, by name, that lie beside an exported model's weights: settings for inference, card, licenses,
+    calibration. `tell` gets warnings. Raises ConfigError."""
     notes = {}
     if config or can_be_asked(checkpoint):
         model = find_model(checkpoint, config=config)

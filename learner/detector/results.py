@@ -116,7 +116,7 @@ def _read_request(file: Path) -> dict[str, object]:
 
 
 def _has_lines(out: Path) -> bool:
-    """Return False for what a command left that failed before its first answer: it is in nobody's way."""
+    """Return True if `out` has answers. Files of a command that failed before its first answer may be replaced."""
     return (out / LINES).is_file() and (out / LINES).stat().st_size > 0
 
 

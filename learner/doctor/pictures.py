@@ -27,8 +27,8 @@ _QUALITY = 90
 
 
 def draw_pictures(config: RunConfig, samples: Sequence[Sample], number: int, out: Path) -> list[Path]:
-    """Draw `number` samples, evenly spread over `samples`, into the folder `out`. Raises ConfigErrors if they can't be
-    drawn, OutputError."""
+    """Draw `number` samples, evenly spread over `samples`, into the folder `out`. Raises OutputError, and
+    ConfigErrors if they can't be drawn."""
     if config.task.type != "detection":
         remedy = f"leave {OPTION} out"
         mistake = Mistake(path=OPTION, found=f"task.type: {config.task.type}", wanted="detection", remedy=remedy)

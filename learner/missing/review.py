@@ -44,7 +44,7 @@ TEMPLATES = jinja2.Environment(
 
 
 class Decision(BaseModel):
-    """`name` is what the person calls an accepted object. The last two are an audit's."""
+    """`name` is what the person calls an accepted object. Only audits have `wrong name` and `cannot tell`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

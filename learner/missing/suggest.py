@@ -152,7 +152,7 @@ def require_one_image(samples: Sequence[Sample]) -> None:
 def of_sample(
     sample: Sample, found: Sequence[LabelCandidate], scored: Sequence[ScoredObject] | None = None
 ) -> Iterator[Suggestion]:
-    """Finds what has no label in a sample. `scored`: what all its answers have, with scores; None: there are none."""
+    """Yield the sample's objects without a label. `scored`: scored objects of all its answers; None: no scores."""
     labels = tuple((obj.desc, addition_of(obj, sample).box) for obj in sample.objects)
     for one in found:
         if one.relation in ("free", "repeats"):

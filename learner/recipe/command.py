@@ -162,7 +162,7 @@ class StageProcess:
     @classmethod
     @contextmanager
     def listening(cls, nproc: int, environment: Mapping[str, str]) -> Iterator[Self]:
-        """The signals of this process are passed on inside this block."""
+        """Yield a StageProcess that gets the signals of this process until the end of the block."""
         made = cls(nproc, environment)
         before = {signum: signal.signal(signum, made._asked) for signum in stop_signals()}
         try:
@@ -222,7 +222,7 @@ def _failed(name: str, returncode: int, log: Path) -> StageError:
 
 
 class Recipe:
-    """What is decided by `record`, and the stages that it asks for."""
+    """Runs the stages that `record` asks for, one after the other, and writes each decision into it."""
 
     def __init__(
         self, config: RunConfig, record: Record, nproc: int, environment: Mapping[str, str], run_stage: RunStage

@@ -1,9 +1,9 @@
 """One rank of a stage's process: `rollout-learner train --stage`, which the recipe starts.
 
 In: the stage's configuration, and the record of the recipe, whose folder is the run's parent. Out: an ordinary run. It
-begins with what the record says: the labels that the start completed, the range of `estimated_f1@0.5`, and, before a
-`grpo` that is not decided yet, the headroom: the best of K answers to training samples, against the greedy one, by the
-weights and labels that the run would learn from. `headroom.json` has it. Nothing is learned if it does not pay.
+takes over what earlier stages found: completed labels, and the range of `estimated_f1@0.5`. If it is not decided yet
+whether `grpo` pays, the stage `grpo` first measures its headroom: how much better the best of K answers to training
+samples is than the greedy one. It writes `headroom.json`, and learns nothing if the headroom is too small.
 """
 
 from __future__ import annotations

@@ -117,8 +117,8 @@ def _against(main: Progress, other: Progress) -> str:
 
 
 def cards(runs: Sequence[Progress]) -> list[Card]:
-    """Return four numbers: F1, its gain, the comparison or the parse rate, the syncs or the speed. None for an empty
-    run."""
+    """Return four cards: F1, its gain, a comparison (without a second run: the parse rate), the syncs. An empty run has
+    no cards."""
     main = runs[0]
     if not (main.run.steps or main.run.evals or main.run.syncs):
         return []

@@ -436,8 +436,8 @@ class ServerClient:
             await asyncio.wait(ended)
 
     def _seen(self, looking: asyncio.Task[None], last_seen: float, silent_s: float) -> float:
-        """Return when the server was last seen, after another look, which may not have ended. Raises
-        ServerUnreachableError after `silent_s`."""
+        """Return when the server was last seen: now, if the look `looking` found it. Raises ServerUnreachableError if
+        the look has not ended, or failed and the server was last seen more than `silent_s` ago."""
         if not looking.done():
             raise self._gone(f"silence at /health/ for {awake_s() - last_seen:.1f} s", silent_s)
         try:

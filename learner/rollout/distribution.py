@@ -341,7 +341,7 @@ class Dispatcher(Generic[R]):
             self._send_again(flight.server, halves(unanswered, suspect=batch.suspect), error)
 
     def _send_again(self, server: int, again: Sequence[Batch], error: ProjectError) -> None:
-        """Queue `again` first. It is empty if every answer arrived."""
+        """Put `again` at the front of the queue. It is empty if every answer arrived."""
         if not again:
             return
         requests = [request for batch in again for request in range(batch.start, batch.stop)]

@@ -1,6 +1,7 @@
 """torchrun for one machine, with readable messages at the end: `python -m learner.run.torchrun N -m learner ...`.
 
-`deploy.torchrun` is the same with options, for users. The recipe starts the ranks of its stages by this one.
+In: a number of ranks, and what each runs. Out: the ranks' output, and the exit code of the rank that failed first, or
+0. `deploy.torchrun` is the same with options, for users. The recipe starts the ranks of its stages by this one.
 """
 
 from __future__ import annotations

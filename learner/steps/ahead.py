@@ -148,8 +148,8 @@ class Stage2Ahead(Stage2Steps):
         return self._learned_since_sync >= self._bounds.sync_every or self._too_far(next_b, self._synced_at)
 
     def postpones_sync(self, global_step: int) -> bool:
-        """Return True if a call is in flight, and the step has a share to learn without it. While the call goes on the
-        step is learned: the weights do not change before its end."""
+        """Return True if a call is in flight, and the step has a share to learn without it. The step is then learned
+        during the call, because the weights change at the step's end only."""
         if self._producer is None or self.is_quiet():
             return False
         if scheduled_channel(global_step, self._parts.b_ratio) == "A":

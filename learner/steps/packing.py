@@ -113,8 +113,8 @@ def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1
     """Return the indices of the subset with the largest sum up to `capacity` among those that hold the first
     `num_first`.
 
-    Exact: reachable sums are bits of one integer, so an item costs one shift. Of equal sums the one without the later
-    items is taken, so that old segments leave first.
+    Exact: reachable sums are bits of one integer, so an item costs one shift. Of equal sums the one with earlier
+    items is taken, so that old segments are learned first.
     """
     room = capacity - sum(lengths[:num_first])
     mask = (1 << (room + 1)) - 1

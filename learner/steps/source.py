@@ -129,7 +129,7 @@ class FreshSteps(StepSource):
         self._batches, self._source, self._row_maker = batches, source, row_maker
         self._gradient_accumulation_steps, self._ranks, self._drains_at = gradient_accumulation_steps, ranks, drains_at
         self._encoder, self._clock = encoder, clock
-        # epoch and sample id of what a resume owes; they join the first micro-batch
+        # (epoch, sample id) of samples that were not learned before the checkpoint; added to the first micro-batch
         self._owed: list[tuple[int, str]] = []
         self._first_owed = 0  # place of the first of them among all ranks' owed samples
         self._global_step = 0  # the step that began last
@@ -241,8 +241,8 @@ def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseC
 
 
 def in_lockstep(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
-    """Yield this rank's rows, and zero-weight ones for as long as another rank has some (D5). Collective: no rank goes
-    on before each has its next row, or none is left, so that passes in which ranks wait for each other meet."""
+    """Yield this rank's rows, and zero-weight ones for as long as another rank has some (D5). Collective: ranks
+    wait for each other before every row, so all make the same number of passes."""
     remaining = iter(rows)
     while True:
         row = next(remaining, None)

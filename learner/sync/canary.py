@@ -27,6 +27,7 @@ EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1  # nats per token: both sides compute in 
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
 CANARY_SAMPLES = 2  # prompts that learner and server both score after a sync
+CANARY_SIDE, CANARY_TOKENS = 256, 128  # pixels; tokens of an answer: the prompts fit into one CUDA graph of an engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

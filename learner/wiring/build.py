@@ -610,7 +610,7 @@ def _answers(basis: Basis) -> AnswersLog | None:
 
 
 def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:
-    """Return where rank 0's rewards and groups go."""
+    """Return the log of rewards and groups; None on other ranks than 0, and for other methods than `grpo`."""
     config = basis.config
     if config.custom.trainer_variant != "grpo" or not basis.ranks.is_main:
         return None

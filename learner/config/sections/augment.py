@@ -1,4 +1,4 @@
-"""The section `data.augment`: other pictures of the same photographs, with boxes and polygons that follow."""
+"""The section `data.augment`: changed pictures of the photographs, and boxes and polygons changed with them."""
 
 from __future__ import annotations
 

@@ -165,8 +165,8 @@ class CompletionEstimate:
         return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 
     def in_words(self, right: float) -> str:
-        """Return text that follows the number of completed labels in a log line. `right` is their share of right
-        ones."""
+        """Return text that follows the number of completed labels in a log line. `right`: share of these
+        labels that are right."""
         if self.missing is None:
             return ""
         made = {

@@ -103,8 +103,8 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
             if one.probability is not None:
                 right[one.votes - 1] += one.probability
     precision = right / np.maximum(free, 1)
-    # Even if chance explains the surest clusters, labels may have gaps: annotators may have labelled just the objects
-    # that are found most surely. With complete labels, pixels have given a share of 0.34 at most.
+    # `may_be_complete` can be wrong: annotators may have labelled just the objects that a model finds most surely.
+    # Where labels were complete, pixels called at most 0.34 of the surest free clusters right.
     sure = slice((len(free) - 1) // 2, None)
     is_complete = known.may_be_complete and not (
         free[sure].sum() >= _FEWEST and right[sure].sum() > free[sure].sum() / 2
