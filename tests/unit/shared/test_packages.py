@@ -39,15 +39,16 @@ def test_check_says_so_of_a_run_with_an_engine_of_its_own(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(ROOT)
-    values = {
+    with_servers = {
         "base": str(ROOT / "deploy/demo/ours.yaml"),
-        "training": {"output_dir": str(tmp_path / "run")},
-        "custom": {"extra": {"rollout_matching": {"vllm": {"mode": "colocate", "max_model_len": 1024}}}},
+        "training": {"output_dir": str(tmp_path / "run")},  # `make demo` leaves its run in the demo's own folder
     }
-    write_yaml(tmp_path / "run.yaml", values)
+    engine = {"custom": {"extra": {"rollout_matching": {"vllm": {"mode": "colocate", "max_model_len": 1024}}}}}
+    write_yaml(tmp_path / "run.yaml", with_servers | engine)
+    write_yaml(tmp_path / "with_servers.yaml", with_servers)
     assert run_check(str(tmp_path / "run.yaml"), env={"PATH": str(tmp_path)}) == 2
     assert "g++" in capsys.readouterr().err
-    assert run_check(str(ROOT / "deploy/demo/ours.yaml"), env={"PATH": str(tmp_path)}) == 0
+    assert run_check(str(tmp_path / "with_servers.yaml"), env={"PATH": str(tmp_path)}) == 0
 
 
 def test_the_server_says_so_at_its_start_and_by_check(tmp_path: Path) -> None:
