@@ -18,8 +18,8 @@
 `train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
 
 Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted (128 + n: by signal n), 141
-nobody reads what is printed (`... | head`). A user error is one message without a traceback; a bug keeps its traceback.
-`--help` and `check` import neither torch nor transformers.
+the reader of the output has gone (`... | head`). A user error is one message without a traceback; a bug keeps its
+traceback. `--help` and `check` import neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ if TYPE_CHECKING:
     from learner.detector.answers import AnswerSettings
     from shared.config.model import ConfigErrors
 
-# A rank that lost another one waits this long, so that torchrun sees the rank that failed first, and ends this one.
+# A rank that lost another rank waits this long before it ends, so that torchrun first sees the rank that failed.
 CAUSE_GRACE_S = 5.0
 PROGRAM = "rollout-learner"
 COMMANDS = (
@@ -465,7 +465,7 @@ def evaluate(
 
 
 def _tell_progress() -> None:
-    """Let a terminal show how far the reading of annotations is, which takes minutes for 100,000 photographs."""
+    """Show in a terminal how many annotations are read: 100,000 photographs take minutes."""
     if sys.stderr.isatty():
         handler = logging.StreamHandler()
         handler.addFilter(lambda record: record.levelno == logging.INFO)
@@ -486,7 +486,7 @@ def _answers(
     max_new_tokens: int | None = None,
     dtype: ComputesIn = ComputesIn.auto,
 ) -> AnswerSettings:
-    """Return how a model's answers are made; a server's token comes from the environment."""
+    """Return the settings for a model's answers, with the server's token from the environment."""
     from learner.detector.answers import AnswerSettings
     from shared.tokens import read_token
 
@@ -501,7 +501,7 @@ def _answers(
 
 
 def _named(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
-    """Read `NAME=PATH`; a path alone is named by its file. Raises BadParameter if two have one name."""
+    """Read texts `NAME=PATH`; the name of a path alone is its file's. Raises BadParameter if two names are equal."""
     found: dict[str, Path] = {}
     for text in texts or ():
         given, sign, path = text.partition("=")
@@ -778,14 +778,14 @@ def _without_our_key(error: ConfigErrors) -> ConfigErrors:
 
 
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
-    """The configuration of this process, one of the ranks. A wrong one is reported before torch is loaded. The
-    environment is made ready for what the run will load."""
+    """Return the configuration of this rank. A wrong configuration raises before torch is loaded. Sets the environment
+    variables that torch and vLLM need."""
     collect_rarely()
     from learner.config.load import load_config
     from learner.config.modes import colocates
 
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent(signal.SIGTERM)  # torchrun is gone: a checkpoint, and the end
+        end_with_parent(signal.SIGTERM)  # if torchrun dies, the run writes a checkpoint and ends
     config = load_config(config_path, world_size=int(os.environ.get("WORLD_SIZE", 1)), overrides=overrides)
     if colocates(config):
         check_compiler(os.environ)
@@ -801,8 +801,8 @@ def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
 
 
 def _end(work: Callable[[], int]) -> None:
-    """Do the work of a command and end with its exit code. Nothing else is raised: typer would say "Aborted" for some
-    errors, and hide where they come from."""
+    """Do the work of a command and raise typer.Exit with its exit code. No other error is raised: typer prints only
+    "Aborted" for some, without a traceback."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # names of classes and files may be in any language
     try:
@@ -825,8 +825,8 @@ def _end(work: Callable[[], int]) -> None:
 
 
 def _nobody_reads() -> bool:
-    """True if stdout is a pipe whose reader has gone. If so, it leads nowhere from then on: Python flushes it at its
-    end."""
+    """Return True if stdout is a pipe whose reader has gone. If so, stdout becomes /dev/null, so that Python can flush
+    it at its end without an error."""
     poll = select.poll()
     poll.register(_STDOUT, 0)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):

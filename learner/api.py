@@ -7,10 +7,9 @@
     assignment = task.match(task.parse(rollout_of(sample, answer, task)))
     task.evaluate([assignment])["f1@0.5"]
 
-`DetectionTask` has the stages as methods, `LossConfig` the weights of a target. The functions here make records from
-what a program has at hand: a folder of a model, boxes in pixels, an answer's text. `docs/notebooks/library.ipynb` shows
-all of it at work. Everything is pure but `load_task`, which reads a tokenizer's files; nothing loads torch or
-transformers.
+`DetectionTask` has the stages as methods, `LossConfig` the weights of a target. The functions here make records from a
+model's folder, boxes in pixels, or an answer's text. `docs/notebooks/library.ipynb` shows examples of all functions.
+`load_task` reads a tokenizer's files; every other function is pure. Nothing here loads torch or transformers.
 """
 
 from __future__ import annotations
@@ -70,7 +69,7 @@ __all__ = [
 
 
 class FolderTokenizer:
-    """The tokenizer of a model's folder: of `tokenizer.json`, with the end token that `tokenizer_config.json` names.
+    """The tokenizer in a model's folder: `tokenizer.json`, and the end token that `tokenizer_config.json` names.
 
     It gives the same ids as transformers' AutoTokenizer, and loads without transformers and torch.
     """
@@ -128,7 +127,7 @@ def sample_of(
     """Return a sample with this ground truth, in canonical order. Each object is its description and x1, y1, x2, y2 in
     pixels of an image of `width` x `height`; six or more numbers are a polygon's x1, y1, x2, y2, ...
 
-    It has no prompt and no image. `DetectionTask.validate` checks its names.
+    The sample has no prompt and no image. `DetectionTask.validate` checks its class names.
 
     Raises DataError for an object that reaches out of the image, whose corners are in another order, or that has no
     area.
@@ -162,8 +161,8 @@ def _kind(coords: Sequence[float]) -> GeometryKind:
 def rollout_of(
     sample: Sample, answer: str | Sequence[int], task: DetectionTask, *, finish_reason: str = "stop"
 ) -> Rollout:
-    """Return an answer to the sample, as text or as token ids [T] (better: a text may be split in other tokens than
-    those that the model wrote). `finish_reason`: "stop", or "length" if the answer reached the token limit."""
+    """Return the rollout of an answer to the sample. `answer` is a text or, better, token ids [T]: the tokenizer may
+    split a text in other tokens than the model wrote. `finish_reason`: "stop", or "length" at the token limit."""
     ids = task.tokenizer.encode(answer, add_special_tokens=False) if isinstance(answer, str) else answer
     return Rollout(
         sample=sample,

@@ -7,12 +7,12 @@ one worked example of each.
     data.format        `my_package.my_module:my_reader`   a `Reader`: annotations in a format of your own
     training.callbacks `[my_package.my_module:MyCallback]` `Callback`s: told of each step, evaluation and save
 
-In: a configuration. Out: the classes and functions that it names. The first part of the file is the protocols, the
-second one finds what follows them. `check_extensions` lists everything that is wrong, key by key. `rollout-learner
-check` calls it, and a run does before it loads the model.
+In: a configuration. Out: the classes and functions that it names. The first half of the file defines the protocols, the
+second half imports the parts and checks them. `check_extensions` lists all mistakes, key by key. `rollout-learner
+check` calls it, and a run calls it before it loads the model.
 
-Modules are searched as Python does, and last in the working directory. So a folder there never hides one of this
-project. Every rank imports them for itself.
+A module is searched where Python searches, and last in the working directory, so a folder there never hides a module of
+this project. Every rank imports the modules for itself.
 """
 
 from __future__ import annotations
@@ -77,8 +77,7 @@ class Reader(Protocol):
 
 
 class PrefixRewards(NamedTuple):
-    """The rewards that an answer with n objects earns after its first 0, 1, ..., n of them, and where each of them
-    ends."""
+    """The rewards that an answer earns after its first 0, 1, ..., n objects, and where each object ends."""
 
     values: NDArray[np.float64]  # [n + 1]
     ends: NDArray[np.int64]  # [n] one past the last response token of each object, ascending
@@ -99,7 +98,7 @@ class Task(Protocol):
         ...
 
     def parse(self, rollout: Rollout) -> Any:
-        """The answer `rollout.response_token_ids` [T], read strictly. Never raises, whatever the model wrote."""
+        """Return the answer `rollout.response_token_ids` [T], read strictly. Never raises, whatever the model wrote."""
         ...
 
     def match(self, parsed: Any) -> Any:
@@ -119,7 +118,7 @@ class Task(Protocol):
         ...
 
     def stats(self, assignment: Any) -> Mapping[str, float]:
-        """Counts of one rollout. Over a step's rollouts, on all ranks, they add up to metrics of these names."""
+        """Return counts of one rollout, by name. Their sums over a step's rollouts on all ranks are its metrics."""
         ...
 
     def counts(self, assignments: Sequence[Any]) -> list[Mapping[str, float]]:
@@ -131,28 +130,28 @@ class Task(Protocol):
         ...
 
     def calibration(self, assignments: Sequence[Any]) -> str | None:
-        """Return what makes scores of answers, fitted on greedy answers to validation samples: the text of
-        `calibration.json`. None: answers of this task have no scores, or there is too little to learn from."""
+        """Fit a calibration of scores on greedy answers to validation samples. Return it as the text of
+        `calibration.json`. None: answers of this task have no scores, or the answers are too few to fit."""
         return None
 
     def calibrated(self, assignments: Sequence[Any], calibration: str | None = None) -> Sequence[Any]:
-        """The assignments with calibrated scores, for `evaluate` and `scene`. `calibration`: the text of one that was
-        fitted on other samples. None: the scores of each sample are fitted on the others of these. The same
-        assignments if answers of this task have no scores, or if there is too little to learn from."""
+        """Return the assignments with calibrated scores, for `evaluate` and `scene`. `calibration`: a text that the
+        method `calibration` returned for other samples. None: each sample's scores are calibrated by a fit on the other
+        samples given here. Assignments stay as they are if answers have no scores, or are too few to fit."""
         return assignments
 
     def reason(self, assignments: Sequence[Any], metrics: Mapping[str, float]) -> tuple[str, str] | None:
-        """Return why a score is near 0, and what to do about it; None if it is not, or if nothing is known."""
+        """Return why a score is near 0, and what to do about it; None: no score is near 0, or the reason is unknown."""
         return None
 
     def rewards(self, assignment: Any, names: Collection[str]) -> Mapping[str, float]:
-        """Those of `names` that are rewards of this task (`reward.weights`), each a finite number, larger for better
-        answers."""
+        """Return, by name, this task's rewards that `names` has (keys of `reward.weights`). Each is finite, and larger
+        for better answers."""
         return {}
 
     def prefix_rewards(self, assignment: Any, weights: Mapping[str, float]) -> PrefixRewards | None:
-        """Return the part of the weighted sum that objects earn one by one, for `grpo.credit: object`; None: the task
-        cannot tell."""
+        """Return the part of the weighted reward that single objects earn, for `grpo.credit: object`; None: this task
+        cannot divide its reward by object."""
         return None
 
     def scene(self, assignment: Any) -> Mapping[str, Any]:
@@ -184,7 +183,7 @@ class Reward(Protocol):
     """Scores one rollout: an entry of `reward.functions`."""
 
     def __call__(self, answer: Answer) -> float:
-        """A finite number, larger for better answers. Several threads call it. What it raises ends the run as a
+        """Return a finite number, larger for better answers. Several threads call it. An exception ends the run as a
         RewardError, which names the function and the sample."""
         ...
 
@@ -207,8 +206,8 @@ class Callback:
 
     Made and called on rank 0 alone, in its main thread. It may write files, send messages and keep state; a resumed run
     makes a new one. It may not change weights or call torch.distributed: the other ranks wait for it, at most
-    `training.collective_timeout_s`. What it raises ends the run on all ranks as a CallbackError, which names it; the
-    last whole step is saved before.
+    `training.collective_timeout_s`. If it raises, the last whole step is saved, and the run ends on all ranks with a
+    CallbackError that names the callback.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -224,8 +223,7 @@ class Callback:
         return None
 
     def on_save(self, step: int, folder: Path) -> None:
-        """Act after each checkpoint, which is complete. The one that is written when the run fails does not call
-        this."""
+        """Act after each complete checkpoint, except the checkpoint that is written when the run fails."""
 
 
 # ---- finding them --------------------------------------------------------------------------------------------------
@@ -289,8 +287,8 @@ def loss_function(config: RunConfig) -> LossFunction | None:
 
 
 def reader_of(config: RunConfig, split: str = "train") -> Reader | None:
-    """Return the reader that `data.format` or the split's own names, or the task's; None: it names a format. Raises
-    ConfigErrors."""
+    """Return the reader that the split's format or `data.format` names, or else the task's reader; None: a built-in
+    format is read. Raises ConfigErrors."""
     path = as_read_for(config.data, split).reader
     if path is not None:
         key = "data.format" if path == config.data.reader else f"data.{split}.format"
@@ -394,8 +392,8 @@ def _import(path: str) -> Any:
 
 
 def _load_file(path: str) -> ModuleType:
-    """Return the module in a file, whose name may be that of any other module. Its name here follows from `path` alone,
-    so that ranks can send each other objects of its classes."""
+    """Return the module in a file. The file may be called like another module: the name of the module is made from
+    `path` alone. It is the same on every rank, so ranks can send each other objects of its classes."""
     name = "part_" + "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in path)
     if name in sys.modules:
         return sys.modules[name]
@@ -438,7 +436,7 @@ def _check_call(value: Any, arguments: Sequence[str]) -> None:
         raise ConfigError("", found="a class", wanted=wanted, remedy=remedy)
     try:
         signature = inspect.signature(value)
-    except ValueError:  # some functions written in C have none
+    except ValueError:  # some functions written in C have no signature
         return
     try:
         signature.bind(*arguments)
@@ -465,7 +463,7 @@ _WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "calibration", "calibrat
 
 
 def _missing_methods(value: type) -> Iterator[str]:
-    """Methods that the class has not, or has only as the protocol's own."""
+    """Yield the methods of `Task` that the class lacks, or only inherits from the protocol."""
     for name, method in vars(Task).items():
         if inspect.isfunction(method) and not name.startswith("_") and name not in _WITH_DEFAULTS:
             own = getattr(value, name, None)

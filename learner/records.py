@@ -5,7 +5,7 @@
 Token ids are plain tuples or numpy arrays; only `VisionInputs` holds torch tensors. Token spans are half-open. A
 coordinate *bin* is an integer in 0..999: `round(999 * pixel / size)`, clamped.
 
-Besides: what readers yield before it is a sample (`RawRecord`), and what is logged of rollout calls and servers.
+Before them, readers yield `RawRecord`s. The last records are for the log: rollout calls, and changes of servers.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ ServerEvent = Literal["lost", "joined", "added", "removed", "refused"]
 
 
 class Votes(NamedTuple):
-    """The number of a sample's answers that have an object which nobody labelled."""
+    """The votes for an object that nobody labelled: `found` of the sample's `answers` answers have it."""
 
     found: int
     answers: int
@@ -57,8 +57,8 @@ class DetectionObject(NamedTuple):
     """One object: what it is and where, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...). A
     tuple, because there are dozens in an answer, and a dataclass takes three times as long to make.
 
-    `votes`: where a label comes from that the model's own answers completed (`labels.complete`); None: annotated, or
-    predicted. `image`: which of its sample's images it is in, from 1; None: the sample has no more than one."""
+    `votes`: the votes for a label that the model's own answers added (`labels.complete`); None: the object is annotated
+    or predicted. `image`: number of the sample's image that it is in, from 1; None: the sample has no second image."""
 
     desc: str
     kind: GeometryKind
@@ -75,10 +75,10 @@ class View(NamedTuple):
     """The recipe of an augmented picture (`data.augment`): `window` is cut out of the photograph, turned, mirrored, and
     resized to `size`. Colors are factors, 1 changes nothing."""
 
-    photograph: Size  # the upright photograph's
+    photograph: Size  # size of the upright photograph
     window: Rect
     size: Size
-    quarter_turn: bool = False  # counterclockwise, before it is mirrored
+    quarter_turn: bool = False  # True: turned by 90 degrees counterclockwise before mirroring
     flip_horizontal: bool = False
     flip_vertical: bool = False
     brightness: float = 1.0
@@ -119,8 +119,8 @@ class Sample:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """The answer of the policy of version `ver`. `response_token_ids` are stop-trimmed. `logprobs` are natural
-    log-probabilities of the response's tokens and of the stop token, by the weights that made them; None: not asked
-    for, or the trained weights themselves made them."""
+    log-probabilities of the response's tokens and of the stop token, by the weights that made them; None: they were not
+    asked for, or the trained weights themselves made the answer."""
 
     sample: Sample
     prompt_token_ids: tuple[int, ...]
@@ -129,18 +129,18 @@ class Rollout:
     ver: int
     seed: int | None
     server_id: str = ""
-    stop_token_id: int | None = None  # that ended the answer, if one did
+    stop_token_id: int | None = None  # the token that ended the answer; None: no stop token did
     logprobs: tuple[float, ...] | None = None
     # the pixels that the engine's vision tower was fed; None: not asked for, or no images
     pixels: ProcessedImages | None = None
 
 
 class CoordSlots(NamedTuple):
-    """The coordinates of an answer in order, each field [C]: where the tokens of each are in the response, and their
-    number."""
+    """The C coordinates of an answer, in order. Each field is [C]: the bins, and where their tokens are in the
+    response."""
 
     start: NDArray[np.int64]  # first response token that holds a character of the number
-    end: NDArray[np.int64]  # one past the last
+    end: NDArray[np.int64]  # one past the last response token that holds one
     bin: NDArray[np.int64]
     lead: NDArray[np.int64]  # bytes of token `start` before the number
 
@@ -178,7 +178,7 @@ class ParsedRollout:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Assignment:
     """One-to-one matching of valid predictions to ground truth. `pairs` are (prediction, ground truth, IoU). `scores`
-    are calibrated ones of the predictions; None: nothing calibrated them."""
+    are the calibrated scores of the predictions; None: they were not calibrated."""
 
     parsed: ParsedRollout
     pairs: tuple[tuple[int, int, float], ...]
@@ -216,14 +216,14 @@ class Target:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PolicyTokens:
-    """The values that a policy gradient needs of each token of a segment, besides its label and its weight (`grpo`).
+    """The values that a policy gradient (`grpo`) needs for each token of a segment, besides label and weight.
 
-    `first_logprobs` is NaN until the first pass over the segment writes into it; its copies share it on purpose. So
-    later passes know the probabilities before the first update."""
+    `first_logprobs` is NaN until the first pass over the segment writes into it. Copies of the record share this array
+    on purpose, so that later passes know the probabilities before the first update."""
 
     advantages: NDArray[np.float32]  # [L]
-    rollout_logprobs: NDArray[np.float32]  # [L] by the weights that made the rollout, nats; NaN: those that learn
-    first_logprobs: NDArray[np.float32]  # [L] by the learner, before the first update, nats
+    rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: those are the learner's own
+    first_logprobs: NDArray[np.float32]  # [L] nats, by the learner's weights before the first update
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
@@ -237,9 +237,9 @@ class Segment:
     loss_weights: NDArray[np.float32]  # [L]
     prompt_length: int
     vision: VisionInputs | None = None
-    ver: int | None = None  # None: ground truth, not a rollout
+    ver: int | None = None  # version of the weights that made the rollout; None: ground truth
     stats: Mapping[str, float] = field(default_factory=dict)  # matched, missed, ... for the step's metrics
-    policy: PolicyTokens | None = None  # None: its tokens are taught, not reinforced
+    policy: PolicyTokens | None = None  # None: the tokens are supervised, without a policy gradient
 
     def __len__(self) -> int:
         return len(self.input_ids)
@@ -254,14 +254,14 @@ class Segment:
 
 
 def group_tokens(group: Sequence[Segment]) -> int:
-    """Return the tokens of segments that hold their common prompt once."""
+    """Return the number of tokens of segments with the same prompt, which is counted once."""
     return sum(map(len, group)) - (len(group) - 1) * group[0].prompt_length
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRow:
     """Segments that are learned in one padding-free forward. An empty row is a zero-weight pass (D5). With
-    `share_prompts`, neighbours with the same prompt hold it once."""
+    `share_prompts`, neighbours with the same prompt share one copy of it."""
 
     segments: tuple[Segment, ...]
     capacity: int  # packing_length
@@ -275,7 +275,7 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens that are computed: a shared prompt counts once."""
+        """The number of tokens that the forward computes: a shared prompt counts once."""
         return sum(map(group_tokens, self.groups()))
 
     @property
@@ -319,10 +319,10 @@ class SyncReceipt:
     canary_gap: float  # mean |learner logprob - served logprob|, nats
     canary_gap_max: float
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
-    pause_s: float = 0.0  # the longest time in which a server generated nothing and let no call in; 0: not measured
-    fallback: str = ""  # the reason if adapter syncs ended with this sync; else empty
-    repeated: tuple[str, ...] = ()  # why each try before this one failed
-    parts: Mapping[str, float] = field(default_factory=dict)  # the host's seconds in each, if they were measured
+    pause_s: float = 0.0  # longest time that any server generated nothing and took no call; 0: not measured
+    fallback: str = ""  # why full syncs replace adapter syncs from this sync on; else empty
+    repeated: tuple[str, ...] = ()  # the error of each failed try before this one
+    parts: Mapping[str, float] = field(default_factory=dict)  # seconds on the host, by part; empty: not measured
 
 
 # ---- annotations, as readers yield them -----------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class SyncReceipt:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of a record, for messages: file, and "line 7" or "image 12"."""
+    """The place of a record, for messages. `record` is "line 7" or "image 12"."""
 
     file: Path
     record: str
@@ -346,8 +346,8 @@ class RawObject:
     desc: str | None  # None: the annotations do not name its class
     kind: GeometryKind
     coords: tuple[float, ...]
-    written: str  # its class and place as the file has them
-    name: str  # messages call it so
+    written: str  # class and coordinates, as the file has them
+    name: str  # what messages call the object
     place: Place
     ignored: bool = False  # a region where nothing is known, not an object
     image: int | None = None  # number among the record's images, from 1; None: the annotations do not say
@@ -363,10 +363,10 @@ class RawRecord:
     messages: Sequence[Turn]  # the prompt, without the assistant's last turn
     images: tuple[str, ...]  # names as the file has them
     objects: Sequence[RawObject]
-    width: int | None  # the annotated image's, in pixels; None: the image's own
+    width: int | None  # pixels, as annotated; None: the image file tells
     height: int | None
-    unit: Unit = "pixels"  # of coordinates, unless `data.coordinates` says another one
-    sizes: tuple[Size, ...] = ()  # width and height of each image, of a record of several
+    unit: Unit = "pixels"  # unit of the coordinates, unless `data.coordinates` names another unit
+    sizes: tuple[Size, ...] = ()  # width and height of each image; empty: all have `width` and `height`
 
 
 # ---- for the log ----------------------------------------------------------------------------------------------------
@@ -377,9 +377,9 @@ class CallRecord:
     """One call after its end; `error` is empty if it was answered."""
 
     base_url: str
-    seed: int  # its first request's
-    micro_step_idx: int  # its first request's
-    first_req_idx: int  # its first request, counted over all ranks
+    seed: int  # seed of the first request
+    micro_step_idx: int  # micro-step of the first request
+    first_req_idx: int  # index of the first request, counted over all ranks
     num_requests: int
     seconds: float
     error: str = ""
@@ -392,12 +392,12 @@ class RolloutCallLog:
     those of the first request; `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
     again.
 
-    A call that runs ahead of the steps belongs to none of them: its `micro_step_idx` is -1, and it has the `share`
-    whose number stands for the step in its seeds.
+    A call that runs ahead of the steps belongs to no step. Its `micro_step_idx` is -1, and its seeds are made with the
+    number of its `share` of the samples instead of the step's.
     """
 
     global_step: int | None
-    share: int | None = None  # counted since the beginning of training; None: the call belongs to a step
+    share: int | None = None  # number of the share since the start of training; None: the call belongs to a step
     micro_step_idx: int
     first_req_idx: int
     num_requests: int
@@ -406,7 +406,7 @@ class RolloutCallLog:
     ver: int | None = None
     seconds: float = 0.0
     began_at: float = 0.0  # the same as in `CallRecord`
-    parts: dict[str, float] = field(default_factory=dict)  # seconds in each, of a call in the learner's own process
+    parts: dict[str, float] = field(default_factory=dict)  # seconds by part of a call in the learner's own process
     calls: list[CallRecord] = field(default_factory=list)
     splits: list[tuple[int, int, int]] = field(default_factory=list)
 
@@ -418,4 +418,4 @@ class ServerChange:
     base_url: str
     what: ServerEvent
     because: str
-    serving: int  # servers that serve after it
+    serving: int  # number of servers that serve after the change

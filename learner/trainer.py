@@ -1,15 +1,15 @@
 """The training loop: sync, learn, update; evaluate and save when due.
 
-One optimizer step: sync where its rollouts need it, begin, learn each micro-step's rows as they come, reduce gradients
-over ranks once, clip, update, count. A sync that must wait for rollouts in flight comes between two rows, if the source
-allows it. The rows come from a step source (`learner.steps.source`). The step's loss is the weighted mean over all
+One optimizer step: sync if its rollouts need newer weights, learn each micro-step's rows as they come, reduce gradients
+over ranks once, clip, update, count. A sync that must wait for rollouts in flight runs between two rows, if the source
+allows that. The rows come from a step source (`learner.steps.source`). The step's loss is the weighted mean over all
 supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient. An epoch's
 last step may have fewer samples than others: its gradient and its learning rate are multiplied by its share of a whole
 step's samples.
 
-Invariants: rollouts and evaluations only ever run on weights that were synced after the last update (R10); rollouts
-ahead of learning, on those of the last sync. Every rank runs the same number of forward/backward passes (D5). A sample
-is trained once per epoch, also across a resume.
+Invariants: rollouts and evaluations run on weights that were synced after the last update (R10). Rollouts that run
+ahead of learning use the weights of the last sync instead. Every rank runs the same number of forward/backward passes
+(D5). A sample is trained once per epoch, also across a resume.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ MAX_REASON = 400  # characters of an error in the log
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """The end of a step: all that a checkpoint needs besides the weights and moments, of every rank."""
+    """What a checkpoint of the end of a step needs, of every rank, besides weights and moments."""
 
     state: TrainerState
     generators: Generators
@@ -63,8 +63,8 @@ class Boundary:
 
 @contextmanager
 def start_set_aside() -> Iterator[Callable[[], None]]:
-    """Yield a function to call after each step. Its first call takes all objects that live then out of collections,
-    until the context ends.
+    """Yield a function to call after each step. Its first call exempts all objects that exist then from garbage
+    collection, until the context ends.
 
     Modules, model and compiled programs are about 800,000 objects that live as long as the run. A full collection walks
     all of them, in the middle of a step: 0.5 s on a CPU. Cycles of such objects are only freed when the context has
@@ -106,7 +106,7 @@ def memory_errors(row: PackedRow) -> Iterator[None]:
 
 
 def _named(error: Exception | Stopped) -> str:
-    """Return what ended a run, in a line."""
+    """Describe in one line the error or stop that ended a run."""
     text = " ".join(str(error).split())
     return text if isinstance(error, Stopped) else f"{type(error).__name__}: {text}"[:MAX_REASON]
 
@@ -141,7 +141,7 @@ class Trainer:
         self.run_dir = Path(config.training.output_dir)
         self.policy, self.optimizer, self.source = policy, optimizer, source
         self.task, self.rewards = task, rewards
-        self.train_samples = train_samples  # completed labels included, where these are completed
+        self.train_samples = train_samples  # with completed labels, if the run completes labels
         self.eval_samples, self.test_samples, self.backend = eval_samples, test_samples, backend
         self.checkpoints, self.stop, self.journal, self.clock = checkpoints, stop, journal, journal.clock
         self.labels, self.gaps, self.retained = labels, gaps, retained
@@ -153,15 +153,15 @@ class Trainer:
         self.callbacks = Callbacks(config, ranks)
         self.state = TrainerState()
         self._evaluated_at: int | None = None
-        self._evaluation: Evaluation | None = None  # the one of `_evaluated_at`
-        self._calibration: tuple[int, str | None] | None = None  # a step, and what was fitted on its evaluation
+        self._evaluation: Evaluation | None = None  # the evaluation of step `_evaluated_at`
+        self._calibration: tuple[int, str | None] | None = None  # a step, and the calibration fitted on its evaluation
         self._saved_at: int | None = None
-        self._best_alone: Path | None = None  # a checkpoint that is there only because it is the best
+        self._best_alone: Path | None = None  # a checkpoint that is kept only as the best one
         self._boundary: Boundary | None = None  # None: the weights are not those at the end of a step
 
     def run(self) -> None:
-        """Train to the last step. Raises ProjectError, Stopped if it was asked to stop, or whatever else ended it; the
-        last whole step is saved before, so that it can be resumed."""
+        """Train to the last step. Raises Stopped if the run was asked to stop, ProjectError, or any other error that
+        ended it. The last whole step is saved before, so that the run can be resumed."""
         self.callbacks.make()
         try:
             self.train()
@@ -182,7 +182,7 @@ class Trainer:
         self.save() if agreed else self.rescue()
 
     def why_early(self) -> str:
-        """Return what ended the run before its last step; empty if nothing did."""
+        """Return the reason why the run ended before its last step; empty: it did not."""
         if self.callbacks.ended_by:
             return f"{self.callbacks.ended_by} ended it"
         gave_up = self.best.gives_up and self.state.global_step < self.total_steps
@@ -224,8 +224,8 @@ class Trainer:
         self.note_leftovers()
 
     def evaluates_first(self) -> bool:
-        """Return True if an evaluation is due before any step. A run that goes on is not evaluated where it was
-        interrupted: that would count towards patience. It is where its last evaluation did not end."""
+        """Return True if an evaluation is due before the first step of this process. A resumed run is evaluated there
+        only if the evaluation of its step was due and did not end: a second one would count towards patience."""
         training, step = self.config.training, self.state.global_step
         if training.eval_on_start and not self.best.values:
             return True
@@ -235,7 +235,7 @@ class Trainer:
     # ---- one optimizer step ----------------------------------------------------------------------------------------
 
     def step(self) -> tuple[StepResult, Sequence[LearnedRow]]:
-        """One parameter update, and the rows that it learned, on all ranks."""
+        """Make one parameter update. Return its result, and the rows that all ranks learned."""
         self.stop.check()
         training, ver = self.config.training, self.syncs.ver(self.state.global_step)
         totals = StepTotals(min_fill=training.packing_min_fill_ratio if training.packing else None)
@@ -272,9 +272,9 @@ class Trainer:
         return result, totals.rows
 
     def training_step(self, rows: Generator[PackedRow], totals: StepTotals) -> None:
-        """Run one micro-step: learn its rows as they come, and empty ones until every rank has run as many passes (D5).
-        Gradients are accumulated, without an update. Passes of a sharded model wait for each other, and so its rows do
-        too, as do those between which a sync may come."""
+        """Run one micro-step: learn its rows as they come, and empty rows until every rank has run as many passes (D5).
+        Gradients are accumulated, without an update. Ranks wait for each other at each row if the model is sharded, or
+        if a sync may run between two rows."""
         evened = in_lockstep if self.policy.is_sharded or self.syncs.waits else padded
         with closing(rows):  # an error here must end the rollouts under way too
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
@@ -290,7 +290,7 @@ class Trainer:
         if self.labels is None or not self.labels.is_due(step):
             return
         self.stop.check()
-        with self.source.fence() as fence:  # no rollout is in flight whose sample would have other labels now
+        with self.source.fence() as fence:  # rollouts in flight have the old labels
             self.syncs.behind(fence, step)
             with self.clock.phase("labels"):
                 completion = self.labels.complete(step, self.syncs.ver(step))
@@ -336,7 +336,7 @@ class Trainer:
         return found
 
     def keep_best(self, *, is_due: bool) -> None:
-        """Save the present weights as the best ones. Those before them are removed, if they were saved for that alone;
+        """Save the present weights as the best ones. The last best checkpoint is removed if it was kept only as that.
         `is_due`: this step has a checkpoint anyway."""
         path, before = self.save(), self._best_alone
         self.best.link(path)
@@ -345,7 +345,7 @@ class Trainer:
             self.checkpoints.remove(before)
 
     def test(self) -> None:
-        """Score `data.test` once, if it is given beside `data.val`: its boxes are calibrated on that."""
+        """Score `data.test` once, if it is given beside `data.val`, on which the scores of its boxes are calibrated."""
         if self.test_samples:
             fitted = self.calibration()
             calibrated = partial(self.task.calibrated, calibration=fitted) if fitted is not None else None
@@ -362,13 +362,13 @@ class Trainer:
         task: Task | None = None,
         calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
     ) -> Evaluation:
-        """Roll out `samples`, which are of `data.SPLIT`, with the present weights. Write their scenes to `eval/file`,
-        and COCO results beside it. `task`: of samples of another task, for which the run's rewards do not apply.
-        `calibrated`: as for `evaluate`."""
+        """Roll out `samples` of the split `data.SPLIT` with the present weights. Write their scenes to `eval/FILE`, and
+        COCO results beside it. `task`: the samples' task if it is not the run's; then the run's rewards are not
+        computed. `calibrated`: as for `evaluate`."""
         assert self.backend is not None
         self.stop.check()
         step = self.state.global_step
-        # encloses the rollouts, too: the servers hold no more of them than one call's
+        # The fence lasts until the rollouts have ended: the servers hold no more requests than those of one call.
         with self.source.fence() as fence:
             self.syncs.behind(fence, step)
             with self.clock.phase("eval"):
@@ -386,12 +386,12 @@ class Trainer:
         return evaluation
 
     def mark_boundary(self) -> None:
-        """Remember what a checkpoint of this end of a step needs; the next step may be given up. Collective."""
+        """Remember what a checkpoint of this step needs, in case the next step does not end. Collective."""
         state = replace(self.state, cursor=self.source.state())
         self._boundary = Boundary(state=state, generators=self.checkpoints.generators())
 
     def save(self) -> Path:
-        """Save a checkpoint from which `restore` goes on exactly, on as many ranks; once per step at most."""
+        """Save a checkpoint, at most once per step. `restore` on as many ranks goes on from it exactly."""
         if self._saved_at == self.state.global_step:
             return self.checkpoints.path_of(self.state)
         at = self._boundary
@@ -406,8 +406,8 @@ class Trainer:
         return path
 
     def calibration(self) -> str | None:
-        """Return what makes scores of the present weights' answers, fitted on `data.val`. None: they were not evaluated
-        there, or there is too little to learn from."""
+        """Return the calibration of scores of the present weights, fitted on `data.val`. None: the weights were not
+        evaluated there, or the answers are too few to fit."""
         step = self.state.global_step
         if self.config.data.val is None or self._evaluation is None or self._evaluated_at != step:
             return None
@@ -416,8 +416,8 @@ class Trainer:
         return self._calibration[1]
 
     def save_calibration(self) -> None:
-        """Save beside the checkpoint of this step what makes scores of its answers: fitted on `data.val`, where the
-        step was evaluated and saved, whichever came first."""
+        """Save the calibration of scores in the checkpoint of this step. Does nothing until the step was both evaluated
+        on `data.val` and saved, in either order."""
         folder, is_saved = self.checkpoints.path_of(self.state), self._saved_at == self.state.global_step
         file = folder / CALIBRATION_NAME
         if not self.ranks.is_main or not is_saved or file.is_file() or not folder.is_dir():
@@ -433,7 +433,7 @@ class Trainer:
         if at is None or at.state.global_step in (0, self._saved_at):
             return
         for _, p in self.policy.trainable:
-            p.grad = None  # memory to save with, if that is what ran out
+            p.grad = None  # frees memory for the save: the error may be a lack of memory
         try:
             path = self.checkpoints.save_alone(self.policy, self.optimizer, at.state, at.generators)
         except Exception as error:  # the error that stopped the run is the one to raise
@@ -458,7 +458,7 @@ class Trainer:
         self.journal.note(f"resumed at step {self.state.global_step}; {len(self.waiting())} carried samples come again")
 
     def waiting(self) -> list[str]:
-        """Samples that were handed out, on any rank, and are not learned yet. Collective."""
+        """Return the ids of samples that any rank has begun and not learned yet. Collective."""
         return [sample_id for part in self.ranks.all_gather_object(self.source.waiting()) for sample_id in part]
 
     def note_leftovers(self) -> None:
