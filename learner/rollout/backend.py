@@ -18,8 +18,8 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
-# What belongs to no micro-step of a step has a `micro_step_idx` of its own, so that no two requests share a seed.
-AHEAD_OF_STEPS = -1  # rollouts of a share, whose number stands for `global_step`
+# Requests that belong to no micro-step have a `micro_step_idx` of their own, so that no two requests share a seed.
+AHEAD_OF_STEPS = -1  # rollouts made ahead of the steps; the number of their share of samples is the `global_step`
 COMPLETES_LABELS = -2
 
 
@@ -41,8 +41,8 @@ class RequestIndex(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """A window's requests in one line. A request's seed depends on its index only (R11), not on what is rolled out
-    together."""
+    """A window's requests, all micro-steps in one sequence. A request's seed depends on its index only (R11), not on
+    the other requests."""
 
     samples: Sequence[Sample]
     indices: Sequence[RequestIndex]
@@ -75,7 +75,8 @@ class RolloutBackend(Protocol):
     ) -> list[list[Rollout]]:
         """Return the rollouts of several micro-steps with the same weights: a list for each.
 
-        They are decoded as the run's configuration says. `greedy`: greedily. `temperature`: drawn from all tokens.
+        Decoding follows the run's configuration. `greedy`: greedy decoding instead. `temperature`: all tokens are drawn
+        from at this temperature instead.
         """
         ...
 
@@ -97,19 +98,19 @@ class RolloutBackend(Protocol):
 
 
 class RolloutStream(Protocol):
-    """A window's rollouts as they end: the place of each in the window's line of samples, and the rollout. One thread
-    iterates it, once. The iteration raises what ended the rollouts."""
+    """A window's rollouts as they end: pairs of the sample's index in the window, and the rollout. One thread iterates
+    the stream, once. The iteration raises the error that ended the rollouts."""
 
     def __iter__(self) -> Iterator[tuple[int, Rollout]]: ...
 
     def close(self) -> None:
-        """Give up what has not ended; the iteration ends. From any thread, at any time."""
+        """Cancel the rollouts that have not ended; the iteration ends. Any thread may call this at any time."""
         ...
 
 
 @runtime_checkable
 class StreamingBackend(RolloutBackend, Protocol):
-    """Rollouts are made elsewhere, while this process does something else."""
+    """A backend whose rollouts other processes make, while this process can do other work."""
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
         """Begin the rollouts of `generate_window`."""
@@ -117,7 +118,7 @@ class StreamingBackend(RolloutBackend, Protocol):
 
 
 def drawn_at(temperature: float, decoding: DecodingConfig) -> DecodingConfig:
-    """`decoding` with samples from all tokens at a temperature."""
+    """Return `decoding` changed to draw from all tokens at this temperature."""
     plain = {"top_p": 1.0, "top_k": -1, "decode_mode": "sample", "num_beams": 1}
     return decoding.model_copy(update={"temperature": temperature, **plain})
 

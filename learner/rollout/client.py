@@ -58,24 +58,24 @@ log = logging.getLogger("learner.rollout")
 HEALTH_TIMEOUT_S = 5.0  # deadline of one call of /health/
 LAST_LOOK_S = 3.0  # deadline of a call of /health/ at a server whose answer is late
 POLL_S = 5.0  # time between two checks of one server
-MAX_LOOKS_PER_S = 32.0  # looks at all servers together: each takes a millisecond of CPU
+MAX_LOOKS_PER_S = 32.0  # calls of /health/ to all servers together: each takes a millisecond of CPU
 BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
 SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
-REPLY_GRACE_S = 10.0  # beyond a deadline that the server keeps itself, so that its own error arrives first
+REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first
 # Two seconds are below uvicorn's 5: an idle connection is dropped here before the server closes it under a new request.
 KEEPALIVE_S = 2.0
 
-# These set the deadline of an /infer/ call without infer_timeout_s (D16).
+# Without infer_timeout_s, these constants set the deadline of an /infer/ call (D16).
 MAX_INFER_S = 600.0
 MIN_INFER_S = 120.0  # a weight update or a compilation may hold up one call
 PACE_CALLS = 32
 PACE_MARGIN = 4.0
 
-# The bytes of an answer are bounded. Per token there are its text, its id twice and its log-probability.
+# The bytes of an answer are bounded. For each token it has a text, the id twice, and a log-probability.
 MAX_REPLY_BYTES = 64 << 20
-_ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # an `/infer/` answer's prompt ids and the rest; each token
-_MOST_TOKENS = 1 << 17  # an answer that no request bounds has no more
-_MOST_BYTES = "most_bytes"  # a request's extension
+_ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # bytes of an `/infer/` answer: all but its tokens; per token
+_MOST_TOKENS = 1 << 17  # most tokens of an answer whose request sets no limit
+_MOST_BYTES = "most_bytes"  # key of the bound in an httpx request's extensions
 
 
 def _most_bytes(call: InferCall) -> int:
@@ -93,13 +93,13 @@ class Timeouts:
     write_s: float
     pool_s: float
     infer_s: float | None
-    gone_s: float  # a server is gone when `/health/` was silent for so long
-    poll_s: float = POLL_S  # time between two looks at `/health/`
+    gone_s: float  # a server counts as gone after `/health/` was silent for this time
+    poll_s: float = POLL_S  # time between two calls of `/health/`
 
     @classmethod
     def of(cls, timeout_s: float, infer_timeout_s: float | None, *, num_servers: int = 1) -> Timeouts:
         """Make the timeouts from the two numbers of the configuration (R05); an `infer_timeout_s` of 0 or less counts
-        as null. `num_servers` is the run's. From 160 on, each is looked at less often."""
+        as null. From 160 servers (`num_servers`) on, `/health/` of each server is called less often."""
         return cls(
             connect_s=min(10.0, timeout_s),
             read_s=timeout_s,
@@ -121,10 +121,10 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """Seconds until a server counts as gone. `has_others`: the run can go on without it."""
+    """Seconds until a failing server counts as gone. `has_others`: the run can go on without this server."""
 
-    silent_s: float  # `/health/` does not answer
-    broken_s: float  # a connection broke, and `/health/` does not answer
+    silent_s: float  # while `/health/` does not answer
+    broken_s: float  # after a connection broke, while `/health/` does not answer
     has_others: bool
 
 
@@ -135,12 +135,12 @@ class Pace:
         self._rates: deque[float] = deque(maxlen=PACE_CALLS)
 
     def saw(self, num_tokens: int, seconds: float) -> None:
-        """A call was answered: its longest answer has `num_tokens`."""
+        """Note a call that was answered in `seconds`; its longest answer has `num_tokens`."""
         self._rates.append(max(1, num_tokens) / max(1e-6, seconds))
 
     def deadline_s(self, max_new_tokens: int | None) -> float:
-        """Return `PACE_MARGIN` times what the slowest of the last calls would need for `max_new_tokens`; the longest
-        deadline before the first answer, or if answers have no limit."""
+        """Return `PACE_MARGIN` times the seconds for `max_new_tokens` at the pace of the slowest of the last calls,
+        within MIN_INFER_S and MAX_INFER_S. Before the first answer, or if answers have no limit: MAX_INFER_S."""
         if not self._rates or max_new_tokens is None:
             return MAX_INFER_S
         return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))
@@ -148,7 +148,7 @@ class Pace:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """httpx would read the certificates anew for each client, which takes 16 ms: 8 s of every rank with 512 servers."""
+    """Return the certificates, read once. httpx reads them for each client: 16 ms, or 8 s per rank with 512 servers."""
     return httpx.create_ssl_context()
 
 
@@ -164,12 +164,12 @@ class ServerClient:
             headers={**PLAIN, **({"Authorization": f"Bearer {token}"} if token else {})},
             event_hooks={"response": [self._check_size]},
             limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),  # a rank's quota bounds them
-            trust_env=False,  # a proxy of the environment would see the token, and every photograph
+            trust_env=False,  # a proxy named by the environment would see the token and all photographs
             verify=_certificates(),
         )
 
     async def _check_size(self, response: httpx.Response) -> None:
-        """Raises RolloutError, now if the answer is packed, else as soon as it is longer than it may be."""
+        """Raises RolloutError: at once if the answer is compressed, else as soon as the answer exceeds its bound."""
         if is_packed(response):
             raise RolloutError(
                 f"{self.base_url}: the answer is packed",
@@ -221,20 +221,20 @@ class ServerClient:
     async def infer(
         self, call: InferCall, on_answer: Callable[[int, RolloutOutput], None], patience: Patience | None = None
     ) -> None:
-        """Calls `on_answer(i, output)` for request `i` as it ends, and returns when all have. Answers have the call's
-        places, each once; the caller checks the rest. What `on_answer` raises ends the call.
+        """Call `on_answer(i, output)` when request `i` ends; return when all requests have ended. Each request is
+        answered once; the caller checks the content. An exception of `on_answer` ends the call.
 
         Raises DeadlineError if an answer takes longer than its deadline, ServerUnreachableError if `/health/` is silent
         for longer than `patience` says, ServerError if the connection broke and the server is alive, RolloutError if an
         answer is malformed or missing, ServerBusyError if the server stayed busy for `gone_s`, or became busy after
-        some answers. Then it has waited already, and the caller can send the others again.
+        some answers. This method has waited then, so the caller can send the unanswered requests again at once.
         """
         patience = patience or self.timeouts.patience(has_others=False)
         deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)
         answers = Answers(self.base_url, len(call.infer_requests), on_answer)
 
         async def late(health_age_s: float) -> None:
-            if patience.has_others:  # one last look: is it slow, or gone?
+            if patience.has_others:  # a last call of /health/ tells a slow server from one that is gone
                 await self._last_look(health_age_s)
             raise self._late(answers, deadline_s, health_age_s=health_age_s)
 
@@ -255,7 +255,7 @@ class ServerClient:
     async def _send_infer(
         self, call: InferCall, deadline_s: float, answers: Answers, patience: Patience
     ) -> httpx.Response:
-        """Exchange one call. The body of a success has been read by `answers`."""
+        """Send one call and return the response. `answers` has read its body if the call succeeded."""
         read_s, most_bytes = deadline_s + REPLY_GRACE_S, _most_bytes(call)
         try:
             async with self._errors("/infer/", read_s), self._stream("/infer/", call, read_s, most_bytes) as response:
@@ -303,7 +303,7 @@ class ServerClient:
         return await self._while_alive(sending, silent_s, deadline_s=limit_s, late=late)
 
     async def expect_scores(self, call: ExpectScoresCall) -> None:
-        """Tell what the canary of the update under way must score."""
+        """Send the scores that the server must reach in the canary of the current update."""
         await self._send_once("/expect_scores/", call)
 
     async def close_communicator(self, call: CloseCommunicatorCall) -> None:
@@ -330,8 +330,8 @@ class ServerClient:
         return response
 
     async def _patiently(self, path: str, exchange: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-        """Return the first answer of `exchange` that is not "busy"; the last one, `gone_s` after the first."""
-        # Patience begins with the first refusal: a call that was taken may last for minutes.
+        """Repeat `exchange` while the server is busy, for at most `gone_s`. Return its success, or raise its error."""
+        # The time counts from the first refusal: a call that the server accepts may last for minutes.
         deadline = math.inf
         while True:
             response = await exchange()
@@ -353,8 +353,8 @@ class ServerClient:
         *,
         read_s: float | None = None,
     ) -> httpx.Response:
-        """Exchange one call, whatever its status; `read_s` defaults to that of the timeouts. Raises DeadlineError or
-        ServerUnreachableError."""
+        """Send one call and return the response, whatever its status; `read_s` None: `timeouts.read_s`. Raises
+        DeadlineError or ServerUnreachableError."""
         read_s = self.timeouts.read_s if read_s is None else read_s
         async with self._errors(path, read_s):
             return await self._http.request(
@@ -384,7 +384,7 @@ class ServerClient:
 
     @asynccontextmanager
     async def _errors(self, path: str, read_s: float) -> AsyncIterator[None]:
-        """Raise httpx's errors as ours."""
+        """Turn httpx's errors into errors of this project."""
         t = self.timeouts
         try:
             yield
@@ -406,8 +406,9 @@ class ServerClient:
         deadline_s: float = math.inf,
         late: Callable[[float], Awaitable[None]] | None = None,
     ) -> httpx.Response:
-        """Exchange one call. It ends when `/health/` was silent for `silent_s`, or after `deadline_s` with what `late`
-        raises, which is told how long ago the server was seen."""
+        """Wait for the response of one call, and poll `/health/` meanwhile. Raises ServerUnreachableError when
+        `/health/` was silent for `silent_s`. After `deadline_s` it calls `late`, which raises, with the seconds since
+        the server was last seen."""
         task = asyncio.create_task(sending)
         looking: asyncio.Task[None] | None = None
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
@@ -429,15 +430,15 @@ class ServerClient:
                     last_seen = self._seen(looking, last_seen, silent_s)
                     looking, next_look = None, awake_s() + poll_s
         finally:
-            # The tasks are awaited, so that no answer is given on after this call has ended.
+            # The tasks are awaited, so that no answer is handed on after this call has ended.
             ended = {task, looking} if looking else {task}
             for one in ended:
                 one.cancel()
             await asyncio.wait(ended)
 
     def _seen(self, looking: asyncio.Task[None], last_seen: float, silent_s: float) -> float:
-        """Return when the server was last seen: now, if the look `looking` found it. Raises ServerUnreachableError if
-        the look has not ended, or failed and the server was last seen more than `silent_s` ago."""
+        """Return when the server was last seen, by the call of `/health/` in `looking`. Raises ServerUnreachableError
+        if that call has not ended, or failed when the server was silent for more than `silent_s`."""
         if not looking.done():
             raise self._gone(f"silence at /health/ for {awake_s() - last_seen:.1f} s", silent_s)
         try:
@@ -479,5 +480,5 @@ class ServerClient:
 
 
 def _last_seen_of(error: ProjectError) -> str:
-    """Return what a look at the server found. An unreachable server is not described twice."""
+    """Return what a call of `/health/` found, without a second description of an unreachable server."""
     return error.found if isinstance(error, ServerUnreachableError) else str(error)

@@ -3,8 +3,8 @@
 `ColocateBackend` makes rollouts with a `ColocatedEngine`.
 
 In: samples of this rank. Out: one rollout per sample, in order, by the weights last synced. Ranks that share an engine
-bring their requests together, and each takes back its own; a request's seed follows from its index over all ranks, as
-everywhere. With engines over several ranks `generate` is collective, also for a rank without samples. Invariants: the
+gather their requests, and each takes the answers to its own requests. A request's seed follows from its index over all
+ranks. With engines over several ranks `generate` is collective, also for a rank without samples. Invariants: the
 engine makes the image tokens of a prompt itself, from the images, so the prompt-prefix check compares two renderings;
 no rollout is made with unchecked weights.
 """
@@ -47,7 +47,7 @@ class _Asked(NamedTuple):
 
     samples: Sequence[Sample]
     seeds: Sequence[int]
-    looks: Sequence[bool]  # True: their pixels are looked at
+    looks: Sequence[bool]  # per sample: True if its rollout gets `pixels`
 
 
 class ColocateBackend(RolloutBackend):
@@ -92,7 +92,7 @@ class ColocateBackend(RolloutBackend):
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=self.engine.ver)
         with recorded(record, self._on_call), local_call(record, asked, name=NAME):
             how = self._decoding.of(greedy=greedy, temperature=temperature)
-            share = self._pixel_share if not greedy and temperature is None else 0.0  # others are not learned
+            share = self._pixel_share if not greedy and temperature is None else 0.0  # other rollouts are not learned
             looks = [share > 0 and asks_pixels(share, one, global_step=global_step) for one in asked.samples]
             return split_window(window, self._generate(_Asked(asked.samples, asked.seeds, looks), how, record.parts))
 
@@ -126,8 +126,8 @@ class ColocateBackend(RolloutBackend):
         ]
 
     def _generate_together(self, asked: _Asked, how: RequestConfig, parts: dict[str, float]) -> list[Generation]:
-        """This rank's generations, made together with those of all ranks that share its engine. Notes the seconds of
-        its parts."""
+        """Return this rank's generations, made together with those of all ranks that share its engine. Writes the
+        seconds of each part of the call into `parts`."""
         shares, mine = [asked], 0
         size = self.engine.tensor_parallel_size
         if size > 1:
@@ -148,6 +148,6 @@ class ColocateBackend(RolloutBackend):
 
     def _prompts(self, samples: Sequence[Sample]) -> list[Prompt]:
         """Return the samples' prompts. A sample that comes several times in a row (`grpo`) is read and rendered once.
-        Two samples of one name are two: only data files are sure to have each name once."""
+        Samples are compared by identity, not by name: only data files are sure to have each name once."""
         groups = [list(group) for _, group in itertools.groupby(samples, key=id)]
         return [prompt for group in groups for prompt in [self._encoder.for_engine(group[0])] for _ in group]

@@ -3,12 +3,12 @@
 `ColocatedEngine` is vLLM in the learner's own process, on its device; it is the only code of the learner that speaks
 vLLM's API. One engine spans `tensor_parallel_size` ranks, each of which runs the same requests in the same order.
 Invariants:
-- whatever vLLM does, it does inside `awake`: training state is offloaded, and on CUDA the engine sleeps before and
-  after (vLLM for CPU has no sleep mode, and shares no device memory with training). It stays awake instead where it is
-  estimated, or was seen, to have room beside training: to sleep and wake moves its weights to host memory and back;
-- the random generators of training are left as they were, and so is where torch keeps what it compiles;
-- `ver` is the version of the weights that were loaded and checked; None: they are not known to be right, and as long as
-  nothing was loaded they may be zeros;
+- vLLM works only inside `awake`: training state is offloaded, and on CUDA the engine sleeps before and after (vLLM for
+  CPU has no sleep mode, and shares no device memory with training). An engine that has room beside training, as
+  estimated or measured, stays awake instead: sleeping and waking moves its weights to host memory and back;
+- the random generators of training, and torch's folder for compiled code, are left as they were;
+- `ver` is the version of the weights that were loaded and checked; None: the weights are unchecked, and may be zeros
+  before the first load;
 - the adapter that was loaded last answers, until all weights are loaded.
 
 `learner/run/environment.py` must have prepared the environment before vLLM is imported.
@@ -64,7 +64,7 @@ from shared.wire import RequestConfig
 _PIECE_BYTES = 64 * 2**20
 ROOM = 0.08  # share of the device that stays free beside an engine that stays awake
 SURPLUS = 1.5  # factor on the estimated memory of learning, used before any was measured
-LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # vLLM's choices
+LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # adapter ranks that vLLM accepts
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # vLLM's settings for CUDA graphs of uncompiled code
 if TYPE_CHECKING:
     from vllm import LLM, RequestOutput, SamplingParams
@@ -81,9 +81,9 @@ ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 class ColocatedEngine:
     """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. So the
     engine starts without them, unless `reads_weights`. `lora_rank` is the rank of the
-    adapters that will be loaded; 0: none, which decodes a little faster. `keeps_awake`: nothing else needs the device,
-    so the engine never sleeps. `learning_bytes`: what learning is estimated to take on the device beside the weights,
-    which are there; None: not known."""
+    adapters that will be loaded; 0: no adapters, which decodes a little faster. `keeps_awake`: nothing else needs the
+    device, so the engine never sleeps. `learning_bytes`: estimated device memory of learning, without the weights;
+    None: not known."""
 
     def __init__(
         self,
@@ -112,10 +112,10 @@ class ColocatedEngine:
         folder = model_folder(model, "model.path")
         with offload.away(), _keeping_random_state(ranks.device), _keeping_compiler_variables():
             self._llm = self._start(folder)
-            # What a killed run's engine left in shared memory goes, and this one's will, by the next start.
+            # Removes what the engine of a killed run left in shared memory. The next start does so for this engine.
             left = locked_folder("engine-", Path(tempfile.gettempdir()), leave=remove_semaphores)
             note_processes(left, [os.getpid()])
-            # The first sleep takes longest: its memory on the host is new.
+            # The first sleep takes longest, because it allocates memory on the host.
             self._stays_awake = self._may_stay_awake() and self._has_room_for(learning_bytes)
             self._rest()
         model_config = self._llm.llm_engine.model_config
@@ -149,14 +149,14 @@ class ColocatedEngine:
 
     @contextmanager
     def awake(self, *, after_update: bool = False) -> Iterator[None]:
-        """Keep the engine ready to load, generate and score. `after_update`: training may have computed since the last
-        time."""
+        """Keep the engine ready to load, generate and score inside this block. `after_update`: training may have
+        computed since the last block."""
         with self._offload.away(), _keeping_random_state(self._ranks.device):
             if self._asleep:
                 measures = after_update and self._num_loads > 0 and self._may_stay_awake()
                 held = torch.cuda.memory_reserved(self._ranks.device) if measures else 0
                 self._wake_up()
-                if measures:  # vLLM makes training's allocator give back what it will need again
+                if measures:  # waking up returns cached memory to the device that training will take again
                     self._stays_awake = self._has_room(held - torch.cuda.memory_reserved(self._ranks.device))
             elif self._stays_awake and self.tensor_parallel_size > 1:
                 # Each rank sees its own device, so another rank of this engine may have slept, and vLLM forgets its
@@ -176,7 +176,7 @@ class ColocatedEngine:
         looks: Sequence[bool] | None = None,
     ) -> list[Generation]:
         """Return one response per prompt and seed, in order; at most `decode_batch_size` per device are decoded at
-        once. `looks`: the prompts whose pixels are looked at. Raises PromptTooLongError, RolloutError."""
+        once. `looks`: per prompt, True if its generation gets `pixels`. Raises PromptTooLongError, RolloutError."""
         num_new = config.max_tokens or 1
         for prompt in prompts:
             self._check_length(len(prompt.token_ids), num_new)
@@ -191,7 +191,7 @@ class ColocatedEngine:
         ]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
-        """Return the natural log-probabilities of each response after its prompt, those through the prefix cache too,
+        """Return the natural log-probabilities of each response after its prompt, with and without the prefix cache,
         and the prompts' pixels. Raises as `generate` does."""
         pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
@@ -246,7 +246,7 @@ class ColocatedEngine:
         self._reset_caches()
 
     def _reset_caches(self) -> None:
-        """Forget what the weights have computed. Raises SyncError."""
+        """Empty the caches of values that the old weights computed. Raises SyncError."""
         engine = self._llm.llm_engine
         if not engine.reset_prefix_cache():
             raise SyncError("the colocated engine's prefix cache cannot be reset", found="blocks in use")
@@ -326,8 +326,8 @@ class ColocatedEngine:
         return self._has_room(int(SURPLUS * estimated_bytes))
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
-        """Return True if the device has room beside the engine for `needed_bytes`, and for larger rows than those
-        seen."""
+        """Return True if the device has `needed_bytes` free beside the engine, and the part ROOM of its memory for
+        larger rows."""
         free, total = torch.cuda.mem_get_info(self._ranks.device)
         return free - needed_bytes >= ROOM * total
 
@@ -345,7 +345,7 @@ class ColocatedEngine:
             self._asleep = True
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Return vLLM's outputs in order, its errors as ours."""
+        """Return vLLM's outputs in order. vLLM's errors become errors of this project."""
         try:
             asked = [prompt.for_engine() for prompt in prompts]
             return self._llm.generate(asked, list(params), use_tqdm=False, lora_request=self._adapter)
@@ -384,8 +384,9 @@ class ColocatedEngine:
 
 @contextmanager
 def _beside_other_programs(worker: Worker) -> Iterator[None]:
-    """vLLM's worker gives its memory back, and then asserts that the device has more free memory than before. Another
-    program may have taken more meanwhile. Here that is a warning: the engine sleeps, and its executor must know it."""
+    """Turn a failed assertion of vLLM's worker into a warning. When it sleeps, the worker asserts that the device has
+    more free memory than before, but another program may have taken memory. The engine does sleep, and its executor
+    must know that."""
     sleep = worker.sleep
 
     def asleep(level: int = 1) -> None:
@@ -465,7 +466,7 @@ def _copy_kernels(source: Path, folder: Path) -> None:
 
 @contextmanager
 def _all_told_by(name: str) -> Iterator[None]:
-    """Let the log have everything that a library says: how long vLLM loads, compiles and captures is in no metric."""
+    """Log all messages of a library inside this block: no metric has vLLM's times of loading, compiling, capturing."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.INFO)

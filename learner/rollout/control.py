@@ -41,8 +41,8 @@ class ServerRequest:
 
 
 def ask(run_dir: Path, request: ServerRequest) -> Path:
-    """Leave a request for the run in `run_dir`. Raises ConfigError if there is none that could read it,
-    OutputError if it can't be written."""
+    """Write a request to the run in `run_dir`. Raises ConfigError if no run there could read it, OutputError if it
+    can't be written."""
     read_state(run_dir)
     if not is_running(run_dir):
         raise ConfigError(
@@ -73,17 +73,17 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
 
 class ServerControl:
-    """Rank 0's side."""
+    """Rank 0's side: takes requests, and writes the state."""
 
     def __init__(self, run_dir: Path) -> None:
         self._folder = run_dir / FOLDER
         self._shown: Membership | None = None
-        for old in self._requests():  # asked of an earlier run, by whoever could write here then
+        for old in self._requests():  # requests to an earlier run do not count for this one
             log.warning("%s was asked of an earlier run and is removed", old)
             _remove(old)
 
     def take(self) -> list[ServerRequest]:
-        """Return what was asked since the last time, in order."""
+        """Return the requests since the last call, in order."""
         found = []
         for path in self._requests():
             try:
@@ -133,12 +133,12 @@ def state_lines(state: dict[str, Any]) -> list[str]:
 def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:  # a folder, or a disk that is read-only now: it is met again
+    except OSError as error:  # a folder, or a read-only disk: the next call meets the file again
         log.warning("%s can't be removed: %s", path, error)
 
 
 def _request(value: Any) -> ServerRequest:
-    """Raises ValueError or TypeError."""
+    """Return the request in a JSON value. Raises ValueError or TypeError."""
     request = ServerRequest(**value)
     if request.action not in ("add", "remove") or not isinstance(request.base_url, str):
         raise ValueError(f"unknown request {value!r:.200}")
@@ -149,7 +149,7 @@ def _request(value: Any) -> ServerRequest:
 
 
 def _check_state(state: object) -> None:
-    """Raises ValueError if it is not what `ServerControl.show` writes."""
+    """Raises ValueError if `state` has not the form that `ServerControl.show` writes."""
     if not isinstance(state, dict) or not isinstance(state.get("servers"), list):
         raise ValueError("not a list of servers")
     for server in state["servers"]:
@@ -164,7 +164,7 @@ def _check_state(state: object) -> None:
 
 
 def _local_time(unix_s: Any) -> str:
-    """Raises ValueError."""
+    """Return a Unix time as text in local time. Raises ValueError."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
     except (OverflowError, TypeError, OSError) as error:

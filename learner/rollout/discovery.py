@@ -3,11 +3,11 @@
 In: `vllm.server.discovery`. Out: requests to add and to remove servers, as a user could make them. The list is read in
 the background, so no step waits for it.
 
-Invariants: a URL that is new in the list is asked for once; a member that the list named before, and that two readings
-in a row do not name, is asked to go until it has gone (one reading may meet a file that is being written, or a name
-service that forgets for a moment); servers that the list never named are left alone; a list that cannot be read changes
-nothing. Whoever writes the list names servers that get the run's token and weights. A command that still runs at the
-end of the process is waited for, up to its deadline.
+Invariants: a URL that is new in the list is added once. A member that an earlier list named and the last two lists lack
+is asked to be removed until it is gone; a single list may be incomplete, because its file is being written or a name
+service fails for a moment. Servers that no list named are left alone. A list that cannot be read changes nothing.
+Whoever writes the list names servers that get the run's token and weights. At its end the process waits for a command
+that still runs, up to the command's deadline.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from shared.errors import ConfigError, DeadlineError, ProjectError
 from shared.masking import bare_url
 
 GROUP_PORT = 51216  # group port of a server whose line names no port
-EVERY_S = 15.0  # time between two looks at the list
+EVERY_S = 15.0  # time between two readings of the list
 COMMAND_S = 10.0  # deadline of the command; no step waits for it
-MAX_BYTES = 1 << 20  # a list that is longer counts as none
+MAX_BYTES = 1 << 20  # a longer list is an error
 Listed = Mapping[str, int]  # base_url -> group port
 log = logging.getLogger("learner.rollout")
 
 
 class Discovery:
-    """Rank 0's; its methods are called on one thread."""
+    """Reads the list of servers on rank 0. One thread calls its methods."""
 
     def __init__(self, source: FileOrCommand, *, every_s: float = EVERY_S) -> None:
         self._source, self._every_s = source, every_s
@@ -51,7 +51,8 @@ class Discovery:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="discovery")
 
     def take(self, membership: Membership) -> list[ServerRequest]:
-        """Return what follows from the list that was read last. Begins to read it again when that is due."""
+        """Return requests to add and remove servers, by the last list that was read. Begins a new reading if one is
+        due."""
         new = self._read()
         if self._reading is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every_s
@@ -66,7 +67,7 @@ class Discovery:
         return added + [ServerRequest(action="remove", base_url=url) for url in gone]
 
     def _read(self) -> dict[str, int]:
-        """Return what is new in a list that has just been read."""
+        """Return the servers that are new in a list whose reading has ended since the last call."""
         if self._reading is None or not self._reading.done():
             return {}
         reading, self._reading = self._reading, None
@@ -81,8 +82,8 @@ class Discovery:
 
 
 def read(source: FileOrCommand) -> Listed:
-    """Return the list as it is now. Raises ConfigError if it is not one, DeadlineError if the command does not end in
-    time."""
+    """Return the list as it is now. Raises ConfigError if it is not a list of servers, DeadlineError if the command
+    does not end in time."""
     return parse(_content(Path(source)) if isinstance(source, str) else _output(source))
 
 
@@ -117,7 +118,7 @@ def _content(path: Path) -> bytes:
 
 
 def _output(argv: list[str]) -> bytes:
-    """Return the output of the command, which is ended with all that it started."""
+    """Return the output of the command. All processes that the command started are ended."""
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -144,8 +145,8 @@ def _output(argv: list[str]) -> bytes:
 
 
 def _read_both(process: subprocess.Popen[bytes], name: str, within_s: float) -> tuple[bytes, bytes]:
-    """Return the output and the last words of a command that ends. Raises ConfigError as soon as the output is too
-    long, TimeoutExpired."""
+    """Return stdout, and the end of stderr, of a command that ends. Raises ConfigError as soon as stdout is too long,
+    TimeoutExpired after `within_s`."""
     assert process.stdout is not None
     assert process.stderr is not None
     deadline, output, said = time.monotonic() + within_s, bytearray(), b""

@@ -2,18 +2,18 @@
 
 `distribute` is pure. In: the number of this rank's requests, the rank, the servers' world sizes, `decode_batch_size`.
 Out: contiguous spans of requests in request order, and this rank's quota on each server. Every rank computes its own
-part without talking to the others. A quota does not depend on how much a rank has to ask for, so at every moment all
-ranks together hold at most `decode_batch_size * s_i` sequences on server `i`.
+part without communication. A quota does not depend on the number of a rank's requests, so at every moment all ranks
+together hold at most `decode_batch_size * s_i` sequences on server `i`.
 
 The line of slots: `W` ranks with `n` requests each lay `G = W * n` slots. Server `i` owns the next `ceil(G * s_i / T)`
 of them, `T = sum(s_i)`. Rank `r` owns `[r * n, (r + 1) * n)`. Its quotas are what it owns with `n = chunk`.
 
 A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: never more than
 a server's quota is in flight there; requests start in request order; as long as a request waits, every server is kept
-at its quota (D9), so a server with nothing left takes from the one that has most; what a failed batch has not answered
-is sent again in halves. A server that is busy after some answers of a batch has not failed: the rest is sent again. One
-that is gone, stays busy, or fails one request twice, is lost: its requests go to the others, with the same seeds (D15).
-A request that fails twice on a second server too, or an error of the request, ends all.
+at its quota (D9), so a server without waiting requests takes some from the server with most; unanswered requests of a
+failed batch are sent again in halves. A server that is busy after some answers of a batch has not failed: the rest is
+sent again. A server that is gone, stays busy, or fails one request twice, is lost: its requests go to other servers,
+with the same seeds (D15). `run` raises if a request fails twice on a second server too, or is itself wrong.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ log = logging.getLogger("learner.rollout")
 REFILLS = 32
 # These errors belong to the request: any server would give them.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
-# These belong to the server: asking it again would not help.
+# These errors belong to the server: another try at the same server would not help.
 LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError, UnauthorizedError)
 
 
@@ -93,12 +93,12 @@ def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num
 def distribute(
     num_requests: int, *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> Distribution:
-    """Apply formula D4 for one rank and one call. A rank may always have one request in flight, also where servers were
-    lost and `chunk_size` would refuse it.
+    """Apply formula D4 for one rank and one call. A rank may always have one request in flight, even if servers were
+    lost and `chunk_size` would raise.
 
-    Up to `chunk` requests are all in flight at once: what D4 gives a server beyond this rank's quota there goes to its
-    neighbours. Of more requests, a server where the quota is zero hands its slots to the next one, in order and
-    cyclically, where it is not. Only then can one server own two spans.
+    Up to `chunk` requests are all in flight at once: requests that exceed this rank's quota on a server go to its
+    neighbours. With more requests, the slots of a server whose quota is zero go to the next server with a quota, in
+    cyclic order. Only then can one server own two spans.
     """
     quotas = quotas_of(
         rank=rank, num_ranks=num_ranks, server_world_sizes=server_world_sizes, decode_batch_size=decode_batch_size
@@ -112,7 +112,7 @@ def distribute(
 def quotas_of(
     *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> tuple[int, ...]:
-    """Return this rank's quota on each server, as `distribute` has it; a server of size 0 has none."""
+    """Return this rank's quota on each server, as in `distribute`. The quota of a server of size 0 is 0."""
     chunk = max(1, decode_batch_size * sum(server_world_sizes) // num_ranks)
     return _slots(chunk, rank, num_ranks, server_world_sizes)
 
@@ -129,7 +129,7 @@ def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -
 
 
 def _within(owned: Sequence[int], quotas: Sequence[int]) -> tuple[int, ...]:
-    """Return `owned`, with what exceeds a quota given to later servers, or else to earlier ones."""
+    """Return `owned` with each number cut to its quota. The excess goes to later servers, or else to earlier ones."""
     edges = [0, *accumulate(owned)]
     total = edges[-1]
     for i, quota in enumerate(quotas):
@@ -164,8 +164,8 @@ def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests `[start, stop)` of one HTTP call; `failed`: they have failed before on the server that they wait for;
-    `suspect`: for one of them another server was lost."""
+    """Requests `[start, stop)` of one HTTP call. `failed`: the requests failed once on the server that they wait for.
+    `suspect`: one of the requests made another server count as lost."""
 
     start: int
     stop: int
@@ -176,14 +176,14 @@ class Batch:
         return self.stop - self.start
 
     def cut(self, size: int) -> tuple[Batch, ...]:
-        """Return its first `size` requests, and the rest if there is any."""
+        """Return a batch of the first `size` requests, and a batch of the rest unless it is empty."""
         middle = min(self.start + size, self.stop)
         first = replace(self, stop=middle)
         return (first,) if middle == self.stop else (first, replace(self, start=middle))
 
 
 def halves(unanswered: Sequence[int], *, suspect: bool = False) -> list[Batch]:
-    """Return what to send after a failure, each part a run of consecutive requests."""
+    """Return the batches to send after a failure; each has consecutive requests."""
     middle = len(unanswered) // 2
     parts = (unanswered[:middle], unanswered[middle:])
     return [
@@ -192,7 +192,7 @@ def halves(unanswered: Sequence[int], *, suspect: bool = False) -> list[Batch]:
 
 
 def _runs(numbers: Sequence[int]) -> Iterator[range]:
-    """Yield ascending numbers as ranges."""
+    """Yield ascending numbers as ranges of consecutive numbers."""
     start = 0
     for end in range(1, len(numbers) + 1):
         if end == len(numbers) or numbers[end] != numbers[end - 1] + 1:
@@ -202,7 +202,7 @@ def _runs(numbers: Sequence[int]) -> Iterator[range]:
 
 @dataclass(kw_only=True, slots=True)
 class _ServerQueue:
-    """One server's part: what waits for it, and how many more requests it may hold now."""
+    """One server's waiting batches, and the number of further requests that it may hold now (`free`)."""
 
     quota: int
     free: int
@@ -215,7 +215,7 @@ class _ServerQueue:
 
 @dataclass(kw_only=True, slots=True)
 class _Flight:
-    """A batch that was sent. `given_up`: its server was lost, and other servers answer what was unanswered then."""
+    """A batch that was sent. `given_up`: its server was lost, and other servers answer its unanswered requests."""
 
     server: int
     batch: Batch
@@ -227,18 +227,18 @@ class _Flight:
 # returns when all have.
 Answered = Callable[[int, R], None]
 Send = Callable[[int, Batch, Answered[R]], Coroutine[object, None, None]]
-# `lose(server, error)` leaves a server out: the new quotas of all servers. Raises `error` where the run can't go on.
+# `lose(server, error)` leaves a server out; returns all servers' new quotas. Raises `error` if the run can't go on.
 Lose = Callable[[int, ProjectError], Sequence[int]]
 
 
 def lose_none(server: int, error: ProjectError) -> Sequence[int]:
-    """Every server is needed."""
+    """Raises `error`: for runs that need every server."""
     raise error
 
 
 class Dispatcher(Generic[R]):
-    """No batch goes beyond a span. `on_answer(request, result)` is called for each request as it ends,
-    `on_split(requests, error)` before some are sent again; both on the event loop of `run`."""
+    """Sends the batches of all spans; a batch never crosses a span's end. `on_answer(request, result)` is called when a
+    request ends, `on_split(requests, error)` before requests are sent again; both on the event loop of `run`."""
 
     def __init__(
         self,
@@ -258,15 +258,15 @@ class Dispatcher(Generic[R]):
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Returns when every request is answered. Raises the first final error, when what was in flight has been
-        cancelled."""
+        """Send all requests; return when every request is answered. Raises the first final error, after the calls in
+        flight were cancelled."""
         try:
             self._launch()
             while self._flying:
                 await self._changed.wait()
                 self._changed.clear()
                 for task in [task for task in self._flying if task.done()]:
-                    if task in self._flying:  # another one's failure may have given it up
+                    if task in self._flying:  # the failure of another call may have given this call up
                         self._land(task)
                 self._launch()
             assert not any(server.waiting for server in self._servers), "requests wait, and no server takes them"
@@ -276,7 +276,7 @@ class Dispatcher(Generic[R]):
             await asyncio.gather(*self._flying, *self._given_up, return_exceptions=True)
 
     def _launch(self) -> None:
-        """Fill every server, first with its own requests, then with those of the server that has most."""
+        """Fill every server, first with its own requests, then with requests of the server where most wait."""
         for index, server in enumerate(self._servers):
             while batch := self._take(server, server.waiting):
                 self._start(index, batch)
@@ -307,7 +307,7 @@ class Dispatcher(Generic[R]):
         self._flying[task] = flight
 
     def _answered(self, flight: _Flight, request: int, result: R) -> None:
-        if flight.given_up:  # a cancelled call gave on what had arrived already
+        if flight.given_up:  # a cancelled call may still have had an answer
             return
         flight.unanswered.remove(request)
         self._servers[flight.server].free += 1
@@ -334,14 +334,14 @@ class Dispatcher(Generic[R]):
             return
         failed_twice = batch.failed and len(batch) == 1
         if failed_twice and batch.suspect and not isinstance(error, LOST_ERRORS):
-            raise error  # two servers are not wrong about the same request
+            raise error  # two servers failed it, so the request is at fault
         if isinstance(error, LOST_ERRORS) or failed_twice:
             self._without(flight, error, suspect=failed_twice)
         else:
             self._send_again(flight.server, halves(unanswered, suspect=batch.suspect), error)
 
     def _send_again(self, server: int, again: Sequence[Batch], error: ProjectError) -> None:
-        """Put `again` at the front of the queue. It is empty if every answer arrived."""
+        """Put the batches `again` in front of the server's queue. `again` is empty if every answer arrived."""
         if not again:
             return
         requests = [request for batch in again for request in range(batch.start, batch.stop)]
@@ -351,8 +351,8 @@ class Dispatcher(Generic[R]):
         self._servers[server].waiting.extendleft(reversed(again))
 
     def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:
-        """Go on without a server; `flight` is one that it failed. All that it had is for the others to take. Raises
-        `error` if the run can't go on without it."""
+        """Go on without the server that failed `flight`. All its requests wait for other servers to take them. Raises
+        `error` if the run can't go on without this server."""
         lost = flight.server
         for server, quota in zip(self._servers, self._lose(lost, error), strict=True):
             server.free += quota - server.quota

@@ -1,12 +1,12 @@
-"""Skips steps of a colocated engine's start that are not needed, because the learner's process has their results.
+"""Skips steps of a colocated engine's start whose results the learner's process already has.
 
-In: vLLM, before its engine is made. Out: it starts without reading weights that the first sync overwrites
+In: vLLM, before its engine is made. Out: the engine starts without reading weights that the first sync overwrites
 (`unread_weights`), and starts no process to look at the model's class (`inspecting_here`).
 
 Invariants: parameters are zero until the first sync. Memory that was only taken may hold NaNs, which would stay in the
 KV cache after the engine's warm-up. Buffers stay as the model made them. Nothing generates before a sync has written
-every parameter: `WeightLoad.finish` counts them, and `ColocatedEngine.ver` is None until then. Where another version of
-vLLM has none of what is changed here, its start only takes longer.
+every parameter: `WeightLoad.finish` counts the parameters, and `ColocatedEngine.ver` is None until then. A version of
+vLLM without the functions that are replaced here starts too, but more slowly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LOAD_FORMAT = "by_the_first_sync"
 
 @cache
 def unread_weights() -> str:
-    """Make vLLM know a load format by which it reads no weights, in this process; returns its name. To read 8.9 GB took
+    """Register a load format with vLLM, in this process, that reads no weights; return its name. Reading 8.9 GB took
     1.4 s with the files in memory (H200)."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
@@ -46,8 +46,8 @@ def unread_weights() -> str:
 
 @contextmanager
 def inspecting_here() -> Iterator[None]:
-    """Let vLLM look at the model's class in this process, which needs the class anyway. vLLM starts another one, so as
-    not to touch CUDA: 15 s where its caches are empty (0.26, H200). Here CUDA has long begun."""
+    """Let vLLM inspect the model's class in this process, which needs the class anyway. vLLM would start another
+    process to leave CUDA untouched: 15 s with empty caches (0.26, H200). Here CUDA is in use already."""
     from vllm.model_executor.models import registry
 
     before = getattr(registry, "_run_in_subprocess", None)

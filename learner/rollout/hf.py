@@ -5,7 +5,7 @@ and no collective, so every rank generates for itself. A rollout's `ver` is the 
 
 Invariants: prompts are the encoder's token ids; at most `decode_batch_size` sequences are decoded at once, where a beam
 search runs `num_beams` of them for each sample; a rollout depends on its prompt and its seed, not on what else is in
-its batch; afterwards the model is as it was, whatever happened: attention, training modes, generation settings.
+its batch; afterwards, also after an error, the model has its old attention, training modes and generation settings.
 Weights, `requires_grad` and random generators are not touched. Must not run while another thread runs a forward pass.
 
 transformers samples all sequences from one global generator, and counts padding as repeated tokens. The logits
@@ -98,10 +98,10 @@ class RepetitionPenalty(LogitsProcessor):
 
 
 class SeededChoice(LogitsProcessor):
-    """Draws each sequence's token with a random number of its own, and leaves only that token to the greedy search.
+    """Draws each sequence's token with a random number of the sequence, and masks all other tokens for greedy search.
 
-    Number i of a sequence follows from its seed and i, on any device. It picks the token at which the cumulative
-    distribution exceeds it.
+    Random number i follows from the sequence's seed and i, on any device. The drawn token is the first one whose
+    cumulative probability exceeds the number.
     """
 
     def __init__(self, seeds: Sequence[int], prompt_length: int, max_new_tokens: int) -> None:
@@ -138,7 +138,7 @@ class Repetitions(StoppingCriteria):
 
 
 class Pulse(StoppingCriteria):
-    """Ends nothing. Says from time to time how far the answers are: on a CPU they take minutes."""
+    """Reports from time to time how many tokens the answers have, because they take minutes on a CPU. Ends nothing."""
 
     def __init__(self, tell: Callable[[str], None], prompt_length: int, about: str) -> None:
         self._tell, self._prompt_length, self._about = tell, prompt_length, about
@@ -167,7 +167,7 @@ class ChosenLogprobs:
 
     def __init__(self) -> None:
         self._now = torch.empty(0)
-        self._steps: list[torch.Tensor] = []  # [B] each
+        self._steps: list[torch.Tensor] = []  # one tensor [B] per token
 
     def raw(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
         self._now = scores.float().log_softmax(-1)
@@ -190,9 +190,8 @@ class ChosenLogprobs:
 def pad_left(
     prompts: Sequence[EncodedPrompt], *, pad_token_id: int, image_token_id: int | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `attention_mask` `[B, P]`. With images also the pixels of all prompts one after another,
-    their grids, and where the image tokens are: the model makes its multimodal positions from these, without
-    padding."""
+    """Return `input_ids` and `attention_mask` `[B, P]`. With images also the concatenated pixels of all prompts, their
+    grids, and the places of image tokens, from which the model makes multimodal positions without padding."""
     length = max(len(prompt.token_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), length), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
@@ -210,7 +209,7 @@ def pad_left(
 
 
 def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tuple[tuple[int, ...], int | None]:
-    """Return a new sequence up to its first stop token, without it, and that token; None if there is none."""
+    """Return the new tokens before the first stop token, and the stop token; None if the sequence has no stop token."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
     if end is None:
         return tuple(token_ids), None
@@ -247,7 +246,7 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def samples_at_once(config: RolloutMatchingConfig, mode: str) -> int:
-    """Return how many samples `decode_batch_size` sequences are enough for. Raises ConfigError if for none."""
+    """Return the number of samples that `decode_batch_size` sequences can answer. Raises ConfigError if it is 0."""
     num_beams = config.decoding.num_beams if mode == "beam" else 1
     if config.decode_batch_size < num_beams:
         raise ConfigError(
@@ -272,9 +271,9 @@ class HfBackend(RolloutBackend):
         on_call: Callable[[RolloutCallLog], None] | None = None,
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """Raises ConfigError if the model cannot generate, or has no room for a prompt. `logprobs`: rollouts have them,
-        except those of a beam search. Those that are asked for greedily always have them, because an evaluation scores
-        its boxes with them. `tell` gets a line every TELL_S while answers are written."""
+        """Raises ConfigError if the model cannot generate, or has no room for a prompt. `logprobs`: rollouts have
+        log-probabilities, except after beam search. Greedy rollouts always have them, because an evaluation scores its
+        boxes with them. `tell` gets a line every TELL_S while answers are written."""
         self.config, self.chunk = config, samples_at_once(config, config.decoding.mode)
         self._policy, self._run_seed, self._on_call, self._logprobs = policy, run_seed, on_call, logprobs
         self.tell = tell
@@ -315,7 +314,7 @@ class HfBackend(RolloutBackend):
             return split_window(window, rollouts)
 
     def close(self) -> None:
-        """Do nothing: there is nothing to free."""
+        """Do nothing: this backend holds no resources."""
 
     def _generate(
         self,
@@ -327,7 +326,7 @@ class HfBackend(RolloutBackend):
         record: RolloutCallLog,
         about: str,
     ) -> list[Rollout]:
-        """Return the rollouts of one batch. `about`: what it is."""
+        """Return the rollouts of one batch. `about` describes the batch in reports of progress."""
         assert record.global_step is not None, "the trained model itself never runs ahead"
         with local_call(record, batch, name=NAME):
             answers = self._decode(prompts, batch.seeds, decoding, mode, with_logprobs, about)
@@ -359,7 +358,7 @@ class HfBackend(RolloutBackend):
         """Return responses, stop tokens and log-probabilities of one batch. Raises RolloutError if memory is too
         small."""
         policy = self._policy
-        pad_token_id = self._stop_ids[0]  # fills what follows an answer's end, where nothing is read
+        pad_token_id = self._stop_ids[0]  # fills the places after an answer's end, which nothing reads
         try:
             inputs = pad_left(
                 prompts,
@@ -396,7 +395,7 @@ class HfBackend(RolloutBackend):
             raise self._out_of_memory(len(prompts), error) from error
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         answers = [read_answer(token_ids, self._stop_ids) for token_ids in new]
-        if stops is not None:  # what follows such an answer looks like a stop token
+        if stops is not None:  # the padding after a repeating answer looks like a stop token
             answers = [(ids, None if repeats(ids, stops.count) else stop) for ids, stop in answers]
         lengths = [len(response) + (stop is not None) for response, stop in answers]
         logprobs = chosen.of(lengths) if chosen is not None else [None] * len(answers)

@@ -1,8 +1,8 @@
-"""The rollout servers that a run has, those of them that serve, and their weights (D15, R40). Pure.
+"""The rollout servers of a run, which of them serve, and the weights that they serve (D15, R40). Pure.
 
-A `Membership` never changes: each method gives the next one. Rank 0 alone makes the next one, and all ranks take it
-over at the end of each step and of each sync (`learner.sync.members`). Distribution, sync and records read it. Between
-two agreements a rank stops using a server that failed it, and says so at the next one.
+A `Membership` never changes: each method returns a new one. Only rank 0 decides on a new membership, and all ranks take
+it over at the end of each step and of each sync (`learner.sync.members`): an agreement. Distribution, sync and records
+read it. A rank stops using a server that failed it at once, and reports the failure at the next agreement.
 
     added --> out --> serving --> out        out: left out, waits until it is ready again
                   \\          \\--> draining    draining: taken out by the user; gone after the next sync
@@ -42,8 +42,8 @@ class Member:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """`members` in the order in which they were named. `min_servers`: with fewer the run ends; `all`: with the first
-    one that fails."""
+    """`members` are in the order in which they were named. `min_servers`: the run ends if fewer serve; `all`: it ends
+    when the first server fails."""
 
     members: tuple[Member, ...]
     min_servers: MinServers = 1
@@ -60,7 +60,7 @@ class Membership:
 
     @property
     def wanted(self) -> int:
-        """Return how many must serve."""
+        """The number of servers that must serve."""
         if self.min_servers == "all":
             # A server that was added and has never served is not missed.
             return len(self.serving) + sum(not member.is_new for member in self.out)
@@ -106,7 +106,8 @@ class Membership:
         return replace(self, members=tuple(members))
 
     def synced(self, base_urls: Collection[str], served: ServedWeights, *, now_s: float) -> Membership:
-        """A sync to these was completed. They serve; draining servers are gone; the others are out."""
+        """Return the membership after a completed sync to `base_urls`: these serve, draining servers are gone, the
+        others are out."""
         members = []
         for member in self.members:
             if member.state == "draining":
@@ -121,7 +122,7 @@ class Membership:
         return replace(self, members=tuple(members), served=served, number=self.number + changed)
 
     def add(self, base_url: str, group_port: int, *, now_s: float) -> Membership:
-        """A server that was not there, or is to come back; it serves after the next sync that it is ready for."""
+        """Return the membership with a new or returning server. It is out until a sync that it is ready for."""
         if (known := self.get(base_url)) is not None and known.state != "draining":
             return self
         member = Member(
@@ -136,7 +137,7 @@ class Membership:
         return replace(self, members=(*kept, member), number=self.number + 1)
 
     def remove(self, base_url: str, *, now_s: float) -> Membership:
-        """The user does not want it any more."""
+        """Return the membership without a server: a serving one drains until the next sync, one that is out is gone."""
         member = self.get(base_url)
         if member is None or member.state == "draining":
             return self

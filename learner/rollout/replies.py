@@ -1,4 +1,4 @@
-"""The replies of a rollout server, read: a wire model, the server's own error, or the answers of one `/infer/` call.
+"""Reads a rollout server's reply: a wire model, the server's own error, or the answers of one `/infer/` call.
 
 In: the bytes or the stream of a reply. Out: models of `shared/wire.py`, or an error of the project's tree that names
 the server. Invariants: each request of a call is answered once, in one of the two forms of the answer; the server's
@@ -26,7 +26,7 @@ from shared.waits import awake_s
 from shared.wire import NDJSON, TOKEN_VARIABLE, AnswerLine, ErrorBody, RolloutOutput
 
 T = TypeVar("T")
-RETRY_AFTER_S = 1.0  # a busy server is asked again after this, if it does not say when
+RETRY_AFTER_S = 1.0  # pause before the next call of a busy server that sends no Retry-After
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 
 
@@ -81,11 +81,11 @@ def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
 
 
 class Answers:
-    """The answers of one `/infer/` call, given on as they come, with what they say of the server's pace."""
+    """The answers of one `/infer/` call. Hands each answer on when it arrives, and measures the server's pace."""
 
     def __init__(self, base_url: str, number: int, on_answer: Callable[[int, RolloutOutput], None]) -> None:
         self.number, self.sent_at = number, 0.0
-        self.longest, self.longest_s = 0, 0.0  # tokens of the longest answer, and when it came
+        self.longest, self.longest_s = 0, 0.0  # tokens of the longest answer; seconds from sending until it came
         self._base_url, self._on_answer = base_url, on_answer
         self._missing = set(range(number))
 
@@ -94,7 +94,7 @@ class Answers:
         return len(self._missing)
 
     async def read(self, response: httpx.Response) -> None:
-        """Read a success, in either of its two forms."""
+        """Read the response of a successful call: one JSON body, or one line per answer."""
         if NDJSON in response.headers.get("content-type", ""):
             async for line in _lines(response):
                 self._take_line(line)

@@ -27,8 +27,8 @@ DECODING = "custom.extra.rollout_matching.decoding"
 
 
 def sent_pictures(samples: Sequence[Sample], images: Images) -> dict[int, list[str]]:
-    """Return what servers get instead of the images of augmented samples, by `id(sample)`. Pictures are made side by
-    side, each once however often it is asked. Raises DataError for a photograph that can't be read."""
+    """Return the pictures that servers get instead of the images of augmented samples, by `id(sample)`. Threads make
+    the pictures, each picture once. Raises DataError for a photograph that can't be read."""
     augmented = {id(sample): sample for sample in samples if sample.view is not None}
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(augmented, pool.map(lambda one: _sent(one, images), augmented.values()), strict=True))
@@ -47,7 +47,7 @@ def infer_request(
     sample: Sample, images: Sequence[str] | None = None, *, seed: int | None = None, pixels: bool = False
 ) -> RolloutInferRequest:
     """Return the sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings.
-    `images` come from `sent_pictures`; None: the sample's own. `pixels`: asks what the vision tower is fed of them.
+    `images` come from `sent_pictures`; None: the sample's own. `pixels`: asks for the vision tower's input.
 
     Raises DataError if a message has another form.
     """
@@ -65,15 +65,15 @@ def infer_request(
 
 
 def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
-    """Return True if the rollouts of a sample in a step ask for their pixels. All of them do or none, because their
-    digest is made once; another share of the samples in every step."""
+    """Return True if the rollouts of a sample in a step ask for their pixels: all of them or none, because their digest
+    is made once. A hash of step and sample chooses a `share` of the samples, others in every step."""
     digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
     return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64
 
 
 def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: bool = False) -> RequestConfig:
-    """Return the decoding settings, without a seed; `greedy` overrides the configuration (evaluation). `logprobs` asks
-    for those of the answer's tokens.
+    """Return the decoding settings, without a seed; `greedy` overrides the configuration (evaluation). `logprobs`
+    asks for log-probabilities of the answer's tokens.
 
     Raises ConfigError if vLLM does not have the mode.
     """
@@ -105,8 +105,8 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 
 class Decodings:
-    """The decoding of a run's requests: as configured, greedily, or drawn at another temperature. `logprobs` is for the
-    first; the others always have them, because boxes are scored with them.
+    """The decoding of a run's requests: as configured, greedily, or drawn at another temperature. `logprobs`: whether
+    the first has log-probabilities; the others always have them, because they score boxes.
 
     Raises ConfigError if vLLM does not have the configured mode."""
 
@@ -134,7 +134,7 @@ def read_rollout(
     base_url: str,
     logprobs: bool = False,
 ) -> Rollout:
-    """The rollout of one request, which had the seed `seed`, and asked for `logprobs` or did not.
+    """Return the rollout of one request. `seed` and `logprobs` are what the request had and asked for.
 
     Raises RolloutError if place, seed or content is wrong, ServerMismatchError if other weights answered than those
     last synced (R10).

@@ -3,9 +3,9 @@
 In: samples of this rank. Out: one rollout per sample, as each ends (`stream`) or all in order (`generate_window`), by
 one weight version. Invariants: `connect` checks the servers and asks their world sizes, once; a request's seed depends
 on its index over all ranks only; the quotas of `distribution.py` hold through refills and retries; no sample is
-skipped, an error ends the call. Rollouts that nobody has taken yet are bounded by the window. A server that fails is
-left out from then on, if `min_servers` allows it (D15); what it has not answered goes to the others. The other ranks
-hear of it at the next agreement. Until then a survivor may hold more than its cap, by what this rank gives it.
+skipped, an error ends the call. At most one window of rollouts waits to be taken. A server that fails is left out from
+then on, if `min_servers` allows it (D15), and its unanswered requests go to the other servers. Other ranks learn of the
+failure at the next agreement. Until then a server may exceed its cap by the requests that this rank moves to it.
 
 All clients of a process live on one asyncio event loop in a thread of its own (`LoopThread`), so rollouts and the
 weight sync may be called from any thread. Invariants: `run` returns or raises exactly what the coroutine did; a caller
@@ -125,7 +125,7 @@ class _StreamJob:
 
 
 class _Rollouts(RolloutStream):
-    """The servers' answers to one job, from the event loop's thread to the one that iterates."""
+    """The servers' answers to one job. The event loop's thread adds them, the iterating thread takes them."""
 
     def __init__(
         self, begin: Callable[[Answered[Rollout]], Future[None]], record: Callable[[], AbstractContextManager[object]]
@@ -150,10 +150,10 @@ class _Rollouts(RolloutStream):
 
 
 class ServerBackend(StreamingBackend):
-    """`token`: the bearer token. `vocab_size`: that of the learner's model, compared with the servers'. `pixel_share`:
-    of the samples whose pixels are asked for, where rollouts are learned. `images` reads the photographs of augmented
-    pictures. `on_call` gets the record of every `stream`, in the thread that iterated it. `membership` is what the
-    ranks agreed on; the weight sync sets it, with the weights that answers must come from."""
+    """`token`: the bearer token. `vocab_size`: the learner's; the servers' must be equal. `pixel_share`: share of the
+    samples whose learned rollouts ask for pixels. `images` reads the photographs of augmented pictures. `on_call` gets
+    the record of every `stream`, in the thread that iterated it. `membership` has the servers that the ranks agreed on,
+    and the weights that must answer; the weight sync sets it."""
 
     def __init__(
         self,
@@ -188,7 +188,7 @@ class ServerBackend(StreamingBackend):
             min_servers=server.min_servers,
         )
         self._lost: dict[str, str] = {}  # servers that failed this rank since the last agreement, and why
-        self._lock = threading.Lock()  # guards the two above: rollouts run beside the thread that learns
+        self._lock = threading.Lock()  # guards membership and lost servers: threads of rollouts use them too
         self._token, self._vocab_size, self._on_call = token, vocab_size, on_call
         self._clients: dict[str, ServerClient] = {}
         self._run_seed, self._rank, self._num_ranks = run_seed, rank, num_ranks
@@ -249,8 +249,8 @@ class ServerBackend(StreamingBackend):
             return self._without_lost()
 
     def lose(self, base_url: str, error: ProjectError) -> Membership:
-        """Leave a server out on this rank, from now on. Raises `error`, or what says how many are missing, if too few
-        servers are left then. From any thread."""
+        """Leave a server out on this rank from now on. If too few servers are left, raises `error`, or a ServerError
+        that says how many are missing. Any thread may call this."""
         with self._lock:
             before = self._without_lost()
             if before.min_servers == "all" or len(before.members) == 1:
@@ -268,7 +268,7 @@ class ServerBackend(StreamingBackend):
             return dict(self._lost)
 
     def adopt(self, membership: Membership, *, told: Collection[str] = ()) -> None:
-        """Take over what the ranks agreed on; `told`: what this rank had reported for it."""
+        """Take over the membership that the ranks agreed on; `told`: lost servers that this rank reported before."""
         with self._lock:
             self.membership = membership
             for base_url in told:
@@ -298,7 +298,7 @@ class ServerBackend(StreamingBackend):
         if not any(step.samples for step in window):
             return [[] for _ in window]
         how = self._decoding.of(greedy=greedy, temperature=temperature)
-        share = self._pixel_share if not greedy and temperature is None else 0.0  # others are not learned
+        share = self._pixel_share if not greedy and temperature is None else 0.0  # other rollouts are not learned
         rollouts = self._stream(window, how, global_step=global_step, share=share)
         try:
             ended = dict(rollouts)
@@ -346,7 +346,7 @@ class ServerBackend(StreamingBackend):
             self.loop.close(CLOSE_S)
 
     async def look(self, client: ServerClient, limit_s: float | None = None) -> ServerStatus:
-        """A server's status, checked, once it is healthy; waits at most `limit_s` for that."""
+        """Wait at most `limit_s` until a server is healthy; check its status and return it."""
         await client.wait_healthy(limit_s)
         status = await client.status()
         self._check(client.base_url, status)
@@ -448,7 +448,7 @@ class ServerBackend(StreamingBackend):
 
 
 def _check_version(record: RolloutCallLog, rollout: Rollout) -> None:
-    """The first answer says the version of all. Raises ServerMismatchError."""
+    """Raises ServerMismatchError if a rollout has another version than the first answer of the call."""
     if record.ver is None:
         record.ver = rollout.ver
     elif rollout.ver != record.ver:
