@@ -1,15 +1,14 @@
 """Writes annotations again, with more objects in them, in the format that they came in.
 
 In: the annotations of a split, as `data` names them, and objects in pixels by sample id. Out: a new file (COCO, JSONL),
-a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO). What a
-format's reader would read of the old annotations, it reads of the new ones, and the new objects: the same samples, by
-the same ids, with the same images, wherever the new annotations are. Other formats and readers of the user's own are
-refused. Old files are not touched.
+a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO). From
+the new annotations the format's reader reads the same samples, ids and images as from the old ones, and the new
+objects, wherever the new annotations are. Other formats and user's readers are refused. Old files are not touched.
 
-Provenance of a new object: `origin`, and `votes` and `answers` unless a person added it. YOLO has no room for it.
+Provenance of a new object: `origin`, and `votes` and `answers` unless a person added it. YOLO has no field for these.
 
-`RunAnnotations` is such a file of a run, which is written several times. It replaces only what the run wrote, as it
-wrote it: `labels/written.json` in the run directory has the digest.
+`RunAnnotations` writes the annotations of a run, several times. It replaces only a file that the run wrote and nobody
+changed since: `labels/written.json` in the run directory has its digest.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ from shared.reading import as_here, is_file, json_bytes_in
 KEY = "labels.complete.write"
 RECORD = Path("labels", "written.json")  # path in a run directory
 _LAST_BIN = 999
-_DIGITS = 2  # pixels have so many
+_DIGITS = 2  # decimals of a pixel coordinate
 _ORIGIN = "rollout-learner"
 _OTHERS = {"datasets": "a Hugging Face data set", "labelme": "a folder of Labelme files"}
 
 
 class Addition(NamedTuple):
-    """A new object: x1, y1, x2, y2 in pixels. `votes`: how many of `answers` answers have it; 0 of 0: a person's.
-    `outline`: of a polygon, x1, y1, x2, y2, ... `image`: which of several images it is in."""
+    """A new object. `box` is x1, y1, x2, y2 in pixels. `votes` of `answers` answers have the object; 0 of 0: a person
+    added it. `outline`: x1, y1, x2, y2, ... of a polygon; empty: a box. `image`: number of its image among several."""
 
     desc: str
     box: tuple[float, float, float, float]
@@ -60,7 +59,7 @@ class Addition(NamedTuple):
 
 
 def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
-    """Return the object in pixels of its image, which become the same bins again."""
+    """Return the object in pixels of its image. Its pixels are read back as the same bins."""
     sides = sample.size_of(obj.image)
     points = tuple(round(value * sides[i % 2] / _LAST_BIN, _DIGITS) for i, value in enumerate(obj.bins))
     xs, ys = points[0::2], points[1::2]
@@ -91,7 +90,7 @@ def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Ad
 
 
 def writable_annotations(data: DataConfig, path: str) -> Annotations:
-    """Raises DataError if they have no file to add to."""
+    """Return the annotations at `path`. Raises DataError if their format has no file to add objects to."""
     if data.reader is not None:
         raise DataError(
             "annotations of a reader of your own can't be written again",
@@ -116,7 +115,7 @@ def writable_annotations(data: DataConfig, path: str) -> Annotations:
 
 
 def _in_unit(data: DataConfig, samples: Sequence[Sample], added: Added) -> Added:
-    """Return the objects with numbers as the annotations have them (`data.coordinates`)."""
+    """Return the objects with coordinates in the annotations' unit (`data.coordinates`)."""
     unit = data.coordinates
     if unit is None or unit == "pixels":
         return added
@@ -164,7 +163,7 @@ def _coco(source: Source, added: Added, out: Path) -> str:
 
 
 class _CocoNumbers:
-    """Ids that are free. A new category joins the file."""
+    """Hands out free ids of annotations and categories. A new category is added to the file's."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._categories: list[dict[str, Any]] = content["categories"]
@@ -233,7 +232,7 @@ def _voc(source: Source, added: Added, folder: Path, out: Path) -> None:
 
 
 def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, folder: Path) -> None:
-    """A list of images, `SPLIT.txt`, keeps their order and their ids."""
+    """Write a YOLO dataset into `folder`. Its list `SPLIT.txt` keeps the images' order and ids."""
     name, split = name_and_split(source.path)
     content = yolo.yolo_file(Path(name))
     split = need_split(name, split, list(content.splits))
@@ -265,7 +264,7 @@ def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, fo
 
 
 def _yolo_numbers(one: Addition, sides: tuple[int, int], num_keypoint_values: int | None) -> str:
-    """Shares of the image's sides. Nobody knows an added object's keypoints: they are zeros."""
+    """Return the object's numbers, as shares of the image's sides. Keypoints of added objects are unknown: zeros."""
     if one.outline:
         return " ".join(f"{value / sides[i % 2]:.6f}" for i, value in enumerate(one.outline))
     x1, y1, x2, y2 = (value / sides[i % 2] for i, value in enumerate(one.box))
@@ -280,8 +279,8 @@ def _provenance(one: Addition) -> dict[str, object]:
 
 
 def _seen_from(new: Path, name: str, old: Path, nearby: Nearby | None = None) -> str:
-    """Return the name, from the folder `new`, of an image whose name from the folder `old` is known. URLs, encoded
-    images and absolute paths are the same from everywhere. `nearby` finds what is not where its name says."""
+    """Return the path, relative to the folder `new`, of an image whose path relative to `old` is `name`. URLs, encoded
+    images and absolute paths stay as they are. `nearby` finds images that are not at their path."""
     here, there = Path(os.path.realpath(old)), Path(os.path.realpath(new))
     name = as_here(name, here)
     if nearby is not None and not is_file(here / name) and (found := nearby.find(name)) is not None:
@@ -292,7 +291,7 @@ def _seen_from(new: Path, name: str, old: Path, nearby: Nearby | None = None) ->
 
 
 def _in_new_folder(out: Path, fill: Callable[[Path], None]) -> None:
-    """Filled beside `out`, then moved there."""
+    """Fill a folder beside `out`, then rename it to `out`."""
     work = out.with_name(f".{out.name}.{os.getpid()}")
     with writing(out):
         _remove(work)
@@ -326,8 +325,8 @@ class RunAnnotations:
         self._data, self._out, self._run_dirs = data, out, run_dirs
 
     def check(self) -> None:
-        """Raises OutputError if there is something that the run did not write, or if nothing can be written there,
-        DataError if the format can't be written."""
+        """Raises OutputError if the path has a file that the run did not write, or cannot be written, DataError if the
+        format can't be written."""
         writable_annotations(self._data, self._data.train)
         if (found := why_unwritable(self._out.parent)) is not None:
             raise OutputError(
@@ -350,7 +349,7 @@ class RunAnnotations:
         with writing(self._out):
             _remove(new)
             write_with(self._data, self._data.train, samples, added, new)
-            # Both digests are known before the file is replaced: a run that is killed here knows either as its own.
+            # Both digests are recorded before the file is replaced: a run that is killed here can replace either file.
             digests = [_digest(path) for path in (self._out, new) if _is_taken(path)]
             record = {"file": str(self._out.absolute()), "digests": digests}
             write_atomically(self._run_dirs[0] / RECORD, json.dumps(record) + "\n")
@@ -359,7 +358,7 @@ class RunAnnotations:
             new.replace(self._out)
 
     def _written(self) -> list[str]:
-        """Digests of what the run wrote there."""
+        """Return the digests of all annotations that the run wrote to this path."""
         found: list[str] = []
         for path in (run_dir / RECORD for run_dir in self._run_dirs):
             try:
@@ -367,7 +366,7 @@ class RunAnnotations:
                 if record["file"] == str(self._out.absolute()):
                     found += record["digests"]
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # nothing is known of it: it will not be replaced
+                continue  # without a record, the file is not replaced
         return found
 
 

@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The meaning of one evaluation: `is_best` of all so far (of equal ones the first), `gives_up`: patience is
-    over."""
+    """The meaning of one evaluation. `is_best`: it is the best so far (the first of equal ones). `gives_up`: the last
+    `patience` evaluations were not better than the best one."""
 
     is_best: bool = False
     gives_up: bool = False
@@ -46,8 +46,9 @@ class Verdict:
 
 @dataclass
 class BestEvaluation:
-    """The values of `metric` so far, by step. `metric` None: nothing is kept and nothing stops early. `estimated`: the
-    metric that takes its place if the first evaluation has it, because labels have gaps (D22); None: none does."""
+    """The values of `metric` so far, by step. `metric` None: no best checkpoint is kept, and the run never stops early.
+    `estimated`: a metric for labels with gaps (D22), used instead of `metric` if the first evaluation has it; None:
+    `metric` is always used."""
 
     root: Path
     ranks: Ranks
@@ -64,7 +65,7 @@ class BestEvaluation:
 
     @property
     def best_step(self) -> int | None:
-        """The step with the largest value; of equal ones the first."""
+        """The step with the largest value; the first step of equal values."""
         return max(self.values, key=lambda step: (self.values[step], -step), default=None)
 
     @property
@@ -75,7 +76,7 @@ class BestEvaluation:
         return sum(step > self.best_step for step in self.values) >= self.patience
 
     def add(self, step: int, metrics: Mapping[str, float]) -> Verdict:
-        """Take in one evaluation. Collective. Raises ConfigError if it has no such metric."""
+        """Record one evaluation, and judge it. Collective. Raises ConfigError if the evaluation lacks the metric."""
         if self.metric is None:
             return Verdict()
         if not self.values and self.estimated is not None and self.estimated in metrics:
@@ -99,7 +100,7 @@ class BestEvaluation:
             point_best(self.root, Path(checkpoint.name))
 
     def restore(self, step: int) -> None:
-        """Take up what was measured until `step`. Collective. A file that cannot be read counts as none."""
+        """Load the values until `step` from `best.json`. Collective. A file that cannot be read counts as missing."""
         if self.metric is None:
             return
         found: dict[int, float] = {}
@@ -124,7 +125,7 @@ class BestEvaluation:
 
 
 def point_best(root: Path, target: Path) -> None:
-    """Make `best` in the folder a link to `target`, which is absolute or relative to it. Raises OutputError."""
+    """Make `root/best` a link to `target`, a path that is absolute or relative to `root`. Raises OutputError."""
     with writing(root):
         link, work = root / BEST_LINK, root / f".{BEST_LINK}.partial"
         work.unlink(missing_ok=True)
@@ -133,8 +134,8 @@ def point_best(root: Path, target: Path) -> None:
 
 
 def only_worse(root: Path) -> str | None:
-    """Say that no step of a run was better than its start, whose weights have no checkpoint. None if one was, or if
-    nothing is known of it."""
+    """Return a text if no step of the run was better than its start, whose weights have no checkpoint. None: a step was
+    better, or the evaluations are not known."""
     if kept(root) is not None:
         return None
     try:
@@ -152,12 +153,12 @@ def kept(root: Path) -> Path | None:
 
 
 def check_kept_metric(config: RunConfig) -> None:
-    """Raises ConfigErrors if no evaluation has the metric that `training.keep_best` names. What a task of one's own
-    measures is known at its first evaluation."""
+    """Raises ConfigErrors if no evaluation has the metric that `training.keep_best` names. The metrics of
+    a user's task are only known at its first evaluation."""
     metric = kept_metric(config)
     if metric is None or config.training.keep_best == "auto":
         return
-    from learner.tasks import key_value  # they take a second
+    from learner.tasks import key_value  # imported here: it takes a second
     from learner.tasks.detection import task as detection
 
     of_tasks = {"detection": detection.EVALUATED, "key_value": key_value.EVALUATED}
@@ -177,7 +178,7 @@ def check_kept_metric(config: RunConfig) -> None:
 
 
 def _rewards_of(config: RunConfig) -> list[str]:
-    """Return the metrics of a run's rewards."""
+    """Return the names of the metrics of a run's rewards."""
     reward = config.reward
     names = dict.fromkeys([*(path.rpartition(":")[2] for path in reward.functions), *reward.weights])
     if not names and config.custom.trainer_variant == "grpo":

@@ -1,8 +1,8 @@
-"""The user's callbacks (`training.callbacks`): called on rank 0 alone, and every rank learns what came of it.
+"""The user's callbacks (`training.callbacks`): rank 0 alone calls them, and every rank gets the outcome.
 
 In: the end of a step, of an evaluation, of a save. Out: whether the run shall end. The other ranks wait for the call,
-so a hook that fails ends the run on all ranks at one place, where a checkpoint can be written. After that no hook is
-called again.
+so a failed callback ends the run on all ranks at the same place, where a checkpoint can be written. After a failure no
+callback is called again.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ class Callbacks:
     """The callbacks of a run, in the order of `training.callbacks`."""
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        """Imports them on every rank. Raises ConfigErrors."""
+        """Import the callbacks, on every rank. Raises ConfigErrors."""
         self._config, self._ranks, self._parts = config, ranks, callback_classes(config)
         self._made: list[tuple[str, Callback]] = []
         self._has_failed = False
         self.ended_by = ""  # the callback that asked for the end of the run
 
     def make(self) -> None:
-        """Make them, before the first step. Collective. Raises CallbackError on every rank."""
+        """Make the callback objects, before the first step. Collective. Raises CallbackError on every rank."""
         self._call("__init__", [(path, partial(self._make, path, made)) for path, made in self._parts.items()])
 
     def step(self, result: StepResult) -> None:

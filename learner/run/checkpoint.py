@@ -1,21 +1,22 @@
-"""Checkpoints: a Hugging Face folder that any program loads, with what this one needs to go on exactly.
+"""Checkpoints: a Hugging Face folder that any program loads, with the state that a resumed run needs.
 
     OUTPUT_DIR/checkpoint-STEP/
         model.safetensors, config.json, ...        `save_pretrained` (with LoRA/DoRA: peft's adapter files instead)
         tokenizer and processor files
-        inference.json                              what `predict` needs besides them: prompt, task, classes
+        inference.json                              what `predict` needs besides the model: prompt, task, classes
         training_state/optimizer.safetensors        moments by parameter name
         training_state/rng.safetensors              torch's generators, one per rank
         trainer_state.json                          `TrainerState`
         manifest.json                               size and SHA-256 of every file above; written last
 
-Programs that serve a model load every `*.safetensors` beside its configuration, so ours are in a folder of their own.
-In checkpoints of earlier versions they lie beside the weights, and are found there.
+Programs that serve a model load every `*.safetensors` beside its configuration, so the training state is in a
+subfolder. In checkpoints of earlier versions the training state lies beside the weights, and is found there.
 
-Invariants: a folder of that name is complete (written elsewhere, synced to disk, renamed); rotation never removes the
-newest; rank 0 writes while the others wait, and its failure reaches them (`save_alone` waits for no one). Resuming from
-step n gives, bit for bit, the run that was never interrupted, on as many ranks. What a sharded model writes is what any
-other writes, gathered before a tensor at a time into rank 0's host memory; each goes on from the other's.
+Invariants: a folder called checkpoint-STEP is complete (written elsewhere, synced to disk, renamed). Rotation never
+removes the newest checkpoint. Rank 0 writes while the other ranks wait, and its failure reaches them (`save_alone` does
+not wait). Resuming from step n on as many ranks gives, bit for bit, the run that was never interrupted. Sharded and
+whole models write the same files and can resume from each other's; a sharded model's tensors are gathered one by one
+into rank 0's host memory first.
 """
 
 from __future__ import annotations
@@ -62,15 +63,15 @@ class TrainerState:
 
     global_step: int = 0  # optimizer steps done
     ver: int = 0  # weight syncs done
-    cursor: Mapping[str, object] = field(default_factory=dict)  # the dataloader's own, as JSON
+    cursor: Mapping[str, object] = field(default_factory=dict)  # the dataloader's place in the data, as JSON
 
     def after_step(self) -> TrainerState:
         return replace(self, global_step=self.global_step + 1)
 
 
 class Cadence:
-    """The cadence of checkpoints: one is due every `save_steps` steps, and once the last one is `save_minutes` old.
-    Rank 0's clock decides for all."""
+    """The cadence of checkpoints: one is due every `save_steps` steps, and when the last one is `save_minutes` old.
+    Rank 0's clock decides for all ranks."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Cadence:
         return self._ranks.broadcast_object(self._clock() - self._saved_at_s >= 60 * self._save_minutes) or by_steps
 
     def saved(self) -> None:
-        """A checkpoint was written, or loaded."""
+        """Note that a checkpoint was written or loaded now."""
         self._saved_at_s = self._clock()
 
 
@@ -113,16 +114,16 @@ class CheckpointStore:
     root: Path
     ranks: Ranks
     save_total_limit: int | None = None
-    config_digest: str = ""  # told to the user where a resumed run has another one
-    notes: Mapping[str, str] = field(default_factory=dict)  # text files of every checkpoint, by name
-    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # no stop interrupts what is written inside
+    config_digest: str = ""  # digest of the configuration; a resumed run reports a change
+    notes: Mapping[str, str] = field(default_factory=dict)  # texts of further files of each checkpoint, by file name
+    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # a block that no stop interrupts
 
     def save(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None
     ) -> Path:
         """Write `checkpoint-STEP`, then remove the oldest beyond the limit. Raises CheckpointError on every rank.
 
-        `generators`: as they were when `state` was reached; None: as they are now.
+        `generators`: states of the random generators when `state` was reached; None: their present states.
         """
         content = Content(
             weights=gathered_weights(policy, keep=self.ranks.is_main),
@@ -135,8 +136,8 @@ class CheckpointStore:
     def save_alone(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators
     ) -> Path | None:
-        """Save as `save` does when other ranks may be gone: rank 0 writes, nobody waits. None on the others. Raises
-        CheckpointError on every rank where rank 0 has not all weights."""
+        """Save as `save` does when other ranks may be gone: rank 0 writes and returns the path, no rank waits, and
+        other ranks return None. Raises CheckpointError on every rank if the model is sharded."""
         if policy.is_sharded:
             raise CheckpointError(
                 "a sharded model can't be saved by one rank",
@@ -149,11 +150,11 @@ class CheckpointStore:
         return self._finish(state, failure) if self.ranks.is_main else None
 
     def generators(self) -> Generators:
-        """Yield the state of every rank's random generators now. Collective."""
+        """Return the present states of every rank's random generators. Collective."""
         return self.ranks.all_gather_object(_generator_state(self.ranks))
 
     def _try(self, policy: Policy, content: Content) -> str:
-        """Write on rank 0; what went wrong, or nothing."""
+        """Write the checkpoint on rank 0. Return the error as text; empty: it is written, or this is another rank."""
         if self.ranks.is_main:
             try:
                 with self.held_off():
@@ -166,7 +167,7 @@ class CheckpointStore:
         return ""
 
     def path_of(self, state: TrainerState) -> Path:
-        """Return where `save` writes it."""
+        """Return the folder in which `save` writes the checkpoint of `state`."""
         return self.root / f"checkpoint-{state.global_step}"
 
     def _finish(self, state: TrainerState, failure: str) -> Path:
@@ -183,7 +184,7 @@ class CheckpointStore:
     def load(self, where: str, policy: Policy, optimizer: Optimizer) -> TrainerState:
         """Restore weights, moments and this rank's generators from a path, or from "latest", which rank 0 decides.
 
-        Raises CheckpointError, on every rank, where one of them does not have it, or it is damaged or of another model.
+        Raises CheckpointError, on every rank, if a rank lacks the checkpoint, or if it is damaged or of another model.
         """
         path = self._agreed(where)
         manifests = self.ranks.all_succeed(lambda: self._check_own(path))
@@ -194,7 +195,7 @@ class CheckpointStore:
                 wanted="the same complete checkpoint on every node",
                 remedy="put training.output_dir on a file system that all nodes share, or copy rank 0's folder",
             )
-        state, config_digest = _read_state(path)  # all that can be damaged is read before anything is changed
+        state, config_digest = _read_state(path)  # reads all files before it changes weights or moments
         moments, generators = (_read_tensors(path, _place(path, name)) for name in (OPTIMIZER, RNG))
         if config_digest != self.config_digest:
             logger.warning("%s was written under another configuration; going on under the present one", path)
@@ -219,7 +220,7 @@ class CheckpointStore:
         return self.root / name
 
     def _check_own(self, path: Path) -> str:
-        """Raises CheckpointError where this rank does not see the checkpoint, whole."""
+        """Return the manifest. Raises CheckpointError if this rank does not see the whole checkpoint."""
         if not (path / MANIFEST).is_file():
             raise CheckpointError(
                 f"rank {self.ranks.rank} on {platform.node()} does not see the checkpoint that rank 0 resumes from",
@@ -235,8 +236,8 @@ class CheckpointStore:
         return next(reversed(self._complete()), None)
 
     def _complete(self) -> list[Path]:
-        """Complete checkpoints by step; a folder without a manifest was not written by `save`, and is neither loaded
-        nor removed."""
+        """Return complete checkpoints in order of steps. A folder without a manifest was not written by `save`, and is
+        neither loaded nor removed."""
         found = [(int(m[1]), p) for p in self.root.glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
 
@@ -251,7 +252,7 @@ class CheckpointStore:
                 self._remove(path)
             work.rename(path)
         except BaseException:
-            shutil.rmtree(work, ignore_errors=True)  # others need its space on a full disk
+            shutil.rmtree(work, ignore_errors=True)  # frees its space on a disk that may be full
             raise
         _sync_to_disk(self.root)
         best = kept(self.root)
@@ -304,7 +305,7 @@ def verify(path: Path) -> None:
             raise ValueError(f"a {type(manifest).__name__}, no mapping of files")
         ours = {_place(path, OPTIMIZER), _place(path, RNG)}
         weights = {str(p.relative_to(path)) for p in path.rglob("*.safetensors")} - ours
-        if not weights:  # files that other programs call weights may be pickled
+        if not weights:  # other formats of weights may be pickled, so they do not count
             raise ValueError("no weights beside it")
         wrong = {n for n, entry in manifest.items() if not (path / n).is_file() or _entry(path / n) != entry}
     except (OSError, ValueError) as error:
@@ -332,13 +333,13 @@ def _read_state(path: Path) -> tuple[TrainerState, str]:
 
 
 def _place(path: Path, name: str) -> str:
-    """Return where this checkpoint has one of our own files of tensors."""
+    """Return the path, in this checkpoint, of the training state's file `name`."""
     beside = Path(name).name
     return beside if (path / beside).is_file() else name
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """Raises CheckpointError."""
+    """Return the tensors of a file of the training state, by name. Raises CheckpointError."""
     try:
         return load_file(path / name)
     except (OSError, SafetensorError, ValueError) as error:

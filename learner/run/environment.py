@@ -1,29 +1,28 @@
-"""Environment variables that the learner sets before torch and vLLM are loaded, how its threads take turns, and how
-often Python collects garbage.
+"""Environment variables that the learner sets before torch and vLLM are loaded, and settings of Python's threads and
+garbage collection.
 
-`collect_rarely` keeps collections rare while a run starts. Nearly all that imports make stays, and each collection
-walks it again: 2.0 s of the 8.6 s of processor time of a run's imports, vLLM's too. `collect_as_usual` ends that before
-the first step, whose garbage may hold memory of the device.
+`collect_rarely` makes collections rare while a run starts. Nearly all objects of imports stay, and each collection
+walks them again: 2.0 s of the 8.6 s of processor time of a run's imports, vLLM's too. `collect_as_usual` restores the
+usual frequency before the first step, whose garbage may hold memory of the device.
 
 `gloo_interface` names the interface through which this node reaches torchrun's MASTER_ADDR, for GLOO_SOCKET_IFNAME. By
 default torch takes the address of the machine's name, which many systems map to the loopback; ranks on other nodes then
 wait for it until their deadline. NCCL chooses by itself and avoids the loopback.
 
-`keep_compiled` names the folder in which torch keeps what it compiles. Its default is under /tmp, which many machines
-clear, and containers always, and where another user can make it first. A first step compiles for minutes, and for a
-fifth of that with the folder of a last run.
-Triton's folder is named too: torch names one of its own when it compiles, and leaves Triton's default when it finds
-everything compiled, so that the kernels of a first run were not found by the second.
+`keep_compiled` names the folder in which torch keeps compiled code. The default is under /tmp, which many machines and
+all containers clear, and where another user can make the folder first. A first step compiles for minutes; with the
+folder of an earlier run it takes a fifth of that. Triton's folder is named too: torch sets it only when it compiles, so
+a second run, which finds its code compiled, would look for kernels in Triton's default folder.
 
-`prepare_for_vllm` sets what vLLM takes from variables only, if its engine is inside the learner's process. The
-user's settings stay, except two that cannot work here:
+`prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. The user's settings stay, except two
+that cannot work here:
 - an engine in its own process: it would neither share the device's weights nor run in step with other ranks;
 - torchrun's own store with one rank. That rank makes no process group, but its engine does. Under torchrun the engine
   always joins at torchrun's store. Nobody listens there, so it would wait for half an hour.
 
-`shorten_turns` shortens the turns of the interpreter's lock. The thread that learns gives the lock away in
-every operation of torch. A thread that reads rollouts takes it then, and keeps it for a turn, which is 5 ms by default:
-hundreds of operations could have run.
+`shorten_turns` shortens the time for which a thread may keep the interpreter's lock while another thread waits. The
+thread that learns releases the lock in every operation of torch. A thread that reads rollouts then takes the lock for
+5 ms by default, in which hundreds of operations could have run.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if environment.get("WORLD_SIZE", "1") == "1":
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # its log goes to the run's log
+    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM's log goes to the run's log
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
@@ -71,9 +70,9 @@ def collect_as_usual() -> None:
     gc.set_threshold(*USUALLY)
 
 
-RARELY = (50_000, 20, 100)  # new objects, and collections of the younger generation, before one of each generation
+RARELY = (50_000, 20, 100)  # thresholds of `gc`: new objects, then collections of the generation below
 USUALLY = gc.get_threshold()
-TURN_S = 0.0002  # a change of threads takes about 0.00001
+TURN_S = 0.0002  # seconds; a change of threads takes about 0.00001 s
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_VARIABLE = "TRITON_CACHE_DIR"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
@@ -82,7 +81,7 @@ _INTERFACE_ADDRESSES_V6 = Path("/proc/net/if_inet6")
 
 
 def gloo_interface(environment: Mapping[str, str]) -> str | None:
-    """Return the interface's name. None if the user has chosen one, or if all ranks may be on this machine."""
+    """Return the interface's name. None if the user chose an interface, or if all ranks may be on this machine."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if environment.get(GLOO_VARIABLE) or not host or not port:
         return None
@@ -108,7 +107,7 @@ def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Ad
     """Yield every interface with its first IPv4 address and all of its IPv6 addresses (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # it has no IPv4 address
+            with contextlib.suppress(OSError):  # the interface has no IPv4 address
                 answer = fcntl.ioctl(probe, _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
                 yield name, ipaddress.IPv4Address(answer[20:24])
     if _INTERFACE_ADDRESSES_V6.exists():

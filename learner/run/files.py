@@ -1,7 +1,7 @@
-"""Files of a run, on a disk that may be full or read-only: whatever fails, what was written before is whole.
+"""Files of a run, on a disk that may be full or read-only: a failed write leaves earlier content whole.
 
-`write_atomically` writes a file, `AppendedLines` lets one grow; what cannot be written is an OutputError. A link that
-somebody put where a file is written is replaced or refused, never followed. Imports neither torch nor transformers.
+`write_atomically` writes a file, `AppendedLines` appends lines to a file; a failed write is an OutputError. If there is
+a link at the path of a file, it is replaced or refused, never followed. Imports neither torch nor transformers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file so that, whatever happens, the old or the new one stands there whole. Raises OutputError."""
+    """Write a text file. Whatever happens, `path` has the whole old or the whole new text. Raises OutputError."""
     work = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            work.unlink(missing_ok=True)  # left by a process of that number, or a link of somebody else's
+            work.unlink(missing_ok=True)  # a killed process of the same number left it, or it is a link of another user
             with work.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
@@ -39,8 +39,8 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Return why nothing can be written into a folder that is there or will be made; None: it can. Leaves nothing
-    there."""
+    """Return why no file can be written into a folder, which may not exist yet; None: files can be written. Leaves no
+    file there."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there}, which is a file"
@@ -55,7 +55,7 @@ def why_unwritable(folder: Path) -> str | None:
 
 
 def require_writable(folder: Path) -> None:
-    """Check before long work that its results can be written into a folder, which need not be there. Raises
+    """Check before long work that its results can be written into a folder, which may not exist yet. Raises
     OutputError."""
     if (found := why_unwritable(folder)) is not None:
         raise OutputError(
@@ -69,7 +69,7 @@ def require_writable(folder: Path) -> None:
 class AppendedLines:
     """A file that grows by whole lines, each on disk as soon as it is written.
 
-    If somebody removes the file, or the folder around it, a new one goes on, and `tell` gets a warning.
+    If somebody removes the file or its folder, the next line begins a new file, and `tell` gets a warning.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None] = log.warning) -> None:
@@ -81,7 +81,7 @@ class AppendedLines:
                 self._file.write(b"\n")
 
     def append(self, line: str) -> None:
-        """Append `line`, which has no line end. If it cannot be written, no part of it is left. Raises OutputError."""
+        """Append `line`, given without line end. A failed write leaves no part of the line. Raises OutputError."""
         with writing(self._path):
             if not os.fstat(self._file.fileno()).st_nlink:
                 self._begin_again()
@@ -113,7 +113,7 @@ class AppendedLines:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Guard what writes `path`. Raises OutputError, which names it, if the disk is full or the folder read-only."""
+    """Guard a block that writes `path`. Raises OutputError with the path if the disk is full or read-only."""
     try:
         yield
     except OSError as error:

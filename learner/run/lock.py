@@ -1,9 +1,9 @@
 """One run at a time in `training.output_dir`.
 
-Rank 0 holds a lock (`flock`) on a file there as long as its process lives, however it ends. A process that was forked
-from it does not hold it. On a file system without locks there is none, and nothing is refused.
+Rank 0 holds a lock (`flock`) on a file there as long as its process lives, however it ends. Forked processes do not
+hold the lock. On a file system without locks, no run is refused.
 
-The folder may lie where others write: a link is not followed, and a file with a second name is not written.
+Other users may write to the folder, so a link is not followed, and a file with a second hard link is not written.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from pathlib import Path
 from shared.errors import ConfigError
 
 LOCK = ".lock"
-_TRIES, _PAUSE_S = 10, 0.05  # `is_running` holds it for a moment
-_MOST_READ = 200  # bytes about the holder
+_TRIES, _PAUSE_S = 10, 0.05  # tries to lock: `is_running` holds the lock for a moment
+_MOST_READ = 200  # max bytes read of the text that names the lock's holder
 log = logging.getLogger("learner.run")
 _held: set[int] = set()
 
 
 def _close_in_child() -> None:
-    """Close what was inherited: a fork shares the lock, and would keep it when its parent has ended."""
+    """Close inherited handles of locks: a forked process would keep the lock after its parent's end."""
     while _held:
         os.close(_held.pop())
 
@@ -58,12 +58,12 @@ def locked(run_dir: Path) -> Iterator[None]:
         if handle in _held:  # not in a fork, which has closed it
             _held.remove(handle)
             with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # also for a child that has not yet closed it
+                fcntl.flock(handle, fcntl.LOCK_UN)  # releases it even if a forked child still has the handle open
             os.close(handle)
 
 
 def is_running(run_dir: Path) -> bool:
-    """Return True if a run holds the lock. True too if there is no lock to ask."""
+    """Return True if a run holds the lock, or if the lock cannot be tested."""
     try:
         handle = _open(run_dir / LOCK, 0)
     except (OSError, ConfigError):
@@ -78,7 +78,7 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Raises ConfigError for a link, for what is no file, and for a file with other names; OSError otherwise."""
+    """Open the lock file. Raises ConfigError for a link, a file with other hard links, or no regular file; OSError."""
     found = "a link" if path.is_symlink() else ""
     if not found:
         # A link that is made between the two lines is an OSError.

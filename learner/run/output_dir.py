@@ -1,9 +1,9 @@
 """Checks that `training.output_dir` is free for a run, and with `overwrite` removes an old run.
 
-In: the configuration. Out: the folder is as a new run wants it, or a ConfigError. A folder has a run once it holds a
-checkpoint, an evaluation or a step's event: what failed before its first step is in nobody's way. Files that a learner
-does not write are never touched, and nothing is without `training.overwrite: true`. Imports neither torch nor
-transformers, so that `--check` can ask too.
+In: the configuration. Out: a folder that a new run can use, or a ConfigError. A folder has a run if it holds a
+checkpoint, an evaluation or a step's event; a run that failed before its first step blocks no other run. Files are
+removed only with `training.overwrite: true`, and only files that a learner writes. Imports neither torch nor
+transformers, so that `rollout-learner check` can use it.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ OWN = (
 
 
 def traces_of_run(run_dir: Path) -> str:
-    """Return what shows that a run has been here, in words; empty if none has."""
+    """Describe the files that show an earlier run in the folder; empty: it has no run."""
     checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
     steps, evaluations = _steps(run_dir / "metrics.jsonl"), list(run_dir.glob("eval/step_*.jsonl"))
     counts = ((steps, "optimizer step"), (len(evaluations), "evaluation"), (len(checkpoints), "checkpoint"))
@@ -70,14 +70,14 @@ def _steps(metrics: Path) -> int:
 
 
 def torchrun_agent(environment: Mapping[str, str]) -> str | None:
-    """Return the name of the torchrun process that this one is a rank of. No other start of torchrun has it, and the
-    ranks that it starts again have the same. None without torchrun.
+    """Return a name for the torchrun process that started this rank. Ranks that it starts again get the same name, and
+    every other start of torchrun has another name. None without torchrun.
 
     A scheduler that starts a whole job again names the job in ROLLOUT_JOB: all starts of the job are one run.
 
-    The run id alone is not enough: `--rdzv-id` may give the same one to every run. Nor is the restart count: it stays 0
-    when a rank of another node failed, and a run that was refused is started again too. Ticks count from boot, so it
-    does not matter if somebody sets the clock.
+    The run id is not enough for a name: `--rdzv-id` may give the same id to every run. Nor is the restart count: it
+    stays 0 when a rank of another node failed, and torchrun also restarts a refused run. The process's start time is
+    in ticks since boot, so a change of the clock does not matter.
     """
     if (job := job_of(environment)) is not None:
         return job
@@ -90,7 +90,7 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """Return the scheduler's job in ROLLOUT_JOB, as the folder of its run names it. None without one."""
+    """Return the scheduler's job in ROLLOUT_JOB, in the form that the file JOB has. None if it is not set."""
     job = " ".join(environment.get(JOB_VARIABLE, "").split())
     return f"job {job}" if job else None
 
@@ -103,12 +103,12 @@ def claim_output_dir(
     stack: ExitStack | None = None,
     goes_on: bool = False,
 ) -> RunConfig:
-    """Check and clear the folder, before any rank writes: rank 0 looks and removes, and all ranks fail alike.
-    Collective. Returns the configuration to go on with. No other run gets the folder before `stack` is closed.
+    """Check and clear the folder before any rank writes: rank 0 checks and removes files, and all ranks raise the same
+    error. Collective. Returns the configuration to go on with. No other run gets the folder before `stack` is closed.
 
-    `agent` is the torchrun of this rank. If one of the ranks' agents has claimed the folder before, it has started its
-    ranks again after one failed: the run goes on from its newest checkpoint, or from its beginning if it has none. So
-    it does with `goes_on`.
+    `agent` is the torchrun of this rank. If an agent of any rank has claimed the folder before, it restarted its ranks
+    after a failure: the run goes on from its newest checkpoint, or from its beginning if it has no checkpoint. With
+    `goes_on` the run goes on in the same way.
     """
     run_dir = Path(config.training.output_dir)
     agents = set(ranks.all_gather_object(agent)) if agent is not None else set()
@@ -143,15 +143,15 @@ def _claimed_by(agents: Set[str], run_dir: Path) -> bool:
 
 
 def _restarted(config: RunConfig) -> RunConfig:
-    """Return the configuration of the same run after its ranks failed. What it resumed from at first is older than its
-    own checkpoints."""
+    """Return the configuration of a run that is restarted after a failure. It resumes from its own newest checkpoint,
+    not from the older checkpoint that it first resumed from."""
     has_checkpoint = any(Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
     change = {"resume_from_checkpoint": "latest"} if has_checkpoint else {"overwrite": True}
     return config.model_copy(update={"training": config.training.model_copy(update=change)})
 
 
 def check_before_start(config: RunConfig, environment: Mapping[str, str]) -> None:
-    """Look, before a learner is started, if rank 0 will get the folder. Writes nothing.
+    """Check, before a learner is started, that rank 0 will be able to claim the folder. Writes nothing.
 
     Raises ConfigError, OutputError or DataError as `claim_output_dir` will.
     """
@@ -161,7 +161,7 @@ def check_before_start(config: RunConfig, environment: Mapping[str, str]) -> Non
         with writing(run_dir), locked(run_dir):
             pass
     if (job := job_of(environment)) is not None and _claimed_by({job}, run_dir):
-        return  # it goes on
+        return  # a restarted run goes on in its folder
     check_resume(config)
     check_output_dir(config)
     check_annotations(config)
@@ -214,8 +214,8 @@ def check_resume(config: RunConfig) -> None:
 
 
 def clear_output_dir(config: RunConfig) -> list[str]:
-    """Remove, with `training.overwrite`, the old run's own files, and nothing else. A run that resumes removes nothing.
-    Returns the names of what was removed."""
+    """With `training.overwrite`, remove the files that the old run wrote. A run that resumes removes nothing. Returns
+    the names of the removed files."""
     run_dir = Path(config.training.output_dir)
     if not config.training.overwrite or _resumes(config) or not traces_of_run(run_dir):
         return []
@@ -229,7 +229,7 @@ def clear_output_dir(config: RunConfig) -> list[str]:
 
 
 def _resumes(config: RunConfig) -> bool:
-    """Return True if the run goes on with the one in its folder: not with a checkpoint of another run."""
+    """Return True if the run resumes from a checkpoint in its own folder, not from one of another run."""
     where = config.training.resume_from_checkpoint
     if where is None:
         return False

@@ -1,11 +1,10 @@
-"""The causes that end a run early: Ctrl-C, SIGTERM and a terminal that is closed, with a checkpoint and within a
-deadline, and the run's own time limit.
+"""Ends a run early, with a checkpoint: at Ctrl-C, SIGTERM or a closed terminal, within a deadline; or at a time limit.
 
-In: signals. Out: `Stopped`, raised in the main thread. The first signal only asks. The next `check` is collective, so
-all ranks find the request at the same place. If no check comes in half the time (a long wait for rollouts), `Stopped`
-interrupts the main thread, once a checkpoint that is being written is whole. After the whole time, or at a second
-Ctrl-C, the process ends at once. `build` installs it, and the trainer checks it. `TimeLimit` only says when
-`training.max_minutes` have passed.
+In: signals. Out: `Stopped`, raised in the main thread. The first signal only records a request. The next `check` is
+collective, so all ranks find the request at the same place. If no check comes in half of `timeout_s` (a long wait for
+rollouts), `Stopped` interrupts the main thread, but never the writing of a checkpoint. After the whole of `timeout_s`,
+or at a second Ctrl-C, the process ends at once. `build` installs the `StopRequest`, and the trainer checks it.
+`TimeLimit` only says when `training.max_minutes` have passed.
 """
 
 from __future__ import annotations
@@ -23,13 +22,13 @@ from learner.policy.parallel import Ranks
 from shared.processes import leave_lost_output, stop_signals
 
 _STDERR = 2
-_LEAVE_S = 0.1  # a `tee` behind the run gets Ctrl-C, and SIGHUP, at the same moment
-_AGAIN_S = 0.2  # between looks whether a checkpoint is written
+_LEAVE_S = 0.1  # a `tee` that reads the output gets Ctrl-C and SIGHUP at the same moment as the run
+_AGAIN_S = 0.2  # seconds until the next test whether a checkpoint is still being written
 
 
 class Stopped(BaseException):
-    """The run was asked to stop, which is no error: as KeyboardInterrupt, it passes whatever tells of errors. `agreed`:
-    all ranks raise it at the same place."""
+    """The run was asked to stop. A BaseException like KeyboardInterrupt, because it is no error: `except Exception`
+    does not catch it. `agreed`: all ranks raise it at the same place."""
 
     def __init__(self, signum: int, *, agreed: bool) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
@@ -39,8 +38,8 @@ class Stopped(BaseException):
 
 @contextmanager
 def told_before_the_first_step() -> Iterator[None]:
-    """SIGTERM ends the process at once inside this block, and says so. Nothing has been learned that could be saved.
-    A thread does it: the main one may be in a long call, such as loading the model."""
+    """Inside this block, SIGTERM ends the process at once with a message: nothing has been learned that could be saved.
+    A thread does so, because the main thread may be in a long call, such as loading the model."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -69,9 +68,9 @@ def _too_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """Forget the parent's thread: a forked process that somebody ends must not write to it."""
+    """Forget the parent's thread: a forked process that gets a signal must not write to the parent's socket."""
     if signal.getsignal(signal.SIGTERM) is _too_early:
-        with suppress(ValueError):  # a thread has forked it: it has no handlers
+        with suppress(ValueError):  # not forked by the main thread, so it can set no handlers
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -80,11 +79,11 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class StopRequest:
-    """A request to stop. `timeout_s`: from the first signal to the end of the process, at most."""
+    """A request to stop. `timeout_s`: max seconds from the first signal to the end of the process."""
 
     def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
-        self._signum = 0  # 0: not asked
+        self._signum = 0  # the signal that asked to stop; 0: no signal came
         self._last_call: threading.Timer | None = None
         self._is_held_off = False
 
@@ -112,7 +111,7 @@ class StopRequest:
     @contextmanager
     def held_off(self) -> Iterator[None]:
         """Delay interruptions until the end of this block, which writes a checkpoint and waits for no other rank. An
-        interrupted checkpoint would have to be begun anew in the time that is left. The final deadline still holds."""
+        interrupted checkpoint would have to be written again in the time left. The final deadline still holds."""
         self._is_held_off = True
         try:
             yield
@@ -142,9 +141,9 @@ class StopRequest:
 
 
 class TimeLimit:
-    """Tells if `training.max_minutes` have passed since it was made. Rank 0's clock decides for all.
+    """Tells if `training.max_minutes` have passed since this object was made. Rank 0's clock decides for all ranks.
 
-    `ends_by_evaluating`: the time of a last evaluation is kept free."""
+    `ends_by_evaluating`: the limit includes a last evaluation, expected to take as long as the one before."""
 
     def __init__(
         self,
@@ -158,7 +157,7 @@ class TimeLimit:
         self._began_s, self._evaluation_s = clock(), 0.0
 
     def evaluated(self, seconds: float) -> None:
-        """An evaluation took so long."""
+        """Note the seconds that an evaluation took."""
         self._evaluation_s = seconds
 
     def is_over(self) -> bool:
@@ -170,7 +169,7 @@ class TimeLimit:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # nobody is there to read it
+    with suppress(OSError):  # the reader of stderr may have gone
         os.write(_STDERR, f"learner: {text}\n".encode())  # a signal handler must not wait for a stream's lock
 
 

@@ -1,7 +1,6 @@
 """torchrun for one machine, with readable messages at the end: `python -m learner.run.torchrun N -m learner ...`.
 
-In: a number of ranks, and what each runs. Out: the ranks' output, and the exit code of the rank that failed first, or
-0. `deploy.torchrun` is the same with options, for users. The recipe starts the ranks of its stages by this one.
+`deploy.torchrun` does the same with options, for users. The recipe starts the ranks of its stages with this module.
 """
 
 from __future__ import annotations
@@ -22,10 +21,11 @@ SHUTDOWN_TIMEOUT_S = 28
 
 
 def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> int:
-    """`command` on `nproc` ranks. Installs torchrun's signal handlers, so only the main thread can call it."""
+    """Run `command` on `nproc` ranks; return the exit code. Installs torchrun's signal handlers, so only the main
+    thread can call it."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     if max_restarts:
-        # Every start has a store of its own. In a shared one, ranks find the addresses of those that are gone.
+        # Every start has a new store. In a shared store, ranks would find the addresses of ranks that are gone.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if command[:1] == ["-m"]:
         os.environ |= without_working_directory(os.environ)
@@ -36,7 +36,7 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     logging.disable(logging.ERROR)  # hides torchrun's own report of a failure; ranks log in their own processes
     try:
         numbers = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
-        # Torchrun makes a folder for its ranks' error files, and a killed one leaves it.
+        # Torchrun makes a folder for its ranks' error files, and leaves the folder when it is killed.
         folder = locked_folder("torchrun-", Path(tempfile.gettempdir()))
         run.run(run.parse_args(["--standalone", *numbers, "--log-dir", folder, *command]))
     except ChildFailedError as error:

@@ -1,7 +1,7 @@
 """The way from a configuration to a run: this module makes every part, passes them to the `Trainer`, and closes them
 again.
 
-With `connect.py` the only module that knows all parts. It reads only the environment that it is given.
+Only this module and `connect.py` import all parts. They read no environment but the mapping that is passed in.
 """
 
 from __future__ import annotations
@@ -94,8 +94,8 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def joined_ranks(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Ranks]:
-    """The ranks of a run, until the end of the block. Raises ConfigError before they meet, if the run's own parts, its
-    trackers or its model's family cannot be used."""
+    """Yield the joined ranks of a run; they part at the end of the block. Raises ConfigError before they join, if the
+    user's parts, the trackers or the model's family cannot be used."""
     check_extensions(config)
     check_trackers(config)
     check_kept_metric(config)
@@ -119,8 +119,8 @@ def train_on(
 ) -> int:
     """Train with ranks that have already joined, and that may train again afterwards. Collective.
 
-    `goes_on`: a run in the folder is an earlier start of this one. `before` is called when everything is ready; False:
-    nothing is to be learned.
+    `goes_on`: a run in the folder is an earlier start of this run. `before` is called when everything is ready; if it
+    returns False, nothing is trained.
     """
     with ExitStack() as stack:
         config = claim_output_dir(config, ranks, torchrun_agent(environment), stack=stack, goes_on=goes_on)
@@ -137,7 +137,7 @@ def train_on(
 
 
 def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
-    """Make every part of a run, checked against the servers before the first step. Parts to be closed go on `stack`."""
+    """Make every part of a run, and check them against the servers. Parts that must be closed are put on `stack`."""
     log = _open_run_dir(config, plan, ranks, stack)
     if ranks.is_main:  # there is no console before the number of steps is known, and this takes minutes
         print(f"{Path(config.training.output_dir).name} reading annotations, loading {config.model.path}", flush=True)
@@ -223,7 +223,7 @@ def export(checkpoint: Path, out: Path, dtype: str, notes: Mapping[str, str]) ->
                 shutil.rmtree(work)
             try:
                 export_model(policy, work, dtype=getattr(torch, dtype))
-            except Exception as error:  # safetensors has a type of its own, the tokenizers library a bare Exception
+            except Exception as error:  # safetensors raises its own type, the tokenizers library a bare Exception
                 if not isinstance(error, SafetensorError) and type(error) is not Exception:
                     raise
                 raise OSError(str(error)) from error
@@ -236,7 +236,7 @@ def export(checkpoint: Path, out: Path, dtype: str, notes: Mapping[str, str]) ->
 
 
 def _check_export_folder(out: Path) -> None:
-    """Raises OutputError if something is at `out`. Weights of an earlier export may be in more files than these."""
+    """Raises OutputError if `out` has files: an earlier export's weights may have more files, which would stay."""
     is_empty = not out.exists() or (out.is_dir() and all(path.name == _UNFINISHED for path in out.iterdir()))
     if not is_empty:
         raise OutputError(
@@ -252,8 +252,8 @@ def _check_export_folder(out: Path) -> None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunData:
-    """`test` is scored at the end, `retained` at each evaluation. `bad_records`: of each, how many were dropped or
-    clipped, by kind and action."""
+    """The samples of a run. `test` is scored at the end, `retained` at each evaluation. `bad_records`: for each split,
+    the numbers of dropped or clipped records, by kind and action."""
 
     train: list[Sample]
     evaluation: list[Sample]
@@ -302,7 +302,7 @@ def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack)
 
 
 def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
-    """The policy, equal on all ranks, the task and the samples."""
+    """Return the policy, equal on all ranks, the task and the samples."""
     torch.manual_seed(config.training.seed)
     shard_over = ranks if shards(config, ranks.world_size) else None
     policy = load_policy(
@@ -329,8 +329,8 @@ def _tell_compilation(policy: Policy, log: MetricsLog, console: Console) -> None
 
 
 def load_data(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RunData:
-    """Training samples, those to evaluate on (`data.val`, or `data.test` if that is the only one), and those that are
-    scored at the end (D17). Raises DataError with file and line."""
+    """Return the samples to train on, to evaluate on (`data.val`, or `data.test` without it), and to score at the end
+    (D17). Raises DataError with file and line."""
     data, training = config.data, config.training
     train = _load(config, "train", task, too_long=row_limit(config, task, encoder))
     bad = {"train": train.bad.summary()}
@@ -383,7 +383,7 @@ def row_limit(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
 
 
 def _tell_bad_records(data: RunData, log: MetricsLog, console: Console) -> None:
-    """Log what was dropped or clipped, and print a line for each."""
+    """Log the numbers of dropped and clipped records, and print a line for each number."""
     log.write(
         "data",
         {
@@ -417,7 +417,7 @@ def _batches(basis: Basis, stack: ExitStack) -> tuple[Batches, int]:
 def check_packing_buffer(
     samples: Sequence[Sample], encoder: prompt.PromptEncoder, config: RunConfig, plan: Plan, total_steps: int
 ) -> None:
-    """Raises ConfigError where the carry buffer must overflow during the run: better now than after hours (D6)."""
+    """Raises ConfigError if the carry buffer must overflow during the run, to fail before hours of training (D6)."""
     training = config.training
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
         return  # nobody knows yet how long augmented samples are
@@ -492,7 +492,7 @@ def _step_source(
     total_steps: int,
     journal: Journal,
 ) -> StepSource:
-    """Return where each step's rows come from."""
+    """Return the source of each step's rows."""
     config, plan, clock = basis.config, basis.plan, journal.clock
     source, row_maker = _segment_source(basis, backend, journal), _row_maker(config)
     if config.stage2_ab is not None:
@@ -585,8 +585,7 @@ def _augmented(basis: Basis, encoder: prompt.PromptEncoder, *, rollouts: bool = 
 
 
 def _closing(source: StepSource) -> Callable[..., None]:
-    """Closes `source` at the end of the run. A producer that does not end must not hide the error that ended the
-    run."""
+    """Return an exit callback that closes `source`. A failed close must not hide the error that ended the run."""
 
     def close(_: object, error: BaseException | None, __: object) -> None:
         try:
@@ -610,7 +609,7 @@ def _answers(basis: Basis) -> AnswersLog | None:
 
 
 def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:
-    """Return the log of rewards and groups; None on other ranks than 0, and for other methods than `grpo`."""
+    """Return the log of rank 0's rewards and groups."""
     config = basis.config
     if config.custom.trainer_variant != "grpo" or not basis.ranks.is_main:
         return None
@@ -620,7 +619,7 @@ def _groups(basis: Basis, stack: ExitStack) -> GroupsLog | None:
 
 
 def _label_completion(basis: Basis, backend: Backend | None, console: Console) -> LabelCompletion | None:
-    """Return what completes `basis.data.train`, the one list that all parts of the run read samples from."""
+    """Return the label completion. It changes `basis.data.train`, the list from which all parts read samples."""
     config, task = basis.config, basis.task
     if config.labels.complete is None:
         return None
@@ -641,7 +640,7 @@ def _label_completion(basis: Basis, backend: Backend | None, console: Console) -
 
 
 def _gap_metrics(basis: Basis) -> GapMetrics | None:
-    """Return what scores evaluations on labels with gaps, where `training.keep_best: auto` may choose by it."""
+    """Return the metrics for labels with gaps, if `training.keep_best: auto` may choose by these."""
     config, samples = basis.config, basis.data.evaluation
     if not isinstance(basis.task, DetectionTask) or config.training.keep_best != "auto" or kept_metric(config) is None:
         return None

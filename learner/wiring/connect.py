@@ -1,7 +1,7 @@
 """The way from a configuration to the rollout backend and its weight sync.
 
-Both have reached the servers, or started the colocated engine, before they are returned. So what is wrong there is
-reported before the first step. Whoever calls closes them.
+Both have reached the servers, or started the colocated engine, before they are returned, so their errors are raised
+before the first step. The caller closes them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend
 from learner.rollout.server_backend import ServerBackend
-from learner.sync.canary import CANARY_SAMPLES, CANARY_SIDE, CANARY_TOKENS, Canary, CanaryItem
+from learner.sync.canary import CANARY_SAMPLES, Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.fitness import check_servers, server_check
 from learner.sync.server_delivery import ServerDelivery
@@ -42,6 +42,7 @@ from shared.checkpoint import signature
 
 Backend = ServerBackend | ColocateBackend | HfBackend
 ALONE = Ranks()  # one process
+_CANARY_SIDE, _CANARY_TOKENS = 256, 128  # max pixels of a side; max tokens. Two prompts fit into a CUDA graph
 
 
 def connect_backend(
@@ -53,8 +54,8 @@ def connect_backend(
     token: str | None = None,
     on_call: Callable[[RolloutCallLog], None] | None = None,
 ) -> Backend:
-    """Return a backend that is ready to generate. `optimizer`: the one whose moments a colocated engine may move away
-    (`offload`). `on_call` is told of each generation. Raises ServerError if a configured server is not ready,
+    """Return a backend that is ready to generate. `optimizer`: a colocated engine may move its moments off the device
+    (`offload`). `on_call` gets the record of each generation. Raises ServerError if a configured server is not ready,
     ConfigError if an engine cannot start."""
     rollouts, seed = config.rollout_matching, config.training.seed
     if rollouts.rollout_backend == "hf":
@@ -109,7 +110,7 @@ def connect_sync(
         )
         check_servers(backend, check, ranks=ranks)
         sync_ranks: SyncRanks = ranks
-        if policy.is_sharded:  # all ranks do what rank 0 needs of the weights
+        if policy.is_sharded:  # gathering the weights for rank 0 is collective
             sync_ranks = sharded = ShardedRanks(ranks, bucket_bytes=vllm.sync.bucket_bytes)
             weights = ShardedSource(policy, sharded)
             adapter = ShardedAdapter(adapter, sharded) if adapter else None
@@ -162,7 +163,7 @@ def _colocate(
 
 
 def computes_in(policy: Policy) -> torch.dtype:
-    """Return the type of training's and scoring's computations."""
+    """Return the floating-point type in which training and scoring compute."""
     return torch.bfloat16 if policy.bf16 else policy.model.dtype
 
 
@@ -171,8 +172,8 @@ def _synced_adapter(config: RunConfig, policy: Policy) -> AdapterWeights | None:
 
 
 def extremes(samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with the fewest and the most pixels. Their prompts differ if the two sides have other limits
-    (`min_pixels`, `max_pixels`) that any sample meets."""
+    """Return the samples with the fewest and the most pixels. If learner and server differ in a limit (`min_pixels`,
+    `max_pixels`) that matters for any sample, these samples' prompts differ."""
     pictured = [sample for sample in samples if sample.images]
     if not pictured:
         return []
@@ -180,7 +181,7 @@ def extremes(samples: Sequence[Sample]) -> list[Sample]:
 
 
 def _probe(sample: Sample, policy: Policy) -> CanaryItem:
-    """Return a sample's prompt, with the shortest answer."""
+    """Return a sample's prompt with the shortest answer, to compare prompts only."""
     return CanaryItem(
         sample=sample, prompt=policy.encoder.encode(sample), response_token_ids=(policy.tokenizer.eos_token_id,)
     )
@@ -209,9 +210,9 @@ def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
     """Return the ground truth of a training sample: fixed, and with its image, so that the vision tower is checked
     too. Servers stand still while they score it, so the image is small and a long answer is cut."""
     target = task.ground_truth(sample, LossConfig())
-    small = with_small_images(sample, policy.encoder.images, CANARY_SIDE)
+    small = with_small_images(sample, policy.encoder.images, _CANARY_SIDE)
     return CanaryItem(
         sample=small,
         prompt=policy.encoder.encode(small),
-        response_token_ids=tuple(int(token) for token in target.token_ids[:CANARY_TOKENS]),
+        response_token_ids=tuple(int(token) for token in target.token_ids[:_CANARY_TOKENS]),
     )
