@@ -32,7 +32,7 @@ from learner.rollout.control import ServerControl
 from learner.rollout.discovery import Discovery
 from learner.rollout.hf import HfBackend
 from learner.rollout.server_backend import ServerBackend
-from learner.sync.canary import CANARY_SAMPLES, Canary, CanaryItem
+from learner.sync.canary import CANARY_SAMPLES, CANARY_SIDE, CANARY_TOKENS, Canary, CanaryItem
 from learner.sync.colocated import EngineDelivery
 from learner.sync.fitness import check_servers, server_check
 from learner.sync.server_delivery import ServerDelivery
@@ -42,7 +42,6 @@ from shared.checkpoint import signature
 
 Backend = ServerBackend | ColocateBackend | HfBackend
 ALONE = Ranks()  # one process
-_CANARY_SIDE, _CANARY_TOKENS = 256, 128  # max pixels of a side; max tokens. Two prompts fit into a CUDA graph
 
 
 def connect_backend(
@@ -210,9 +209,9 @@ def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
     """Return the ground truth of a training sample: fixed, and with its image, so that the vision tower is checked
     too. Servers stand still while they score it, so the image is small and a long answer is cut."""
     target = task.ground_truth(sample, LossConfig())
-    small = with_small_images(sample, policy.encoder.images, _CANARY_SIDE)
+    small = with_small_images(sample, policy.encoder.images, CANARY_SIDE)
     return CanaryItem(
         sample=small,
         prompt=policy.encoder.encode(small),
-        response_token_ids=tuple(int(token) for token in target.token_ids[:_CANARY_TOKENS]),
+        response_token_ids=tuple(int(token) for token in target.token_ids[:CANARY_TOKENS]),
     )
