@@ -1,11 +1,11 @@
-"""`rollout-learner recipe --config run.yaml --minutes N`: the stages one after the other, in one run directory.
+"""`rollout-learner recipe --config run.yaml --minutes N`: runs the stages one after the other, in one run directory.
 
-This process decides and writes. Each stage is a process of its own, `rollout-learner train` under torchrun's ranks if
-there are several, and this one waits for it and reads its results from its folder. So it imports no torch, and an
-engine on the GPU, of which a process can have one in its life, is gone when the next stage begins.
+This process decides and writes `recipe.json`. Each stage is a process of its own, `rollout-learner train`, under
+torchrun if there are several ranks. This process waits for it and reads its results from its folder. So it imports no
+torch. A process can start only one engine on the GPU in its life, and that engine is gone when the next stage begins.
 
-The state on disk decides what comes next, so a command that is given again goes on: a stage that has ended is not run
-again, one that was killed goes on from its newest checkpoint. Whatever ends this process ends the stage's.
+The files on disk decide what is run next. When the command is given again, stages that have ended are not repeated, and
+a stage that was killed continues from its newest checkpoint. When this process ends, the stage's process ends too.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ from shared.processes import (
     without_working_directory,
 )
 
-# The largest share of the time, as long as grpo may follow. Patience ends sft long before. While its score rises it
-# learns faster than grpo would: on photographs 60% of five minutes were over after one step.
+# sft's largest share of the minutes, while grpo may follow. Mostly its score stops rising long before. While it rises,
+# sft learns faster than grpo would: on photographs one step of grpo took 60% of five minutes.
 SFT_SHARE = 0.8
-# Rollout matching's largest share of what is left then, if boxes are loose: `grpo` on their IoU follows.
+# Rollout matching's largest share of the minutes left after sft, if boxes are loose: the rest is for `grpo` on IoU.
 MATCHING_SHARE = 0.6
-LEAST_SHARE = 0.1  # share of the time: with less, no second stage is begun
+LEAST_SHARE = 0.1  # share of all minutes: no second stage is begun if less is left
 WHY_GRPO = "labels had gaps and were completed: what is left cannot be counted by them, so validation decides"
 FROM_START = ". It begins with the weights of the start, which have not learned the wrong ones among them"
 FROM_SFT = ". It begins with the weights of sft, which complete them again: the start was much worse"
@@ -92,7 +92,7 @@ RunStage = Callable[[Path], int]
 
 
 class StageError(ProjectError):
-    """The process of a stage ended with an error. `exit_code` is its own."""
+    """The process of a stage ended with an error. `exit_code` is the process's exit code."""
 
 
 def recipe(
@@ -103,8 +103,8 @@ def recipe(
     environment: Mapping[str, str],
     run_stage: RunStage | None = None,
 ) -> int:
-    """Follow the recipe to its end, on `nproc` ranks. Returns the exit code, that of a signal if one stopped it.
-    `run_stage` runs the stage of a configuration file and returns its exit code; by default in a process of its own.
+    """Run the recipe to its end, on `nproc` ranks. Returns 0, or the exit code of the signal that stopped it.
+    `run_stage` runs the stage of a configuration file and returns its exit code. By default it starts a process.
 
     Raises ConfigError, CheckpointError, OutputError, and StageError if a stage's process failed.
     """
@@ -129,7 +129,7 @@ def recipe(
 
 
 def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
-    """Return the record, old or new."""
+    """Return the record on disk, or a new one if nothing was learned there. Raises ConfigError for another recipe's."""
     digest = digest_of(config)
     old = read_record(root)
     if old is None or (old.digest != digest and not has_learned(old, root)):
@@ -147,12 +147,12 @@ def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
 
 
 def has_learned(record: Record, root: Path) -> bool:
-    """Return True if a stage has ended, or saved a checkpoint: what a mistake ended before that is begun anew."""
+    """Return True if a stage has ended or saved a checkpoint. A recipe that failed earlier may be begun anew."""
     return bool(record.stages) or any(root.glob("*/checkpoint-*/manifest.json"))
 
 
 class StageProcess:
-    """The process of the stage that runs. Signals that ask this one to stop are passed on to it."""
+    """Runs the process of one stage at a time. Signals that ask this process to stop are sent on to the stage's."""
 
     def __init__(self, nproc: int, environment: Mapping[str, str]) -> None:
         self._nproc, self._environment = nproc, environment
@@ -162,7 +162,7 @@ class StageProcess:
     @classmethod
     @contextmanager
     def listening(cls, nproc: int, environment: Mapping[str, str]) -> Iterator[Self]:
-        """Yield a StageProcess that gets the signals of this process until the end of the block."""
+        """Yield a StageProcess that handles this process's stop signals until the end of the block."""
         made = cls(nproc, environment)
         before = {signum: signal.signal(signum, made._asked) for signum in stop_signals()}
         try:
@@ -172,8 +172,9 @@ class StageProcess:
                 signal.signal(signum, handler)
 
     def run(self, path: Path) -> int:
-        """Run the stage of this configuration to its end. What it says of errors goes into a log beside the file.
-        Returns 0, or the exit code of a signal that was passed on, also by one that came before. Raises StageError."""
+        """Run the stage of the configuration `path` to its end. Its stderr goes into a log file beside `path`.
+        Returns 0, or the exit code of the stop signal that ended the stage or came before it. Raises StageError if it
+        fails."""
         argv = ["-m", "learner", "train", "--stage", "--config", str(path)]
         if self._nproc > 1:
             argv = ["-m", "learner.run.torchrun", str(self._nproc), *argv]
@@ -182,7 +183,8 @@ class StageProcess:
         if not self._signum:
             sys.stdout.flush()
             with writing(log), FileIO(log, "w", opener=unlinked) as errors:
-                # A session of its own: Ctrl-C comes once, from here. A second one would end it without a checkpoint.
+                # A session of its own: it gets Ctrl-C once, from `_pass_on`. A second Ctrl-C would end it without a
+                # checkpoint.
                 self._process = subprocess.Popen(
                     [sys.executable, *argv],
                     env={**self._environment, **without_working_directory(self._environment)},
@@ -222,7 +224,7 @@ def _failed(name: str, returncode: int, log: Path) -> StageError:
 
 
 class Recipe:
-    """Runs the stages that `record` asks for, one after the other, and writes each decision into it."""
+    """Runs the stages that `record` asks for, one after the other, and writes each decision into `recipe.json`."""
 
     def __init__(
         self, config: RunConfig, record: Record, nproc: int, environment: Mapping[str, str], run_stage: RunStage
@@ -230,10 +232,11 @@ class Recipe:
         self.config, self.record, self.nproc, self.environment = config, record, nproc, environment
         self._run_stage = run_stage
         self.root = Path(config.training.output_dir)
-        self._began_s = time.monotonic()  # the stage that runs, or the command
+        self._began_s = time.monotonic()  # when the running stage began; before the first one, when the command began
 
     def follow(self) -> int:
-        """Run the stages, and write the report."""
+        """Run the stages to the recipe's end, and write the report. Returns 0, or the exit code of a stage that
+        stopped."""
         while not self.record.ended:
             sft = self.record.stage(SFT)
             if code := (self._sft() if sft is None else self._after_sft(sft)):
@@ -244,22 +247,23 @@ class Recipe:
     # ---- the stages ------------------------------------------------------------------------------------------------
 
     def _sft(self) -> int:
-        """It has all of the time if grpo is known to gain nothing."""
+        """Run `sft`: for all minutes if grpo is known to gain nothing, else for at most `SFT_SHARE` of them."""
         earlier_s = spent_s(self.root / SFT)
         share_s = 60 * self.record.minutes * (1.0 if self.record.no_grpo else SFT_SHARE)
         left_s = share_s - earlier_s - spent_s(self.root / GRPO)
         return self._run(SFT, sft_stage(self.config, world_size=self.nproc, minutes=left_s / 60), WHY_SFT, earlier_s)
 
     def _after_sft(self, sft: StageResult) -> int:
-        """Run rollout matching if labels have gaps that the start cannot complete; after it, or else, `grpo`, if that
-        pays."""
+        """Run rollout matching if labels have gaps that the start cannot complete, else `grpo` if it pays; or decide
+        that the
+        recipe has ended. Returns a stage's exit code."""
         matched = self.record.stage(MATCHING)
         name = MATCHING if matched is None and sft.cannot_complete else GRPO
         if matched is not None and not self.record.is_loose and not self.record.grpo:
             self._decide(ended=f"its boxes fit: F1@mIoU is {self.record.fit:.2f} of F1@0.5")
             return 0
         if name == GRPO and (self.root / GRPO / HEADROOM).is_file():
-            self._decide_by_headroom()  # an earlier command ended before it was decided
+            self._decide_by_headroom()  # an earlier command ended after the measurement, before the decision
         earlier_s = spent_s(self.root / name)
         whole_s = 60 * self.record.minutes - self.record.seconds
         left_s = whole_s - earlier_s
@@ -284,10 +288,11 @@ class Recipe:
         return code
 
     def _grpo(self, sft: StageResult, minutes: float, earlier_s: float) -> int:
-        """Run it if labels were completed, or boxes are loose, or if it finds that places are left to gain. Headroom is
-        counted by labels: if these have gaps, also after completion, it does not see what nobody labelled."""
+        """Run `grpo`. Without completed labels and loose boxes, its process first measures the headroom, and learns
+        only if
+        that is large enough. Headroom is counted by labels, so with gaps in labels it is not asked."""
         record = self.record
-        # rollout matching was run because the start can't complete them
+        # rollout matching is run only if the start cannot complete the labels
         completes = record.stage(MATCHING) is None and (sft.completed or record.starts_weak)
         values = grpo_stage(
             self.config,
@@ -300,23 +305,23 @@ class Recipe:
         if record.on_completed and not record.grpo:
             self._decide(grpo=WHY_GRPO + (FROM_START if record.from_start else FROM_SFT))
         elif record.is_loose and not record.grpo:
-            by_iou = values["reward"]["weights"] == BY_IOU  # not if the user has one, or if labels are completed
+            by_iou = values["reward"]["weights"] == BY_IOU  # False if the user set weights, or if labels are completed
             self._decide(grpo=WHY_LOOSE.format(fit=record.fit) + (BY_THEIR_IOU if by_iou else ""))
         return self._run(GRPO, values, self.record.grpo, earlier_s)
 
     def _go_on_with_sft(self) -> None:
-        """Its time was cut for a stage that is not run: it has all of it now."""
+        """Let `sft` continue: its time was cut for `grpo`, which is not run, so that it now has all minutes."""
         self.record = replace(self.record, stages=(), extended=True, best_of=START, best_score=None)
         self._decide()
 
     def _best(self) -> Path | None:
-        """Return the best weights so far; None: the start's."""
+        """Return the folder of the best weights so far; None if these are the start's."""
         best = self.record.stage(self.record.best_of)
         return self.root / best.name / f"checkpoint-{best.best_step}" if best is not None else None
 
     def _run(self, name: str, values: dict[str, Any], why: str, earlier_s: float) -> int:
-        """Run one stage as an ordinary run. Its result goes into the record, and `best` may point to another
-        checkpoint."""
+        """Run one stage as an ordinary run. Its result goes into the record, and `best` is linked to the best weights.
+        Returns the exit code of the stage."""
         if self.record.metric != ESTIMATED:
             values["training"]["keep_best"] = self.record.metric
         path = self.root / f"{name}.yaml"
@@ -342,7 +347,7 @@ class Recipe:
     # ---- the record ------------------------------------------------------------------------------------------------
 
     def _decide_by_headroom(self) -> None:
-        """Decide by what `grpo` measured before its first step, once. Raises CheckpointError."""
+        """Decide, if it is not decided yet, whether `grpo` pays by what it measured. Raises CheckpointError."""
         if not (self.record.grpo or self.record.no_grpo):
             found = read_headroom(self.root / GRPO)
             rule = grpo_pays(found)
@@ -350,7 +355,8 @@ class Recipe:
             self._decide(**{"grpo" if rule.holds else "no_grpo": rule.reason})
 
     def _decide(self, *, grpo: str = "", no_grpo: str = "", ended: str = "") -> None:
-        """Write the record, and point `best` to the best weights. A start that has no folder has no link."""
+        """Write the record, and link `best` to the best weights. If these are a start that is no folder, no link is
+        made."""
         self.record = record = replace(
             self.record,
             grpo=grpo or self.record.grpo,
@@ -364,8 +370,8 @@ class Recipe:
         record.write(self.root)
 
     def _tell(self) -> None:
-        """Print what was done and why, and write the report."""
-        if self.record.stage(GRPO) is None:  # its folder has labels and answers that nothing was learned from
+        """Print each stage's result and reason, and write the report."""
+        if self.record.stage(GRPO) is None:  # `grpo` measured headroom there and learned nothing
             shutil.rmtree(self.root / GRPO, ignore_errors=True)
         print("\n".join(told(self.record)))
         if (self.root / BEST_LINK).is_dir():
@@ -374,7 +380,7 @@ class Recipe:
 
 
 def told(record: Record) -> list[str]:
-    """Return the recipe in lines."""
+    """Return the lines that the recipe prints at its end."""
     lines = []
     for stage in record.stages:
         score = f"{record.metric} {stage.score_before:.3f} -> {stage.score:.3f} at step {stage.best_step}"

@@ -1,7 +1,7 @@
-"""`recipe.json`: what a recipe decided so far, and what each stage gained and lost.
+"""`recipe.json`: the decisions of a recipe so far, and what each stage gained and lost.
 
-Rank 0 writes it after each stage, whole. What a second command needs is here or in the stages' own folders. A stage
-that is not listed has not ended. The report of the folder shows it.
+Rank 0 rewrites the whole file after each stage. It and the stages' own folders have all that a second command needs. A
+stage that is not listed has not ended. The report of the folder shows the record.
 """
 
 from __future__ import annotations
@@ -28,28 +28,29 @@ from shared.errors import CheckpointError
 from shared.reading import json_in, json_of
 
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
-LEAST_CHANGE = 0.005  # smaller ones are not listed
+LEAST_CHANGE = 0.005  # metrics that changed less are not listed as gained or lost
 START = "start"
 TIME_UP = "its time was up"
-HEADROOM = "headroom.json"  # in the folder of `grpo`
-# Boxes are loose if F1@mIoU is below this share of F1@0.5. On blood cells it is 0.6: a reward that counts IoU gained
-# 0.02 F1@0.5 after sft there. On digits it is 0.97: there it gained nothing.
+HEADROOM = "headroom.json"  # a file in the folder of `grpo`
+# Boxes are loose if F1@mIoU is below this share of F1@0.5. On blood cells the share is 0.6, and `grpo` with IoU as
+# reward gained 0.02 F1@0.5 after sft. On digits the share is 0.97, and it gained nothing.
 LOOSE = 0.8
-# The least score of the start, as a share of that of sft, with which grpo begins from the start if labels were
-# completed. With 60% missing it ended at 0.83 from the start, and at 0.80 from sft, whose completed labels were others
-# too. All measured shares are above 0.8.
+# If labels were completed, `grpo` begins from the start if the start's score is at least this share of sft's. With 60%
+# of labels missing, `grpo` from the start reached 0.83, and from sft 0.80, where sft completed other labels. All
+# measured shares are above 0.8.
 START_SHARE = 0.75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageResult:
-    """One stage that has ended. `before` and `after` are metrics of its first and its best evaluation on validation,
-    `score` is that of the metric that decides."""
+    """One stage that has ended. `before` and `after` are the metrics of its first and its best evaluation on
+    validation.
+    `score_before` and `score` are their values of `metric`, the metric that decides which weights are best."""
 
     name: str
-    why: str  # it was run
-    ended: str  # the reason why it ended
-    labels: str  # the labels that were completed; empty: nothing was asked
+    why: str  # the reason why the stage was run
+    ended: str  # the reason why the stage ended
+    labels: str  # a sentence on which labels were completed; empty if `labels.complete` is off
     completed: bool
     seconds: float
     steps: int
@@ -58,8 +59,8 @@ class StageResult:
     score: float
     before: Mapping[str, float]
     after: Mapping[str, float]
-    metric: str  # that decides
-    cannot_complete: bool = False  # labels have gaps, and its start could complete none of them
+    metric: str  # name of the metric that decides
+    cannot_complete: bool = False  # labels have gaps, and the stage's start could complete none of them
 
     @property
     def gained(self) -> list[str]:
@@ -70,7 +71,7 @@ class StageResult:
         return [text for text, change in self._changes() if change < 0]
 
     def _changes(self) -> list[tuple[str, float]]:
-        """Return the metrics that moved; more repeated objects are a loss."""
+        """Return each metric of `SHOWN` or of `data.retain` that changed, as a text and its gain; a loss is below 0."""
         names = [*SHOWN, *(name for name in self.after if name.startswith(RETAIN) and name.endswith("/f1@0.5"))]
         found = []
         for name in names:
@@ -82,8 +83,9 @@ class StageResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A recipe so far. `metric`: what its first stage was decided by; `auto` before. `best_of`: the stage whose weights
-    are the best, `START` if none is better than that."""
+    """A recipe so far. `metric` decides which weights are best; `auto` until the first stage has ended. `best_of` is
+    the
+    stage with the best weights, `START` if no stage is better than the start."""
 
     digest: str
     minutes: float
@@ -92,7 +94,7 @@ class Record:
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)
     grpo: str = ""  # the reason to run it
     no_grpo: str = ""  # the reason not to run it
-    extended: bool = False  # sft has the time of grpo, which is not run
+    extended: bool = False  # `sft` is given the minutes of `grpo`, which is not run
     ended: str = ""  # the reason why the recipe has ended
     best_of: str = START
     best_score: float | None = None
@@ -101,7 +103,8 @@ class Record:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def with_stage(self, stage: StageResult) -> Self:
-        """Return the record with this stage too. If scores are equal, the earlier weights stay the best."""
+        """Return the record with `stage` added. If its score is not higher than the best one, the earlier weights stay
+        best."""
         best_of, score = self.best_of, stage.score_before if self.best_score is None else self.best_score
         if stage.score > score:
             best_of, score = stage.name, stage.score
@@ -110,8 +113,8 @@ class Record:
 
     @property
     def fit(self) -> float:
-        """How well the boxes of the best weights so far fit: F1@mIoU as a share of F1@0.5, on validation; 1 if that is
-        not known. Missing labels lower both alike."""
+        """How well the boxes of the best weights so far fit: F1@mIoU / F1@0.5 on validation; 1 if either is unknown.
+        Missing labels lower both alike."""
         stage = self.stage(self.best_of)
         metrics = stage.after if stage is not None else self.stages[0].before if self.stages else {}
         f1, strict = metrics.get("f1@0.5", 0.0), metrics.get("f1@miou")
@@ -123,41 +126,43 @@ class Record:
 
     @property
     def on_completed(self) -> bool:
-        """True if `grpo` learns labels that were completed. Rollout matching before it says that they are not good."""
+        """True if `grpo` learns completed labels: `sft` completed some, and rollout matching, run where it cannot, was
+        not."""
         sft = self.stage(SFT)
         return sft is not None and sft.completed and self.stage(MATCHING) is None
 
     @property
     def starts_weak(self) -> bool:
-        """True if the start was much worse than `sft`, so that the latter completes labels better."""
+        """True if the start scored far below `sft`, so that `sft` completes labels better."""
         sft = self.stage(SFT)
         return sft is not None and sft.score_before < START_SHARE * sft.score
 
     @property
     def from_start(self) -> bool:
-        """True if `grpo` begins with the weights that completed the labels, and not with those that learned them."""
+        """True if `grpo` begins with the start, whose answers completed the labels, and not with sft's weights."""
         return self.on_completed and not self.starts_weak
 
     @property
     def seconds(self) -> float:
-        """Sum over the stages that have ended."""
+        """The seconds that all ended stages took together."""
         return sum(stage.seconds for stage in self.stages)
 
     def write(self, root: Path) -> None:
-        """Raises OutputError."""
+        """Write `recipe.json` in `root`. Raises OutputError."""
         stages = [asdict(stage) | {"gained": stage.gained, "lost": stage.lost} for stage in self.stages]
         write_atomically(root / RECIPE, json.dumps(asdict(self) | {"stages": stages}, indent=1) + "\n")
 
 
 def read_record(root: Path) -> Record | None:
-    """Read the record; None if no recipe was begun there. Raises CheckpointError if its file is damaged."""
+    """Read `recipe.json` in `root`; None if no recipe was begun there. Raises CheckpointError if the file is
+    damaged."""
     path = root / RECIPE
     if not path.is_file():
         return None
     try:
         content: dict[str, Any] = dict(json_in(path))
         known = StageResult.__dataclass_fields__
-        was = {"invents": "cannot_complete"}  # by its name in earlier versions
+        was = {"invents": "cannot_complete"}  # a key of earlier versions: its name now
         every = [{was.get(key, key): value for key, value in stage.items()} for stage in content["stages"]]
         stages = [StageResult(**{key: stage[key] for key in known if key in stage}) for stage in every]
         headroom = {name: FeatureEstimate(**one) for name, one in content["headroom"].items()}
@@ -172,7 +177,7 @@ def read_record(root: Path) -> Record | None:
 
 
 def digest_of(config: RunConfig) -> str:
-    """Return what two commands must have in common to be one recipe: model, data, task and labels."""
+    """Return a hash of the keys in which two commands must agree to be one recipe: model, data, task and labels."""
     parts = config.model_dump_json(include={"model", "data", "task", "labels"})
     return hashlib.sha256(parts.encode()).hexdigest()
 
@@ -181,7 +186,7 @@ def digest_of(config: RunConfig) -> str:
 
 
 def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> StageResult:
-    """Reads the result of a stage that ended after its first evaluation. Raises CheckpointError if that is lost."""
+    """Read the result of a stage after its first evaluation. Raises CheckpointError if its scores cannot be read."""
     try:
         stored = json_in(run_dir / BEST_FILE)
         values = {int(step): float(value) for step, value in stored["values"].items()}
@@ -214,8 +219,8 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
 
 
 def _labels(run_dir: Path) -> dict[str, Any]:
-    """Return what the newest completion of the labels did, and what the first one estimated: fields of a stage's
-    result."""
+    """Return the fields of a stage's result on labels: what its newest completion did, and what its first one
+    estimated."""
     files = sorted((run_dir / LABELS).glob("step_*.json"))
     if not files:
         return {"labels": "", "completed": False}
@@ -226,7 +231,7 @@ def _labels(run_dir: Path) -> dict[str, Any]:
 
 
 def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
-    """Read what `grpo` measured before its first step. Raises CheckpointError."""
+    """Read the headroom that `grpo` measured before its first step. Raises CheckpointError."""
     path = run_dir / HEADROOM
     try:
         return {name: FeatureEstimate(**one) for name, one in json_in(path).items()}
@@ -240,20 +245,24 @@ def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
 
 
 def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
-    """Return True if `grpo` is likely to gain: the estimate is above the threshold, and the interval above 0.
+    """Return the rule whether `grpo` is likely to gain: the estimate is above a threshold, and its interval above 0.
 
-    `recipe --only-measure` asks for the whole interval above the threshold, because it sends a user off for hours. A
-    recipe has the time already, and keeps the weights that validation prefers. Where both tied, 0.017 was measured.
+    `recipe --only-measure` asks for the whole interval above the threshold, because its user would spend hours. Here
+    the
+    minutes are given already, and the weights that validation prefers are kept. Where `grpo` and `sft` ended equal,
+    0.017 was measured.
 
-    Not for completed labels: they still hide what nobody labelled. `grpo` gains with 60% missing, where 0.040 [0.012,
-    0.071] and 0.018 [-0.013, 0.048] were measured, and with 40% missing of 32 scenes: 0.010 [0.000, 0.025].
+    Not to be asked if labels were completed: objects without a label still hide headroom. `grpo` gains with 60%
+    missing,
+    where 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048] were measured, and with 40% missing of 32 scenes: 0.010 [0.000,
+    0.025].
     """
     return better_places(found, least_low=0.0)
 
 
 def spent_s(run_dir: Path) -> float:
-    """Return the seconds that earlier starts of a stage took, by its metrics; their first moments and their ends are
-    not seen."""
+    """Return the seconds that earlier starts of a stage took, from the first to the last event of each in
+    `metrics.jsonl`."""
     path = run_dir / METRICS
     if not path.is_file():
         return 0.0
@@ -265,5 +274,5 @@ def spent_s(run_dir: Path) -> float:
                 spans.append([])
             spans[-1].append(float(event["time"]))
         except (ValueError, KeyError, TypeError, IndexError):
-            continue  # a line that was cut
+            continue  # a line that a killed process cut short
     return sum(max(times) - min(times) for times in itertools.compress(spans, spans))

@@ -1,8 +1,8 @@
 """One rank of a stage's process: `rollout-learner train --stage`, which the recipe starts.
 
-In: the stage's configuration, and the record of the recipe, whose folder is the run's parent. Out: an ordinary run. It
-takes over what earlier stages found: completed labels, and the range of `estimated_f1@0.5`. If it is not decided yet
-whether `grpo` pays, the stage `grpo` first measures its headroom: how much better the best of K answers to training
+In: the stage's configuration, and the recipe's record in the run's parent folder. Out: an ordinary run. It takes over
+what earlier stages found: completed labels, and the range of `estimated_f1@0.5`. If it is not decided yet whether
+`grpo` pays, the stage `grpo` first measures its headroom: how much better the best of K sampled answers to training
 samples is than the greedy one. It writes `headroom.json`, and learns nothing if the headroom is too small.
 """
 
@@ -32,7 +32,7 @@ from learner.wiring.build import joined_ranks, train_on
 from shared.errors import DataError
 
 SAMPLES, GENERATIONS = 64, 8
-_MICRO_STEP = -3  # its requests' own, so that no rollout that is learned shares their seeds
+_MICRO_STEP = -3  # no training step has this number, so that the measurement shares no seeds with it
 MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")
 
 
@@ -44,8 +44,8 @@ def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 
 def prepare(trainer: Trainer) -> bool:
-    """Give a stage what earlier ones found. Return True if it is to learn. Collective. Raises DataError, and
-    CheckpointError if a file of the recipe cannot be read."""
+    """Give a stage the labels and the range of objects that earlier stages found. Return True if the stage is to learn.
+    Collective. Raises DataError, and CheckpointError if a file of the recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
     assert record is not None, "a stage is begun by its recipe"
@@ -61,9 +61,9 @@ def prepare(trainer: Trainer) -> bool:
         _take_range(sft_dir, run_dir)
     if name != GRPO:
         return True
-    begins = trainer.config.training.resume_from_checkpoint is None  # with a checkpoint it has its labels
+    begins = trainer.config.training.resume_from_checkpoint is None  # a resumed run has its labels from its checkpoint
     if record.from_start and trainer.labels is not None and begins:
-        # The weights of `sft` would complete fewer: they learned the annotated ones, and so find these more often.
+        # The weights of `sft` would complete fewer: they learned the annotated objects, so they find these more often.
         trainer.labels.restore(0, sft_dir)
     if record.grpo:
         return True
@@ -78,7 +78,7 @@ def prepare(trainer: Trainer) -> bool:
 
 
 def _take_range(sft_dir: Path, run_dir: Path) -> None:
-    """Estimate F1 for the objects that `sft` saw, so that scores of all stages are comparable (R49)."""
+    """Copy the range of objects for which `sft` estimated F1, so that scores of all stages are comparable (R49)."""
     known, own = sft_dir / GAPS, run_dir / GAPS
     if known.is_file() and not own.is_file():
         write_atomically(own, known.read_text())
@@ -89,7 +89,7 @@ def _known(run_dir: Path) -> dict[str, FeatureEstimate] | None:
 
 
 def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
-    """`MEASURED`, by the present weights on at most `SAMPLES` training samples. Collective."""
+    """Estimate `MEASURED` for the present weights, on at most `SAMPLES` training samples. Collective."""
     every = trainer.train_samples
     chosen = [every[i] for i in sorted(random.Random(0).sample(range(len(every)), min(SAMPLES, len(every))))]
     greedy = trainer.score(chosen, "headroom.jsonl", None).assignments
@@ -104,7 +104,7 @@ def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
 
 
 def _drawn(trainer: Trainer, samples: Sequence[Sample]) -> list[list[Assignment]]:
-    """`GENERATIONS` answers to each sample. Each rank asks for its share."""
+    """Return `GENERATIONS` sampled answers to each sample. Each rank generates for its share of samples. Collective."""
     ranks, task = trainer.ranks, trainer.task
     assert trainer.backend is not None
     share = -(-len(samples) // ranks.world_size)

@@ -64,9 +64,10 @@ def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str
 
 
 def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
-    """Return the configuration of rollout matching from the start on the annotated labels, which keeps what the model
-    finds and nobody labelled. The weights of `sft` have learned to leave it out: on digits with noise rollout matching
-    had 0.529 from there and 0.610 from the start (bench/README.md)."""
+    """Return the configuration of rollout matching from the start, on the annotated labels. Predictions without a label
+    are kept. From the weights of `sft`, which have learned to omit such objects, rollout matching reached 0.529 on
+    digits
+    with noise, from the start 0.610 (bench/README.md)."""
     values = _stage(config, MATCHING, minutes)
     _as_supervised(values, config, world_size)
     values["labels"]["complete"] = None
@@ -78,24 +79,24 @@ def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dic
 def grpo_stage(
     config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool, by_iou: bool = False
 ) -> dict[str, Any]:
-    """Return the configuration of `grpo` from `model` (None: the start), on labels that are completed if that was safe
-    before. `by_iou`: the reward counts how well boxes fit, unless the user has a reward of his own."""
+    """Return the configuration of `grpo` from `model` (None: the start). `completes`: labels are completed where it is
+    safe. `by_iou`: the reward is the IoU of boxes, unless the user's configuration weights rewards."""
     values = _stage(config, GRPO, minutes)
     if by_iou and not config.reward.weights and not config.reward.functions:
         values["reward"]["weights"] = dict(BY_IOU)
     complete = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     values["labels"]["complete"] = complete | {"write": None} if completes else None
-    values["loss"]["function"] = None  # grpo reinforces the tokens of answers
+    values["loss"]["function"] = None  # grpo learns no labels
     decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
     decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}
     _without_augment(values, config)
     if model is not None:
         values["model"]["path"] = str(model)
         if (model / "adapter_config.json").is_file():
-            values["model"]["lora"] = None  # it goes on learning the adapter that is there
+            values["model"]["lora"] = None  # the checkpoint's adapter is trained further
     if not _has(config, GRPO):
         size = config.grpo.num_generations
-        groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # one rank's
+        groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # groups of one rank
         values["grpo"] |= {"credit": "object"}
         values["training"] |= _batches(groups * size, groups * size * world_size)
         values["training"]["learning_rate"] = config.training.learning_rate * RATE_OF_GRPO
@@ -103,7 +104,7 @@ def grpo_stage(
 
 
 def _as_supervised(values: dict[str, Any], config: RunConfig, world_size: int) -> None:
-    """Set what a stage that learns labels has, if the user's configuration is one of `grpo`."""
+    """If the user's configuration is one of `grpo`, set what a stage that learns labels needs instead."""
     values["grpo"] = GrpoConfig().model_dump(mode="json")
     if _has(config, GRPO):
         size = config.grpo.num_generations
@@ -114,7 +115,7 @@ def _as_supervised(values: dict[str, Any], config: RunConfig, world_size: int) -
 
 
 def _without_augment(values: dict[str, Any], config: RunConfig) -> None:
-    """Leave out augmentation that rollouts do not see: all steps of the stage learn rollouts."""
+    """Remove augmentation that does not apply to rollouts: all steps of the stage learn rollouts."""
     if config.data.augment is not None and not config.data.augment.rollouts:
         values["data"]["augment"] = None
 
@@ -136,7 +137,7 @@ def _stage(config: RunConfig, variant: str, minutes: float) -> dict[str, Any]:
     values["custom"]["trainer_variant"] = variant
     values["custom"]["extra"]["rollout_matching"]["rollout_buffer"] = None
     values["stage2_ab"] = None
-    values["data"]["test"] = None  # nothing is chosen by it
+    values["data"]["test"] = None  # no test set: a recipe chooses by validation only
     values["training"] |= {
         "output_dir": str(Path(training.output_dir) / variant),
         "overwrite": False,
