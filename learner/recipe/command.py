@@ -172,9 +172,8 @@ class StageProcess:
                 signal.signal(signum, handler)
 
     def run(self, path: Path) -> int:
-        """Run the stage of the configuration `path` to its end. Its stderr goes into a log file beside `path`.
-        Returns 0, or the exit code of the stop signal that ended the stage or came before it. Raises StageError if it
-        fails."""
+        """Run the stage of the configuration `path` to its end. Its stderr goes into a log file beside `path`. Returns
+        0, or the exit code of the stop signal that ended the stage or came before it. Raises StageError if it fails."""
         argv = ["-m", "learner", "train", "--stage", "--config", str(path)]
         if self._nproc > 1:
             argv = ["-m", "learner.run.torchrun", str(self._nproc), *argv]
@@ -255,8 +254,7 @@ class Recipe:
 
     def _after_sft(self, sft: StageResult) -> int:
         """Run rollout matching if labels have gaps that the start cannot complete, else `grpo` if it pays; or decide
-        that the
-        recipe has ended. Returns a stage's exit code."""
+        that the recipe has ended. Returns a stage's exit code."""
         matched = self.record.stage(MATCHING)
         name = MATCHING if matched is None and sft.cannot_complete else GRPO
         if matched is not None and not self.record.is_loose and not self.record.grpo:
@@ -289,8 +287,7 @@ class Recipe:
 
     def _grpo(self, sft: StageResult, minutes: float, earlier_s: float) -> int:
         """Run `grpo`. Without completed labels and loose boxes, its process first measures the headroom, and learns
-        only if
-        that is large enough. Headroom is counted by labels, so with gaps in labels it is not asked."""
+        only if that is large enough. Headroom is counted by labels, so with gaps in labels it is not asked."""
         record = self.record
         # rollout matching is run only if the start cannot complete the labels
         completes = record.stage(MATCHING) is None and (sft.completed or record.starts_weak)

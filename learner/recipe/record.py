@@ -44,8 +44,8 @@ START_SHARE = 0.75
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageResult:
     """One stage that has ended. `before` and `after` are the metrics of its first and its best evaluation on
-    validation.
-    `score_before` and `score` are their values of `metric`, the metric that decides which weights are best."""
+    validation. `score_before` and `score` are their values of `metric`, the metric that decides which weights are
+    best."""
 
     name: str
     why: str  # the reason why the stage was run
@@ -84,8 +84,7 @@ class StageResult:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
     """A recipe so far. `metric` decides which weights are best; `auto` until the first stage has ended. `best_of` is
-    the
-    stage with the best weights, `START` if no stage is better than the start."""
+    the stage with the best weights, `START` if no stage is better than the start."""
 
     digest: str
     minutes: float
@@ -248,14 +247,12 @@ def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
     """Return the rule whether `grpo` is likely to gain: the estimate is above a threshold, and its interval above 0.
 
     `recipe --only-measure` asks for the whole interval above the threshold, because its user would spend hours. Here
-    the
-    minutes are given already, and the weights that validation prefers are kept. Where `grpo` and `sft` ended equal,
+    the minutes are given already, and the weights that validation prefers are kept. Where `grpo` and `sft` ended equal,
     0.017 was measured.
 
     Not to be asked if labels were completed: objects without a label still hide headroom. `grpo` gains with 60%
-    missing,
-    where 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048] were measured, and with 40% missing of 32 scenes: 0.010 [0.000,
-    0.025].
+    missing, where 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048] were measured, and with 40% missing of 32 scenes:
+    0.010 [0.000, 0.025].
     """
     return better_places(found, least_low=0.0)
 

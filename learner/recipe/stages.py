@@ -66,8 +66,7 @@ def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str
 def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
     """Return the configuration of rollout matching from the start, on the annotated labels. Predictions without a label
     are kept. From the weights of `sft`, which have learned to omit such objects, rollout matching reached 0.529 on
-    digits
-    with noise, from the start 0.610 (bench/README.md)."""
+    digits with noise, from the start 0.610 (bench/README.md)."""
     values = _stage(config, MATCHING, minutes)
     _as_supervised(values, config, world_size)
     values["labels"]["complete"] = None

@@ -17,14 +17,15 @@ from dataclasses import dataclass, replace
 WIDTH, HEIGHT = 380.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 24.0
 MAX_COLUMNS = 90  # more points than this are drawn as means of neighbours, with their range
-ROUNDING = 1e-12  # relative
+ROUNDING = 1e-12  # relative difference up to which two numbers are equal
 MAX_DOTS = 45  # more points than this have no dots
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points in the order of x. `spread` of each makes a band around the line; empty: none."""
+    """Points in the order of x. `spread`: each point's distance to the edges of a band around the line; empty: no
+    band."""
 
     name: str
     points: Sequence[Point]
@@ -32,7 +33,8 @@ class Series:
     spread: Sequence[float] = ()
 
     def columns(self) -> list[Column]:
-        """The points, thinned. With a spread, a column's range is that around its mean."""
+        """Return the points, thinned, as columns. With a spread, a column's range is its mean minus and plus the
+        spread."""
         found = thin(self.points)
         if not self.spread:
             return found
@@ -53,7 +55,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A cell is a text, or a text with a small one after it."""
+    """A table. Each cell is a text, or a pair of a text and a text in small type after it."""
 
     head: Sequence[str | tuple[str, str]]
     rows: Sequence[Sequence[str | tuple[str, str]]]
@@ -108,14 +110,14 @@ def _digits(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Round numbers from at or below `low` to at or above `high`, about `count` steps apart."""
-    if high - low <= ROUNDING * max(abs(low), abs(high)):  # equal, but for the rounding of floats
+    """Return round numbers from at or below `low` to at or above `high`, about `count` steps apart."""
+    if high - low <= ROUNDING * max(abs(low), abs(high)):  # equal, or different only by rounding of floats
         high = low + (abs(low) or 1.0)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    digits = 12 + max(0, -math.floor(math.log10(step)))  # a loss of 1e-17 has ticks, too
+    digits = 12 + max(0, -math.floor(math.log10(step)))  # enough digits also for a loss of 1e-17
     return [round(i * step, digits) for i in range(first, last + 1)]
 
 
@@ -131,7 +133,7 @@ class Plane:
     right: float = WIDTH - RIGHT
     top: float = TOP
     height: float = HEIGHT
-    counted: bool = True  # x is a number of something
+    counted: bool = True  # x counts something, such as steps: it has whole numbers
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low or 1.0
@@ -142,8 +144,7 @@ class Plane:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
     def x_ticks(self) -> list[float]:
-        """Return ticks, the last x too if it is one: the axis' name stands before the first. Steps and versions are
-        counted, so they get whole numbers."""
+        """Return ticks of x. The last x is one too if x counts something: its ticks are whole numbers."""
         marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high]
         return [t for t in marks if t == int(t) or not self.counted or self.x_high - self.x_low < 1]
 
@@ -170,7 +171,7 @@ class Chart:
 
     @property
     def is_flat(self) -> bool:
-        """True if every line is a single point or constant, so that `last` says as much as the drawing."""
+        """True if no line changes, so that `last` says as much as the drawing."""
         if self.stacks or self.text:
             return len(self.stacks) <= 1
         ys = [{y for c in columns for y in (c.low, c.high)} for _, columns, _ in self.lines]
@@ -178,7 +179,7 @@ class Chart:
 
 
 def parted(charts: Iterable[Chart | None]) -> tuple[list[Chart], Table | None]:
-    """Return the charts that show something, and a table of those that are flat."""
+    """Return the charts of lines that change, and a table of the last values of the other charts."""
     found = [chart for chart in charts if chart]
     rows = [[chart.title, chart.last or chart.text] for chart in found if chart.is_flat]
     return [chart for chart in found if not chart.is_flat], Table(["", "Value"], rows) if rows else None
@@ -194,14 +195,15 @@ def line_chart(
     dots: bool = False,
     note: str = "",
 ) -> Chart | None:
-    """Draw one line per series, with y from 0 or below. `dots`: each point has one, unless there are too many."""
+    """Draw one line per series. The y axis begins at 0, or below. `dots`: each point is a dot, unless there are too
+    many."""
     drawn = [(s, columns) for s in series if (columns := s.columns())]
     if not drawn:
         return None
     everything = [c for _, columns in drawn for c in columns]
     low, high = min(0.0, *(c.low for c in everything)), y_max or max(c.high for c in everything)
     xs = [x for c in everything for x in (c.first, c.last)]
-    texts: dict[float, tuple[Column, list[str]]] = {}  # keys are x, values what every series has there
+    texts: dict[float, tuple[Column, list[str]]] = {}  # by x: its column, and a tooltip line for each series
     for s, columns in drawn:
         for column in columns:
             texts.setdefault(column.x, (column, []))[1].append(f"{s.name} {number(column.y)}{unit}")
@@ -220,7 +222,7 @@ def line_chart(
 
 
 def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "") -> Chart | None:
-    """Bars over steps, layers on top of each other, all with the same x values."""
+    """Draw a bar at each x, with one part per layer, stacked. All layers have the same x values."""
     drawn = [(layer, thin(layer.points)) for layer in layers if any(y > 0 for _, y in layer.points)]
     if not drawn:
         return None

@@ -1,11 +1,11 @@
 """A page that follows a run: `rollout-learner report --live RUN_DIR`.
 
-In: the run directory, as a learner writes it, and the rollout servers' `/status/`. Out: HTML over HTTP on the loopback:
-loss, F1, match rate, queue, the servers' gates, busy shares, and the newest answers: drawn over their images, and token
-by token. `/` is the whole page; every POLL_S its script fetches `/now` and replaces what has changed. Who reaches it is
-decided by `learner.report.web`.
+In: the run directory, as a learner writes it, and the rollout servers' `/status/`. Out: HTML over HTTP, by default on
+the loopback address: loss, F1, match rate, queue, the servers' gates, how busy they are, and the newest answers, drawn
+over their images and token by token. `/` is the whole page. Every POLL_S its script fetches `/now` and replaces what
+has changed. `learner.report.web` decides who may read the page.
 
-Reads only: nothing here writes, trains, or asks a server for more than its status.
+This module only reads: it writes no file, trains nothing, and asks a server for its status only.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from shared.wire import TOKEN_VARIABLE, ServerStatus
 
 POLL_S = 2.0
 MOST_SCENES = 6  # max scenes shown of the newest evaluation
-SILENT_S = 120.0  # the run may have ended after so long without an event
-ASK_S = 1.0  # deadline of a server's answer
+SILENT_S = 120.0  # seconds without an event after which the page says that the run's process may have been killed
+ASK_S = 1.0  # seconds to wait for a server's answer
 BUSY_STEPS = 20  # number of steps over which busy shares are averaged
 CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")
 IDLE = ("wait", "data", "other")
-SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # the training matched the others so:
+SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # colors of labels; predictions' colors:
 SHAPES |= {"hit": "prediction, matched", "spurious": "prediction without a match"}
 KINDS = {
     "kept": "kept, not learned",
@@ -66,7 +66,7 @@ ENDED = {"finished": ("Finished", "good"), "stopped": ("Stopped", "bad"), "faile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownAnswer:
-    """One answer. `shapes` are (color, tooltip, object); `tokens` are (text, kind, note)."""
+    """One answer of the newest ones. `shapes` are (color, tooltip, object); `tokens` are (text, kind, note)."""
 
     sample_id: str
     facts: Sequence[str]
@@ -79,7 +79,7 @@ class ShownAnswer:
 
 
 class LiveView:
-    """One run, looked at again and again. Not to be called by two threads at once."""
+    """The page of one run, which is read anew at each call of `now`. Only one thread may call it at a time."""
 
     def __init__(self, run_dir: Path, token: str | None) -> None:
         self._follower, self._run_dir, self._token = Follower(run_dir), run_dir, token
@@ -88,7 +88,7 @@ class LiveView:
         self._drawn: tuple[tuple[int, int], list[SceneRow]] | None = None  # step and number of scenes
 
     def now(self) -> str:
-        """Return the page's main part."""
+        """Return the HTML of the page's main part."""
         run = self._follower.read()
         global_step, answers = self._answers(run)
         keeps = any(color == "kept" for answer in answers for color, *_ in answer.shapes)
@@ -112,7 +112,8 @@ class LiveView:
         )
 
     def _scenes(self, run: RunRecord) -> tuple[int, list[SceneRow]]:
-        """Return the first scenes of the newest evaluation; they are drawn once."""
+        """Return the step and the first scenes of the newest evaluation, whose images are loaded once per
+        evaluation."""
         step, scenes = newest_scenes(run, MOST_SCENES)
         if self._drawn is None or self._drawn[0] != (step, len(scenes)):
             self._drawn = (step, len(scenes)), newest(run, step, scenes)
@@ -124,7 +125,7 @@ class LiveView:
             roots = tuple(image_roots(run))
             return int(told["global_step"]), [self._answer(line, roots) for line in told["answers"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return 0, []  # it is not there, or not what a learner writes
+            return 0, []  # the file is missing, or no learner wrote it
 
     def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> ShownAnswer:
         images = tuple(str(image) for image in line["images"])
@@ -159,9 +160,9 @@ class LiveView:
         return Table(head, [[*row, *status] for row, status in zip(rows, told, strict=True)]) if rows else None
 
     def _server(self, url: str) -> list[str]:
-        """Gate, version, calls in flight and waiting."""
+        """Ask a server. Returns its gate, its version, and how many calls are in flight and waiting."""
         if (hidden := _HIDDEN.search(url)) is not None:
-            # This process may have the variable, but whoever wrote the folder chose the rest of the URL.
+            # The variable may be set in this process, but asking would send its value where the folder's author wants.
             return [f"unknown: the run's folder has {hidden[0]} for a part of its URL", "–", "–", "–"]
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
@@ -177,8 +178,8 @@ class LiveView:
 
 
 def members(run_dir: Path, run: RunRecord) -> list[tuple[str, str | tuple[str, str]]]:
-    """Return URL and place of each server, as the run wrote it last; those of its configuration if it has written
-    nothing."""
+    """Return each server's URL and its state in the run, as the run wrote them last; before that, the servers of its
+    configuration."""
     try:
         return [
             (str(server["base_url"]), (str(server["state"]), str(server["because"])))
@@ -191,7 +192,8 @@ def members(run_dir: Path, run: RunRecord) -> list[tuple[str, str | tuple[str, s
 
 
 def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
-    """Return what is drawn over an answer's image: as the training matched it, not as an evaluation scores it."""
+    """Return (color, tooltip, object) of what is drawn over an answer's image: its objects as the training matched
+    them, not as an evaluation scores them."""
     matched = {int(p): (int(t), float(iou)) for p, t, iou in line["pairs"]}
     missed, kept = set(map(int, line["missed"])), set(map(int, line.get("kept", ())))
     found = [("region", "ignore region", read_object(item)) for item in line["ignored"]]
@@ -207,8 +209,8 @@ def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """The state of a run. `tone` is `good` if it finished, `bad` if it failed or stopped, or nothing. `total` 0:
-    unknown."""
+    """The state of a run. `tone` is `good` if it finished, `bad` if it failed or stopped, else empty. `total` is its
+    number of steps; 0 if that is not known."""
 
     name: str
     tone: str
@@ -218,7 +220,7 @@ class Standing:
 
 
 def standing(run: RunRecord, now: float) -> Standing:
-    """Says if the run goes on, how far it is, and how long it will take."""
+    """Return whether the run goes on, how far it is, and how long it will take."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     total = 0 if math.isfinite(status.time_up_s) else status.total_steps
     parts = [f"step {done}" + (f" of {total}" if total else "")]
@@ -237,7 +239,7 @@ def standing(run: RunRecord, now: float) -> Standing:
 
 
 def left(run: RunRecord, now: float) -> list[str]:
-    """Return how long the run will still take: until its time is up, or its steps at the pace of the last ones."""
+    """Return how long the run will still take, in words: until its minutes end, or for its steps at their last pace."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     if math.isfinite(status.time_up_s):
         return [f"{duration(max(0.0, status.time_up_s - now))} left"]
@@ -249,7 +251,7 @@ def left(run: RunRecord, now: float) -> list[str]:
 
 
 def cards(run: RunRecord) -> list[Card]:
-    """Return the newest numbers."""
+    """Return the cards with the newest numbers: loss, match rate, speed, queue, F1."""
     found = []
     if run.steps:
         last = run.steps[-1]
@@ -276,8 +278,8 @@ def cards(run: RunRecord) -> list[Card]:
 
 
 def charts(run: RunRecord) -> tuple[list[Chart], Table | None]:
-    """The training's own charts that matter while it runs, F1 by step, and busy shares. The table has the numbers of
-    those that show one value so far."""
+    """Return the charts of loss, F1 and other numbers that matter while a run goes on, and how busy ranks and servers
+    are. The table has the charts with only one value so far."""
     by_title = {chart.title: chart for chart in named_charts(run).values() if chart}
     points = [(float(point.global_step), point.metrics[F1]) for point in run.evals if F1 in point.metrics]
     f1 = line_chart("F1@0.5 by step", [Series("F1@0.5", points, "after")], dots=True, y_max=1.0)
@@ -286,7 +288,7 @@ def charts(run: RunRecord) -> tuple[list[Chart], Table | None]:
 
 
 def busy(run: RunRecord) -> Chart | None:
-    """Return how much of the last steps each rank and server worked; waiting is not work."""
+    """Return a chart of the share of the last steps' time that each rank and server worked; waiting is not work."""
     last = run.timelines[-BUSY_STEPS:]
     span = sum(line.end_s - line.begin_s for line in last)
     if span <= 0:
@@ -302,7 +304,7 @@ def busy(run: RunRecord) -> Chart | None:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals."""
+    """Return the length of the union of intervals, in seconds."""
     total, until = 0.0, -float("inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))
@@ -311,13 +313,13 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
-    """Make the application of the two pages."""
+    """Return the application that serves the page and its changing part."""
     app = page_app(host=host)
     view = LiveView(run_dir, token)
     made: list[tuple[float, str]] = []
 
     async def now() -> str:
-        """Return the newest part, made at most once per half a period however many pages ask, on the only thread."""
+        """Return the page's main part, made at most once in POLL_S / 2 however many browsers ask."""
         if not made or time.monotonic() - made[0][0] > POLL_S / 2:
             made[:] = [(time.monotonic(), view.now())]
         return made[0][1]
@@ -334,12 +336,13 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
     return app
 
 
-_HIDDEN = re.compile(r"\$\{\w+\}")  # a run writes this for the value of a secret variable
+_HIDDEN = re.compile(r"\$\{\w+\}")  # a run's files have this in place of a secret variable's value
 
 
 def serve(run_dir: Path, *, host: str, port: int, send_token: bool = False) -> int:
-    """Serve until Ctrl-C. `send_token`: to the servers that the folder names. Whoever wrote the folder chose them.
-    Raises DataError if there is no run, ServerError if the port is taken."""
+    """Serve the live page until Ctrl-C. Returns the exit code. `send_token`: send the servers' token to the URLs that
+    the folder names; only for a folder that a trusted user wrote. Raises DataError if there is no run, ServerError if
+    the port is taken."""
 
     if not is_run(run_dir):
         raise DataError(

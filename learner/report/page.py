@@ -1,4 +1,4 @@
-"""The page: the records of all sections, put through the templates. One file, no script, no network."""
+"""The page: the records of all sections, rendered by the templates into one HTML file, without scripts and network."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from learner.run.files import write_atomically
 
 
 def _written(value: object) -> object:
-    """Return how a template writes a value: drawings need no more than two decimals, and None is nothing."""
+    """Return a value as templates write it: floats with at most two decimals, None as nothing."""
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return "" if value is None else value
@@ -43,13 +43,13 @@ TEMPLATES.filters["tags"] = place_tags
 
 def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None = None) -> Path:
     """Write the report and return its path. Raises DataError if there is no run, OutputError if the file cannot be
-    written: then the report of before is still there."""
+    written; an earlier report is then left as it was."""
     runs = read_runs(run_dir)
     if compare is not None:
         others = read_runs(compare)
         runs = replace(runs, runs=(*runs.runs, *others.runs))
     target = out or run_dir / "report.html"
-    page = render(runs).encode(errors="replace").decode()  # a lone surrogate in a scene cannot be written
+    page = render(runs).encode(errors="replace").decode()  # a scene's text may have a lone surrogate
     write_atomically(target, page)
     return target
 

@@ -1,9 +1,9 @@
 """A run directory, read into records.
 
-In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of them may be
-missing, and the last line of a file may be cut: a killed run still has a report. `Run.notes` says what is missing or
-damaged. A directory with none of them is a `DataError`. If a resumed run repeated an optimizer step, the last record
-counts.
+In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of these files
+may be missing, and the last line of a file may be cut short: a killed run still has a report. `RunRecord.notes` says
+what is missing or damaged. A directory with none of these files is a `DataError`. If a resumed run repeated an
+optimizer step, the last record counts.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ METRICS, GROUPS, EVAL_FILE = "metrics.jsonl", "groups.jsonl", re.compile(r"step_
 RECIPE = "recipe.json"
 _KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 R = TypeVar("R", StepResult, SyncReceipt, "SpikePoint")
-PACE_STEPS = 20  # number of newest steps whose mean gives the time of a step
+PACE_STEPS = 20  # number of newest steps over which the seconds per step are averaged
 _LARGEST_BIN = 1 << 20  # far outside every image, and small enough for areas
 
 
 def read_runs(path: Path) -> RunSet:
-    """A run directory, or a directory of runs (`runs/demo`). Raises DataError if it is neither."""
+    """Read a run directory, or all runs in a directory (`runs/demo`). Raises DataError if there is no run."""
     if not path.is_dir():
         raise DataError("there is no run directory", found=str(path), remedy="give the directory that the run wrote")
     if is_run(path):
@@ -67,41 +67,41 @@ def read_runs(path: Path) -> RunSet:
 
 
 def is_run(path: Path) -> bool:
-    """Return True if a learner wrote this directory."""
+    """Return True if the directory has a file that only a learner writes."""
     return (path / METRICS).is_file() or (path / RESOLVED_NAME).is_file() or any(_eval_files(path))
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read one run directory. Anything missing in it becomes a note."""
+    """Read one run directory. Each missing file becomes a note."""
     return run_of(path, *_read_jsonl(path / METRICS))
 
 
 class Follower:
-    """Reads a run again and again, of `metrics.jsonl` only what is new. Evaluations come without their scenes."""
+    """Reads a run repeatedly, and of `metrics.jsonl` only the new lines. Evaluations come without their scenes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._events: list[Mapping[str, object]] = []
-        self._num_read = 0  # bytes
+        self._num_read = 0  # bytes of `metrics.jsonl`
 
     def read(self) -> RunRecord:
-        """Return the run so far."""
+        """Return the run as far as it is written."""
         file = self.path / METRICS
         if file.is_file():
             with file.open("rb") as lines:
-                if file.stat().st_size < self._num_read:  # another run has taken the folder
+                if file.stat().st_size < self._num_read:  # a new run writes into the folder
                     self._events, self._num_read = [], 0
                 lines.seek(self._num_read)
                 for line in lines:
                     if not line.endswith(b"\n"):
-                        break  # it is being written
+                        break  # the learner has not written the whole line yet
                     self._num_read += len(line)
                     self._events += _objects([line.decode(errors="replace")])
         return run_of(self.path, self._events, 0, with_scenes=False)
 
 
 def run_of(path: Path, events: Sequence[Mapping[str, object]], damaged: int, *, with_scenes: bool = True) -> RunRecord:
-    """Return the run of these events."""
+    """Return the record of the run in `path` with these events. `damaged` is the number of unreadable lines."""
     config, config_note = _read_mapping(path / RESOLVED_NAME)
     named: dict[str, list[Mapping[str, object]]] = {}
     for event in events:
@@ -138,7 +138,7 @@ def _title(path: Path) -> str:
 
 
 def _rank(path: Path) -> tuple[bool, bool, str]:
-    """`stage2` comes first. `sft` comes last: the others are compared with it."""
+    """Return the order of runs in a report: `stage2` first, `sft` last, because the others are compared with it."""
     return (path.name == "sft", path.name != "stage2", path.name)
 
 
@@ -153,7 +153,7 @@ def _eval_files(path: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _read_jsonl(path: Path) -> tuple[list[Mapping[str, object]], int]:
-    """Return the lines that are JSON objects, and how many others there are."""
+    """Return the lines that are JSON objects, and the number of other lines."""
     if not path.is_file():
         return [], 0
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -167,7 +167,7 @@ def _objects(lines: Iterable[str]) -> list[Mapping[str, object]]:
         try:
             value = json_of(line)
         except ValueError:
-            continue  # counted: the caller says how many lines are damaged
+            continue  # the returned number counts it
         if isinstance(value, dict):
             found.append(value)
     return found
@@ -192,7 +192,7 @@ def _damage(name: str, lines: int) -> str:
 
 
 def _number(fields: Mapping[str, object], key: str) -> float:
-    """Return a number, or NaN if it is null, missing or something else."""
+    """Return the number at `key`; NaN if the value is null, missing or no number."""
     value = fields.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
@@ -215,8 +215,8 @@ def _numbers(fields: object) -> dict[str, float]:
 
 
 def _record(kind: type[R], event: Mapping[str, Any], **others: Any) -> R:
-    """Return a record whose numbers are the event's fields of the same names. `others` are the fields that are no
-    numbers."""
+    """Return a record of type `kind`. Its int and float fields are the event's of the same names, `others` are its
+    other fields."""
     read: Mapping[object, Callable[[Mapping[str, object], str], float]] = {"int": _count, "float": _number}
     numbers: dict[str, Any] = {f.name: read[f.type](event, f.name) for f in fields(kind) if f.type in read}
     return kind(**numbers, **others)
@@ -244,13 +244,13 @@ def newest_scenes(run: RunRecord, most: int) -> tuple[int, list[Scene]]:
 
 
 def _is_detection(config: Mapping[str, object]) -> bool:
-    """Return True if scenes are drawn: those of other tasks are not."""
+    """Return True for the detection task: only its scenes are drawn."""
     task = config.get("task")
     return not isinstance(task, Mapping) or task.get("type", "detection") == "detection"
 
 
 def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]) -> Status:
-    """Return the status of what was written since the run began or was resumed. Older runs have no event `begin`."""
+    """Return the run's state by its events since it began or was resumed. Earlier versions wrote no event `begin`."""
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
     total, first, ended, because, times = 0, 0, "", "", []
     began_s = math.nan
@@ -281,7 +281,7 @@ def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 
 
 def _spikes(events: Sequence[Mapping[str, object]]) -> tuple[SpikePoint, ...]:
-    """Reads the spikes. If a resumed run repeated a step, its last ones count; without those that are damaged."""
+    """Return the spikes. Damaged ones are left out. If a resumed run repeated a step, its last spikes count."""
     found = {(point.global_step, point.metric): point for point in map(_spike, events)}
     return tuple(p for p in found.values() if math.isfinite(p.value) and math.isfinite(p.usual))
 
@@ -319,7 +319,7 @@ def _data(event: Mapping[str, object]) -> DataCounts:
 
 
 def _timeline(event: Mapping[str, object]) -> StepTimeline:
-    """Entries that are not [lane, name, begin, end] are left out."""
+    """Return a step's activities, without entries that are not [lane, name, begin, end]."""
     origin, activities = _number(event, "origin"), []
     spans = event.get("spans")
     for span in spans if isinstance(spans, list) else ():
@@ -334,7 +334,8 @@ def _timeline(event: Mapping[str, object]) -> StepTimeline:
 def _evals(
     path: Path | None, events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 ) -> tuple[tuple[EvalPoint, ...], list[str]]:
-    """Return the evaluations by step, metrics and scenes joined; without scenes if there is no path."""
+    """Return the evaluations by step, each with metrics and scenes, and notes on damage. Without `path` no scenes are
+    read."""
     metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
     scenes: dict[int, tuple[Scene, ...]] = {}
     notes: list[str] = []
@@ -351,7 +352,7 @@ def _evals(
 def _test(
     path: Path | None, events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 ) -> tuple[EvalPoint | None, str]:
-    """Return the score of `data.test`; without scenes if there is no path."""
+    """Return the score of `data.test`, and a note on damage; without `path` no scenes are read."""
     if not events:
         return None, ""
     scenes, damage = _scenes(path / "eval" / "test.jsonl", config) if path else ((), "")
@@ -360,7 +361,7 @@ def _test(
 
 
 def _scenes(file: Path, config: Mapping[str, object]) -> tuple[tuple[Scene, ...], str]:
-    """Return the scenes of an evaluation file, none if they are not of detection, and what is damaged in it."""
+    """Return an evaluation file's scenes, () for other tasks than detection, and a note on damaged lines."""
     is_detection = _is_detection(config)
     lines, damaged = _read_jsonl(file)
     read = [read_scene(line) for line in lines if is_detection]
@@ -369,7 +370,8 @@ def _scenes(file: Path, config: Mapping[str, object]) -> tuple[tuple[Scene, ...]
 
 
 def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:
-    """Groups by step; of a step that a resumed run repeated, the last line."""
+    """Return the groups by step, and a note on damaged lines. If a resumed run repeated a step, its last line
+    counts."""
     lines, damaged = _read_jsonl(path)
     found = {step.global_step: step for step in map(_group_step, lines) if step is not None}
     unread = sum(_group_step(line) is None for line in lines)
@@ -377,7 +379,7 @@ def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:
 
 
 def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
-    """Return the group in a line of the log; None if the line holds no group with rewards."""
+    """Return the rewards and the answers in a line of `groups.jsonl`; None if it has no finite rewards."""
     try:
         rewards = tuple(float(reward) for group in line["rewards"] for reward in group)
         group = line.get("group", {})
@@ -391,7 +393,7 @@ def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
 
 
 def _scored_scene(group: Mapping[str, Any], answer: Mapping[str, Any]) -> ScoredScene | None:
-    """Return the scene; None for a task that is not drawn."""
+    """Return an answer of a group as a scene with its reward; None for a task whose answers are not drawn."""
     scene = read_scene({**group, **answer})
     if scene is None:
         return None
@@ -405,7 +407,7 @@ def _scored_scene(group: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored
 
 
 def read_scene(line: Mapping[str, Any]) -> Scene | None:
-    """Read one line of an evaluation file; None if it is not a scene or contradicts itself."""
+    """Read one line of an evaluation file; None if it is no scene, or if its fields contradict each other."""
     try:
         truth, ignored, predictions = (
             tuple(map(read_object, objects))
@@ -431,7 +433,7 @@ def read_scene(line: Mapping[str, Any]) -> Scene | None:
 
 
 def read_object(fields: Mapping[str, Any]) -> DetectionObject:
-    """Raises KeyError, TypeError or ValueError if it is none."""
+    """Return the object in a line's field. Raises KeyError, TypeError or ValueError if the field is no object."""
     kind = _KINDS[0] if _KINDS[0] in fields else _KINDS[1]
     bins = tuple(int(b) for b in fields[kind])
     if not arity_is_right(kind, bins):
@@ -443,7 +445,7 @@ def read_object(fields: Mapping[str, Any]) -> DetectionObject:
 
 
 def read_sheet(fields: Mapping[str, Any], objects: Iterable[DetectionObject]) -> Sheet | None:
-    """Reads where several images are drawn; None if there is one.
+    """Return where each image of a scene with several is drawn; None for a scene of one image.
 
     Raises TypeError or ValueError, also if an object is in no image.
     """

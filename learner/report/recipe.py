@@ -1,7 +1,7 @@
-"""The gains and losses of a recipe's stages, and why each was run (`recipe.json`).
+"""The report's section on a recipe: what each stage gained and lost, and why it was run (`recipe.json`).
 
-In: the file's mapping. Out: a sentence, a table and a text per stage for `templates/page.html`. A file that says
-something else shows nothing.
+In: the file's mapping. Out: a sentence, a table and texts per stage for `templates/page.html`. A damaged file gives no
+section.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from learner.report.charts import Table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeSection:
-    """`result`: which weights are the best and why, and why the recipe ended. `told`: per stage its name, and what is
-    said of it, by what it is about."""
+    """`result` says which weights are best, and why the recipe ended. `told` has, per stage, its name and texts by
+    heading (`Why`, `Labels`, `Gained`, `Lost`, `Ended`)."""
 
     result: str
     stages: Table

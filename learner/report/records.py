@@ -1,4 +1,4 @@
-"""The records of a run's directory: what `read.py` reads, and every part of the report shows."""
+"""The records of a run's directory: `read.py` makes them of its files, the other modules show them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from learner.report.sheet import Sheet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """The model's answer to a test sample. Objects are in bins 0..999 of their image. `width` and `height` are pixels
-    of what is drawn: the image, or the `sheet` of several."""
+    """The model's answer to a test sample. Objects are in bins 0..999 of their image. `width` and `height` are the
+    pixels of the drawing: of the image, or of the `sheet` of several images."""
 
     scene_id: str
     images: tuple[str, ...]
     width: int
     height: int
     truth: tuple[DetectionObject, ...]
-    ignored: tuple[DetectionObject, ...]  # ignore regions: predictions there count neither as hit nor as false
+    ignored: tuple[DetectionObject, ...]  # ignore regions: predictions inside them count neither as right nor as wrong
     predictions: tuple[DetectionObject, ...]
     num_dropped: int
     truncated: bool
     sheet: Sheet | None = None
 
     def drawn(self, obj: DetectionObject) -> DetectionObject:
-        """Return the object in bins of what is drawn."""
+        """Return the object in bins of the drawing."""
         return obj if self.sheet is None else self.sheet.placed(obj)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredScene:
-    """One answer of a group. `advantage` is the mean over its tokens; `by_object` that of each prediction, if objects
-    have advantages of their own."""
+    """One answer of a group. `advantage` is the mean over its tokens. `by_object` has each prediction's advantage;
+    empty if predictions have none of their own."""
 
     scene: Scene
     reward: float
@@ -44,7 +44,7 @@ class ScoredScene:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStep:
-    """Rewards of a step's rollouts on rank 0, at least one, and the answers of one group, if it was recorded."""
+    """A step's rewards, one per rollout of rank 0, and the answers of one group if the run recorded it."""
 
     global_step: int
     rewards: tuple[float, ...]
@@ -63,7 +63,7 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimeline:
-    """The begin and end of a step, and the activities that ended in it."""
+    """The begin and end of a step, and the activities that ended during it."""
 
     global_step: int
     begin_s: float
@@ -73,7 +73,7 @@ class StepTimeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalPoint:
-    """One evaluation. `metrics` is empty if only the scenes were kept, `scenes` if only the metrics were."""
+    """One evaluation. `metrics` is empty if only its scenes are on disk, `scenes` if only its metrics are."""
 
     global_step: int
     metrics: Mapping[str, float]
@@ -82,8 +82,8 @@ class EvalPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncPoint:
-    """One weight sync. `metrics` are all numbers of its event. `before` is what came next: a `step`, whose line on the
-    console names the sync, or an `eval`, which has no such line; empty if the run ended there."""
+    """One weight sync. `metrics` are all numbers of its event. `before` is the event after it: a `step`, whose line on
+    the console shows the sync, or an `eval`, whose line does not; empty if the run ended there."""
 
     receipt: SyncReceipt
     metrics: Mapping[str, float]
@@ -92,7 +92,7 @@ class SyncPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCounts:
-    """The samples that a run read, and what was wrong with others: counts by split, kind and action (drop or clip)."""
+    """The number of samples that a run read, and of bad records by split, kind and action (drop or clip)."""
 
     num_train: int
     num_evaluation: int
@@ -101,8 +101,8 @@ class DataCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikeSample:
-    """A sample of a spiking step. `row_loss` is that of its packed row, nats per token. `scene` has no predictions;
-    None: the run did not write it."""
+    """A sample of a step with a spike. `row_loss` is the loss of its packed row, in nats per token. `scene` has its
+    labels and no predictions; None: the run did not write it."""
 
     sample_id: str
     row_loss: float
@@ -111,7 +111,7 @@ class SpikeSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikePoint:
-    """A step whose loss or gradient norm (`metric`) leapt from about `usual` to `value`."""
+    """A spike: a step whose loss or gradient norm (`metric`) leapt from about `usual` to `value`."""
 
     global_step: int
     metric: str
@@ -122,10 +122,10 @@ class SpikePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """The progress of a run. `total_steps` 0: unknown. `ended` is `finished`, `stopped` or `failed`, and `because` says
-    why; empty while it goes on, or if its process was killed. `seconds_per_step` is of its last steps, with what came
-    between them; NaN if unknown. `time_up_s`: the clock's time at which `training.max_minutes` end the run; NaN if its
-    steps end it first."""
+    """How far a run is. `total_steps` is 0 if it is not known. `ended` is `finished`, `stopped` or `failed`, and
+    `because` says why; both are empty while the run goes on, or if its process was killed. `seconds_per_step` is the
+    mean of the last steps with everything between them, NaN if unknown. `time_up_s` is the Unix time at which
+    `training.max_minutes` end the run, NaN if its steps end it first."""
 
     total_steps: int
     ended: str
@@ -136,8 +136,8 @@ class Status:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """The measurements of one run. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` as they
-    happened."""
+    """Everything that a run measured. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` in
+    the order of time."""
 
     name: str
     path: Path
@@ -145,14 +145,14 @@ class RunRecord:
     steps: tuple[StepResult, ...]
     syncs: tuple[SyncPoint, ...]
     evals: tuple[EvalPoint, ...]
-    test: EvalPoint | None  # `data.test`, scored once, if it is not what `evals` are of
+    test: EvalPoint | None  # the score of `data.test` at the run's end; None if `evals` score that set
     timelines: tuple[StepTimeline, ...]
     groups: tuple[GroupStep, ...]
     spikes: tuple[SpikePoint, ...]
     status: Status
     data: DataCounts | None
-    wall_s: float  # lies between the first and the last event
-    last_event_s: float | None  # Unix seconds
+    wall_s: float  # seconds from the first to the last event
+    last_event_s: float | None  # Unix time
     notes: tuple[str, ...]
 
     def setting(self, *keys: str) -> object:
@@ -165,8 +165,8 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSet:
-    """The runs that one report shows, the main one first, and the `summary.json` and `recipe.json` of the directory, if
-    any."""
+    """The runs of one report, the main one first. `summary` and `recipe` are the directory's `summary.json` and
+    `recipe.json`, empty if it has none."""
 
     title: str
     runs: tuple[RunRecord, ...]

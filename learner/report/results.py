@@ -1,4 +1,4 @@
-"""The outcome of the run: the result in a sentence and four cards, notes, F1 as charts, tables, confused names.
+"""The outcome of the run: the result in a sentence and four cards, notes, charts of F1, tables, the confusion matrix.
 
 In: the runs and their `Progress`. Out: text, `Card`, `Chart` and `Table` records for `templates/page.html`.
 """
@@ -26,7 +26,7 @@ from learner.report.scores import (
     gain_between,
 )
 
-MAX_CLASSES, MAX_NAMES, MAX_NAME = 30, 12, 32  # rows of the table, names of the matrix, characters of a name
+MAX_CLASSES, MAX_NAMES, MAX_NAME = 30, 12, 32  # classes in the table, names in the matrix, letters of a name
 SHOWN = (
     "f1@0.5",
     "f1@miou",
@@ -41,7 +41,7 @@ SHOWN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """One number. `was` stands before it, softly; `tone` is `good`, `bad` or nothing."""
+    """One number, `big`. `was` is the earlier number, shown paler before it. `tone` is `good`, `bad` or empty."""
 
     name: str
     big: str
@@ -51,7 +51,7 @@ class Card:
 
 
 def facts(runs: RunSet) -> str:
-    """Return what the main run was."""
+    """Return the line about the main run: its model, data, steps and time."""
     main = runs.runs[0]
     found = [
         main.setting("custom", "trainer_variant"),
@@ -66,7 +66,8 @@ def facts(runs: RunSet) -> str:
 
 
 def verdict(runs: Sequence[Progress]) -> str | None:
-    """Return the main run's result in a sentence, and where the others ended."""
+    """Return the main run's result in a sentence, and at which F1 the other runs ended; None if it was not
+    evaluated."""
     main = runs[0]
     before, after, gain = main.f1_before, main.f1_after, main.gain
     if before is None:
@@ -94,12 +95,12 @@ def verdict(runs: Sequence[Progress]) -> str | None:
 
 
 def split_of(run: RunRecord) -> str:
-    """Return what the evaluations during training are of."""
+    """Return the split that is evaluated during training: `validation` or `test`."""
     return "validation" if run.setting("data", "val") else "test"
 
 
 def _tested(run: RunRecord) -> str:
-    """Return the score of `data.test`, if it is not what the evaluations are of."""
+    """Return a sentence with the score of `data.test`; empty if the run did not score it apart."""
     found = f1_of(run.test) if run.test else None
     if found is None or run.test is None:
         return ""
@@ -109,7 +110,7 @@ def _tested(run: RunRecord) -> str:
 
 
 def _against(main: Progress, other: Progress) -> str:
-    """Return the difference by which `other` ended ahead or behind, where the interval leaves zero out."""
+    """Return by how much `other` ended ahead or behind; empty if the interval of the difference includes zero."""
     lead = gain_between(main.after, other.after)
     if lead is None or not _tone(lead):
         return ""
@@ -162,7 +163,8 @@ def _parse_rate_card(progress: Progress) -> Card:
 
 
 def _sync_card(runs: Sequence[RunRecord]) -> Card:
-    """Syncs of all runs together, as the console counts them when it ends; the main run's speed if there are none."""
+    """The number of syncs of all runs, their median seconds and largest canary gap; without syncs the main run's
+    speed."""
     syncs = [sync.receipt for run in runs for sync in run.syncs]
     if not syncs:
         speeds = [s.metrics["tokens_per_s"] for s in runs[0].steps if "tokens_per_s" in s.metrics]
@@ -178,7 +180,8 @@ def _sync_card(runs: Sequence[RunRecord]) -> Card:
 
 
 def notes(runs: Sequence[Progress]) -> list[str]:
-    """Return what the page cannot show or should warn of, one line each, with the run's name if there are several."""
+    """Return the notes, one line each: what the page cannot show, and warnings. With several runs each names its
+    run."""
     several = len(runs) > 1
     return [
         f"{progress.run.name}: {text}" if several else text
@@ -215,7 +218,7 @@ def _because(run: RunRecord) -> str:
 
 
 def _bad_records(run: RunRecord) -> list[str]:
-    """Return what of the data was dropped or clipped, a line per split."""
+    """Return which records of the data were dropped or clipped, a line per split."""
     words = {"drop": "dropped", "clip": "clipped"}
     told = {
         split: [
@@ -233,7 +236,7 @@ def _bad_records(run: RunRecord) -> list[str]:
 
 
 def _disagreement(progress: Progress) -> list[str]:
-    """Both come from the same answers by the same definition: a difference means that files of two runs got mixed."""
+    """Return the steps whose recorded F1 differs from that of the scenes: files of two runs were mixed."""
     return [
         f"At step {point.global_step} the recorded F1@0.5 is {point.metrics[F1]:.3f}, "
         f"the scenes give {computed.value:.3f}."
@@ -243,7 +246,8 @@ def _disagreement(progress: Progress) -> list[str]:
 
 
 def f1_charts(runs: Sequence[Progress]) -> list[Chart]:
-    """F1 with intervals, one row per evaluation that matters, and F1 over steps; none if no run was evaluated."""
+    """Return a chart of F1 with intervals, for each run's first and last evaluation, and one of F1 by step; [] without
+    evaluations."""
     rows: list[Bar] = []
     series: list[Series] = []
     several = len(runs) > 1
@@ -267,7 +271,7 @@ def _interval_row(name: str, color: str, estimate: F1Estimate | None) -> list[Ba
 
 
 def comparison_table(runs: Sequence[Progress]) -> Table | None:
-    """Return one row per run with intervals; None for a single run."""
+    """Return a table with F1 and its interval for each run; None for a single run."""
     if len(runs) < 2:
         return None
     main = runs[0]
@@ -281,8 +285,8 @@ def comparison_table(runs: Sequence[Progress]) -> Table | None:
 
 
 def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
-    """Return the main metric on the run's own data and on `data.retain`, from the first evaluation to the last; None if
-    nothing was retained. `named`: several runs are shown."""
+    """Return the main metric on the run's own data and on each set of `data.retain`, at the first and the last
+    evaluation; None if no set is retained. `named`: the table's head has the run's name."""
     points = [point for point in progress.run.evals if point.metrics]
     found = changes(points[0].metrics, points[-1].metrics) if len(points) > 1 else []
     rows = [[one.data, f"{one.before:.3f}", f"{one.after:.3f}", f"{one.after - one.before:+.3f}"] for one in found]
@@ -295,7 +299,7 @@ def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
 
 
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
-    """Return the task's metrics, before and after: all by name, or those of `only` that there are."""
+    """Return the task's metrics before and after: all of them, or the measured ones of `only`."""
     several = len(runs) > 1
     columns = [("Before" if runs[0].after else "One evaluation", runs[0].before)]
     columns += [(p.run.name if several else "After", p.after) for p in runs if p.after]
@@ -307,7 +311,8 @@ def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Tabl
 
 
 def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
-    """Chart precision, recall and F1 by IoU threshold, one line per evaluation that matters; none without scenes."""
+    """Return charts of precision, recall and F1 by IoU threshold, a line per first and last evaluation; [] without
+    scenes."""
     main = runs[0]
     shown = [("before" if main.after else "one evaluation", "before", main.before)]
     shown += [(p.run.name if len(runs) > 1 else "after", p.color, p.after) for p in runs]
@@ -326,12 +331,12 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
         chart("Recall by IoU threshold", lambda counts: counts.recall, "Share of objects that are found then."),
         chart("F1 by IoU threshold", lambda counts: counts.f1, "Its mean is f1@miou."),
     ]
-    return [replace(chart, value="") for chart in drawn if chart]  # the last threshold is no result
+    return [replace(chart, value="") for chart in drawn if chart]  # without the last threshold's value
 
 
 def class_table(runs: Sequence[Progress]) -> Table | None:
-    """Return the main run's last evaluation by description, those with most objects first, beside F1 of the other
-    evaluations. None if there are fewer than two descriptions."""
+    """Return the main run's last evaluation by description, most frequent first, with F1 of the other evaluations. None
+    if there are fewer than two descriptions."""
     main = runs[0]
     last = counts_by_class(_scenes(main.after or main.before))
     if len(last) < 2:
@@ -352,15 +357,15 @@ def class_table(runs: Sequence[Progress]) -> Table | None:
 
 
 def last_evaluation(progress: Progress) -> str:
-    """Return which evaluation figures of the run's end are of."""
+    """Return the run and the step of its last evaluation, in words."""
     point = progress.after or progress.before
     return f"{progress.run.name}, evaluation at step {point.global_step if point else 0}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfusionMatrix:
-    """Row i is what an object is, column j what the model called it. The last column are missed objects, the last row
-    predictions where there was no object. The kind of a cell is its color: `right`, `wrong` or nothing."""
+    """Row i is what an object is, column j what the model called it. The last column counts missed objects, the last
+    row predictions where there was no object. The kind of a cell is its color: `right`, `wrong` or empty."""
 
     source: str
     columns: Sequence[str]
@@ -368,12 +373,13 @@ class ConfusionMatrix:
 
 
 def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:
-    """Return that of the run's last evaluation."""
+    """Return the confusion matrix of the run's last evaluation."""
     return matrix_of(_scenes(progress.after or progress.before), last_evaluation(progress))
 
 
 def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
-    """Return the most frequent names. Rarer names are one row and one column. None if there are fewer than two."""
+    """Return the confusion matrix of the most frequent names. All rarer names share a row and a column. None for fewer
+    than two names."""
     found = confusion(scenes)
     weight: Counter[str] = Counter()
     for pair, count in found.items():
@@ -396,7 +402,7 @@ def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
 
 
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
-    """Return the kind of a cell. Among rarer names, right and wrong ones are in the same cell."""
+    """Return the kind of a cell; empty for rare names that were called rare names, since these may differ."""
     if truth == said:
         return "" if truth in (None, rare) else "right"
     return "wrong"
@@ -417,7 +423,7 @@ def _estimate_cell(estimate: F1Estimate | None, *, sign: bool = False) -> tuple[
 
 
 def interval(estimate: F1Estimate) -> str:
-    """Return `[low, high]`, or nothing."""
+    """Return `[low, high]`; empty if there is no interval."""
     if estimate.low is None or estimate.high is None:
         return ""
     return f"[{estimate.low:.3f}, {estimate.high:.3f}]".replace("-", "−")
@@ -439,5 +445,5 @@ def duration(seconds: float) -> str:
 
 
 def _tone(gain: F1Estimate) -> str:
-    """Says if the interval leaves zero out, and on which side."""
+    """Return `good` if the whole interval is above zero, `bad` if it is below, else empty."""
     return "good" if (gain.low or 0) > 0 else "bad" if (gain.high or 0) < 0 else ""

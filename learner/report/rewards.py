@@ -24,7 +24,7 @@ BEGIN, END = ("first quarter", "before"), ("last quarter", "after")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerPanel:
-    """One answer of a group. `counts` says what it found."""
+    """One answer of a group. `counts` is the sentence on what it found."""
 
     scored: ScoredScene
     counts: Sequence[str]
@@ -33,7 +33,7 @@ class AnswerPanel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
-    """One group, its answers from the best reward to the worst."""
+    """One group. Its answers are in the order of their rewards, the best first."""
 
     global_step: int
     scene_id: str
@@ -63,7 +63,7 @@ def reward_section(run: RunRecord, *, heading: str) -> RewardSection | None:
 
 
 def _curve(run: RunRecord) -> Chart | None:
-    """Means are over all ranks, the band is of the rollouts of rank 0."""
+    """Return the chart of mean rewards of all ranks. Its band is the spread of rank 0's rollouts."""
     spread = {float(step.global_step): statistics.pstdev(step.rewards) for step in run.groups}
     sampled = [(float(s.global_step), s.metrics["reward"]) for s in run.steps if "reward" in s.metrics]
     greedy = [(float(e.global_step), e.metrics["reward"]) for e in run.evals if "reward" in e.metrics]
@@ -75,7 +75,7 @@ def _curve(run: RunRecord) -> Chart | None:
 
 
 def _histogram(groups: Sequence[GroupStep]) -> Chart | None:
-    """A histogram of all rollouts of rank 0 in the first and in the last quarter of the steps."""
+    """Return the histogram of rank 0's rewards in the first and in the last quarter of the steps."""
     quarter = math.ceil(len(groups) / 4)
     if not quarter:
         return None
@@ -121,7 +121,7 @@ def _steps(groups: Sequence[GroupStep]) -> str:
 
 
 def _groups(run: RunRecord) -> list[GroupRow]:
-    """Return groups spaced evenly from the first to the last that was recorded."""
+    """Return up to MAX_GROUPS of the recorded groups, evenly spaced, with the first and the last."""
     recorded = [step for step in run.groups if step.answers]
     count = min(MAX_GROUPS, len(recorded))
     places = sorted({round(i * (len(recorded) - 1) / max(1, count - 1)) for i in range(count)})

@@ -1,12 +1,12 @@
 """Test scenes: images with ground truth and predictions drawn over them, the same scene side by side per evaluation.
 
-In: evaluations of the same test set. Out: a `Gallery` for `templates/scenes.html`. Shown are the scenes that changed
-most, the worst, the best, a few drawn at random with a fixed seed, and some of every frequent class. A scene is on the
-page once, and filters choose among them.
+In: evaluations of the same test set. Out: a `Gallery` for `templates/scenes.html`. It shows the scenes that changed
+most, the worst, the best, a few drawn at random with a fixed seed, and some of every frequent class. Each scene is on
+the page once; filters show a part of the scenes.
 
-Images are read as the runs read them (D13): upright by their EXIF orientation. They travel in the page as data URIs:
-PNG for small ones, shown with hard pixels, and JPEG of at most MAX_SIDE pixels for others. Every image is decoded and
-written anew, so nothing of the source's bytes reaches the page. URLs are not fetched.
+Images are read as in training (D13): upright by their EXIF orientation. The page holds them as data URIs: small ones as
+PNG, enlarged without smoothing, others as JPEG of at most MAX_SIDE pixels. Every image is decoded and encoded anew, so
+no byte of the source file reaches the page. URLs are not fetched.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from learner.report.sheet import Sheet
 from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
-PER_FILTER, PER_CLASS = 8, 4  # scenes, an even number: those with two panels stand in pairs
+PER_FILTER, PER_CLASS = 8, 4  # scenes per filter; even, because scenes of two panels are shown in pairs
 MAX_CLASSES, MAX_SCENES = 12, 48
-DRAWING, TAG_HEIGHT, TAG_LETTER, MAX_TAG = 300.0, 14.0, 7.0, 18  # units, units, units, letters
+DRAWING, TAG_HEIGHT, TAG_LETTER, MAX_TAG = 300.0, 14.0, 7.0, 18  # three sizes in drawing units, letters of a tag
 MAX_SIDE, SMALL_SIDE = 720, 256  # pixels
 MAX_PIXELS = 100_000_000
 _COLORS: Mapping[Outcome, str] = {
@@ -51,12 +51,12 @@ LEGEND = {
     "ignored": "prediction in an ignore region, not counted",
 }
 _OF_SCENES = ("truth", "missed", "hit", "class", "spurious", "region", "ignored")
-_OF_REGIONS = ("region", "ignored")  # explained only where there are some
+_OF_REGIONS = ("region", "ignored")  # in the legend only if a scene has ignore regions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """An image as a data URI. `small`: few pixels, so it is enlarged without smoothing."""
+    """An image as a data URI. `small`: it has few pixels and is enlarged without smoothing."""
 
     uri: str
     small: bool
@@ -64,7 +64,7 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """A scene as one evaluation saw it. `shapes` are its objects, as (color, tooltip, object)."""
+    """One evaluation's answer to a scene. `shapes` are its objects, as (color, tooltip, object)."""
 
     name: str
     scene: Scene
@@ -75,7 +75,8 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneRow:
-    """One scene, a panel per evaluation. `file` is its image's name, `gain` what F1 gained between the first two."""
+    """One scene with a panel per evaluation. `file` is its image's name, `gain` its F1 in the second minus the
+    first."""
 
     scene_id: str
     file: str
@@ -86,7 +87,7 @@ class SceneRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filter:
-    """A choice above the scenes: those that it leaves, in their order. `ident` is fit for an id."""
+    """A choice of scenes by the reader of the page, in the order to show them. `ident` is used in ids of HTML."""
 
     ident: str
     name: str
@@ -105,7 +106,7 @@ class Gallery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tag:
-    """A description over a drawing, in drawing units."""
+    """A description that is written over a drawing; position and width are in drawing units."""
 
     text: str
     color: str
@@ -115,7 +116,8 @@ class Tag:
 
 
 def gallery(runs: Sequence[Progress]) -> Gallery | None:
-    """Return the chosen scenes of the main run before training, and of every run after it."""
+    """Return scenes with a panel for the main run before training and one for every run after it; None without
+    scenes."""
     before, after = _by_id(runs[0].before), _by_id(runs[0].after)
     return gallery_of(_evaluations(runs), image_roots(runs[0].run), _lead(runs, before, after))
 
@@ -123,7 +125,7 @@ def gallery(runs: Sequence[Progress]) -> Gallery | None:
 def gallery_of(
     evaluations: Sequence[tuple[str, Mapping[str, Scene]]], roots: Sequence[Path], lead: str
 ) -> Gallery | None:
-    """Return chosen scenes of evaluations, by name. The first two choose; None if nothing is chosen."""
+    """Return scenes of the named evaluations, chosen by the first two; None if no scene is chosen."""
     before, after = evaluations[0][1], evaluations[1][1] if len(evaluations) > 1 else {}
     chosen = choose_scenes(before, after or None) if before else {}
     if not chosen:
@@ -139,13 +141,13 @@ def gallery_of(
 
 
 def newest(run: RunRecord, step: int, scenes: Sequence[Scene]) -> list[SceneRow]:
-    """Return some scenes of one evaluation, for the live page."""
+    """Return the rows of these scenes of one evaluation, for the live page."""
     known = {scene.scene_id: scene for scene in scenes}
     return [_row(key, [(f"Step {step}", known)], image_roots(run)) for key in known]
 
 
 def _evaluations(runs: Sequence[Progress]) -> list[tuple[str, Mapping[str, Scene]]]:
-    """Return the evaluations by name: that of the main run before training, and the last one of every run."""
+    """Return the named evaluations: the main run's first one, and the last one of every run."""
     main = runs[0]
     first = "Before" if main.after else f"Step {main.before.global_step if main.before else 0}"
     found: list[tuple[str, Mapping[str, Scene]]] = [(first, _by_id(main.before))]
@@ -169,8 +171,8 @@ def _lead(runs: Sequence[Progress], before: Mapping[str, Scene], after: Mapping[
 
 
 def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None) -> dict[str, tuple[str, list[str]]]:
-    """Return kinds of scenes by filter: its name, and scene ids in the order to show them. Worst and best are by F1 of
-    the last evaluation; `changed` are those whose F1 changed most, either way; `random` are drawn with a fixed seed."""
+    """Return filters by ident: a name, and scene ids in the order to show them. `worst` and `best` are by F1 of the
+    last evaluation, `changed` by the change of F1 either way, `random` is drawn with a fixed seed."""
     shown = before if after is None else {key: after[key] for key in before if key in after}
     f1 = {key: classify(scene).f1 for key, scene in shown.items()}
     size = {key: len(scene.truth) for key, scene in shown.items()}
@@ -188,8 +190,8 @@ def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None
 
 
 def choose_by_class(scenes: Mapping[str, Scene], chosen: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
-    """Return the same for each of the most frequent classes, in labels or predictions: all `chosen` scenes that have
-    it, and others until there are PER_CLASS, the worst first."""
+    """Return a filter for each of the most frequent classes: all `chosen` scenes with the class in labels or
+    predictions, and others until there are PER_CLASS, lowest F1 first."""
     classes = {key: {item.desc for item in (*scene.truth, *scene.predictions)} for key, scene in scenes.items()}
     frequent = Counter(item.desc for scene in scenes.values() for item in scene.truth).most_common(MAX_CLASSES)
     if len(frequent) < 2:
@@ -227,7 +229,7 @@ def _row(scene_id: str, evaluations: Sequence[tuple[str, Mapping[str, Scene]]], 
 
 
 def _file_name(images: Sequence[str]) -> str:
-    """Return the file name of the first image. An image inside the annotations has none."""
+    """Return the file name of the first image; a fixed text for an image inside the annotations, which has no file."""
     if not images:
         return "no image named"
     first = images[0]
@@ -243,8 +245,8 @@ def _panel(name: str, scene: Scene) -> Panel:
 def shapes_of_scene(
     scene: Scene, advantages: Sequence[float] = ()
 ) -> tuple[list[str], list[tuple[str, str, DetectionObject]]]:
-    """Return what was found, in words, and the scene's objects as (color, tooltip, object). `advantages` are those of
-    the predictions, for the tooltips."""
+    """Return sentences on what was found, and the scene's objects as (color, tooltip, object). `advantages`, one per
+    prediction, are added to the tooltips."""
     result = classify(scene)
     found, wrong, false = (result.outcomes.count(o) for o in ("correct", "wrong_class", "false_positive"))
     ignored = result.outcomes.count("ignored")
@@ -260,7 +262,7 @@ def shapes_of_scene(
 
 
 def shapes_of_labels(scene: Scene) -> list[tuple[str, str, DetectionObject]]:
-    """Return the labels alone, each with its description."""
+    """Return the labels as (color, tooltip, object), each with its description as tooltip."""
     shapes = [_shape("region", region) for region in scene.ignored] + [_shape("label", item) for item in scene.truth]
     return [(color, tip, scene.drawn(item)) for color, tip, item in shapes]
 
@@ -270,9 +272,9 @@ def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, st
 
 
 def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float) -> list[Tag]:
-    """Return the descriptions of a drawing of DRAWING x `height` units, so that none covers another: each takes the
-    first free place around its object. One without a free place is left out; its tooltip says the same. What is wrong
-    comes first. Ground truth that was found needs none."""
+    """Return the descriptions of a drawing of DRAWING x `height` units. No tag covers another: each takes the first
+    free place around its object, those of wrong predictions and missed objects first. An object without a free place
+    has no tag, only a tooltip. Objects that were found have none: their prediction has one."""
     order = ("class", "spurious", "missed", "label", "hit", "kept", "ignored")
     tags: list[Tag] = []
     for color, _, item in sorted((s for s in shapes if s[0] in order), key=lambda shape: order.index(shape[0])):
@@ -286,7 +288,7 @@ def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float
 
 
 def _places(item: DetectionObject, height: float, width: float, *, below_first: bool) -> Iterator[tuple[float, float]]:
-    """Left upper corners of a tag around an object: above, below, at its upper and lower edge inside, beside it."""
+    """Yield left upper corners for a tag of an object: above, below, inside its upper and lower edge, beside it."""
     xs, ys = item.bins[::2], item.bins[1::2]
     left, right = min(xs) * DRAWING / 999, max(xs) * DRAWING / 999
     top, bottom = min(ys) * height / 999, max(ys) * height / 999
@@ -299,8 +301,8 @@ def _places(item: DetectionObject, height: float, width: float, *, below_first: 
 
 
 def image_roots(run: RunRecord) -> list[Path]:
-    """Return where a relative image path may start: the configured root, the annotations' folder, here, the run's
-    folder."""
+    """Return the folders to which an image's relative path may refer: the configured root, the annotations' folder, the
+    working directory, the run's folder."""
     configured = run.setting("data", "image_root")
     annotations = [run.setting("data", split) for split in ("test", "val", "train")]
     roots = [Path(configured)] if isinstance(configured, str) else []
@@ -308,8 +310,8 @@ def image_roots(run: RunRecord) -> list[Path]:
 
 
 def load_picture(images: Sequence[str], roots: Sequence[Path], sheet: Sheet | None = None) -> Picture | None:
-    """Load the first of a scene's images, or all of them on its `sheet`; None if it is not available. A relative path
-    is looked for under each root in turn."""
+    """Load the first of a scene's images, or all of them on its `sheet`; None if no image can be read. A relative path
+    is tried under each root in turn."""
     if sheet is None:
         picture = _opened(images[0], roots) if images else None
         return None if picture is None else _embedded(picture)
@@ -329,7 +331,7 @@ def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
         try:
             return images.load(images.resolve(image, root))
         except MediaError:
-            continue  # the page shows the scene without an image that is nowhere, and says so
+            continue  # the page then says that the scene has no image
     return None
 
 

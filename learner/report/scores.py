@@ -1,12 +1,12 @@
-"""The outcome of each prediction, F1@0.5 with its intervals, scores per class and per IoU, and how far each run got.
+"""The outcome of each prediction, F1@0.5 with its interval, scores per class and per IoU, and each run's progress.
 
-By the evaluation's own definition: a prediction is *correct* if the best one-to-one assignment takes it, among pairs
-with IoU >= 0.5 and the same description. Of the others, one that lies half in an ignore region of its class is
-*ignored*: it counts neither as right nor as wrong. One that can be paired at IoU >= 0.5 with an object that is left has
-the *wrong class*. The rest are *false positives*. Only the correct ones are true positives.
+The evaluation's definition is used: a prediction is *correct* if the best one-to-one assignment takes it, among pairs
+with IoU >= 0.5 and the same description. Another prediction that lies half in an ignore region of its class is
+*ignored*: it counts neither as right nor as wrong. One that can be paired at IoU >= 0.5 with an object that is still
+unpaired has the *wrong class*. The rest are *false positives*. Only the correct ones are true positives.
 
-F1 is micro-averaged over scenes by the detection task's own metric. Intervals are its own 95% bootstrap: scenes are
-drawn again and again, with a fixed seed, so the same run gives the same page.
+F1 is micro-averaged over scenes by the detection task's metric, and intervals are its 95% bootstrap: scenes are
+resampled with a fixed seed, so the same run gives the same page.
 """
 
 from __future__ import annotations
@@ -41,13 +41,14 @@ F1 = "f1@0.5"
 RUN_COLORS = ("after", "other", "target", "data")
 _USED = tuple(
     COLUMNS.index(name) for name in ("tp@0.50", "predictions", "ignored@0.50", "truth")
-)  # F1@0.5 is made of these
+)  # the counts that F1@0.5 is computed from
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneOutcome:
-    """Prediction i is `outcomes[i]`, has the IoU `ious[i]` with its nearest object, and is paired with the ground-truth
-    object `paired[i]` (None: ignored, or a false positive). `found` are the objects that have a correct prediction."""
+    """What each prediction of a scene was: `outcomes[i]`, its largest IoU with an object `ious[i]`, and the index of
+    the object that it is paired with, `paired[i]` (None: ignored, or a false positive). `found` are the objects'
+    indices that have a correct prediction."""
 
     outcomes: tuple[Outcome, ...]
     ious: tuple[float, ...]
@@ -57,12 +58,12 @@ class SceneOutcome:
 
     @property
     def num_judged(self) -> int:
-        """Predictions that are right or wrong."""
+        """The number of predictions that are right or wrong, and not ignored."""
         return len(self.outcomes) - self.outcomes.count("ignored")
 
     @property
     def f1(self) -> float:
-        """F1 of this scene alone; 1 if there was nothing to find and nothing was predicted."""
+        """F1 of this scene alone; 1 if it has no objects and no predictions."""
         total = self.num_judged + self.num_truth
         return 2 * len(self.found) / total if total else 1.0
 
@@ -92,15 +93,15 @@ def classify(scene: Scene) -> SceneOutcome:
 
 
 def _compare(scene: Scene) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return [predictions, truth]: IoU, and whether the descriptions are the same."""
+    """Return two tables [predictions, truth]: IoU, and whether the descriptions are the same."""
     iou = iou_matrix(scene.predictions, scene.truth)
     same = [[p.desc == t.desc for t in scene.truth] for p in scene.predictions]
     return iou, np.array(same, dtype=bool).reshape(iou.shape)
 
 
 def _ignored(scene: Scene, threshold: float, correct: Collection[int]) -> NDArray[np.bool_]:
-    """Return [predictions]: those that lie in an ignore region of their class, and are not correct; as the metrics
-    count."""
+    """Return [predictions]: True for those that lie in an ignore region of their class and are not correct, by the
+    metric's definition."""
     inside = ignored_shares(scene.predictions, scene.ignored)[0] >= threshold
     inside[list(correct)] = False
     return inside
@@ -108,7 +109,7 @@ def _ignored(scene: Scene, threshold: float, correct: Collection[int]) -> NDArra
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetectionCounts:
-    """Correct predictions, all predictions that are right or wrong, and ground-truth objects."""
+    """The numbers of correct predictions, of predictions that are right or wrong, and of labelled objects."""
 
     correct: int
     predictions: int
@@ -129,7 +130,7 @@ class DetectionCounts:
 
 
 def counts_by_class(scenes: Sequence[Scene]) -> dict[str, DetectionCounts]:
-    """Count at IoU 0.5 by description, those with most objects first. A correct prediction has its object's
+    """Return the counts at IoU 0.5 by description, most objects first. A correct prediction has its object's
     description, so the counts of all classes add up to those of the whole set."""
     truth = Counter(item.desc for scene in scenes for item in scene.truth)
     said = Counter(item.desc for scene in scenes for item, _ in _judged(scene))
@@ -139,11 +140,11 @@ def counts_by_class(scenes: Sequence[Scene]) -> dict[str, DetectionCounts]:
 
 
 def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
-    """Count at each of the evaluation's IoU thresholds, with the same description; every threshold has its own
-    assignment.
+    """Return the counts by the evaluation's IoU thresholds, with the same description. Every threshold has an
+    assignment of its own.
 
-    This is not a precision-recall curve over confidence: all boxes of an answer count, whatever their scores. Over
-    thresholds, precision and recall keep one ratio; they say how well boxes fit.
+    This is not a precision-recall curve over confidence: all boxes of an answer count, whatever their scores. The ratio
+    of precision to recall is the same at all thresholds: the curves say how well boxes fit.
     """
     correct, said = dict.fromkeys(THRESHOLDS, 0), dict.fromkeys(THRESHOLDS, 0)
     for scene in scenes:
@@ -157,8 +158,8 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
 
 
 def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]:
-    """Count how often (what an object is, what the model called it) occurs among pairs at IoU >= 0.5. (name, None) are
-    missed objects, (None, name) are predictions where no object was left."""
+    """Return the counts of (what an object is, what the model called it) among pairs at IoU >= 0.5. (name, None) counts
+    missed objects, (None, name) predictions without an object."""
     found: Counter[tuple[str | None, str | None]] = Counter()
     for scene in scenes:
         for item, t in _judged(scene):
@@ -169,7 +170,7 @@ def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]
 
 
 def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
-    """Yield the predictions that are right or wrong, and what each is paired with."""
+    """Yield each prediction that is right or wrong, and the index of the object it is paired with."""
     result = classify(scene)
     for item, outcome, t in zip(scene.predictions, result.outcomes, result.paired, strict=True):
         if outcome != "ignored":
@@ -178,7 +179,7 @@ def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class F1Estimate:
-    """A value and its 95% interval. `low` and `high` are None if there are no scenes to draw from."""
+    """A value and its 95% interval. `low` and `high` are None if there are no scenes to resample."""
 
     value: float
     low: float | None = None
@@ -192,8 +193,8 @@ def f1_estimate(scenes: Sequence[Scene]) -> F1Estimate:
 
 
 def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> F1Estimate | None:
-    """Return F1@0.5 of `after` minus that of `before`, over the scenes in both, drawn together; None if there is
-    none."""
+    """Return F1@0.5 of `after` minus that of `before`, over the scenes in both, which are resampled together; None if
+    no scene is in both."""
     earlier = {scene.scene_id: scene for scene in before}
     common = [scene for scene in after if scene.scene_id in earlier]
     if not common:
@@ -218,12 +219,12 @@ def _estimate(interval: Interval, num_scenes: int) -> F1Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """One run's first and last evaluation. `after` is None while there is only one. `gain` is paired over scenes.
-    `curve` is F1@0.5 of every evaluation that has it, by step.
+    """One run's first and last evaluation. `after` is None if there is only one. `gain` is paired over scenes. `curve`
+    is F1@0.5 of every evaluation that has it, by step.
 
-    Runs are compared on the scenes of the main run. A run whose evaluations are of others stands there by its score of
-    `data.test`, if that has them. If it has no evaluation of them before its first step, but started from the same
-    model as the main run, it takes the main run's first one as its own: `borrowed` says so.
+    Runs are compared on the scenes of the main run. A run that was evaluated on other scenes is compared by its score
+    of `data.test`, if that is on the main run's scenes. A run without an evaluation before its first step that started
+    from the main run's model takes over the main run's first evaluation: then `borrowed` is True.
     """
 
     run: RunRecord
@@ -238,7 +239,7 @@ class Progress:
 
 
 def progress_of(runs: Sequence[RunRecord]) -> tuple[Progress, ...]:
-    """Return one per run, in order; the first run is the main one."""
+    """Return each run's progress, in order; the first run is the main one."""
     shared = runs[0].evals[0] if runs[0].evals and runs[0].evals[0].global_step == 0 else None
     return tuple(_progress(run, RUN_COLORS[i % len(RUN_COLORS)], runs[0], shared) for i, run in enumerate(runs))
 
@@ -267,20 +268,21 @@ def _progress(run: RunRecord, color: str, main: RunRecord, shared: EvalPoint | N
 
 
 def _apart(points: Sequence[EvalPoint], others: Sequence[EvalPoint]) -> bool:
-    """Return True if both have scenes, and none in common."""
+    """Return True if both have scenes, and no scene is in both."""
     mine, theirs = ({scene.scene_id for point in some for scene in point.scenes} for some in (points, others))
     return bool(mine and theirs) and not mine & theirs
 
 
 def f1_of(point: EvalPoint) -> F1Estimate | None:
-    """Return F1@0.5 with its interval; without one if only the metric was kept; None if neither was."""
+    """Return F1@0.5: with its interval if the scenes are on disk, else the metric alone; None without either."""
     if point.scenes:
         return f1_estimate(point.scenes)
     return F1Estimate(value=point.metrics[F1]) if F1 in point.metrics else None
 
 
 def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> F1Estimate | None:
-    """Return the paired gain; without an interval, from the metrics, if scenes are missing. None for other scenes."""
+    """Return the gain in F1@0.5, paired over scenes; without scenes the metrics' difference, without an interval. None
+    if the two are of different scenes."""
     if before is None or after is None or _apart((before,), (after,)):
         return None
     paired = f1_gain(before.scenes, after.scenes)

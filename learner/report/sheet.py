@@ -15,7 +15,7 @@ from learner.tasks.detection.bins import to_bins, to_pixels
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """`places` are the images' rectangles on the sheet, in their order."""
+    """A picture of several images. `places` are the images' rectangles in it, in their order."""
 
     size: Size
     places: tuple[Rect, ...]
@@ -31,7 +31,7 @@ class Sheet:
         return cls((columns * across, rows * down), tuple(places))
 
     def placed(self, obj: DetectionObject) -> DetectionObject:
-        """Return the object in bins of the sheet. It names one of the images."""
+        """Return the object in bins of the sheet. `obj` must name one of the images."""
         assert obj.image is not None
         left, top, right, bottom = self.places[obj.image - 1]
         pixels = to_pixels(obj.bins, right - left, bottom - top)

@@ -1,7 +1,7 @@
 """Steps whose loss or gradient norm leapt, and the samples that they learned, as they were labelled.
 
-In: a run's `spike` events. Out: marks for its charts, and `SpikingStep` records for `templates/page.html`. Most often
-one look at the labels says what was wrong.
+In: a run's `spike` events. Out: marks for its charts, and `SpikingStep` records for `templates/page.html`. A wrong
+label is the most frequent cause, and seen in the drawn labels.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikeCard:
-    """One sample of a spiking step."""
+    """One sample of a step with a spike, with its labels drawn."""
 
     sample: SpikeSample
     picture: Picture | None
@@ -30,7 +30,7 @@ class SpikeCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikingStep:
-    """One step. `ident` is its place on the page."""
+    """One step with a spike. `ident` is the id of its part of the page."""
 
     ident: str
     heading: str
@@ -38,7 +38,7 @@ class SpikingStep:
 
 
 def largest(run: RunRecord) -> dict[int, list[SpikePoint]]:
-    """Return the largest ones by step, in order."""
+    """Return the spikes of the MAX_SPIKES steps with the largest ones, by step."""
     by_step: dict[int, list[SpikePoint]] = {}
     for point in sorted(run.spikes, key=lambda point: -point.value / max(point.usual, 1e-12)):
         if len(by_step) < MAX_SPIKES or point.global_step in by_step:
@@ -47,7 +47,7 @@ def largest(run: RunRecord) -> dict[int, list[SpikePoint]]:
 
 
 def spikes(run: RunRecord, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> list[SpikingStep]:
-    """Return what the page shows of them. Ids begin with `prefix`."""
+    """Return what the page shows of the spikes `found`. Ids in HTML begin with `prefix`."""
     roots = image_roots(run)
     return [
         SpikingStep(
@@ -60,7 +60,7 @@ def spikes(run: RunRecord, found: Mapping[int, Sequence[SpikePoint]], *, prefix:
 
 
 def marked(chart: Chart | None, metric: str, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> Chart | None:
-    """Return the chart with a mark at each spike of `metric`, which leads to its samples."""
+    """Return the chart with a mark at each spike of `metric`, linked to the spike's samples."""
     if chart is None:
         return None
     points = [point for points in found.values() for point in points if point.metric == metric]

@@ -1,10 +1,11 @@
-"""The measurements of one run while it trained: small charts, one step as a timeline, and the same numbers as tables.
+"""What one run measured while it trained: small charts, one step as a timeline, and the same numbers as tables.
 
 In: a `RunRecord`. Out: `Chart` and `Table` records for `templates/page.html`. Every metric of a step or a sync is
-shown: one that has no chart of its own here gets one under its name. A loss or a gradient norm that rises is explained.
+shown: a metric for which no chart is defined here gets one under its name. A rising loss or gradient norm gets a note
+that explains it.
 
-The timeline shows what every rank and every server did, and when (R25, R31, R32), for one typical step: of the median
-length, with rollouts if there are any.
+The timeline shows what every rank and every server did at which time (R25, R31, R32), for one typical step: one of
+median length, with rollouts if any step has them.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from learner.report.spikes import SpikingStep, largest, marked, spikes
 
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
     name: name for name in ("data", "target", "pack", "labels", "eval")
-}  # all else: "rest"
+}  # color by name of an activity; all others: "rest"
 MAX_ROWS = 400
-SMALLEST_SHARE = 0.01  # share of the step time
-MAX_CHARTS = 24  # charts of metrics without a chart of their own; more are folded away
+SMALLEST_SHARE = 0.01  # phases below this share of the step time are added to `other`
+MAX_CHARTS = 24  # charts of metrics for which no chart is defined here; more are folded away
 STAGE2, AHEAD = "stage2_ab/", "stage2_ab/async/"
 STEP_COLUMNS = {
     "Loss": "loss",
@@ -54,10 +55,10 @@ STEP_COLUMNS = {
     "Fill": "packing_fill",
     "Grad": "grad_norm",
     "LR": "learning_rate",
-    "GPU GiB": "gpu_peak_gib",  # only of runs on a GPU
+    "GPU GiB": "gpu_peak_gib",  # only runs on a GPU measure it
 }
-NamedLine = tuple[str, str, str]  # a line's name, what it shows, its color
-# Metrics that other charts and tables show, wholly or in sum, and those that are folded away.
+NamedLine = tuple[str, str, str]  # a line's name, the metric that it shows, its color
+# Metrics that other charts and tables show, by themselves or added up. FOLDED: metrics whose charts are folded away.
 SHOWN = ("reward", "match_rate", "missed", "spurious", "unusable", "tokens_per_s")
 STAGE2_SHOWN = (
     *(f"{STAGE2}{name}" for name in ("executed_b_share", "rollout_s")),
@@ -78,8 +79,8 @@ SYNC_SHOWN = ("time", "ver", "seconds", "num_bytes", "num_tensors", "canary_gap"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """One run's section. `absent` names what the run did not measure, `folded` are charts of lesser interest, `flat`
-    has the numbers of charts that would show one value only."""
+    """One run's section. `absent` names what the run did not measure, `folded` are charts shown on a click, `flat` is
+    the table of metrics with one value only."""
 
     heading: str
     charts: Sequence[Chart]
@@ -91,8 +92,7 @@ class Training:
 
 
 def training(run: RunRecord, *, heading: str, prefix: str = "") -> Training | None:
-    """Return all charts of a run; None if it recorded neither a step nor a sync. Ids on the page begin with
-    `prefix`."""
+    """Return all charts of a run; None if it recorded neither a step nor a sync. Ids in HTML begin with `prefix`."""
     if not run.steps and not run.syncs:
         return None
     charts, leapt = named_charts(run), largest(run)
@@ -114,8 +114,8 @@ def training(run: RunRecord, *, heading: str, prefix: str = "") -> Training | No
 
 
 def named_charts(run: RunRecord) -> dict[str, Chart | None]:
-    """Return the charts that a run may have, by what they show; None: it did not measure that."""
-    keeps = run.setting("loss", "keep_unmatched")  # if true, most of what matches nothing is taken for right
+    """Return the charts that are defined here, by what they show; None for what the run did not measure."""
+    keeps = run.setting("loss", "keep_unmatched")  # if set, most predictions without a match are taken for right
     missed = ("missed, appended (FN)", "missed", "after")
     spurious = ("without a match" if keeps else "spurious (FP)", "spurious", "other")
     mean, greatest = ("mean", "canary_gap", "sync"), ("greatest", "canary_gap_max", "before")
@@ -134,7 +134,7 @@ def named_charts(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def _value(step: StepResult, key: str) -> float:
-    """Return a metric or a number of the step's own; NaN if it has none of that name."""
+    """Return a step's metric or field of this name; NaN if it has neither."""
     return step.metrics.get(key, getattr(step, key, math.nan))
 
 
@@ -147,7 +147,7 @@ def _lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "", y_max:
 
 
 def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
-    """Draw lines against `ver`; against a running number if a resumed run counted `ver` anew."""
+    """Draw metrics of syncs against `ver`; against the sync's number if a resumed run counted `ver` anew."""
     versions = [sync.receipt.ver for sync in run.syncs]
     rising = all(a < b for a, b in itertools.pairwise(versions))
     xs = versions if rising else range(1, len(versions) + 1)
@@ -159,10 +159,9 @@ def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -
 
 
 def _others(run: RunRecord) -> tuple[list[Chart], list[Chart]]:
-    """Return charts of all metrics without one of their own: those that a later version may have added, and the
-    folded."""
+    """Return charts of all metrics for which no chart is defined here: first those to show, then those to fold away."""
     found = {key for step in run.steps for key in step.metrics} - {*SHOWN, *STAGE2_SHOWN}
-    is_phase = re.compile(r"\w+_s").fullmatch  # one of the stacked seconds
+    is_phase = re.compile(r"\w+_s").fullmatch  # a phase's seconds, shown in the stacked chart
     keys = sorted(key for key in found if not key.startswith("drop/") and not is_phase(key))
     sync_keys = sorted({key for sync in run.syncs for key in sync.metrics} - set(SYNC_SHOWN))
     folded = [key for key in keys if key.startswith(FOLDED)]
@@ -180,7 +179,7 @@ def _title(key: str) -> str:
 
 
 def _loss(run: RunRecord) -> Chart | None:
-    """Draw one line per channel: their losses are over different tokens, so they do not continue each other."""
+    """Draw one line per channel: the channels' losses are over different tokens."""
     rollouts, truth = _points(run, "loss", "B"), _points(run, "loss", "A")
     if rollouts and truth:
         series = [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")]
@@ -196,11 +195,11 @@ def _gradient_norm(run: RunRecord) -> Chart | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanChange:
-    """A mean that moved: from one quarter of the steps to the last one."""
+    """A mean that rose: in an earlier quarter of the steps `before`, in the last quarter `after`."""
 
     before: float
     after: float
-    steps: tuple[int, int]  # the first and the last of the earlier quarter
+    steps: tuple[int, int]  # first and last step of the earlier quarter
 
     def __str__(self) -> str:
         first, last = self.steps
@@ -208,8 +207,8 @@ class MeanChange:
 
 
 def rise(points: Sequence[Point]) -> MeanChange | None:
-    """Return True if the last quarter is above the lowest one before it: by a tenth at least, and by three standard
-    errors, so that noise is no rise. None with less than five points a quarter."""
+    """Return the rise from the lowest earlier quarter to the last one, if it is at least a tenth and three standard
+    errors, so more than noise; else None. None too with less than five points a quarter."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     size = len(finite) // 4
     if size < 5:
@@ -282,7 +281,7 @@ def _drops(run: RunRecord) -> Chart | None:
 
 
 def _times(run: RunRecord) -> Chart | None:
-    """Draw the phases stacked; those too small to be seen are part of `other`."""
+    """Draw the seconds of phases stacked; phases too small to be seen are added to `other`."""
     timed = [(float(s.global_step), s.metrics) for s in run.steps if "step_s" in s.metrics]
     whole = sum(m["step_s"] for _, m in timed)
     shown = [p for p in PHASE_COLORS if sum(m.get(f"{p}_s", 0.0) for _, m in timed) >= SMALLEST_SHARE * whole]
@@ -292,8 +291,8 @@ def _times(run: RunRecord) -> Chart | None:
 
 
 def _stage2(run: RunRecord) -> dict[str, Chart | None]:
-    """Return charts of `stage2_ab_training`: how many steps ran on rollouts, and what running ahead of them costs (R25
-    R27). None for a run of another kind. Those of the asynchronous actor-learner come only if it ran."""
+    """Return the charts of `stage2_ab_training`: how many steps learned rollouts, and what rollouts made ahead of
+    learning cost (R25 R27); {} for another variant. Those of the asynchronous actor-learner come only if it ran."""
     measured = {key for step in run.steps for key in step.metrics}
     if f"{STAGE2}executed_b_share" not in measured:
         return {}
@@ -322,7 +321,7 @@ def _stage2(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def steps_table(run: RunRecord) -> Table:
-    """Return the charts' numbers; every n-th step of a long run, and always the last."""
+    """Return a table of the charts' numbers: every n-th step of a long run, and always the last."""
     stride = -(-len(run.steps) // MAX_ROWS) or 1
     kept = [s for i, s in enumerate(reversed(run.steps)) if i % stride == 0][::-1]
     on_gpu = any("gpu_peak_gib" in step.metrics for step in kept)
@@ -332,7 +331,7 @@ def steps_table(run: RunRecord) -> Table:
 
 
 def sync_table(run: RunRecord) -> Table:
-    """Return one row per weight sync."""
+    """Return a table with one row per weight sync."""
     rows = []
     for sync in run.syncs:
         s = sync.receipt
@@ -363,7 +362,7 @@ class TimelineDrawing:
 
 
 def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
-    """Return the drawing of a typical step; None if nothing was recorded."""
+    """Return the drawing of a typical step; None if no step was recorded."""
     index = typical(steps)
     if index is None:
         return None
@@ -386,8 +385,8 @@ def typical(steps: Sequence[StepTimeline]) -> int | None:
 
 
 def activities_of(steps: Sequence[StepTimeline], index: int) -> list[Activity]:
-    """Return what overlaps with the step, cut at its edges: a call that ran ahead is recorded with a later step. A
-    server serves nothing while weights move, so rank 0's syncs are also shown on every server."""
+    """Return the activities that overlap with the step, cut to its begin and end; a call made ahead is recorded with a
+    later step. A server generates nothing during a sync, so rank 0's syncs are shown on every server too."""
     begin_s, end_s = steps[index].begin_s, steps[index].end_s
     found = [a for later in steps[index:] for a in later.activities if a.begin_s < end_s and a.end_s > begin_s]
     servers = {a.lane for a in found if not a.lane.startswith("rank ")}
@@ -400,7 +399,7 @@ def activities_of(steps: Sequence[StepTimeline], index: int) -> list[Activity]:
 
 
 def _order(lane: str) -> tuple[bool, int, str]:
-    """Ranks by number, each with its rollouts below it, then servers."""
+    """Sort key of lanes: ranks by number, each followed by its rollouts, then servers."""
     words = lane.split()
     is_rank = words[0] == "rank" and len(words) > 1 and words[1].isdigit()
     return not is_rank, int(words[1]) if is_rank else 0, lane

@@ -1,16 +1,16 @@
-"""The one door of all pages that a command serves to a browser: the live view, the review of suggestions, the audit.
+"""How a command serves pages to a browser: the live view, the review of suggestions, the audit.
 
-A page is an application with paths of its own, and links and fetches that are relative to it:
+A page is an application with paths of its own. Its links and fetches are relative to the page's URL:
 
-    app = page_app(body_bytes=4096)  # the largest body that a request may have; 0: none
+    app = page_app(body_bytes=4096)  # the largest request body; 0: requests have no body
     app.get("/")(lambda: html(TEMPLATES.get_template("audit.html"), title="cells"))  # with <script nonce="{{ nonce }}">
     app.get("/image/{place}")(lambda place: photograph(sources[int(place)], Images(ImageRules())))
     return serve_page(app, name="audit", port=port)  # prints the URL, ends with Ctrl-C
 
-Invariants: whoever was not told the URL reaches nothing, because its path begins with 128 random bits. A web page of
-another site reaches nothing: requests must name this machine as `Host`, and no other origin is allowed. Every answer,
-errors too, has the headers below, so that no file is run as a script or framed. Of files, only images leave.
-Tests call an application without its random path, at the base URL http://127.0.0.1.
+Invariants: only who was told the URL reaches a page, because its path begins with 128 random bits. Web pages of other
+sites reach nothing: requests must name this machine as `Host`, and no other origin is allowed. Every answer, also an
+error, has the headers below, so that browsers run no file as a script and show none in a frame. Of all files, only
+images are sent. Tests call an application without its random path, at the base URL http://127.0.0.1.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ _SHOWN = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "WEBP
 
 
 def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
-    """Return an application without routes. `host`: the address that it will listen at. Larger bodies than `body_bytes`
-    are refused (413) before they are in memory."""
+    """Return an application without routes. `host`: the address at which it will listen. Bodies larger than
+    `body_bytes` are refused (413) before they are read into memory."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_NAMES, host], www_redirect=False)
     app.add_middleware(_Guard, body_bytes=body_bytes)
@@ -56,8 +56,8 @@ def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
 
 
 def html(template: jinja2.Template, **values: object) -> Response:
-    """Return a page. Only scripts with the template's `nonce` run; images come from the page's own paths or are in
-    it."""
+    """Return a rendered page. Only scripts with the template's `nonce` run. Images come from the page's own paths or
+    are data URIs."""
     nonce = secrets.token_urlsafe(12)
     policy = f"{_NOTHING};img-src 'self' data:;style-src 'unsafe-inline';connect-src 'self';script-src 'nonce-{nonce}'"
     text = template.render(nonce=nonce, **values)
@@ -65,8 +65,8 @@ def html(template: jinja2.Template, **values: object) -> Response:
 
 
 def photograph(source: str, images: Images) -> Response:
-    """Return an image as it is, with its decoder's type; as JPEG if browsers do not show its format. Raises
-    HTTPException (404) for all that does not decode as an image, without a word about what it holds."""
+    """Return an image as it is, with its media type; as JPEG if browsers do not show its format. Raises HTTPException
+    (404) if the file does not decode as an image; the error says nothing of its content."""
     try:
         data = images.read(source)
         pixels = images.decode(data, source)
@@ -82,8 +82,8 @@ def photograph(source: str, images: Images) -> Response:
 
 
 def serve_page(app: FastAPI, *, name: str, host: str = LOOPBACK, port: int, note: str = "") -> int:
-    """Serve until Ctrl-C, at a path that is printed and nowhere else. Returns the exit code. Raises ServerError if the
-    port is taken."""
+    """Serve until Ctrl-C at a random path, which is only printed. Returns the exit code. Raises ServerError if the port
+    is taken."""
     listener = listen(host, port, what=f"the {name.partition(' of ')[0]}")
     shown, path = f"[{host}]" if ":" in host else host, f"/{secrets.token_urlsafe(16)}"
     url = f"http://{shown}:{listener.getsockname()[1]}{path}/"
@@ -93,7 +93,7 @@ def serve_page(app: FastAPI, *, name: str, host: str = LOOPBACK, port: int, note
 
 
 class _Behind:
-    """Moves an application below a path; elsewhere there is nothing."""
+    """Serves an application below a path, and 404 elsewhere."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:
         self.app, self.path = app, path
@@ -107,13 +107,13 @@ class _Behind:
 
 
 class _Guard:
-    """Adds the headers that an answer has not, and bounds the body of a request."""
+    """Adds the missing headers to each answer, and bounds the body of a request."""
 
     def __init__(self, app: ASGIApp, body_bytes: int) -> None:
         self.app, self.body_bytes = app, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # the application's start and end
+        if scope["type"] != "http":  # the event of starting or ending the application
             await self.app(scope, receive, send)
             return
         told = Headers(scope=scope).get("content-length", "0")
