@@ -1,2 +1,1 @@
-"""The records that a run writes about itself while it goes on: metrics, timeline, console, trackers, answers and
-groups."""
+"""What a run writes while it goes on: metrics, timeline, console, trackers, the newest answers, groups of answers."""

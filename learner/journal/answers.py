@@ -1,12 +1,12 @@
-"""The newest answers of a run, token by token: what of each was kept, dropped, matched and appended.
+"""The newest answers of a run, token by token: which tokens were kept, dropped, matched and appended.
 
-In: a rollout's assignment and its target, as a segment is made of them, on any thread. Out: `answers.json` in the run
-directory with the last ones of rank 0, which the live view draws. It is replaced after a step, at most every
-WRITE_EVERY_S, so it costs nothing and does not grow.
+In: a rollout's assignment, and the target from which its segment is made; `add` may be called on any thread. Out:
+`answers.json` in the run directory with rank 0's last answers, which the live view draws. It is rewritten after a step,
+at most every WRITE_EVERY_S, so it does not grow.
 
-Every token of an answer has one kind: `kept` in the prefix, `matched` in the prefix and with a label of its own,
-`dropped` with a reason, or `cut` off behind the prefix. Behind them stand the tail's tokens: `appended`, or `unlearned`
-if they have no loss.
+Every token of an answer has one kind: `kept` in the prefix, `matched` in the prefix with a label to learn, `dropped`
+with a reason, or `cut` behind the prefix. After the answer follow the tail's tokens: `appended`, or `unlearned` if they
+have no loss.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from learner.tasks.supervision import IGNORED
 from learner.tasks.tokens import TokenPieces, pieces_of
 
 NAME = "answers.json"
-NEWEST = 6  # answers that are kept
+NEWEST = 6  # number of answers in the file
 WRITE_EVERY_S = 2.0
-MAX_TOKENS = 1500  # an answer and its tail have so many each; the rest is left out
-Token = list[str]  # the token's text, its kind, and a note: its label, or why it was dropped
+MAX_TOKENS = 1500  # at most so many tokens of an answer, and of its tail, are written
+Token = list[str]  # (text, kind, note): the note is the label that is learned instead, or why the token was dropped
 
 
 class AnswersLog:
-    """Keeps the last `size` answers."""
+    """Keeps the last `size` answers, and writes them to `answers.json`."""
 
     def __init__(
         self,
@@ -46,18 +46,18 @@ class AnswersLog:
         *,
         kept: Callable[[Assignment], Sequence[int]] = lambda _: (),
     ) -> None:
-        """`kept`: the predictions without a match that the loss takes for objects without a label."""
+        """`kept` returns an answer's unmatched predictions that the loss takes for objects without a label."""
         self._kept = kept
         self._path, self._pieces = run_dir / NAME, pieces_of(tokenizer)
         self._last: deque[tuple[Assignment, Target]] = deque(maxlen=size)
         self._written_at_s = -WRITE_EVERY_S
 
     def add(self, assignment: Assignment, target: Target) -> None:
-        """Remember an answer, and do nothing else. Any thread may call this."""
+        """Remember an answer without any work on it. Any thread may call this."""
         self._last.append((assignment, target))
 
     def write(self, global_step: int) -> None:
-        """Write the remembered answers after a step."""
+        """Write the remembered answers after a step, unless they were written less than WRITE_EVERY_S ago."""
         now = time.monotonic()
         answers = list(self._last)
         if answers and now - self._written_at_s >= WRITE_EVERY_S:
@@ -70,7 +70,7 @@ class AnswersLog:
 
 
 def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Sequence[int] = ()) -> dict[str, object]:
-    """Return one answer as JSON. `kept`: its predictions without a label that `loss.keep_unmatched` keeps."""
+    """Return one answer as JSON. `kept`: indices of unmatched predictions that `loss.keep_unmatched` keeps."""
     parsed = assignment.parsed
     rollout, sample = parsed.rollout, parsed.rollout.sample
     return {
@@ -94,7 +94,7 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Se
 
 
 def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> list[Token]:
-    """Return the answer's tokens, and then the tail's."""
+    """Return the answer's tokens, followed by the tail's."""
     parsed = assignment.parsed
     num_kept = min(target.prefix_length, len(parsed.token_ids))  # the stop token is no part of the answer
     texts = _texts(parsed.token_ids, pieces)
@@ -115,7 +115,7 @@ def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> li
 
 
 def _texts(ids: NDArray[np.int64], pieces: TokenPieces) -> list[str]:
-    """Return each token's own text. Part of a character reads as U+FFFD."""
+    """Return the text of each token. Bytes that are only a part of a character become U+FFFD."""
     text = pieces.text(ids.tolist())
     spans = zip([0, *text.ends.tolist()], text.ends.tolist(), strict=False)
     return [text.data[begin:end].decode(errors="replace") for begin, end in spans]

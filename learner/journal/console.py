@@ -1,7 +1,7 @@
-"""The user's view while a run goes on: a progress bar with ETA and one line per optimizer step.
+"""What a run prints: a progress bar with the time left, and one line per optimizer step.
 
-Only rank 0 prints. Lines go through rich, so the bar stays at the bottom. Without a terminal there are only
-lines. Everything printed here is in `metrics.jsonl` too.
+Only rank 0 prints. rich prints the lines above the bar. Without a terminal there is no bar. Everything printed here is
+in `metrics.jsonl` too.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from shared.masking import masked
 
 
 class Console:
-    """Progress and lines of one run. How far it is is said in steps, or in minutes if `max_minutes` will end it.
-    `plain`: the run learns no rollouts."""
+    """Prints the progress and the lines of one run. Progress is counted in steps, or in minutes if `max_minutes` will
+    end the run. `plain`: the run learns no rollouts."""
 
     def __init__(
         self,
@@ -55,11 +55,11 @@ class Console:
             self._progress.start()
 
     def begin(self, step: int) -> None:
-        """Training begins, or goes on, after `step`."""
+        """Measure time from now on: training begins, or is resumed, after `step`."""
         self._begun_step, self._begun_s = step, self._clock()
 
     def note(self, text: str) -> None:
-        """Print one line about something that happened besides the steps."""
+        """Print one line that is not a step's."""
         if self._enabled:
             self._rich.print(f"[dim]{escape(self._name)}[/] {escape(masked(text))}")
 
@@ -72,7 +72,8 @@ class Console:
             self._progress.update(self._bar, completed=done, total=total, far=far.strip())
 
     def _far(self, step: int) -> tuple[str, float, float]:
-        """Return how far the run is: in words, and what is done of what."""
+        """Return how far the run is: in words, and the done and all steps, or minutes if `max_minutes` will end the
+        run."""
         seconds, steps = self._clock() - self._begun_s, self._total_steps
         done, limit = step - self._begun_step, self._max_minutes
         if limit is not None and ends_by_time(
@@ -82,12 +83,13 @@ class Console:
         return f"{step:>{len(str(steps))}}/{steps}", step, steps
 
     def sync(self, receipt: SyncReceipt) -> None:
-        """Print when adapter syncs end with this sync. Other syncs are part of their step's line."""
+        """Print a note if adapter syncs failed, and full syncs replace them. Other syncs are shown in their step's
+        line."""
         if receipt.fallback:
             self.note(f"full weight syncs from here on, as adapter sync failed: {receipt.fallback}")
 
     def server(self, change: ServerChange) -> None:
-        """One line about a server that was left out, joined, or was added or removed."""
+        """Print that a server was left out, serves again, was added or was removed."""
         because = f": {change.because}" if change.because else ""
         self.note(f"rollout server {change.base_url} {change.what} ({change.serving} serve){because}")
 
@@ -95,7 +97,7 @@ class Console:
         usual = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate", "reward")
         shown = [name for name in usual if name in metrics] if "f1@0.5" in metrics else list(metrics)[:6]
         texts = [f"{name} {metrics[name]:.3f}" for name in shown]
-        if ESTIMATED in metrics:  # decides, where labels have gaps
+        if ESTIMATED in metrics:  # the score that decides if labels have gaps
             low, high = (metrics[ESTIMATED.replace("@", f"_{end}@")] for end in ("low", "high"))
             texts.insert(0, f"{ESTIMATED} {metrics[ESTIMATED]:.3f} ({low:.3f} to {high:.3f})")
         self.note(f"{name} at step {global_step}: " + "  ".join(texts))
@@ -106,8 +108,8 @@ class Console:
 
 
 def step_line(result: StepResult, sync: SyncReceipt | None, far: str, *, plain: bool = False) -> str:
-    """How far the run is, channel, loss, results of the rollouts, seconds by phase, and the sync before the step.
-    `plain`: without channel and sync, which say nothing where rollouts are not learned."""
+    """Return a step's line: progress, channel, loss, results of the rollouts, seconds by phase, and the sync before the
+    step. `plain`: leave out channel and sync, for runs that learn no rollouts."""
     m = result.metrics
     parts = [
         f"step {far}",
@@ -133,8 +135,8 @@ def step_line(result: StepResult, sync: SyncReceipt | None, far: str, *, plain: 
 
 
 def _ahead(m: Mapping[str, float]) -> list[str]:
-    """Say, if rollouts run ahead, how many packs wait per rank, how many versions and updates old the learned ones
-    were, and how many were dropped."""
+    """Return, if rollouts run ahead, how many packs wait per rank, how many versions and updates old the learned packs
+    were, and how many packs were dropped; else []."""
     if f"{_ASYNC}queue_depth" not in m:
         return []
     parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]
@@ -148,7 +150,7 @@ def _ahead(m: Mapping[str, float]) -> list[str]:
 _ASYNC = "stage2_ab/async/"
 _PHASES = (
     ("rollout", "rollout_s"),
-    ("wait", "wait_s"),  # waits for rollouts that run beside learning
+    ("wait", "wait_s"),  # waiting for rollouts made while steps are learned
     ("learn", "learn_s"),
     ("sync", "sync_s"),
     ("data", "data_s"),

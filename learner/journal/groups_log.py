@@ -1,8 +1,8 @@
 """The rewards of a `grpo` run, and some of its groups, for the report.
 
 In: each group as it is scored, on any thread: the answers with their rewards and advantages. Out: `groups.jsonl` in the
-run directory, a line per optimizer step, of rank 0: the rewards of all its groups, and every `every` steps, from the
-first one, the answers of one group. So a line has a number per rollout, and seldom a few boxes more.
+run directory, with a line per optimizer step of rank 0: the rewards of all its groups, and at every `every`-th step the
+answers of one group too.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ EVERY = 10  # steps from one group with its answers to the next
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredAnswer:
-    """One answer of a group. `ends` are the tokens behind each object, where objects have advantages of their own."""
+    """One answer of a group. `ends` has the position after each object's last token; None if objects share an
+    advantage."""
 
     sample: Sample
     assignment: object
@@ -38,10 +39,10 @@ class ScoredAnswer:
 
 
 class GroupsLog:
-    """The log of groups: all rewards, and every `every` steps a group with its answers."""
+    """Writes `groups.jsonl`: the rewards of each step, and every `every` steps a group with its answers."""
 
     def __init__(self, run_dir: Path, task: Task, every: int = EVERY) -> None:
-        """Raises OutputError."""
+        """Open the file. Raises OutputError."""
         self._task, self._every = task, every
         self._lines = AppendedLines(run_dir / NAME)
         self._lock = threading.Lock()
@@ -49,13 +50,13 @@ class GroupsLog:
         self._first: Sequence[ScoredAnswer] = ()
 
     def add(self, group: Sequence[ScoredAnswer]) -> None:
-        """Remembers, and does nothing else."""
+        """Remember a scored group until the step's line is written."""
         with self._lock:
             self._rewards.append([round(one.reward, DIGITS) for one in group])
             self._first = self._first or group
 
     def write(self, global_step: int) -> None:
-        """Write the groups of a step after it. Raises OutputError."""
+        """Write the line of a step: all groups added since the last one. Raises OutputError."""
         with self._lock:
             rewards, self._rewards = self._rewards, []
             group, self._first = self._first, ()
@@ -79,8 +80,8 @@ class GroupsLog:
         }
 
     def _answer(self, one: ScoredAnswer) -> Mapping[str, object]:
-        """Return what the task says of an answer. `advantage` is the mean over tokens; `by_object` is that of each
-        object's last token."""
+        """Return an answer as the task shows it, with reward and advantages. `advantage` is the mean over tokens,
+        `by_object` has that of each object's last token."""
         found = {**self._task.scene(one.assignment), "reward": round(one.reward, DIGITS)}
         found["advantage"] = round(float(one.advantages.mean()), DIGITS) if len(one.advantages) else 0.0
         if one.ends is not None:

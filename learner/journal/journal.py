@@ -1,7 +1,8 @@
-"""Everything that a run writes about its steps, in one: what happened goes to every log that shows it.
+"""Writes what happens in a run to every log that shows it.
 
-`metrics.jsonl` and the trackers (`log`), the spans of the report (`timeline`), the terminal (`console`), and on rank 0
-the newest answers and the groups of a `grpo` run, if the run keeps them. `clock` measures phases for all of them.
+The logs are `metrics.jsonl` and the trackers (`log`), the spans for the report (`timeline`), the terminal (`console`),
+and on rank 0, if the run keeps them, the newest answers and the groups of `grpo`. `clock` measures the seconds of
+phases.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Journal:
-    """Every rank has one, and each part knows what its rank writes."""
+    """The logs of one rank. Each log writes only on the ranks that it is meant for."""
 
     ranks: Ranks
     log: MetricsLog
@@ -41,7 +42,7 @@ class Journal:
     groups: GroupsLog | None = None
     progress: ProgressWatch = field(default_factory=ProgressWatch)
     spikes: SpikeWatch = field(default_factory=SpikeWatch)
-    samples: Sequence[Sample] = ()  # training samples, from which a spike's samples are shown
+    samples: Sequence[Sample] = ()  # training samples, from which the samples of a spike are taken
     first: dict[str, float] = field(default_factory=dict)  # the metrics of this process's first evaluation
 
     def note(self, text: str) -> None:
@@ -49,17 +50,18 @@ class Journal:
         self.console.note(text)
 
     def begin(self, *, step: int, total_steps: int) -> None:
-        """Write that training begins, or goes on, after `step`."""
+        """Write that training begins, or is resumed, after `step`."""
         self.console.begin(step)
         self.log.write("begin", {"global_step": step, "total_steps": total_steps})
 
     def end(self, how: Ending, because: str, *, step: int) -> None:
-        """Write how the run ended. Nothing of it is lost if this cannot be written: the error that ended it counts."""
+        """Write how the run ended. A failure to write is ignored: the error that ended the run is the one to show."""
         with suppress(OutputError):
             self.log.write("end", {"global_step": step, "how": how, "because": because})
 
     def step(self, result: StepResult, receipt: SyncReceipt | None, rows: Sequence[LearnedRow] = ()) -> None:
-        """Write an optimizer step, with the sync before it. `rows`: what it learned, on all ranks. Collective."""
+        """Write an optimizer step, with the sync before it. `rows` are the packed rows of all ranks that it learned.
+        Collective."""
         self.log.write("step", result, step=result.global_step)
         self.log.write("timeline", self.timeline.event(self.ranks, result.global_step))
         self.console.step(result, receipt)
@@ -71,7 +73,7 @@ class Journal:
             self.groups.write(result.global_step)
 
     def warn(self, result: StepResult) -> None:
-        """Say so where the run goes on without learning: in the console, the log file and the report."""
+        """Write warnings of a run that does not learn: in the console, the log file and `metrics.jsonl`."""
         for warning in self.progress.after(result):
             self.log.write("warning", {"global_step": result.global_step, **asdict(warning)})
             self.console.note(str(warning))
@@ -79,7 +81,7 @@ class Journal:
                 log.warning("step %d: %s", result.global_step, warning)
 
     def spike(self, result: StepResult, rows: Sequence[LearnedRow]) -> None:
-        """Write the samples of a step whose loss or gradient norm leapt."""
+        """If the loss or the gradient norm leapt, write the step's samples."""
         for spike in self.spikes.after(result):
             samples = spiking_samples(rows, self.samples)
             self.log.write("spike", {"global_step": result.global_step, **asdict(spike), "samples": samples})
@@ -96,12 +98,13 @@ class Journal:
         self.console.server(change)
 
     def labels(self, completion: Mapping[str, object], text: str, *, step: int) -> None:
-        """Write what a completion of the labels added; `text` says it in a line."""
+        """Write the result of a completion of labels; `text` is the line for the terminal."""
         self.log.write("labels", completion, step=step)
         self.note(text)
 
     def evaluation(self, metrics: Mapping[str, float], *, step: int, reason: tuple[str, str] | None = None) -> None:
-        """Write an evaluation and the seconds since the last step. `reason`: why it is near 0, and what to do."""
+        """Write an evaluation and the seconds since the last step. `reason`: why its score is near 0, and what to
+        do."""
         self.log.write("eval", {"metrics": metrics, **self.clock.read()}, step=step)
         self.console.evaluation(step, metrics, name="eval")
         self._explain("the score is near 0", reason, step)
@@ -111,13 +114,14 @@ class Journal:
             self.note(f"since the first evaluation, {found[0].metric}: {', '.join(map(str, found))}")
 
     def test(self, metrics: Mapping[str, float], *, step: int, reason: tuple[str, str] | None = None) -> None:
-        """Write the score of the test samples and its seconds. `reason`: as for `evaluation`."""
+        """Write the score of the test samples and the seconds it took. `reason` as for `evaluation`."""
         self.log.write("test", {"metrics": metrics, **self.clock.read()}, step=step)
         self.console.evaluation(step, metrics, name="test")
         self._explain("the score of the test samples is near 0", reason, step)
 
     def _explain(self, what: str, reason: tuple[str, str] | None, step: int) -> None:
-        """Say it on the terminal, and by the log on the live page and in the report."""
+        """Write the reason for a score near 0 to the terminal and to `metrics.jsonl`, for the live page and the
+        report."""
         if reason is None:
             return
         why, remedy = reason

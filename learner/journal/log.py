@@ -2,15 +2,15 @@
 
 `MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `server`, `rollout_call`, `note`) with numbers and
 strings. Out: one JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0
-writes. Each line is flushed at once, so a killed run keeps what it had measured.
+writes. Each line is flushed at once, so a killed run loses no event.
 
-`Timeline`: what ran when, on every rank and server; the report draws it. In: the learner's phases, and the rollout
-calls as they end. Out: one `timeline` event per optimizer step, with all ranks' spans. A span is in the event of the
-step in which it ended; a call that runs ahead may have begun long before. Times are Unix seconds of each rank's own
-clock. `phase` and `call` may be called from any thread.
+`Timeline`: what ran when, on every rank and server; the report draws it. In: the phases of learning, and each rollout
+call when it has ended. Out: one `timeline` event per optimizer step, with all ranks' spans. A span belongs to the step
+in which it ended; a call made ahead may have begun many steps earlier. Times are Unix seconds of each rank's clock.
+`phase` and `call` may be called from any thread.
 
 `log_to_file` and `point_latest`. In: the run directory and this process's rank. Out: `learner_rank{r}.log`, with
-everything that libraries would print on the console, and the link `latest` beside the run directory.
+everything that libraries would print to the console, and the link `latest` beside the run directory.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class MetricsLog:
         write_report: Callable[[Path], Path] | None = None,
     ) -> None:
         self.enabled = enabled
-        self.tell: Callable[[str], None] = lambda _: None  # gets what goes wrong with a tracker or the file
+        self.tell: Callable[[str], None] = lambda _: None  # is called with errors of a tracker or of the file, as text
         self._lock = threading.Lock()  # rollout calls are reported by their own threads
         if not enabled:
             return
@@ -94,23 +94,23 @@ class MetricsLog:
             self._trackers.scalars({f"{event}/{name}": value for name, value in numbers(values)}, step)
 
     def pictures(self, draw: Pictures, *, step: int) -> None:
-        """Pass the pictures of an evaluation to the trackers, which call `draw` if there are any."""
+        """Give the trackers the pictures of an evaluation. They call `draw` on a thread of their own."""
         if self.enabled:
             self._trackers.pictures(draw, step)
 
     def close(self) -> None:
-        """Wait for the trackers, but not for long. What did not reach them is an event `trackers`."""
+        """Wait a few seconds for the trackers. Calls that did not reach them are counted in an event `trackers`."""
         if not self.enabled:
             return
         lost = self._trackers.close(report=self._report)
         if lost:
-            with contextlib.suppress(OutputError):  # a full disk: `write` has raised
+            with contextlib.suppress(OutputError):  # `write` raised this error before, if the disk is full
                 self.write("trackers", {name: dataclasses.asdict(count) for name, count in lost.items()})
         self._lines.close()
 
 
 def _finite(value: object) -> object:
-    """JSON has no NaN and no infinity: they become null."""
+    """Return `value` with NaN and infinities as None, because JSON has neither."""
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -121,7 +121,8 @@ def _finite(value: object) -> object:
 
 
 class PhaseClock:
-    """Wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest. Time outside all phases is `other`.
+    """Measures wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest. Time outside phases is
+    `other`.
 
     `on_phase(name, begin, end)` is called when a phase ends, with Unix seconds.
     """
@@ -143,7 +144,7 @@ class PhaseClock:
                 self._on_phase(name, began_at, began_at + seconds)
 
     def read(self) -> dict[str, float]:
-        """Return the seconds per phase since the last read as `name_s`, with `other_s` and `step_s`; starts over."""
+        """Return the seconds since the last read, per phase as `name_s`, with `other_s` and their sum `step_s`."""
         now = time.perf_counter()
         total = now - self._started
         seconds = {f"{name}_s": value for name, value in self._seconds.items()}
@@ -153,7 +154,7 @@ class PhaseClock:
         return seconds
 
 
-SAME_S = 1e-3  # spans of one kind with a shorter gap between them are merged
+SAME_S = 1e-3  # seconds: spans of one lane and name with a shorter gap between them are merged
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,13 +168,13 @@ class Span:
 
 
 class Timeline:
-    """The spans of rank `rank` since the last event."""
+    """Collects the spans of rank `rank` until the next event."""
 
     def __init__(self, rank: int) -> None:
         self._lane = f"rank {rank}"
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._out: dict[str, float] = {}  # servers that do not serve now, and until when that is recorded
+        self._out: dict[str, float] = {}  # servers that do not serve: Unix time of the last span's end
         self._began_s = time.time()
 
     def phase(self, name: str, begin_s: float, end_s: float) -> None:
@@ -181,7 +182,7 @@ class Timeline:
         self._add(Span(lane=self._lane, name=name, begin_s=begin_s, end_s=end_s))
 
     def call(self, record: RolloutCallLog) -> None:
-        """Record a `generate`, when it has ended: one bar for the rank, and one on the server's lane for each call."""
+        """Record a call of `generate` when it has ended: a span of the rank, and one for each call to a server."""
         if not record.began_at:
             return
         begin, end = record.began_at, record.began_at + record.seconds
@@ -201,8 +202,8 @@ class Timeline:
             self._out[base_url] = now_s
 
     def event(self, ranks: Ranks, global_step: int) -> Mapping[str, object]:
-        """All ranks' spans since the last event; collective. `spans` are [lane, name, begin, end], in seconds after
-        `origin`, where this window of `seconds` begins."""
+        """Return all ranks' spans since the last event. Collective. `spans` are [lane, name, begin, end] in seconds
+        after `origin`, the Unix time at which this window of `seconds` begins."""
         for base_url in tuple(self._out):
             self.server(base_url, serves=False, is_member=True)
         with self._lock:
@@ -238,8 +239,8 @@ class _WithoutSecrets(logging.Formatter):
 
 
 class _LogFile(WatchedFileHandler):
-    """Loses what a full disk does not take: the run's own files say what is wrong, once. A file that is removed is made
-    again, as soon as its folder is there."""
+    """A log file that ignores a full disk: the run's other files report it, once. If the file is removed, it is made
+    anew as soon as its folder exists."""
 
     def _open(self) -> TextIOWrapper:
         file = BufferedWriter(FileIO(self.baseFilename, self.mode, opener=unlinked))
@@ -255,8 +256,7 @@ class _LogFile(WatchedFileHandler):
 
 
 def log_to_file(run_dir: Path, rank: int) -> Path:
-    """Send this process's logs and warnings to a file from now on. The console is for the run itself. Raises
-    OutputError."""
+    """Send the logs and warnings of this process to a file, and not to the console, from now on. Raises OutputError."""
     path = run_dir / f"learner_rank{rank}.log"
     with writing(path):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -270,16 +270,17 @@ def log_to_file(run_dir: Path, rank: int) -> Path:
         logger.propagate = False
     logging.getLogger("learner").setLevel(logging.INFO)
     logging.captureWarnings(True)
-    warnings.simplefilter("default")  # each place once
+    warnings.simplefilter("default")  # a warning is logged once for each place in the code
     transformers.utils.logging.disable_progress_bar()
     huggingface_hub.utils.disable_progress_bars()
     return path
 
 
 def point_latest(run_dir: Path) -> None:
-    """Make `latest`, beside `run_dir`, a link to it. At any time either the old or the new link is there.
+    """Make `latest`, beside `run_dir`, a link to it. The old link is replaced in one step, so `latest` never is
+    missing.
 
-    A folder or a run with that name is left alone.
+    A folder that is named `latest` is left alone.
     """
     link = run_dir.absolute().parent / LATEST
     if run_dir.name == LATEST or (link.exists() and not link.is_symlink()):

@@ -1,8 +1,8 @@
-"""Warnings of runs that go on but cannot learn.
+"""Warnings about runs that go on but cannot learn.
 
-In: the result of each optimizer step, reduced over ranks. Out: a `RunWarning` once its condition has held for so many
-steps in a row. Channel-A steps, which have no rollouts, neither count nor break a row. A warning is given once per row
-of steps, so a run that recovers and gets stuck again is warned of again. Pure.
+In: the result of each optimizer step, reduced over ranks. Out: a `RunWarning` when a condition has held for the given
+number of steps in a row. Channel-A steps, which have no rollouts, are not counted and do not end the row. Each row of
+steps gives one warning, so a run that recovers and gets stuck again gets another one. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS_WITHOUT_SIGNAL = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunWarning:
-    """A warning: what is wrong with a run that goes on, for how many steps with rollouts, and what to do."""
+    """A warning about a run: what is wrong, for how many steps with rollouts, and what the user can do."""
 
     what: str
     steps: int
@@ -33,8 +33,8 @@ def _nothing_is_read(step: StepResult) -> bool:
 
 
 def _nothing_matches(step: StepResult) -> bool:
-    """Return True if nothing matched although something was read, and there was something to find."""
-    # the first is detection's, the other key_value's
+    """Return True if no prediction matched a label although answers were read and there was something to find."""
+    # detection counts `matched`, key_value counts `right`
     right = step.metrics.get("matched", 0.0) + step.metrics.get("right", 0.0)
     return right == 0 and step.metrics.get("missed", 0.0) > 0 and not _nothing_is_read(step)
 
@@ -90,12 +90,12 @@ CONDITIONS: Sequence[tuple[Callable[[StepResult], bool], RunWarning]] = (
 
 @dataclass
 class ProgressWatch:
-    """A watch on how long each condition has held."""
+    """Counts for how many steps in a row each condition has held."""
 
     _rows: dict[str, int] = field(default_factory=dict)
 
     def after(self, step: StepResult) -> list[RunWarning]:
-        """Return the warnings that this step completes."""
+        """Return the warnings whose number of steps is reached with this step."""
         if "rollout_tokens" not in step.metrics:
             return []
         found = []

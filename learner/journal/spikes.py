@@ -1,9 +1,9 @@
-"""Steps whose loss or gradient norm leaps, and which samples they learned: most often a wrong label is among them.
+"""Steps whose loss or gradient norm leaps, and the samples that they learned: often one of these has a wrong label.
 
-In: the result of each optimizer step, reduced over ranks. Out: a `Spike` where a value stands far above the WINDOW
-values of its kind before it. The measure is the median and the median distance from it, so that earlier spikes do not
-hide later ones. A channel is compared with itself. The loss of a policy gradient is about 0 and means nothing alone, so
-only gradient norms count there. Pure.
+In: the result of each optimizer step, reduced over ranks. Out: a `Spike` where a value is far above the WINDOW values
+of its kind before it. "Far" is measured by the median and the median distance from it, so that earlier spikes do not
+hide later ones. Each channel is compared with itself. The loss of a policy gradient is about 0 and says nothing, so of
+`grpo` steps only gradient norms are compared. Pure.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from learner.data.views import shown_images, shown_sizes
 from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
-WINDOW, FEWEST = 40, 8  # steps that a step is compared with
-DISTANCE = 8.0  # counted in median distances from the median: 5.4 standard deviations of a Gaussian
-FACTOR = 1.5  # a spike is at least so many times the median, too
+WINDOW, FEWEST = 40, 8  # number of earlier steps to compare a step with, at most and at least
+DISTANCE = 8.0  # a spike is above the median by so many median distances: 5.4 standard deviations of a Gaussian
+FACTOR = 1.5  # a spike is at least so many times the median
 MAX_SAMPLES = 8
 METRICS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spike:
-    """`metric` was `value`; `usual` is the median of the steps before."""
+    """A leap of `metric` to `value`; `usual` is the median of the steps before."""
 
     metric: str
     value: float
@@ -36,7 +36,7 @@ class Spike:
 
 @dataclass
 class SpikeWatch:
-    """The last values of each metric, by channel."""
+    """Keeps the last values of each metric, by channel."""
 
     _last: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
 
@@ -57,8 +57,8 @@ class SpikeWatch:
 
 
 def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> list[dict[str, object]]:
-    """Return at most MAX_SAMPLES samples of `rows`, those of the row with the highest loss first, as JSON: with images
-    and labels where they are in `samples`."""
+    """Return at most MAX_SAMPLES samples of `rows` as JSON, from the row with the highest loss on. Those that are in
+    `samples` have images and labels."""
     ordered = sorted(rows, key=lambda row: -row.loss)
     losses = {sample_id: row.loss for row in reversed(ordered) for sample_id in row.sample_ids}
     chosen = dict.fromkeys(sample_id for row in ordered for sample_id in row.sample_ids)
@@ -71,7 +71,8 @@ def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> li
 
 
 def _labels(sample: Sample) -> Mapping[str, object]:
-    """Return the labels in the form of an evaluation's line. Objects of another task than detection are left out."""
+    """Return images and labels in the form of an evaluation's line. Objects of other tasks than detection are left
+    out."""
     drawn = [obj for obj in sample.objects if isinstance(obj, DetectionObject)]
     return {
         "images": shown_images(sample),

@@ -1,15 +1,15 @@
-"""Experiment trackers: TensorBoard, Weights & Biases and MLflow behind one small interface.
+"""Experiment trackers: TensorBoard, Weights & Biases and MLflow behind one interface.
 
-`Trackers`. In: the run's configuration, numbers by step, pictures of evaluations, files. Out: all of it in each program
-of `logging.trackers`. Made by rank 0's `MetricsLog` only. The run's own files (`metrics.jsonl`, `eval/`) do not depend
-on it.
+`Trackers`. In: the run's configuration, numbers by step, pictures of evaluations, files. Out: all of these in each
+program of `logging.trackers`. Only rank 0's `MetricsLog` makes it. The run's files (`metrics.jsonl`, `eval/`) do not
+depend on it.
 
-Invariants: a tracker never ends a run, and never makes one wait. Each has a thread and a bounded queue of its own, so a
-call here takes microseconds, whatever the network and the disk do. What a full queue cannot take is dropped and
-counted. The first failure of a tracker is one warning. After MAX_FAILURES in a row its calls are only counted. `close`
-waits CLOSE_S for all trackers together, and says what did not arrive.
+Invariants: a tracker never ends a run, and never makes it wait. Each tracker has a thread and a bounded queue, so a
+call here takes microseconds, however slow the network and the disk are. Calls that a full queue cannot take are dropped
+and counted. The first failure of a tracker is one warning. After MAX_FAILURES in a row its calls are only counted.
+`close` waits CLOSE_S for all trackers together, and returns how many calls did not reach them.
 
-A resumed run goes on in the same run of wandb and MLflow: their ids are in `trackers.json`.
+A resumed run continues the same run in wandb and MLflow: their ids are in `trackers.json`.
 """
 
 from __future__ import annotations
@@ -41,22 +41,22 @@ T = TypeVar("T")
 
 IDS = "trackers.json"
 MAX_WAITING = 10_000  # calls in a tracker's queue
-CLOSE_S = 10.0  # longest wait for all trackers at the end
-MAX_FAILURES = 20  # after so many in a row a tracker is left alone
+CLOSE_S = 10.0  # seconds to wait for all trackers together at the end
+MAX_FAILURES = 20  # after so many failed calls in a row a tracker gets no more
 STEP = "global_step"
 Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # names and pictures, drawn when they are asked for
 
 
 class Tracker(Protocol):
-    """One tracking program. Subclasses implement it. All methods are called by one thread of its own, may raise
-    anything, and may take their time."""
+    """One tracking program. One thread, which only serves this tracker, calls all methods. They may raise any error,
+    and may take long."""
 
     def begin(self, config: Mapping[str, object]) -> None:
         """Connect, and say what the run is: every key of the configuration with its value, nested."""
         ...
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Finite numbers of one optimizer step, by names such as `step/loss`."""
+        """Store the finite numbers of one optimizer step, by names such as `step/loss`."""
         ...
 
     def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
@@ -68,13 +68,13 @@ class Tracker(Protocol):
         return
 
     def end(self) -> None:
-        """Hand over what is left."""
+        """Send everything that is not sent yet, and end the tracker's run."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerPlace:
-    """The places where a tracker puts things. `run_id` is of the run to go on with."""
+    """Where a tracker stores a run. `run_id`: the id of the run to continue; None: a new one."""
 
     project: str
     run_name: str
@@ -84,13 +84,12 @@ class TrackerPlace:
 
     @property
     def directory(self) -> Path:
-        """The folder of what a tracker keeps on disk."""
+        """The folder for files that a tracker keeps on disk."""
         return self.run_dir / "trackers"
 
 
 class TensorBoard(Tracker):
-    """TensorBoard's files, always on disk in `run_dir/tensorboard`, where they were before there were other
-    trackers."""
+    """TensorBoard's files, always in `run_dir/tensorboard`."""
 
     def __init__(self, place: TrackerPlace) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -115,7 +114,7 @@ class TensorBoard(Tracker):
 
 
 class Wandb(Tracker):
-    """Key, server and mode are wandb's own (`wandb login`, WANDB_MODE)."""
+    """Weights & Biases. Its key, server and mode are set by the user (`wandb login`, WANDB_MODE)."""
 
     def __init__(self, place: TrackerPlace) -> None:
         import wandb
@@ -138,7 +137,7 @@ class Wandb(Tracker):
 
     def begin(self, config: Mapping[str, object]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
-        self._run.define_metric("*", step_metric=STEP)  # a resumed run repeats steps; wandb's own count may not go back
+        self._run.define_metric("*", step_metric=STEP)  # a resumed run repeats steps, wandb's count can't
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({STEP: step, **values})
@@ -157,13 +156,12 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """The server in MLFLOW_TRACKING_URI; without one MLflow's file store in `directory/mlruns`."""
+    """MLflow on the server in MLFLOW_TRACKING_URI; without it in MLflow's file store in `directory/mlruns`."""
 
     def __init__(self, place: TrackerPlace) -> None:
         uri = None
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            # This is the only store of mlflow-skinny without a server; it refuses to be used unless this says that it
-            # may.
+            # mlflow-skinny has only this store without a server, and refuses it unless this variable allows it.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             place.directory.mkdir(parents=True, exist_ok=True)
             uri = (place.directory / "mlruns").absolute().as_uri()
@@ -181,11 +179,11 @@ class MLflow(Tracker):
     def begin(self, config: Mapping[str, object]) -> None:
         from mlflow.entities import Param
 
-        if not self._is_new:  # parameters of a run cannot change
+        if not self._is_new:  # MLflow does not let a run's parameters change
             self._client.update_run(self.run_id, status="RUNNING")
             return
         params = [Param(name, str(value)[:500]) for name, value in flat(config)]
-        for i in range(0, len(params), 100):  # a batch may have 100
+        for i in range(0, len(params), 100):  # MLflow takes at most 100 parameters at a time
             self._client.log_batch(self.run_id, params=params[i : i + 100])
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -208,7 +206,7 @@ class MLflow(Tracker):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerKind:
-    """A kind of tracker: how to make one, the module that it needs, and how to install that."""
+    """A kind of tracker: how to make it, the module that it needs, and how to install that module."""
 
     make: Callable[[TrackerPlace], Tracker]
     module: str
@@ -226,7 +224,7 @@ KEEP_FILES = ("wandb", "mlflow")
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Raises ConfigErrors for each tracker whose package is missing. Imports none of them."""
+    """Raises ConfigErrors for each tracker whose package is missing. Imports no tracker."""
     missing = [
         Mistake(
             path=f"logging.trackers[{i}]",
@@ -247,11 +245,11 @@ Call = Callable[[Tracker], None]
 
 
 class _Thread:
-    """One tracker's thread and queue. `tell` gets the first failure."""
+    """One tracker's thread and queue. `tell` is called with the first failure, as text."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], None]) -> None:
         self.name = name
-        self.failed = self.dropped = 0  # calls
+        self.failed = self.dropped = 0  # numbers of calls
         self._make, self._tell = make, tell
         self._failures_in_row = 0
         self._queue: queue.Queue[Call | None] = queue.Queue(MAX_WAITING)
@@ -259,7 +257,7 @@ class _Thread:
         self._thread.start()
 
     def put(self, call: Call) -> None:
-        """Never waits."""
+        """Queue a call for the tracker, without waiting. If the queue is full, the call is dropped."""
         try:
             self._queue.put_nowait(call)
         except queue.Full:
@@ -268,7 +266,7 @@ class _Thread:
                 self._tell(f"{self.name} is too slow: what its queue cannot take is left out")
 
     def finish(self) -> None:
-        """End the queue: this is the last call."""
+        """Queue the last call, which ends the tracker."""
         self.put(lambda tracker: tracker.end())
         try:
             self._queue.put_nowait(None)
@@ -276,7 +274,7 @@ class _Thread:
             self.dropped += 1
 
     def join(self, timeout_s: float) -> bool:
-        """Return True if all calls were made in this time."""
+        """Wait for at most `timeout_s`. Return True if all queued calls were made."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -320,7 +318,7 @@ class TrackerCount:
 
 @dataclass
 class Trackers:
-    """All trackers of a run. `tell` gets each tracker's first failure; it may be called from their threads."""
+    """All trackers of a run. `tell` is called with each tracker's first failure, possibly from its thread."""
 
     config: LoggingConfig
     run_dir: Path
@@ -342,13 +340,14 @@ class Trackers:
             self._all(lambda tracker: tracker.scalars(values, step))
 
     def pictures(self, draw: Pictures, step: int) -> None:
-        """`draw` is called once, by a tracker's thread."""
+        """Queue pictures for all trackers. `draw` is called once, by the thread of one of them."""
         once = _Once(draw)
         self._all(lambda tracker: tracker.pictures(once(), step))
 
     def close(self, *, report: Callable[[], Path] | None = None) -> dict[str, TrackerCount]:
-        """Hand over what is left and wait for it. What did not arrive, by tracker; {} if all did. `report` writes the
-        run's report; it is called once, by the thread of a tracker that keeps files."""
+        """Send what is left and wait for it. Returns the numbers of calls that did not arrive, by tracker; {} if all
+        did. `report` writes the run's report, for trackers that store files; the thread of one of them calls it
+        once."""
         if report is not None:
             once = _Once(report)
             for thread in self._threads:
@@ -426,7 +425,7 @@ def _stored_ids(run_dir: Path) -> dict[str, str]:
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield a nested mapping as dotted names and values."""
+    """Yield the items of a nested mapping as dotted names and values."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -435,7 +434,7 @@ def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def numbers(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """The finite numbers of a nested mapping, by names with slashes."""
+    """Yield the finite numbers of a nested mapping, by names with slashes."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from numbers(value, f"{prefix}{name}/")
@@ -444,7 +443,8 @@ def numbers(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
 
 
 def _mlflow_name(name: str) -> str:
-    """MLflow's names have letters, digits, _ - . / : and spaces only: `f1@0.5` becomes `f1_at_0.5`."""
+    """Return a name that MLflow takes, with letters, digits, _ - . / : and spaces only: `f1@0.5` becomes
+    `f1_at_0.5`."""
     return "".join(char if char.isalnum() or char in "_-./ " else "_" for char in name.replace("@", "_at_"))
 
 
