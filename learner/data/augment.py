@@ -33,7 +33,7 @@ from shared.errors import DataError
 log = logging.getLogger(__name__)
 
 Augmented = Callable[[int, int, int], Sample]  # (index, epoch, position) -> the sample as altered for that epoch
-_TRIES = 8  # most draws of a view, until it shows an object; only if the photograph has one
+_TRIES = 8  # max draws of a view, if the photograph has objects and no draw shows one
 _LEAST_SHARE = 0.35  # least share of an object's area inside the picture; below it the object is an ignore region
 _LEAST_SIDE = 4.0  # least shorter side in pixels; below it the object is an ignore region
 

@@ -7,7 +7,7 @@ repeats and skips no sample.
 `sampler.py` decides which samples a rank takes at which micro-step.
 
 Micro-batches are handed out in order, or in the order in which `take` and `skip` are called, each one once. The state
-says which ones are left.
+says which micro-batches are left.
 
 `ShareReader` reads the same shares for another thread, with an encoder of its own.
 

@@ -9,7 +9,7 @@ from PIL import Image, ImageDraw
 from learner.records import GeometryKind
 from learner.tasks.detection.bins import to_pixels
 
-_GAP = 12  # pixels
+_GAP = 12  # pixels between two pictures
 
 
 def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
@@ -34,5 +34,5 @@ def draw_object(
         (x1, y1), (x2, y2) = points
         points = [(x1, y1), (x2, y1), (x2, y2), (x1, y2)]
     canvas.line([*points, points[0]], fill=color, width=2)
-    printable = name.encode("latin-1", "replace").decode("latin-1")  # Pillow's own font has these characters only
+    printable = name.encode("latin-1", "replace").decode("latin-1")  # Pillow's built-in font has only these characters
     canvas.text((min(x) + 2, min(y)), printable, fill=color)

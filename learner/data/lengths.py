@@ -69,14 +69,15 @@ class Overflow:
     """More segments have to wait for a row than a rank may carry over."""
 
     micro_steps: int  # the overflow happens after this many micro-steps, or earlier
-    carried: int  # least number of segments that wait on some rank
+    carried: int  # on some rank at least so many segments wait for a row
 
 
 def carry_overflow(
     fewest: Sequence[int], sampler: DistributedSampler, *, row_tokens: int, micro_steps: int, most_carried: int
 ) -> Overflow | None:
-    """Return the overflow that must happen with one row per micro-step and rank (D6); None if none must. `fewest[i]` is
-    a lower bound of the tokens of sample i. The check is made after 1, 2, 4, ... micro-steps and at the run's end.
+    """Return the overflow that must happen with one row per micro-step and rank (D6); None if the buffer need not
+    overflow. `fewest[i]` is a lower bound of the tokens of sample i. The check is made after 1, 2, 4, ... micro-steps
+    and at the run's end.
 
     It assumes that the rows of all ranks hold the shortest segments, and are filled to the last token.
     """
@@ -94,7 +95,7 @@ def carry_overflow(
 
 
 def _most_tokens(objects: Iterable[DetectionObject]) -> int:
-    """Return an upper bound of the objects' tokens. A token has at least one byte, so it counts bytes."""
+    """Return an upper bound of the objects' tokens: their number of bytes, because a token has at least one byte."""
     sizes = (
         _OBJECT_BYTES + _ESCAPED_BYTES * len(obj.desc.encode(errors="replace")) + _NUMBER_BYTES * len(obj.bins)
         for obj in objects

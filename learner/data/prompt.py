@@ -39,7 +39,7 @@ class PromptEncoder:
     tokenizer: PreTrainedTokenizerBase
     processor: ProcessorMixin | None
     images: Images = field(default_factory=lambda: Images(ImageRules()))
-    pixels: Mapping[str, int] | None = None  # limits of pixels, as in `Prompt`
+    pixels: Mapping[str, int] | None = None  # the result of `limit_pixels`; None: the checkpoint's limits
 
     @classmethod
     def load(
@@ -93,7 +93,7 @@ class PromptEncoder:
         text = len(self._token_ids(self._text(sample)))  # each image is one placeholder
         if count is None or not sample.images:
             return text
-        one = len(sample.images) == 1  # the reader has checked its size
+        one = len(sample.images) == 1  # the size of a single image was checked when the data was read
         sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
         with _shape_errors(sample, sizes):
             tokens = count(image_sizes=[(height, width) for width, height in sizes]).num_image_tokens

@@ -242,7 +242,7 @@ def seen_in_words(seen: Seen) -> str:
 def small_boxes(found: Survey, seen: Seen) -> str | None:
     """Return a warning if the median box is very small for the model, else None."""
     side = found.smallest_side_px * seen.share**0.5
-    if not found.num_boxes or side >= _SMALL_SIDE_PX or found.smallest_side_px < 1:  # then `warnings_of` says more
+    if not found.num_boxes or side >= _SMALL_SIDE_PX or found.smallest_side_px < 1:  # a side below 1 means a wrong unit
         return None
     return (
         f"the median box is {found.smallest_side_px:.0f} pixels across, {side:.0f} as the model sees it: "

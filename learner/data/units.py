@@ -14,13 +14,13 @@ from learner.config.sections.data import Coordinates, ResizedCopy
 from learner.records import Size, Unit
 
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
-_ALL = 0.98  # least share of the boxes inside their photographs if the unit is right
-_FEW = 0.9  # with a smaller share the unit is wrong, or many boxes are
-_FAR, _NEAR = 0.75, 0.55  # shares of the sides that boxes reach: at least in a right unit, at most in a wrong one
+_ALL = 0.98  # at least this share of the boxes is inside their photographs if the unit is right
+_FEW = 0.9  # with a smaller share inside, the unit or many boxes are wrong
+_FAR, _NEAR = 0.75, 0.55  # boxes reach at least `_FAR` of a side in the right unit, and at most `_NEAR` in a wrong one
 _LEAST, _MANY = 3, 20  # fewest boxes for a hint, and fewest for a doubtful hint
 _ALL_OF, _EVERY = 20_000, 16  # the first boxes are all counted, of later ones every 16th
-_LARGE = 1_000_000  # pixels of a photograph
-_TOLERANCE = 1.005  # factor for rounded numbers
+_LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy
+_TOLERANCE = 1.005  # factor by which a rounded number may exceed its limit
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.
 _SQUARES = (320, 416, 512, 640, 800)
 _LIMITS = tuple(number * 28 * 28 for number in (256, 512, 768, 1024, 1280, 2048, 3072, 4096, 8192, 12288, 16384))

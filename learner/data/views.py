@@ -19,7 +19,7 @@ from shared.errors import MediaError
 from shared.image_rules import media_error
 from shared.images import ImageRules, Images
 
-_SHOWN_SIDE = 640  # pixels, of a picture in a log
+_SHOWN_SIDE = 640  # max side in pixels of a picture in a log
 _QUALITY = 85
 
 

@@ -22,7 +22,7 @@ from shared.config.model import show
 RowKind = Literal["own", "chat"]
 _ROLES = {"human": "user", "gpt": "assistant", "user": "user", "assistant": "assistant", "system": "system"}
 _BOX_KEYS, _NAME_KEYS = ("bbox_2d", "bbox", "box"), ("label", "desc", "category", "class", "name", "sub_label")
-_IMAGE = re.compile(r"(?:Picture \d+: *)?<img>(.*?)</img>\n?", re.DOTALL)  # Qwen-VL
+_IMAGE = re.compile(r"(?:Picture \d+: *)?<img>(.*?)</img>\n?", re.DOTALL)  # an image in a prompt of Qwen-VL
 _MARKED = re.compile(
     r"(?:<ref>|<\|object_ref_start\|>)(?P<name>.*?)(?:</ref>|<\|object_ref_end\|>)|"
     r"(?:<box>|<\|box_start\|>)(?P<box>.*?)(?:</box>|<\|box_end\|>)",

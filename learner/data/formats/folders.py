@@ -179,7 +179,7 @@ def json_format(file: Path) -> Format:
     try:
         with file.open("rb") as content:
             first = content.readline(_LONGEST_ROW).removeprefix(b"\xef\xbb\xbf").lstrip()
-    except OSError:  # its reader says what is wrong
+    except OSError:  # the format's reader will report the error
         return "coco"
     if is_labelme(file):
         return "labelme"

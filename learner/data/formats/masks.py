@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
     from shapely.geometry.base import BaseGeometry
 
-_TOLERANCE = 1.0  # most pixels between a polygon and the steps of its mask's edge
-MOST_RUNS = 1 << 16  # of a mask; each run costs 33 us
-_MOST_CHARACTERS = 7  # of one run length as text: 35 bits
+_TOLERANCE = 1.0  # max distance in pixels between a polygon and the stepped edge of its mask
+MOST_RUNS = 1 << 16  # max run lengths of a mask; reading one takes 33 us
+_MOST_CHARACTERS = 7  # max characters of one run length as text: 35 bits
 
 
 def outline_of(segmentation: object, size: Size | None, max_pixels: int) -> list[float]:
