@@ -1,17 +1,17 @@
-"""Attention inside segments: one row, several segments, no padding, no L x L mask.
+"""Attention within segments: one row holds several segments, without padding and without an L x L mask.
 
 In: queries, keys and values of a whole row `[1, H, T, D]`, and where its segments end. Out: `[1, T, H, D]`. Every token
 attends to its own segment only: causally in the language model, to all patches of the same image in a vision tower.
 `use_segment_attention(model)` makes a transformers model use it. The packed forward (`packed.py`) passes the language
 model's `SegmentLayout` as a keyword. Vision towers of the Qwen-VL kind bring their own `cu_seqlens`.
 
-Answers to one prompt may share it (R47): the prompt is in the row once, as a piece of its own, and each answer is a
-piece whose keys are the prompt's and its own. `SegmentLayout.key_index` says which tokens those are. The keys and
-values of a prompt are repeated for each answer just before the kernel. Its queries, and all other layers, run once.
+Answers to one prompt may share it (R47): the row has the prompt once, as a piece, and each answer as a piece whose keys
+are the prompt's and the answer's. `SegmentLayout.key_index` says which tokens these are. Keys and values of a prompt
+are repeated for each answer just before the kernel. Its queries, and all other layers, run once.
 
-On CUDA in 16 bits it is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share an SDPA
-call. Inside compiled layers (`compiled.py`) the kernel is one opaque operator. Its inputs are tensors and one number
-that may change from row to row. The SDPA calls depend on the lengths themselves, so they are not compiled.
+On CUDA in 16 bits, attention is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share an
+SDPA call. In compiled layers (`compiled.py`) the kernel is one opaque operator, whose inputs are tensors and one number
+that changes from row to row without a new compilation. The SDPA calls depend on the lengths, so they are not compiled.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shared.errors import ConfigError
 # image at a time.
 SEGMENT_ATTENTION = "segment_flash"
 
-MAX_PADDING = 1.25  # max padded area of a shared call, as a multiple of its segments' own area
+MAX_PADDING = 1.25  # max area of a padded SDPA call / area of its segments
 MATMUL_LENGTH = 512  # CPU, bf16: up to this length plain matmuls (AMX) beat SDPA's backward pass
 # torch 2.12 and later need this option. Earlier versions take fewer heads of keys and values without it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -45,12 +45,12 @@ class SegmentLayout:
     """The places of a row's S pieces: segments, or shared prompts and their answers."""
 
     lengths: tuple[int, ...]  # [S], tokens
-    max_length: int  # number of keys of the longest piece, which no number of queries exceeds
+    max_length: int  # largest number of keys of a piece; no piece has more queries
     max_patches: int  # number of patches of the largest image; 0 without images
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
-    prefixes: tuple[int, ...]  # [S], number of keys of each piece before its own tokens
+    prefixes: tuple[int, ...]  # [S], number of a piece's keys that come before its own tokens: its prompt's
     cu_keys: torch.Tensor  # [S + 1] int32, ends of the pieces' keys; equal to `cu_seqlens` without shared prompts
-    key_index: torch.Tensor | None  # [K] the token of each key; None: the row's tokens in order
+    key_index: torch.Tensor | None  # [K], the row's token that each key belongs to; None: the row's tokens in order
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, *, max_patches: int = 0) -> SegmentLayout:
@@ -62,8 +62,8 @@ class SegmentLayout:
     def shared(
         cls, lengths: Sequence[int], prefixes: Sequence[range], device: torch.device, *, max_patches: int = 0
     ) -> SegmentLayout:
-        """Return a layout with shared prompts. `prefixes`: per piece, the row's tokens that it attends to before its
-        own."""
+        """Return a layout with shared prompts. `prefixes`: for each piece, the tokens of the row that it attends to
+        besides its own: its prompt's."""
         starts = _ends(lengths)[:-1].tolist()
         own = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         index = np.concatenate([np.r_[before, mine] for before, mine in zip(prefixes, own, strict=True)])
@@ -92,7 +92,7 @@ def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 def use_segment_attention(model: PreTrainedModel) -> None:
     """Make every attention layer of `model` use `segment_attention`."""
     AttentionInterface.register(SEGMENT_ATTENTION, segment_attention)
-    model.config._attn_implementation = SEGMENT_ATTENTION  # the setter reaches text and vision configs too
+    model.config._attn_implementation = SEGMENT_ATTENTION  # the setter also sets text and vision configs
 
 
 def segment_attention(
@@ -110,9 +110,9 @@ def segment_attention(
     is_causal: bool | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute the attention behind `SEGMENT_ATTENTION`, in the form that transformers calls; returns `[1, T, H, D]`.
+    """Compute attention as transformers calls it under the name `SEGMENT_ATTENTION`. Returns `[1, T, H, D]`.
 
-    Raises ConfigError for a model whose attention has a window, a soft cap or sinks shorter than its segments.
+    Raises ConfigError for a model whose attention has sinks, a soft cap, or a window shorter than the longest segment.
     """
     assert attention_mask is None, "packed rows have no masks"
     assert dropout == 0.0, "packed rows have no attention dropout"
@@ -120,7 +120,7 @@ def segment_attention(
     where: SegmentLayout | torch.Tensor
     if cu_seq_lens_q is not None:  # a vision tower
         where = cu_seqlens = cu_keys = cu_seq_lens_q
-        # A packed row has this number on the host. Windows within an image are shorter: it is an upper bound.
+        # For a packed row this upper bound is known on the host: windows within an image have fewer patches.
         max_length = segments.max_patches if segments is not None else max_length_q or int(cu_seqlens.diff().max())
     else:
         assert segments is not None, "this model is called through learner.policy.packed only"
@@ -140,7 +140,7 @@ def segment_attention(
 
 
 class _Kept(Protocol):
-    """The values of a call that autograd keeps for the backward pass."""
+    """What the forward pass of `Repeated` keeps for its backward pass."""
 
     num_rows: int
 
@@ -151,7 +151,8 @@ class _Kept(Protocol):
 
 
 class Repeated(torch.autograd.Function):
-    """Rows `index` of `x` [T, H, D]. The gradients of a row that is taken several times are added up in float32."""
+    """Returns the rows `index` of `x` [T, H, D]. Gradients of a row that is taken several times are added in
+    float32."""
 
     @staticmethod
     def forward(ctx: _Kept, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -162,7 +163,7 @@ class Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Kept, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index,) = ctx.saved_tensors
-        # In 16 bits every addition would round.
+        # In 16 bits each addition would be rounded.
         total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)
         return total.index_add(0, index, grad.float()).to(grad.dtype), None
 
@@ -193,7 +194,7 @@ def _varlen(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend by one kernel. It aligns a piece's last query with its last key, so an answer sees all of its prompt."""
+    """Attend by one kernel. It aligns a piece's last query with its last key, so an answer sees its whole prompt."""
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
     if q.shape[1] != k.shape[1]:
         options |= _GROUPED
@@ -211,7 +212,7 @@ def _batched(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """SDPA over groups of neighbouring pieces, padded at the end: a causal query never sees what comes after it."""
+    """Attend by SDPA over groups of neighbouring pieces, padded at the end, where no causal query sees the padding."""
     if isinstance(where, SegmentLayout):
         lengths, prefixes = where.lengths, where.prefixes
     else:
@@ -232,8 +233,8 @@ def _batched(
 def share_calls(
     lengths: Sequence[int], max_padding: float, prefixes: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
-    """Greedy groups `[start, end)` of neighbours whose padded area is at most `max_padding` times their own, and whose
-    prefixes are equally long."""
+    """Return groups `[start, end)` of neighbouring pieces with prefixes of one length, made greedily: the padded area
+    of a group is at most `max_padding` times the area of its pieces."""
     before = prefixes if prefixes is not None else (0,) * len(lengths)
     groups: list[tuple[int, int]] = []
     start = longest = total = 0
@@ -248,8 +249,8 @@ def share_calls(
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """Attend within one batch of equally long sequences `[S, H, L, D]`; keys and values may have fewer heads, and more
-    tokens: those are before the first query's."""
+    """Attend within a batch of sequences of one length `[S, H, L, D]`. Keys and values may have fewer heads, and more
+    tokens: these come before the first query's token."""
     grouped = q.shape[1] != k.shape[1]
     num_before = k.shape[2] - q.shape[2]
     later: torch.Tensor | None = None

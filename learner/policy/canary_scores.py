@@ -1,18 +1,18 @@
-"""The learner's half of the canary: the log-probabilities of fixed answers under the weights that are sent (D14).
+"""The learner's part of the canary: log-probabilities of fixed answers under the weights that are sent (D14).
 
-In: a policy and fixed answers. Out: a `CanaryScorer`, to be called at every sync. It scores the answers with the values
-that are sent: merged, and rounded to the type that travels. A server with exactly these values gives the same
-log-probabilities, except for differences between kernels. What merging and rounding changed is reported separately, as
-`merge_gap`. It needs a second pass, with the weights as trained. Where a pass is slow, only every `MERGE_GAP_EVERY`th
-sync makes it, and the others report the last gap.
+In: a policy and fixed answers. Out: a `CanaryScorer`, which is called at every sync. It scores the answers under the
+values that are sent: merged, and rounded to the type in which they are sent. A server with exactly these values gives
+the same log-probabilities, except for differences between kernels. The effect of merging and rounding is reported
+apart, as `merge_gap`. It needs a second pass, under the weights as trained. Where passes are not captured, only every
+`MERGE_GAP_EVERY`th sync makes this pass, and the others report the last gap.
 
 On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). A replay takes the host a millisecond;
-launching every kernel of a model of 4B from Python takes 0.16 s. Passes with images read on the host, so they are
-captured only where no other thread uses the device, in colocated runs. Where weights move (offloading) or are parts,
-and where the device has no memory for a graph, passes run without.
+launching every kernel of a model of 4B from Python takes 0.16 s. Passes with images read values on the host, so they
+are captured only in colocated runs, where no other thread uses the device. Passes are not captured if weights move
+(offloading) or are sharded, or if the device has no memory for a graph.
 
-A replay in a colocated run goes on beside what is launched after it (`SideStream`). It reads the policy, so
-`CanaryScores.join` comes before the policy changes.
+In a colocated run the replay runs at the same time as later work of the device (`SideStream`). It reads the policy, so
+call `CanaryScores.join` before the policy changes.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from learner.records import EncodedPrompt
 
 Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
 Read = Callable[[], list[list[float]]]
-Within = Callable[[], AbstractContextManager[Checksums]]  # encloses a pass
+Within = Callable[[], AbstractContextManager[Checksums]]  # the context of a pass: it sets the weights that are read
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryScores:
-    """Natural log-probabilities per answer under the weights that are served. `merge_gap`: their mean absolute
-    difference from the log-probabilities under the weights as trained, nats per token.
+    """The answers' natural log-probabilities under the weights that are sent. `merge_gap`: their mean absolute
+    difference from the log-probabilities under the weights as trained, in nats per token.
 
-    Reading the log-probabilities waits for the device, so send the weights first. `join` does not wait: work that is
-    launched on the device later runs after the pass. Call `join` before the policy may change."""
+    `read` waits for the device, so send the weights first. `join` does not wait: it makes work that is launched later
+    run after the pass. Call `join` before the policy may change."""
 
     read: Read
     merge_gap: float
-    checksums: Checksums = field(default_factory=dict)  # by name, of the used weights whose checksums are known
+    checksums: Checksums = field(default_factory=dict)  # by checkpoint name, of those weights whose checksums are known
     join: Callable[[], None] = lambda: None
 
     @property
@@ -54,12 +54,12 @@ class CanaryScores:
         return self.read()
 
 
-MERGE_GAP_EVERY = 10  # number of syncs between two measurements, if passes are not captured
+MERGE_GAP_EVERY = 10  # one sync in so many measures the merge gap, if passes are not captured
 
 
 class CanaryScorer:
-    """Scores fixed answers at each sync. `checksums`: also return checksums of the weights. `alone`: no other thread
-    waits for the device during the second call, so that a pass with images can be captured."""
+    """Scores fixed answers at each sync. `checksums`: also return checksums of the weights. `alone`: during the second
+    call no other thread waits for the device, so that a pass with images can be captured."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class CanaryScorer:
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
     def __call__(self, dtype: torch.dtype | None, merged: bool) -> CanaryScores:
-        """Score the answers under the weights as they are now, sent in `dtype` (None: as trained). `merged`: as one
-        weight per layer; otherwise the adapter travels by itself."""
+        """Score the answers under the present weights as sent in `dtype` (None: as trained). `merged`: each layer is
+        sent as one weight; if False, the adapter is sent apart."""
         if (dtype, merged) not in self._sent:
             self._sent[dtype, merged] = _Sent(
                 self._policy,
@@ -106,7 +106,7 @@ class CanaryScorer:
 
 
 class _Sent:
-    """One form in which weights are sent. `scorer`: None if they are sent as trained; `number`: of calls so far."""
+    """One form in which weights are sent. `scorer` is None if they are sent as trained. `number` counts the calls."""
 
     def __init__(
         self,
@@ -137,12 +137,12 @@ def _as_trained() -> AbstractContextManager[Checksums]:
 
 
 class SideStream:
-    """A stream beside the current one of `device`, which is a CUDA device. Its work begins once all that was launched
-    before it has ended, and what is launched later does not wait for it until `join`. The host never waits. Whoever
-    changes what the work reads calls `join` first.
+    """A second stream of `device`, a CUDA device. Its work begins once all work that was launched before has ended.
+    Work that is launched later does not wait for it before `join`. The host never waits. Call `join` before a change of
+    memory that the work reads.
 
-    Its kernels must come from a graph: a graph's memory is its own, and so is the workspace of its matrix products.
-    Work that allocates otherwise would keep memory that the other stream cannot use."""
+    All kernels on this stream must come from a graph, which has memory of its own, also for its matrix products. Memory
+    that other work allocates here could not be used by the other stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -150,9 +150,10 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Launch what is inside on the side stream, after all that the current stream has been given so far."""
+        """Launch the work of the block on the side stream, after all work that the current stream has so far."""
         if self._stream is None:
-            # Made late: the engine makes and captures with streams of its own before, and torch hands out 32 in turn.
+            # Made at first use: torch hands out 32 streams in turn, and the engine makes and captures with its own
+            # before.
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -165,9 +166,9 @@ class SideStream:
 
 
 class RepeatedLogprobs:
-    """`Policy.logprobs` of the same answers, again and again, `within` a context. `checksums`: what that context says
-    of the weights that it replaced. `alone`: as in `CanaryScorer`. `record`: how a pass is captured; None: as a CUDA
-    graph on CUDA, elsewhere not. `side`: the stream of the replays."""
+    """`Policy.logprobs` of the same answers, repeated in the context `within`. `checksums`: of the weights that the
+    context replaced. `alone`: as in `CanaryScorer`. `record`: how a pass is captured; None: on CUDA as a CUDA graph,
+    elsewhere not. `side`: the stream of the replays; None: the current one, or on CUDA a new one if `alone`."""
 
     def __init__(
         self,
@@ -180,7 +181,7 @@ class RepeatedLogprobs:
         side: SideStream | None = None,
     ) -> None:
         self._policy, self._answers, self._within, self._alone = policy, answers, within, alone
-        if policy.device.type == "cuda" and answers and not policy.is_sharded:  # parts change their addresses
+        if policy.device.type == "cuda" and answers and not policy.is_sharded:  # gathering moves weights
             record = record or cuda_graph
             side = side or (SideStream(policy.device) if alone else None)
         is_pictured = any(prompt.vision is not None for prompt, _ in answers)
@@ -213,13 +214,13 @@ class RepeatedLogprobs:
         return self._policy.split(logprobs, self._answers)
 
     def _by_graph(self, record: Record) -> torch.Tensor:
-        """Return a pass's result: the first pass warms up, the second is captured, later ones are replays."""
+        """Return a pass's result. The first call warms up, the second captures the pass, later calls replay it."""
         addresses = tuple(tensor.data_ptr() for tensor in self._read)
         is_first, has_moved = not self._addresses, self._addresses not in ((), addresses)
         self._addresses = addresses
         if not is_first and not has_moved and self._graph is None:
             self._graph = PassGraph.of(self._pass, self._policy.model.parameters(), record, alone=self._alone)
-        if self._graph is None or has_moved:  # weights that move are not worth capturing
+        if self._graph is None or has_moved:  # a graph reads fixed addresses
             if not is_first:
                 self._record = self._graph = None
             return self._pass()
@@ -228,19 +229,19 @@ class RepeatedLogprobs:
 
     def _pass(self) -> torch.Tensor:
         """Return the log-probabilities of all answers, one after the other `[N]`, on the device."""
-        # The checksums of a captured pass are the graph's own memory: a replay writes them anew.
+        # A captured pass writes its checksums to the same memory at each replay.
         with self._within() as self.checksums:
             return self._policy.answer_logprobs(self._inputs)
 
     @cached_property
     def _inputs(self) -> PackedInputs:
-        """The inputs of the pass, kept because graphs read their memory."""
+        """The inputs of the pass. They are kept, because graphs read their memory."""
         return self._policy.answer_inputs(self._answers)
 
     @cached_property
     def _read(self) -> list[torch.Tensor]:
-        """All that a graph reads of the model. Listed once: to walk through thousands of modules takes longer than a
-        replay."""
-        # Buffers too: offloaded weights may come back to where they were and buffers elsewhere, as gradients come and
-        # go between them.
+        """All tensors of the model that a graph reads. Listed once: to walk through thousands of modules takes longer
+        than a replay."""
+        # Buffers are listed too: after offloading, weights may be at their old addresses and buffers not, because
+        # gradients between them come and go.
         return [*self._policy.model.parameters(), *self._policy.model.buffers()]

@@ -1,13 +1,13 @@
 """Compiles the layers of language model and vision tower, and the vocabulary loss (`model.compile`).
 
-In: a transformers model and the key's value. Out: the same model with its layers compiled in place, or the reason why
-nothing was compiled. Kernels between matrix products (norms, rotary positions, activations, residuals) mostly read and
-write memory; compiled, several become one.
+In: a transformers model and the value of `model.compile`. Out: the same model with its layers compiled in place, or the
+reason why nothing was compiled. Kernels between matrix products (norms, rotary positions, activations, residuals)
+mostly read and write memory. Compiled, several of them become one kernel.
 
-Invariants: parameters keep their names, memory and gradients, so the sync, checkpoints, offload and adapters work as
-before. Layers of a kind share one compiled program, and so do rows of all lengths. Only learning is compiled:
-generation and scoring run inside `uncompiled()`. Gradient checkpointing wraps compiled layers. torch.compile itself
-runs at the first row.
+Invariants: parameters keep their names, memory and gradients, so the sync, checkpoints, offloading and adapters are not
+affected. All layers of a kind and rows of all lengths share one compiled program. Only learning is compiled: generation
+and scoring run inside `uncompiled()`. Gradient checkpointing wraps compiled layers. torch.compile runs at the first
+row.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shared.errors import ConfigError
 
 Wanted = Literal["auto", True, False]
-AUTO_PARAMETERS = 500_000_000  # smaller models gain little, and compiling takes longer than short runs
+AUTO_PARAMETERS = 500_000_000  # smaller models gain little, and compile for longer than short runs take
 BACKEND = "inductor"
-ERROR_LENGTH = 300  # characters of a compiler's message; after them comes advice on how to debug torch
+ERROR_LENGTH = 300  # characters shown of a compiler's message; advice on debugging torch follows them
 
 
 def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device, *, sharded: bool = False) -> str:
-    """Compile the layers. Returns why nothing was compiled, or an empty string.
+    """Compile the layers. Returns the reason if nothing was compiled, else an empty string.
 
     A sharded model is not compiled, because its ranks gather and free weights around every layer.
 
@@ -62,9 +62,9 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device,
 def _with_gradients(
     layer: torch.nn.Module, compiled: Callable[..., object], hidden: torch.Tensor, *args: object, **kw: object
 ) -> object:
-    """Call a compiled layer, with the first layer's input made like the others', or torch would compile all layers
-    twice: 20 s for a model of 4B. An input without gradient, as below adapters, gets an unused one, which costs the
-    backward pass of three projections. An input that is a view is copied."""
+    """Call a compiled layer. The first layer's input is given the form of the other layers' input, or torch would
+    compile all layers twice: 20 s for a model of 4B. An input without gradient, as below adapters, gets an unused
+    gradient, which costs the backward pass of three projections. An input that is a view is copied."""
     if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
         hidden = hidden.detach().requires_grad_()
     elif hidden._is_view():
@@ -73,18 +73,17 @@ def _with_gradients(
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Run compiled layers uncompiled inside the context. Compiling does not pay for passes that run once or use a
+    """Run compiled layers uncompiled inside the block. Compiling does not pay for passes that run once or use a
     cache."""
     return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compile, and turn a compiler's failure at the first row into a ConfigError."""
+    """Compile inside the block. If the compiler fails at the first row, raises ConfigError."""
     try:
-        # Layers of a kind have the same floats, which never change. Otherwise torch takes an epsilon for an input until
-        # the whole graph is traced, finds that a kernel needs the number, and traces it again. No cache keeps what it
-        # gave up.
+        # Floats of layers never change. Without this option torch treats an epsilon as an input, finds after tracing
+        # that a kernel needs the number, and traces again. No cache keeps the first trace.
         with torch._dynamo.config.patch(specialize_float=True):
             yield
     except TorchDynamoException as error:
@@ -111,7 +110,7 @@ def _not_worth_it(model: PreTrainedModel, device: torch.device) -> str:
 
 
 def _compiler_obstacle(device: torch.device) -> str:
-    """Try torch.compile on the smallest program. Returns why it fails, or an empty string."""
+    """Try torch.compile on the smallest program. Returns the reason if it fails, else an empty string."""
     try:
         torch.compile(_trial, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # a missing compiler, header or package raises many types

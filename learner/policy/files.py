@@ -1,7 +1,7 @@
-"""The policy as files: what a checkpoint holds of it, and a merged model to serve.
+"""The policy's files: the trained weights in a checkpoint, and a merged model to serve.
 
 In: a policy and a folder. Out: Hugging Face files that any program loads, or a policy with the weights of such files.
-Invariant: the files of a sharded model are the same as those of a whole one.
+Invariant: a sharded model has the same files as a whole one.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shared.errors import CheckpointError
 
 
 def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor] | None:
-    """Return a sharded model's trained tensors (all, or the adapter's), whole, in host memory on ranks with `keep`.
-    Collective. None for a model that is not sharded: its tensors are whole already."""
+    """Return a sharded model's trained tensors (all, or the adapter's), gathered in host memory on ranks with `keep`.
+    None for a model that is not sharded. Collective."""
     if not policy.is_sharded:
         return None
     if policy.adapter is None:
@@ -31,7 +31,7 @@ def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor
 
 
 def save_model(policy: Policy, path: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Save the trained model as Hugging Face files (with an adapter: the adapter's), with tokenizer and processor.
+    """Save the trained model as Hugging Face files (with an adapter only the adapter), with tokenizer and processor.
 
     `weights`: the result of `gathered_weights`."""
     if policy.adapter is not None:
@@ -42,7 +42,7 @@ def save_model(policy: Policy, path: Path, weights: Mapping[str, torch.Tensor] |
 
 
 def export_model(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
-    """Write the merged model in `dtype`, ready to be served or fine-tuned. It has no training state to resume from."""
+    """Write the merged model in `dtype`, ready to be served or fine-tuned. Training cannot be resumed from it."""
     path.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(contiguous(dict(policy.named_weights(dtype))), path)
     settings = policy.model.config.to_dict() | {
@@ -65,7 +65,7 @@ def load_weights(path: Path, policy: Policy) -> None:
             peft.set_peft_model_state_dict(policy.adapter, _parts(stored, own))
             return
         model = policy.model
-        # The configuration is this model's own: a checkpoint of another model must not decide how much memory is
+        # The model's own configuration is used: a checkpoint of another model must not decide how much memory is
         # allocated.
         loaded, info = type(model).from_pretrained(
             path, config=model.config, dtype=model.dtype, attn_implementation="sdpa", output_loading_info=True

@@ -1,12 +1,11 @@
-"""The policy: a transformers model with its processor, and what the rest of the learner asks of it.
+"""The policy: a transformers model with its processor, and all that the learner does with them.
 
 In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
 names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind; those that were
 tested are in `shared/families.py`.
 
-Invariants: between `reduce_gradients` calls gradients are plain local sums of weighted losses (a sharded model's: parts
-of the sum over ranks). `logprobs` and `named_weights` change nothing that training sees. They are collective if the
-model is sharded.
+Invariants: before `reduce_gradients`, gradients are plain local sums of weighted losses (of a sharded model: parts of
+the sum over ranks). `logprobs` and `named_weights` do not affect training. They are collective if the model is sharded.
 
 The patch embedding of Qwen-VL vision towers is a convolution whose stride equals its kernel, called with one patch at a
 time. It is computed as a matrix product instead: convolution kernels take 30 ms (CPU, bf16) or tens of times the
@@ -64,14 +63,14 @@ if TYPE_CHECKING:
 
 
 def use_linear_patch_embedding(model: torch.nn.Module) -> None:
-    """Replace the forward of every such `Conv3d` in `model`."""
+    """Replace the forward of each convolution over single patches in `model`."""
     for module in model.modules():
         if isinstance(module, torch.nn.Conv3d) and _covers_one_patch(module):
             module.forward = partial(_linear_patch, module)  # type: ignore[method-assign]
 
 
 def _linear_patch(conv: torch.nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
-    """`[P, C, t, h, w]` patches of exactly the kernel's size to `[P, hidden, 1, 1, 1]`."""
+    """Map `[P, C, t, h, w]` patches of exactly the kernel's size to `[P, hidden, 1, 1, 1]`."""
     assert patches.shape[2:] == conv.kernel_size, "the vision tower is fed one patch at a time"
     return F.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)[..., None, None, None]
 
@@ -80,12 +79,12 @@ def _covers_one_patch(conv: torch.nn.Conv3d) -> bool:
     return conv.kernel_size == conv.stride and set(conv.padding) == {0} and conv.groups == 1
 
 
-# These configuration keys mark models whose logits are more than head(hidden).
+# Models with these configuration keys compute logits otherwise than as head(hidden).
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
 class Policy:
-    """One rank's copy of the trained model. `model` is the transformers model (adapters inside). `why_not_compiled` is
+    """One rank's copy of the trained model. `model` is the transformers model, with its adapters. `why_not_compiled` is
     empty if its layers are compiled."""
 
     def __init__(
@@ -108,7 +107,7 @@ class Policy:
 
     @property
     def is_sharded(self) -> bool:
-        """True if the weights are spread over ranks. Then every use of them is collective (`sharding.py`)."""
+        """True if the weights are spread over ranks. Then every use of the weights is collective (`sharding.py`)."""
         return self._sharded is not None
 
     @property
@@ -117,15 +116,15 @@ class Policy:
 
     @property
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """Trained parameters by name, in an order that all ranks share. Decided once, when the policy is made: ranks
-        reduce the gradients of exactly these."""
+        """The trained parameters by name, in the same order on all ranks. The list is made once, with the policy: ranks
+        reduce the gradients of exactly these parameters."""
         return list(self._trainable)
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Floating-point operations that learning a token takes in the decoder's weights, at least: for each weight 2
-        forward and 2 for the gradient of its input, 2 more if it is trained, and 2 more if checkpointing computes it
-        again. Attention, the head and the vision tower are left out."""
+        """Lower bound of the floating-point operations to learn a token in the decoder's weights. Per weight: 2
+        forward, 2 for the gradient of its input, 2 more if it is trained, 2 more if checkpointing computes it again.
+        Attention, the head and the vision tower are left out."""
         decoder = self.model.get_decoder()
         looked_up = {id(p) for p in decoder.get_input_embeddings().parameters()}
         weights = [p for p in decoder.parameters() if id(p) not in looked_up]
@@ -133,8 +132,8 @@ class Policy:
         return float(sum((4 + again + 2 * p.requires_grad) * p.numel() for p in weights))
 
     def peak_gib(self) -> float | None:
-        """Return the most memory that torch had allocated on the GPU at once since the last call, in GiB; None without
-        a GPU."""
+        """Return the largest amount of GPU memory, in GiB, that torch had allocated at one time since the last call;
+        None without a GPU."""
         if self.device.type != "cuda":
             return None
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -142,8 +141,8 @@ class Policy:
         return peak
 
     def set_training(self, training: bool) -> None:
-        """Do what `model.train(training)` does. torch sets the attribute of each of thousands of modules by a slow way:
-        0.1 s for a model of 4B with adapters, at every row and every sync."""
+        """Set training mode as `model.train(training)` does, but faster: torch takes 0.1 s for the thousands of modules
+        of a 4B model with adapters, at every row and every sync."""
         if self.model.training == training:
             return
         for module in self._modules:
@@ -156,11 +155,12 @@ class Policy:
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def _forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs, torch.Tensor | None]:
-        """The row's summed weighted loss (float32 scalar, with gradient), its inputs, and a policy gradient's sums.
+        """Return the row's summed weighted loss (float32 scalar, with gradient), its inputs, and a policy gradient's
+        sums.
 
         Raises LossError if a supervised token is outside the assistant span.
         """
-        if not row.segments and self._grpo is not None:  # lets an empty row run the program of the other rows
+        if not row.segments and self._grpo is not None:  # an empty row runs the same program as other rows
             row = replace(row, share_prompts=True)
         inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
         sums: list[torch.Tensor] = []
@@ -200,7 +200,7 @@ class Policy:
 
     @torch.no_grad()
     def _reference_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
-        """Return the log-probabilities [N] by the model without its adapter."""
+        """Return the log-probabilities [N] under the model without its adapter."""
         assert self.adapter is not None, "refused by learner/config/sections/grpo.py"
         with uncompiled(), lora.without_adapter(self.adapter):
             return token_logprobs(hidden_states(self.model, inputs)[inputs.predict_at], self._head, inputs.targets)
@@ -217,7 +217,7 @@ class Policy:
             loss_sum = loss.item()
             check_finite(loss_sum, [s.sample_id for s in row.segments])
             with collective_errors() if self.is_sharded else nullcontext():
-                loss.backward()  # this does not wait: the next row is packed meanwhile
+                loss.backward()  # the host does not wait for the device, and packs the next row meanwhile
         return RowLoss(
             loss_sum=loss_sum,
             weight_sum=inputs.weight_sum,
@@ -226,14 +226,15 @@ class Policy:
         )
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
-        """Turn summed gradients into those of the step's weighted mean loss: once per step, on every rank."""
+        """Turn the summed gradients into those of the step's weighted mean loss. Call once per step, on every rank."""
         now = [name for name, p in self.model.named_parameters() if p.requires_grad]
         assert now == [name for name, _ in self._trainable], "something changed which parameters are trained"
-        summed_by = Ranks() if self.is_sharded else ranks  # each backward pass has summed the parts over ranks
+        summed_by = Ranks() if self.is_sharded else ranks  # the backward passes of a sharded model sum over ranks
         reduce_gradients([p for _, p in self.trainable], summed_by, weight_sum=weight_sum)
 
     def broadcast(self, ranks: Ranks) -> None:
-        """Give every rank rank 0's weights, once, before the first step. A sharded model has them already."""
+        """Give every rank rank 0's weights, once, before the first step. Ranks of a sharded model have their parts
+        already."""
         if not self.is_sharded:
             broadcast_parameters(self.model, ranks)
 
@@ -241,18 +242,18 @@ class Policy:
 
     def logprobs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
         """Return the natural log-probability of each response token given all tokens before it, in the precision of
-        training. All answers share one packed forward pass."""
+        training. All answers are scored in one packed forward pass."""
         return self.split(self.answer_logprobs(self.answer_inputs(answers)), answers)
 
     def answer_inputs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> PackedInputs:
-        """Return the inputs of `logprobs`' forward pass."""
+        """Return the inputs of the forward pass of `logprobs`."""
         segments = tuple(_response_segment(prompt, response) for prompt, response in answers)
         row = PackedRow(segments=segments, capacity=sum(map(len, segments)))
         return pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
 
     @torch.no_grad()
     def answer_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
-        """`logprobs` of all answers, one after the other `[N]`, on the device."""
+        """Return what `logprobs` returns, but for all answers one after the other `[N]`, on the device."""
         was_training = self.model.training
         self.set_training(False)
         try:
@@ -267,15 +268,15 @@ class Policy:
 
     @staticmethod
     def split(logprobs: torch.Tensor, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
-        """Return the result of `answer_logprobs`, one list per answer."""
+        """Split the result of `answer_logprobs` into one list per answer."""
         return [part.tolist() for part in logprobs.cpu().split([len(response) for _, response in answers])]
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Merged full weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""
+        """Yield the merged weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""
         return self._checkpoint.named_weights(dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        """Names, dtypes and shapes of `named_weights(dtype)`, in its order."""
+        """Return names, dtypes and shapes of `named_weights(dtype)`, in the same order."""
         return self._checkpoint.weight_specs(dtype)
 
     @cached_property
@@ -283,12 +284,12 @@ class Policy:
         return CheckpointWeights(self.model, device=self.device)
 
     def adapter_weights(self) -> AdapterWeights | None:
-        """Return the adapter by itself, and the base weights below it; None without an adapter. See `lora.py`."""
+        """Return the adapter, and the base weights below it; None without an adapter. See `lora.py`."""
         return AdapterWeights(self.model) if self.adapter is not None else None
 
     def _forward(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # A sharded model runs without autocast's cache, which would keep 16-bit copies of layers that sharding has
-        # freed.
+        # A sharded model runs without autocast's cache, which would keep 16-bit copies of layers whose weights sharding
+        # has freed.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=not self.is_sharded):
             return self._sharded.run(work) if self._sharded else work()
 
@@ -308,8 +309,8 @@ def load_policy(
     grpo: GrpoConfig | None = None,
 ) -> Policy:
     """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`. With
-    `shard_over` each of these ranks gets its part (collective). `loss` is a function of the user's own,
-    `grpo` the settings of a policy gradient.
+    `shard_over` each of these ranks gets its part (collective). `loss` is the user's loss function, `grpo` the settings
+    of a policy gradient.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
     Raises ConfigError if the path holds no model, if its family does not work or is not tested, if packed rows or
@@ -324,11 +325,11 @@ def load_policy(
     adapter = lora.attach_adapter(model, config)
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
-        # Reentrant checkpointing loses the gradients of a layer whose input needs none, as below adapters.
+        # Reentrant checkpointing loses the gradients of a layer whose input needs no gradient, as below adapters.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:
-        model.to(device)  # the adapters too
+        model.to(device)  # moves the adapters, too
     encoder = PromptEncoder.load(
         base_path, rules=image_rules, min_pixels=config.min_pixels, max_pixels=config.max_pixels
     )
@@ -346,7 +347,7 @@ def load_policy(
 
 
 def _load_model(path: str, dtype: torch.dtype, device: torch.device, *, allow_untested: bool) -> PreTrainedModel:
-    """Return the model on `device`. Each weight goes from its file to a GPU, without a copy in the host's memory."""
+    """Return the model on `device`. On a GPU, weights are read from their files without a copy in the host's memory."""
     check_path(path, key="model.path")
     try:
         settings = AutoConfig.from_pretrained(path)

@@ -1,12 +1,12 @@
-"""LoRA and DoRA by peft, which parameters are trained, and the adapter by itself for the adapter sync (R08, R09).
+"""LoRA and DoRA by peft: adapters, the choice of trained parameters, and the adapter for the adapter sync (R08, R09).
 
 In: a transformers model and the `model` section: `path` (maybe an adapter's folder), `lora`, `freeze`. Out: a peft
 model around it (or None without adapters), with `requires_grad` set.
 
 `AdapterWeights` gives `(name, tensor)` per adapted layer: `{module}.lora_A.weight` `[rank, in]` and
 `{module}.lora_B.weight` `[out, rank]`, with modules named as in the checkpoint. Its `obstacle` says why an engine that
-supports only plain LoRA cannot apply this adapter. Invariants: `lora_B` is multiplied with the adapter's scaling in
-float32, so no number besides the tensors has to travel; the trained weights do not change.
+supports only plain LoRA cannot apply this adapter. Invariants: `lora_B` is sent multiplied with the adapter's scaling,
+in float32, so servers need no other number. The trained weights do not change.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from shared.errors import ConfigError
 from shared.sync.buckets import spec_of
 from shared.wire import TensorSpec
 
-_MOST_NEAR, _MOST_NAMES = 3, 12  # max similar names for each name, and max names, in a message
+_MOST_NEAR, _MOST_NAMES = 3, 12  # in a message: max similar names for each name, and max names
 
 
 def base_model_path(config: ModelConfig) -> str | None:
-    """The base model's path, if `config.path` is an adapter's folder. Raises ConfigError if `lora` is set too."""
+    """Return the base model's path if `config.path` is an adapter's folder, else None. Raises ConfigError if `lora` is
+    set too."""
     if not (Path(config.path) / "adapter_config.json").is_file():
         return None
     if config.lora is not None:
@@ -48,13 +49,13 @@ def base_model_path(config: ModelConfig) -> str | None:
 
 
 def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftModel | None:
-    """Attach the adapter of `config.path`, or a new one from `config.lora`. With an adapter the rest of the model is
-    frozen.
+    """Attach the adapter of `config.path`, or a new adapter by `config.lora`, and freeze the rest of the model. Returns
+    None without an adapter.
 
-    Raises ConfigError if a name in `target_modules` is no layer's, or if the adapter is on weights that are tied.
+    Raises ConfigError if no layer has a name in `target_modules`, or if the adapter is on tied weights.
     """
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # refused below
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`")  # such a model is refused below
         if base_model_path(config) is not None:
             adapter = peft.PeftModel.from_pretrained(model, config.path, is_trainable=True)
         else:
@@ -65,8 +66,8 @@ def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftMode
 
 
 def require_untied(model: PreTrainedModel) -> None:
-    """Raises ConfigError if the input embedding and the head are one tensor, and an adapter is on either. Merged, it
-    would change the other one too, so neither an export nor a sync could write what was trained."""
+    """Raises ConfigError if the input embedding and the head are one tensor with an adapter on either of them. Merging
+    it would change the other too, so neither an export nor a sync could write the trained weights."""
     both = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
     adapted = [name for name, layer in both.items() if isinstance(layer, LoraLayer)]
     one, other = (layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in both.values())
@@ -102,7 +103,7 @@ def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
 
 
 def _require_layers(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Raises ConfigError for a name that no layer has. peft would ignore the name if another one matches."""
+    """Raises ConfigError for a name that no layer has. peft ignores the name if another one matches."""
     layers = [name for name, _ in model.named_modules()]
     unknown = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
     if unknown:
@@ -128,13 +129,13 @@ def _with_near(unknown: Sequence[str], known: Sequence[str]) -> str:
 
 @contextmanager
 def without_adapter(adapter: peft.PeftModel) -> Iterator[None]:
-    """Use the model without its adapter. Afterwards the same parameters are trainable as before."""
+    """Use the model without its adapter inside the block. Afterwards the same parameters are trained as before."""
     trained = [(p, p.requires_grad) for p in adapter.parameters()]
     try:
         with adapter.disable_adapter():
             yield
     finally:
-        # peft makes every adapter parameter trainable as it switches the adapter on again, frozen ones too.
+        # When peft switches the adapter on again, it makes all its parameters trainable, frozen ones too.
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
 
@@ -142,7 +143,7 @@ def without_adapter(adapter: peft.PeftModel) -> Iterator[None]:
 def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
     """Freeze the parameters whose checkpoint name begins with one of `prefixes`, adapters included.
 
-    Raises ConfigError if a prefix matches nothing, or nothing is left to train.
+    Raises ConfigError if a prefix matches no parameter, or if no parameter is left to train.
     """
     names = [name for name, _ in model.named_parameters()]
     unknown = [prefix for prefix in prefixes if not any(name.startswith(prefix) for name in names)]
@@ -169,7 +170,7 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
 
 class AdapterWeights:
     """`base`: the weights below the adapter, which servers need too; they are not trained. `obstacle`: why a server
-    cannot apply this adapter, or empty. `rank`: the largest of its layers."""
+    cannot apply this adapter; empty if it can. `rank`: the largest rank of a layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.base = CheckpointWeights(model, merge=False)
@@ -188,11 +189,11 @@ class AdapterWeights:
             (adapter,) = layer.active_adapters
             lora_a, lora_b = (whole(half[adapter].weight.detach()) for half in (layer.lora_A, layer.lora_B))
             yield f"{module}.lora_A.weight", lora_a.to(dtype or lora_a.dtype)
-            # The product is rounded once, from float32. Servers apply no scaling of their own.
+            # The product is rounded once, from float32. Servers do not scale.
             yield f"{module}.lora_B.weight", (lora_b.float() * layer.scaling[adapter]).to(dtype or lora_b.dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        """Names, dtypes and shapes of `named_weights(dtype)`, in its order."""
+        """Return names, dtypes and shapes of `named_weights(dtype)`, in the same order."""
         return [
             spec_of(f"{module}.lora_{half}.weight", weight, dtype)
             for module, layer in self._layers.items()
@@ -213,7 +214,7 @@ def _is_idle(layer: LoraLayer) -> bool:
 
 
 def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
-    """Return why plain LoRA on linear layers does not describe what is trained, or empty."""
+    """Return why plain LoRA on linear layers cannot describe the trained weights; empty if it can."""
     if not layers:
         return "no layer of the model is adapted"
     for name, layer in layers.items():
@@ -231,8 +232,7 @@ def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
 
 
 def _checkpoint_names(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> dict[str, str]:
-    """Return the module names in the checkpoint by those in the model. Modules that the checkpoint fuses or splits are
-    absent."""
+    """Return the checkpoint's module names by the model's. Modules that the checkpoint fuses or splits are left out."""
     weights = {
         f"{name}.weight": torch.empty(layer.get_base_layer().weight.shape, device="meta")
         for name, layer in layers.items()

@@ -1,7 +1,7 @@
 """Weighted cross-entropy over the supervised tokens of a row.
 
-In: hidden states, and per supervised token the predicting position, the target and the weight. Out: the *sum* of
-weighted losses. The trainer divides by the whole weight of the step once, so packing and ranks do not change the
+In: hidden states, and per supervised token the position that predicts it, the target and the weight. Out: the *sum* of
+weighted losses. The trainer divides it once by the sum of the step's weights, so packing and ranks do not change the
 gradient.
 
 The output head runs only at supervised positions, LOGITS_CHUNK of them at a time. A row's full logits (T x vocabulary)
@@ -29,10 +29,10 @@ LOGITS_CHUNK = 1024  # supervised tokens per chunk of logits; each chunk is reco
 class RowLoss:
     """The result of one row's forward and backward pass."""
 
-    loss_sum: float  # nats, weighted
+    loss_sum: float  # nats, multiplied with the weights
     weight_sum: float
     num_supervised: int
-    counts: Mapping[str, float] = field(default_factory=dict)  # sums of a policy gradient, see `policy_loss`
+    counts: Mapping[str, float] = field(default_factory=dict)  # sums that a policy gradient reports, see `policy_loss`
 
 
 def weighted_loss(
@@ -45,8 +45,8 @@ def weighted_loss(
     compiled: bool = False,
     function: LossFunction | None = None,
 ) -> torch.Tensor:
-    """Return the sum of weighted losses, or what `function` makes of them, as a float32 scalar. With N = 0 it is a zero
-    whose gradients are zero, not absent (D5). This includes the head's weights."""
+    """Return the sum of weighted losses, or the result of `function`, as a float32 scalar. With N = 0 the result is a
+    zero whose gradients are zeros and not missing (D5), also for the head's weights."""
     if len(targets) == 0:
         return head(hidden[:1]).float().sum() * 0.0
     logprobs = token_logprobs(hidden[predict_at], head, targets, compiled=compiled)
@@ -54,7 +54,7 @@ def weighted_loss(
 
 
 def _of_function(function: LossFunction, logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Raises LossError if the user's function does not return a scalar with a gradient."""
+    """Return the loss of the user's function. Raises LossError if it is no scalar with a gradient."""
     try:
         loss = function(logprobs, weights)
     except Exception as error:
@@ -99,12 +99,12 @@ def _in_chunks(
     head: torch.nn.Module,
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply `of_chunk` to at most LOGITS_CHUNK tokens at a time; they are its last dimension. Chunks are equally long,
-    because torch compiles again for one of a single token."""
+    """Apply `of_chunk` to at most LOGITS_CHUNK tokens at a time, and join the results along their last dimension.
+    Chunks are of about equal length, because torch would compile again for a chunk of one token."""
     if len(targets) <= LOGITS_CHUNK:
         return of_chunk(head, hidden, targets)
     count = -(-len(targets) // LOGITS_CHUNK)
-    # Copies, because a program compiled for views would not fit whole tensors.
+    # Copies, because a program compiled for views would be compiled again for whole tensors.
     parts = ((h.clone(), t.clone()) for h, t in zip(hidden.chunk(count), targets.chunk(count), strict=True))
     return torch.cat([checkpoint(of_chunk, head, part, wanted, use_reentrant=False) for part, wanted in parts], dim=-1)
 
@@ -133,5 +133,5 @@ def check_finite(loss_sum: float, sample_ids: list[str]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if memory was too small. On CPU torch has no error type for it, only words."""
+    """Return True if memory was too small. torch's error on CPU has no type of its own, only a message."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

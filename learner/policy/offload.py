@@ -1,11 +1,11 @@
-"""Moves training state off the device while colocated vLLM allocates and computes there (R20).
+"""Moves training state off the device while colocated vLLM computes there (R20).
 
-In: the policy, the optimizer, and which of them to move. Out: a block in which they are in host memory. Afterwards they
-are back bit for bit, whatever happened inside: gradients and ties of the model, the optimizer's moments. On the CPU
-nothing is moved. `learner/rollout/colocated_engine.py` uses it around everything that vLLM does: its start, weight
-loads, rollouts.
+In: the policy, the optimizer, and which of them to move. Out: a block in which they are in host memory. After it they
+are back on the device, equal bit for bit: gradients and ties of the model, the optimizer's moments. On the CPU nothing
+is moved. `learner/rollout/colocated_engine.py` uses the block around all work of vLLM: its start, weight loads,
+rollouts.
 
-The host memory is page-locked and kept for the next move: allocating fresh pages every time takes ten times the copy.
+The host memory is page-locked and kept for the next move: to allocate fresh pages takes ten times as long as the copy.
 """
 
 from __future__ import annotations
@@ -23,25 +23,26 @@ from learner.policy.sharding import is_part
 from shared.errors import ConfigError
 
 HOST = torch.device("cpu")
-_BLOCK_BYTES = 256 * 2**20  # a power of two: torch rounds page-locked memory up to one
+_BLOCK_BYTES = 256 * 2**20  # a power of two, because torch rounds page-locked memory up to the next one
 _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Host memory for tensors, in blocks that are reused. After `begin` the same tensors get the same memory again."""
+    """Host memory for tensors, in blocks that are reused. After `begin`, `place` gives the same tensors the same
+    memory."""
 
     def __init__(self, *, page_locked: bool) -> None:
         self._page_locked = page_locked
         self._blocks: list[torch.Tensor] = []  # uint8
-        self._used: list[int] = []  # bytes taken of each block
+        self._used: list[int] = []  # bytes taken in each block
 
     def begin(self) -> None:
-        """Release all places."""
+        """Release all memory that `place` gave, without freeing the blocks."""
         self._used = [0] * len(self._blocks)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory with the tensor's type, shape and strides. Raises ConfigError if memory is
-        short."""
+        """Return uninitialised memory with the tensor's type, shape and strides. Raises ConfigError if the host has too
+        little memory."""
         fitting = (i for i, block in enumerate(self._blocks) if self._used[i] + tensor.nbytes <= block.nbytes)
         index = next(fitting, len(self._blocks))
         if index == len(self._blocks):
@@ -67,7 +68,8 @@ class HostMemory:
 
 
 class Offload:
-    """`tensors()` lists what lives on `device`. It is called before every move, because gradients come and go."""
+    """Moves the tensors that `tensors()` lists off `device`. It is called before each move, because gradients come and
+    go."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
@@ -75,29 +77,29 @@ class Offload:
 
     @property
     def moves(self) -> bool:
-        """True if anything is moved."""
+        """True if `away` moves any tensor."""
         return any(True for _ in self._tensors())
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Inside, the tensors are in host memory, and may only be read as weights. Raises ConfigError before anything
-        is moved if the host has too little memory."""
+        """Keep the tensors in host memory inside the block. There they may only be read as weights. Raises ConfigError
+        before the first move if the host has too little memory."""
         tensors = list(self._tensors())
         self._memory.begin()
         places = [self._memory.place(tensor) for tensor in tensors]
         for tensor, place in zip(tensors, places, strict=True):
             place.copy_(tensor.data, non_blocking=True)
-        # The host must not read a place before its copy has ended.
+        # A copy must have ended before the host reads it.
         self._wait()
         for tensor, place in zip(tensors, places, strict=True):
             tensor.data = place
         try:
             if tensors and self._device.type == "cuda":
-                torch.cuda.empty_cache()  # vLLM allocates by itself, not from torch's cache
+                torch.cuda.empty_cache()  # vLLM allocates its memory directly, not from torch's cache
             yield
         finally:
             for tensor in tensors:
-                # On the CPU, `to` alone would return the place itself, which the next move writes into.
+                # On the CPU, `to` without `copy` would return the host memory itself, which the next move overwrites.
                 tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
             self._wait()
 
@@ -107,7 +109,7 @@ class Offload:
 
 
 def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer | None) -> Offload:
-    """Return the offload that the configuration asks for. Raises ConfigError if the state cannot be moved safely."""
+    """Return the offload for this configuration. Raises ConfigError if the state cannot be moved safely."""
     moves = config.enabled and policy.device != HOST
     moves_model, moves_optimizer = moves and config.offload_model, moves and config.offload_optimizer
 

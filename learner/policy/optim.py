@@ -1,8 +1,7 @@
 """AdamW with a learning-rate schedule and clipping by the global norm.
 
-In: the policy's trained parameters by name, whose gradients are already those of the whole step (`reduce_gradients`).
-Out: updated parameters, zeroed gradients, and the two numbers that the step reports. `update` is called once per
-optimizer step.
+In: the policy's trained parameters by name, with the gradients of the whole step (`reduce_gradients`). Out: updated
+parameters, zeroed gradients, and the two numbers that the step reports. Call `update` once per optimizer step.
 
 Weight decay applies to matrices only. Norms, biases and DoRA magnitudes (one dimension) are not decayed.
 """
@@ -21,11 +20,11 @@ from shared.errors import CheckpointError, LossError
 
 _BETAS = (0.9, 0.95)
 Schedule = Literal["constant", "linear", "cosine"]
-_MOMENTS = ("exp_avg", "exp_avg_sq")  # same shape as the parameter, and sharded like it
+_MOMENTS = ("exp_avg", "exp_avg_sq")  # tensors of the parameter's shape, sharded like the parameter
 
 
 def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of the update after `step` others: linear warmup to `peak`, then the schedule."""
+    """Return the learning rate of the update after `step` updates: linear warmup to `peak`, then the schedule."""
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
@@ -39,7 +38,7 @@ def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: i
 
 
 class Optimizer:
-    """AdamW over named parameters; `total_steps` is where the schedule ends."""
+    """AdamW over named parameters. The schedule ends after `total_steps`."""
 
     def __init__(
         self, parameters: Sequence[tuple[str, torch.nn.Parameter]], config: TrainingConfig, *, total_steps: int
@@ -55,8 +54,8 @@ class Optimizer:
         )
 
     def update(self, step: int, *, share: float = 1.0) -> tuple[float, float]:
-        """Clip, update, zero the gradients. Returns the learning rate and the gradient's norm before clipping.
-        `share`: the part of the scheduled learning rate to use.
+        """Clip, update, zero the gradients. Returns the learning rate and the gradient's norm before clipping. `share`:
+        the factor of the scheduled learning rate.
 
         Raises LossError if the gradient is not finite, before any weight changes.
         """
@@ -86,15 +85,16 @@ class Optimizer:
         return rate, norm
 
     def state(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """The moments and counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; empty before the first update. For
-        a sharded model this is collective: ranks with `keep` get the whole in host memory, others nothing."""
+        """Return moments and step counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; {} before the first update.
+        For a sharded model this is collective: ranks with `keep` get whole tensors in host memory, the other ranks
+        {}."""
         state = {
             f"{name}.{key}": tensor for name, p in self._named for key, tensor in self._adamw.state.get(p, {}).items()
         }
         return whole_on_host(state, keep=keep) if any(map(is_part, state.values())) else state
 
     def load_state(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Continue from another optimizer's `state()`. Raises CheckpointError, and changes nothing, if the trained
+        """Continue from another optimizer's `state()`. Raises CheckpointError without any change if the trained
         parameters differ or a moment does not fit its parameter."""
         stored: dict[str, dict[str, torch.Tensor]] = {}
         for key, tensor in tensors.items():

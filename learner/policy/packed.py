@@ -1,15 +1,15 @@
-"""A packed row as the tensors of one forward pass, and that pass.
+"""Turns a packed row into the tensors of one forward pass, and runs this pass.
 
 In: a `PackedRow` (its segments' token ids, labels, loss weights, pixels). Out: the final hidden states of the row, and
 for each supervised token the position that predicts it.
 
-A group's prompt is in the row once (R47): segments that share one are a piece of prompt and a piece for each answer,
-which attends to the prompt and to itself. The vision tower sees its images once. The first token of each answer is
-predicted at the prompt's last one. Losses and gradients are those of the segments alone.
+The prompt of a group is in the row once (R47). Segments that share a prompt become a piece for the prompt and a piece
+for each answer, which attends to the prompt and to itself. The vision tower sees the prompt's images once. The prompt's
+last token predicts the first token of each answer. Losses and gradients are those of separate segments.
 
-Invariants: every segment has the positions that it would have alone. They restart at 0; multimodal rotary positions
-come from the model's own `get_rope_index`, one prompt at a time. `labels[i]` is predicted at i-1 of the same segment,
-so no segment's end predicts the next one's start. Only prompts hold images: an image token in a rollout is text.
+Invariants: the positions of every segment are those that it has alone: they begin at 0. Multimodal rotary positions
+come from the model's `get_rope_index`, one prompt at a time. Token i-1 of a segment predicts `labels[i]`, so the end of
+a segment never predicts the start of the next. Only prompts hold images: an image token in a rollout is text.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from learner.policy.policy_gradient import PolicyInputs, gather_policy
 from learner.records import PackedRow, Segment, VisionInputs
 from learner.tasks.supervision import check_supervision
 
-# An empty row computes on these two tokens, none of them supervised (D5). (A compiler treats a size of 1 as a special
-# case.)
+# An empty row computes on these two tokens, neither of which is supervised (D5). Two, because a compiler treats a size
+# of 1 as a special case.
 _BLANK = Segment(
     sample_id="",
     input_ids=np.zeros(2, np.int64),
@@ -43,27 +43,27 @@ _BLANK = Segment(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedInputs:
-    """T tokens in S segments, N of them supervised."""
+    """The tensors of a row of T tokens in S segments. N tokens are supervised."""
 
     input_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T], or [3, 1, T] (time, height, width) for multimodal rotary positions
     layout: SegmentLayout
     pixel_values: torch.Tensor | None  # [P, patch_dim]
     image_grid_thw: torch.Tensor | None  # [I, 3]
-    written_image_tokens: torch.Tensor | None  # [1, T] bool; None if there are none
-    predict_at: torch.Tensor  # [N] positions in the row whose logits are used
+    written_image_tokens: torch.Tensor | None  # [1, T] bool: image tokens in answers; None if there are none
+    predict_at: torch.Tensor  # [N] positions in the row that predict the supervised tokens
     targets: torch.Tensor  # [N]
     weights: torch.Tensor  # [N] float32
-    weight_sum: float  # float64 sum of `weights` and of what counts without a token
+    weight_sum: float  # float64 sum of `weights`, and of weights that belong to no token
     supervised: tuple[np.ndarray, ...]  # indices of each segment's supervised tokens
-    policy: PolicyInputs | None = None  # None: every token is taught
+    policy: PolicyInputs | None = None  # None: no token has a policy gradient
 
 
 def pack_inputs(
     row: PackedRow, model: PreTrainedModel, device: torch.device, *, always_image: bool = False
 ) -> PackedInputs:
-    """Return the row's tensors on `device`. `always_image`: a row without images gets a blank one, so that the vision
-    tower runs in every pass. It is in a segment of its own without supervised tokens.
+    """Return the row's tensors on `device`. `always_image`: a row without images gets a blank image in a segment
+    without supervised tokens, so that the vision tower runs in every pass.
 
     Raises LossError if a supervised token is outside its segment's assistant span.
     """
@@ -94,7 +94,7 @@ def pack_inputs(
 
 
 class _Piece(NamedTuple):
-    """Tokens `[begin, end)` of a segment, and the tokens of the row that they attend to besides."""
+    """The tokens `[begin, end)` of a segment, and the row's tokens that they attend to besides each other."""
 
     segment: Segment
     begin: int
@@ -108,7 +108,7 @@ class _Piece(NamedTuple):
 def _lay_out(
     groups: Sequence[Sequence[Segment]], supervised: Sequence[np.ndarray]
 ) -> tuple[list[_Piece], NDArray[np.int64]]:
-    """Return the row's pieces in order, and where each segment's supervised tokens are predicted."""
+    """Return the row's pieces in order, and the positions that predict each segment's supervised tokens."""
     pieces: list[_Piece] = []
     predict_at: list[NDArray[np.int64]] = []
     at, indices = 0, iter(supervised)
@@ -119,7 +119,7 @@ def _lay_out(
             pieces.append(_Piece(group[0], 0, shared, range(0)))
             at += shared
         for segment in group:
-            before = next(indices) - 1  # the token that predicts
+            before = next(indices) - 1  # the prompt's last token, which predicts the answer's first one
             predict_at.append(np.where(before < shared, prefix.start + before, at + before - shared))
             if len(segment) > shared:
                 pieces.append(_Piece(segment, shared, len(segment), prefix))
@@ -142,7 +142,7 @@ def _policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray], devic
 
 
 def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
-    """The last hidden states `[T, hidden]` of a row. The loss applies the output head."""
+    """Return the last hidden states `[T, hidden]` of a row. The loss applies the output head."""
     kwargs: dict[str, object] = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
     if inputs.pixel_values is not None:
         kwargs |= {"pixel_values": inputs.pixel_values, "image_grid_thw": inputs.image_grid_thw}
@@ -160,7 +160,7 @@ def _max_patches(grids: torch.Tensor | None) -> int:
 
 
 def _blank_image(model: PreTrainedModel) -> tuple[Segment, ...]:
-    """Return the smallest image that gives one token, alone in a segment; empty for a text-only model."""
+    """Return a segment with the smallest image that gives one token; () for a text-only model."""
     token_id = image_token_id(model)
     if token_id is None:
         return ()
@@ -188,8 +188,9 @@ def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.
 
 @contextmanager
 def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Iterator[None]:
-    """Models put image features wherever the input id is the image token. The server embeds an image token that the
-    policy wrote like any other token. So here its id is hidden from the model, and its embedding is put back."""
+    """Hide image tokens of answers inside the block. Models put image features at every image token, but the server
+    embeds an image token that the policy wrote like any other token. So its id is replaced, and its embedding is put
+    back."""
     written = inputs.written_image_tokens
     if written is None:
         yield
@@ -197,7 +198,7 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
     token = torch.tensor(image_token_id(model), device=written.device)
 
     def put_back(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-        if args[0].shape != written.shape:  # the call for `token` below
+        if args[0].shape != written.shape:  # the call that computes `token` below
             return None
         return torch.where(written[..., None], module(token), output)
 
@@ -212,7 +213,7 @@ def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor
     """Return the positions: `[1, T]`, or `[3, 1, T]` for multimodal rotary positions. Each segment starts at 0."""
     if not hasattr(model.base_model, "get_rope_index"):
         return torch.cat([torch.arange(piece.begin, piece.end) for piece in pieces])[None]
-    prompts: dict[tuple[object, ...], torch.Tensor] = {}  # most prompts of a row are the same, and the index is slow
+    prompts: dict[tuple[object, ...], torch.Tensor] = {}  # computed once per prompt: the model's index is slow
     parts = []
     for s, begin, end, _ in pieces:
         prompt = torch.zeros(3, 1, 0, dtype=torch.int64)
@@ -229,7 +230,7 @@ def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor
 
 
 def _prompt_positions(segment: Segment, is_image: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """Return a prompt's positions `[3, 1, P]`, by the model's own rules."""
+    """Return a prompt's positions `[3, 1, P]`, by the model's rules."""
     assert segment.vision is not None
     positions, _ = model.base_model.get_rope_index(
         input_ids=torch.from_numpy(segment.input_ids[: segment.prompt_length])[None],

@@ -1,11 +1,11 @@
-"""Several learner processes as one: the group, small collectives with a deadline, and one gradient reduction per step.
+"""The learner's processes: the group, small collectives with a deadline, and one gradient reduction per step.
 
-In: torchrun's environment and a timeout. Out: `Ranks`, passed to everything that needs agreement between ranks.
+In: torchrun's environment and a timeout. Out: `Ranks`, which is given to all parts that need agreement between ranks.
 
-Gradients are summed locally over a step's rows. Then they are reduced over ranks once, in flat float32 buckets, in one
-order. torch's DistributedDataParallel is not used: it reduces in the last backward pass, and ranks may differ in which
-row is the last. Numbers and objects go through gloo even where tensors go through NCCL. If a rank is missing, gloo
-raises an exception within the deadline; NCCL's watchdog would end the process.
+Gradients are summed locally over a step's rows. Then they are reduced over ranks once, in flat float32 buckets, in the
+same order on all ranks. torch's DistributedDataParallel reduces in the last backward pass, and ranks may differ in
+which row is the last, so it is not used. Numbers and objects go through gloo even where tensors go through NCCL. If a
+rank is missing, gloo raises an exception within the deadline, while NCCL's watchdog would end the process.
 
 Invariants: every rank makes the same calls in the same order. A rank without a gradient for a parameter contributes
 zeros. After `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
@@ -29,12 +29,12 @@ from shared.waits import Deadline
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-BUCKET_ELEMENTS = 64 * 2**20  # 256 MiB of float32 at a time
+BUCKET_ELEMENTS = 64 * 2**20  # elements of a bucket: 256 MiB of float32
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the learner's processes. With `world_size` 1 there is no group, and no call waits."""
+    """This process among the learner's processes. With `world_size` 1 there is no group, and calls return at once."""
 
     rank: int = 0
     world_size: int = 1
@@ -49,7 +49,7 @@ class Ranks:
         """Return the largest rank's value. Raises CollectiveError, like every call below."""
         if self.world_size == 1:
             return float(value)
-        # In float64, a Python float comes back bit for bit.
+        # float64, so that the Python float comes back bit for bit.
         tensor = torch.tensor(value, dtype=torch.float64)
         with self._deadline("all_reduce"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -75,8 +75,8 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def all_succeed(self, work: Callable[[], T]) -> list[T]:
-        """Return every rank's `work()`, in rank order. If one raised a ProjectError, every rank raises it (the lowest
-        rank's), so that no rank waits for one that has stopped."""
+        """Return every rank's `work()`, in rank order. If `work` raises a ProjectError on some rank, every rank raises
+        the error of the lowest such rank, so that no rank waits for one that has stopped."""
         outcome: T | ProjectError
         try:
             outcome = work()
@@ -95,13 +95,13 @@ class Ranks:
         self.all_reduce_max(0.0)
 
     def all_reduce_tensor(self, tensor: torch.Tensor) -> None:
-        """Sum a tensor over ranks in place."""
+        """Replace a tensor by its sum over ranks, in place."""
         if self.world_size > 1:
             with self._deadline("all_reduce"):
                 dist.all_reduce(tensor)
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with rank 0's."""
+        """Overwrite a tensor with rank 0's, in place."""
         if self.world_size > 1:
             with self._deadline("broadcast"):
                 dist.broadcast(tensor, src=0)
@@ -115,7 +115,7 @@ class Ranks:
     def _deadline(self, name: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # gloo's timeout, or a peer that is gone
+        except RuntimeError as error:  # gloo's timeout, or the end of another rank
             absent = absent_ranks(self.rank, self.world_size)
             who = f"{ranks_named(absent)} did not come to" if absent else "a rank was late at"
             logs = ", ".join(f"learner_rank{rank}.log" for rank in absent) or "each learner_rank*.log"
@@ -127,12 +127,12 @@ class Ranks:
             ) from error
 
 
-_ROLL_CALL_S = 2.0  # a healthy rank notices the same failure at the same time, or as soon as its peer has gone
+_ROLL_CALL_S = 2.0  # seconds to wait for other ranks' reports; healthy ranks notice the failure at about the same time
 
 
 def absent_ranks(rank: int, world_size: int) -> list[int]:
-    """Return the ranks that do not report the failure of a collective as well: they hang or are gone. Empty if that
-    cannot be found out."""
+    """Return the ranks that do not report the failure of a collective too: they hang or have ended. [] if this cannot
+    be found out."""
     missing: list[int] = []
 
     def call_the_roll() -> None:
@@ -152,7 +152,7 @@ def absent_ranks(rank: int, world_size: int) -> list[int]:
 
 
 def _quietly(work: Callable[[], None]) -> None:
-    with suppress(RuntimeError, ValueError):  # no group yet, or its store is gone
+    with suppress(RuntimeError, ValueError):  # there is no group yet, or its store has ended
         work()
 
 
@@ -161,7 +161,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
-    """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun, a world of one process. With a
+    """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun return one rank alone. With a
     GPU the process uses one CPU thread, unless OMP_NUM_THREADS is set.
 
     Raises ConfigError if there are more processes than GPUs, CollectiveError if a process does not join in time.
@@ -180,8 +180,8 @@ def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         if "OMP_NUM_THREADS" not in environment:
-            # torchrun does the same for several ranks. The CPU's work is small: two threads do not encode an image
-            # faster, and a thread per core takes time from the thread that launches kernels.
+            # torchrun sets one thread too if there are several ranks. The CPU's work is small: two threads do not
+            # encode an image faster, and one thread per core takes time from the thread that launches kernels.
             torch.set_num_threads(1)
     ranks = Ranks(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
     if world_size > 1:
@@ -201,7 +201,7 @@ def broadcast_parameters(module: torch.nn.Module, ranks: Ranks) -> None:
 def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, weight_sum: float) -> None:
     """Turn locally summed gradients into the gradient of the step's weighted mean, on every rank.
 
-    `weight_sum` is the sum of all loss weights of the step over all ranks; with 0 every gradient becomes 0.
+    `weight_sum` is the sum of the step's loss weights over all ranks. If it is 0, every gradient becomes 0.
     """
     scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
     for bucket in _buckets(parameters):

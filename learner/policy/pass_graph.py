@@ -1,15 +1,16 @@
-"""A forward pass that is repeated with the same inputs, captured as one CUDA graph (R09).
+"""Captures a forward pass that is repeated with the same inputs as one CUDA graph (R09).
 
-In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass under the current weights. A
-replay takes the host a millisecond, and the host goes on while the device works.
+In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass under the present weights. A
+replay takes the host a millisecond, and the host does not wait for the device.
 
-A model of photographs reads image sizes on the host and brings tables to the device, and neither can be captured. But
-with the same inputs both are the same in every pass, unless they depend on weights. So one pass is noted: what it read,
-what it brought, and which tensors depend on weights. Then it is captured with these values in place of the reads.
+A model for images reads image sizes on the host and copies tables to the device, and neither can be captured. But with
+the same inputs, both have the same values in every pass, unless they depend on weights. So one pass is recorded in
+`Notes`: the values that it read, the values that it copied, and which tensors depend on weights. Then the pass is
+captured with these values in place of the reads.
 
-Invariants: a read that depends on weights (a mixture of experts) rules a capture out. Before the capture the pass runs
-once more with the noted values, in a mode in which torch refuses whatever would wait for the device, and must give what
-it gave before: a capture that fails leaves torch's generators unusable.
+Invariants: a pass that reads a value that depends on weights (a mixture of experts) is not captured. Before the capture
+the pass runs once more with the recorded values, in a mode in which torch refuses operations that wait for the device,
+and must give the same output. Otherwise a failed capture would leave torch's random generators unusable.
 """
 
 from __future__ import annotations
@@ -30,22 +31,22 @@ from torch.utils._pytree import tree_iter, tree_map_only
 log = logging.getLogger("learner.policy")
 Pass = Callable[[], torch.Tensor]
 Work = Callable[[], None]
-Record = Callable[[Work], Work]  # returns a function that repeats the work; the work itself need not run
+Record = Callable[[Work], Work]  # returns a function that repeats the work; whether the work runs now is left open
 Given = Mapping[str, Any]
 
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}  # modes miss their copies
-_CLOSE = 0.01  # max difference in nats of two passes with the same kernels and values
+_FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}  # torch's modes miss their copies
+_CLOSE = 0.01  # max difference in nats between two passes with the same values
 
 
 def cuda_graph(work: Work) -> Work:
     """Capture what `work` launches on the current device, without running it. Raises OutOfMemoryError."""
     graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
-    stream.wait_stream(now)  # CUDA captures nothing on its default stream, so the work goes to another one
+    stream.wait_stream(now)  # CUDA cannot capture on its default stream, so the work runs on another stream
     with torch.cuda.stream(stream):
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads may broadcast
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads may use the device meanwhile
         try:
             work()
         finally:
@@ -56,18 +57,18 @@ def cuda_graph(work: Work) -> Work:
 
 
 class PassGraph:
-    """A captured pass."""
+    """A captured pass. Calling it repeats the pass."""
 
     def __init__(self, replay: Work, output: torch.Tensor, notes: Notes) -> None:
         self._replay, self._output = replay, output
-        self._notes = notes  # kept, because the graph reads the notes' tensors
+        self._notes = notes  # kept, because the graph reads their tensors
 
     @classmethod
     def of(
         cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph, *, alone: bool = True
     ) -> PassGraph | None:
-        """Capture the graph of `run`; None, and a line in the log, if it can't be captured. `alone`: no other thread
-        waits for the device meanwhile, so that reads can be looked for."""
+        """Capture `run` as a graph; None, and a line in the log, if it cannot be captured. `alone`: no other thread
+        waits for the device meanwhile, so that reads can be recorded."""
         notes = Notes(weights)
         with notes.noting():
             now = run()
@@ -89,17 +90,17 @@ class PassGraph:
             return None
 
     def __call__(self) -> torch.Tensor:
-        """Return the pass's output under the current weights, as a copy."""
+        """Return the pass's output under the present weights, as a copy."""
         self._replay()
         return self._output.clone()
 
 
 def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
-    """Return why a pass with the noted values differs from the noted pass, or ""."""
+    """Return how a pass with the recorded values differs from the recorded pass; "" if it does not."""
     try:
         with notes.repeating(), _no_waits() if notes.reads and before.is_cuda else nullcontext():
             again = run()
-    except RuntimeError as error:  # torch's, for what would wait for the device
+    except RuntimeError as error:  # torch raises this for operations that wait for the device
         return str(error).splitlines()[0]
     except OtherPassError as error:
         return str(error)
@@ -109,10 +110,10 @@ def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
 
 @contextmanager
 def _no_waits() -> Iterator[None]:
-    """Let torch raise RuntimeError on CUDA for operations inside that wait for the device."""
+    """Make torch raise RuntimeError for operations in the block that wait for the CUDA device."""
     before = torch.cuda.get_sync_debug_mode()
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that torch may not see every wait
+        warnings.simplefilter("ignore")  # torch warns that it may not see every wait
         torch.cuda.set_sync_debug_mode("error")
     try:
         yield
@@ -121,22 +122,23 @@ def _no_waits() -> Iterator[None]:
 
 
 class OtherPassError(Exception):
-    """A repeated pass reads other values than the noted pass."""
+    """A repeated pass reads or copies other values than the recorded pass."""
 
 
 class Notes:
-    """The values that one pass read on the host or copied to the device, in order. `obstacle`: why not repeatable."""
+    """The values that one pass read on the host or copied to the device, in order. `obstacle`: why the pass cannot be
+    repeated with them; "" if it can."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self.obstacle = ""
-        self._of_weights: dict[int, StorageWeakRef] = {}  # a reference keeps a storage's number from being used again
-        self._values: list[tuple[object, Any]] = []  # (function, value); None for a tensor that stays on the host
+        self._of_weights: dict[int, StorageWeakRef] = {}  # weak references: a storage's number is not reused meanwhile
+        self._values: list[tuple[object, Any]] = []  # (function, value); None: the tensor stays on the host
         self._next = 0
         self._mark(weights)
 
     @property
     def reads(self) -> bool:
-        """True if something was read on the host, or brought to the device."""
+        """True if the pass read a value on the host, or copied one to the device."""
         return any(value is not None for _, value in self._values)
 
     def noting(self) -> AbstractContextManager[None]:
@@ -144,7 +146,7 @@ class Notes:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Repeat a pass with the noted values. Raises OtherPassError if it asks for others."""
+        """Repeat the pass with the recorded values inside the block. Raises OtherPassError if it reads other values."""
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield
@@ -154,7 +156,7 @@ class Notes:
     def _note_factory(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> object:
         made = func(*args, **kwargs)
         if func in _FACTORIES:
-            self._check(func, (args[func is torch.Tensor.new_tensor :], kwargs))  # that one's self is a pattern
+            self._check(func, (args[func is torch.Tensor.new_tensor :], kwargs))  # `new_tensor`'s self has no value
             self._put(func, made if made.device.type != "cpu" else None)
         return made
 
@@ -170,7 +172,7 @@ class Notes:
         if reads(func, args, kwargs):
             self._check(func, (args, kwargs))
             self._put(func, returned)
-        if self._depends((args, kwargs)):  # what it gives and what it writes depends on weights too
+        if self._depends((args, kwargs)):  # results of weights, and tensors they are written to, depend on weights
             self._mark(one for one in tree_iter(returned) if isinstance(one, torch.Tensor))
             self._mark(_written(func, args, kwargs))
         return returned
@@ -184,7 +186,7 @@ class Notes:
             return args[0].copy_(self._take(func))
         if not reads(func, args, kwargs):
             return func(*args, **kwargs)
-        # Copies: the pass may write into them, and the notes must stay as they are.
+        # Copies, because the pass may write into the values, which are needed again.
         return tree_map_only(torch.Tensor, torch.clone, self._take(func))
 
     def _put(self, func: object, value: object) -> None:
@@ -226,7 +228,7 @@ def is_mask(index: object) -> TypeGuard[torch.Tensor]:
 
 def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
     """Return True if the operation reads a value of the device on the host, or copies between host and device. Indexing
-    by masks is handled elsewhere."""
+    by masks is not covered here."""
     if func in _COPIES:
         asked = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
         given = [one.device for one in tree_iter(args) if isinstance(one, torch.Tensor)]
@@ -236,7 +238,7 @@ def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
 
 @contextmanager
 def _watched(factory: Callable[..., object], operation: Callable[..., object]) -> Iterator[None]:
-    """Let `factory` and `operation` do what torch's functions and the operations below them are asked to."""
+    """Call `factory` and `operation` in place of torch's factories and of all operations inside the block."""
 
     class Factories(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:

@@ -1,14 +1,14 @@
 """The loss of a policy gradient, per token (`grpo`, R37).
 
-Three log-probabilities of a token that was drawn: `rollout`, by the weights that drew it; `first`, by the learner
-before its first update on the rollout; `now`, with gradient.
+A drawn token has three log-probabilities: `rollout`, under the weights that drew it; `first`, by the learner before its
+first update on the rollout; `now`, by the present weights, with gradient.
 
-    importance  w = min(exp(first - rollout), cap)         the rollout's weights were others, or computed otherwise
-    ratio       r = exp(now - first)                       1 in the first update
+        importance  w = min(exp(first - rollout), cap)         corrects for other weights and kernels of the rollout
+        ratio       r = exp(now - first)                       1 in the first update
     surrogate   w x min(r A, clip(r, 1 - low, 1 + high) A)
     loss        weight x (-surrogate + kl_weight x k3)               k3 = exp(ref - now) - (ref - now) - 1
 
-In the first update the gradient is exactly -weight x w x A x grad(now). Tokens that are taught (`is_policy` false) keep
+In the first update the gradient is exactly -weight x w x A x grad(now). Tokens to imitate (`is_policy` false) keep
 their cross-entropy. k3 (Schulman 2020) estimates the divergence from the reference `ref`; it is never negative.
 """
 
@@ -29,8 +29,8 @@ _PER_TOKEN = ("entropy", "importance", "truncated", "ratio", "clipped", "kl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Limits of a token's loss. `cap`: largest importance (TIS). `low` and `high`: a token whose probability has fallen
-    or risen by these shares since the first update gets no more gradient in that direction (DAPO)."""
+    """Limits of a token's loss. `cap`: the largest importance (TIS). `low` and `high`: a token whose probability has
+    fallen or risen by this share since the first update gets no more gradient in that direction (DAPO)."""
 
     cap: float = 2.0
     low: float = 0.2
@@ -39,7 +39,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyInputs:
-    """Inputs of a row's N supervised tokens, each [N]; NaN where nothing is known."""
+    """Inputs of the loss, each [N], one per supervised token of a row; NaN where a value is unknown."""
 
     is_policy: torch.Tensor  # bool
     advantages: torch.Tensor
@@ -48,8 +48,8 @@ class PolicyInputs:
 
 
 def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray]) -> PolicyInputs | None:
-    """Gather the inputs on the CPU; None if no segment is to be reinforced. `supervised`: indices of each segment's
-    tokens."""
+    """Return the inputs on the CPU; None if no segment has a policy gradient. `supervised`: indices of each segment's
+    supervised tokens."""
     if all(segment.policy is None for segment in segments):
         return None
     parts: list[list[np.ndarray]] = [[], [], [], []]
@@ -63,9 +63,9 @@ def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray])
 
 
 def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.ndarray], logprobs: torch.Tensor) -> None:
-    """Store the first pass's log-probabilities [N] in the segments that have none yet."""
+    """Store the first pass's log-probabilities [N] in those segments that have none yet."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
-    for segment, at in zip(segments, supervised, strict=False):  # a blank image may follow
+    for segment, at in zip(segments, supervised, strict=False):  # a blank image's segment may follow
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
             segment.policy.first_logprobs[at] = values[start : start + len(at)]
         start += len(at)
@@ -81,9 +81,10 @@ def policy_loss(
     kl_weight: float = 0.0,
     bounds: Bounds = Bounds(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss (scalar), and without gradient the sums of SUMS over the policy's tokens [len(SUMS)]."""
+    """Return the summed loss (scalar), and the sums that SUMS names over tokens of the policy [len(SUMS)], without
+    gradient."""
     held, ours = now.detach(), policy.is_policy
-    # In the first update this pass is the first one: the ratio is 1, and has a gradient all the same.
+    # In the first update this pass is the first one: the ratio is 1, but has a gradient.
     first = torch.where(policy.first_logprobs.isnan(), held, policy.first_logprobs)
     drawn_elsewhere = ours & ~policy.rollout_logprobs.isnan()
     # Where the rollouts' log-probabilities are not known, the importance is 1.

@@ -1,15 +1,15 @@
 """FSDP2: each rank holds its part of every parameter, gradient and moment, for models that do not fit one device.
 
-In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass, and helpers: whole
-tensors from parts, and a rank's part of a whole tensor. No other module handles a DTensor. A layer of the decoder or of
-the vision tower is whole on a device only while it computes. Everything outside those layers (embeddings, head, the
-vision tower's ends) is whole during a pass.
+In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass, and functions that
+give whole tensors from parts, and a rank's part of a whole tensor. No other module handles a DTensor. A layer of the
+decoder or of the vision tower is whole on a device only while it computes. The rest of the model (embeddings, head, the
+first and last layers of the vision tower) is whole during a pass.
 
-Invariants: the model is never whole on a device. All ranks make the same passes and the same calls of `whole` in the
+Invariants: the whole model is never on one device. All ranks make the same passes and the same calls of `whole` in the
 same order, because each is a collective. Every pass uses every layer (`packed.py` adds a blank image, `loss.py` sends a
-token through the head). Otherwise ranks with other rows would gather and reduce other tensors. Every backward pass sums
-gradients over ranks, in float32, without averaging. Reducing only in a step's last pass would save transfers that are
-hidden behind computation, but it would cost a whole gradient of the model per device.
+token through the head), or ranks with different rows would gather and reduce different tensors. Every backward pass
+sums gradients over ranks, in float32, without averaging. Reducing only in a step's last pass would save transfers that
+are hidden behind computation, but needs memory for a whole gradient on each device.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class ShardedForward(torch.nn.Module):
-    """The outermost module of a sharded model. FSDP gathers and frees around calls, so it needs one module whose call
-    is a whole pass. The learner never calls the model itself, because the loss applies the head."""
+    """The outermost module of a sharded model. FSDP gathers and frees weights around a module's call, so it needs a
+    module whose call is a whole pass. The learner does not call the model itself, because the loss applies the head."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class ShardedForward(torch.nn.Module):
         with collective_errors():
             result: torch.Tensor = self(work)
             if not torch.is_grad_enabled():
-                self.reshard()  # the backward pass does this where there are gradients
+                self.reshard()  # with gradients the backward pass frees the weights
         return result
 
 
@@ -75,20 +75,20 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
                 tensor.data = tensor.data.to(ranks.device)
                 ranks.broadcast_tensor(tensor.data)
         sharded = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        # FSDP averages over ranks by default. Gradients here are sums.
+        # FSDP averages over ranks by default, but gradients here are sums.
         sharded.set_gradient_divide_factor(1.0)
-        sharded.set_force_sum_reduction_for_comms(True)  # gloo has no scaled sums
+        sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale sums
     return forward
 
 
 def is_part(tensor: torch.Tensor) -> bool:
-    """Return True if a tensor is only this rank's part of a sharded one."""
+    """Return True if a tensor is this rank's part of a sharded tensor."""
     return isinstance(tensor, DTensor)
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor of a part, on every rank, detached. Other tensors come back unchanged. Collective. Raises
-    CollectiveError."""
+    """Return the whole tensor of which `tensor` is a part, detached, on every rank; a whole tensor unchanged.
+    Collective. Raises CollectiveError."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad(), collective_errors():
@@ -96,8 +96,8 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Each tensor, whole, in host memory on ranks where `keep` is true; empty elsewhere. Collective, one tensor at a
-    time.
+    """Return each whole tensor in host memory on ranks with `keep`, {} on the others. Tensors are gathered one at a
+    time. Collective.
 
     Names that share a tensor share it in the result too.
     """
@@ -111,8 +111,8 @@ def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
 
 @torch.no_grad()
 def whole_copy(module: M, device: torch.device) -> M:
-    """Return a copy of `module` and its submodules with whole parameters on `device`. Those that are so already are
-    shared. Collective."""
+    """Return a copy of `module` and its submodules with whole parameters on `device`. Parameters that are whole and on
+    `device` already are shared with the copy. Collective."""
     duplicate = copy.copy(module)
     duplicate._parameters = {
         name: p if p is None else torch.nn.Parameter(whole(p.detach()).to(device), requires_grad=False)
@@ -123,12 +123,12 @@ def whole_copy(module: M, device: torch.device) -> M:
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole `tensor`, sharded like `like` and on its device. If `like` is whole, `tensor`
-    itself."""
+    """Return this rank's part of a whole `tensor`, sharded like `like` and on its device; `tensor` itself if `like` is
+    whole."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
-    chunks = tensor.chunk(mesh.size())  # the last ranks get nothing where there are fewer rows than ranks
+    chunks = tensor.chunk(mesh.size())  # with fewer rows than ranks the last ranks get no rows
     own = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else tensor[:0]
     return DTensor.from_local(
         own.to(like.device, copy=True), mesh, like.placements, shape=tensor.shape, stride=tensor.stride()
@@ -137,7 +137,7 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def collective_errors() -> Iterator[None]:
-    """Turns torch's errors for a missing rank in an FSDP or DTensor collective into CollectiveError."""
+    """Turn torch's errors in the block for a missing rank in a collective into CollectiveError."""
     try:
         yield
     except RuntimeError as error:

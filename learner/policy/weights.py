@@ -1,12 +1,12 @@
 """The policy's weights under checkpoint names, merged, for the sync and for export.
 
-In: a transformers model, possibly with LoRA/DoRA layers inside. Out: `(name, tensor)` in the state dict's order, with
-exactly the names, shapes and values that `save_pretrained` would write after a merge. Tied weights come once.
+In: a transformers model, possibly with LoRA/DoRA layers. Out: `(name, tensor)` in the state dict's order, with exactly
+the names, shapes and values that `save_pretrained` would write after a merge. Tied weights come once.
 
-Invariant: the model is only read. An adapted layer is merged in a scratch copy by peft itself (so everything that peft
-can merge is right, DoRA too), in float32, one layer at a time. For a sharded model every rank gets the same whole
-tensors, gathered one at a time, so iterating over them is collective.
-The list of a model's tensors is made once, because making it takes longer than sending them.
+Invariant: the model is only read. peft merges an adapted layer in a scratch copy (so all layers that peft can merge are
+merged right, DoRA too), in float32, one layer at a time. For a sharded model every rank gets the same whole tensors,
+gathered one at a time, so iterating over them is collective. The list of a model's tensors is made once, because making
+it takes longer than sending them.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _BASE = ".base_layer."
 
 
 class CheckpointWeights:
-    """The weights of one model, whose structure must not change. Without `merge`: the base weights below its adapter.
-    `device`: where adapters are merged, also while the model is in host memory; None: where the model is.
+    """The weights of one model, whose structure must not change. `merge` False: the base weights below its adapter.
+    `device`: where adapters are merged, also while the model is in host memory; None: on the model's device.
 
     Raises ConfigError for a sharded model that could only be gathered as a whole.
     """
@@ -49,7 +49,7 @@ class CheckpointWeights:
         }
         shapes = self._shapes(None)
         stored = revert_weight_conversion(model, dict(shapes))
-        # If false, the checkpoint splits or fuses tensors. Conversion then needs all of them at once.
+        # If False, the checkpoint splits or fuses tensors, and converting to its names needs all tensors at once.
         self._stored_as_is = stored.keys() == shapes.keys() and all(stored[n] is t for n, t in shapes.items())
         if not self._stored_as_is and any(map(is_part, self._own.values())):
             raise ConfigError(
@@ -61,7 +61,7 @@ class CheckpointWeights:
 
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Merged weights under checkpoint names, floating-point ones in `dtype` (None: as trained), detached.
+        """Yield merged weights under checkpoint names, detached, floating-point ones in `dtype` (None: as trained).
 
         Tensors may share memory with the model: use or copy each before the next optimizer step.
         """
@@ -75,7 +75,7 @@ class CheckpointWeights:
             yield from revert_weight_conversion(self._model, dict(weights)).items()
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        """Names, dtypes and shapes of `named_weights`, in the same order, without merging."""
+        """Return names, dtypes and shapes of `named_weights`, in the same order, without merging."""
         shapes = self._shapes(dtype)
         stored = shapes if self._stored_as_is else revert_weight_conversion(self._model, shapes)
         return [spec_of(name, tensor) for name, tensor in stored.items()]
@@ -83,7 +83,7 @@ class CheckpointWeights:
     def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._merge and name in self._adapted:
             return merged_weight(self._adapted[name], dtype, self._device)
-        return whole(_cast(tensor, dtype))  # a part is cast before it is gathered
+        return whole(_cast(tensor, dtype))  # a part is cast before it is gathered, so that fewer bytes are sent
 
     def _shapes(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         return {
@@ -94,15 +94,15 @@ class CheckpointWeights:
         }
 
 
-Checksums = dict[str, torch.Tensor]  # keys are the checkpoint's names of tensors; see `checksum`
+Checksums = dict[str, torch.Tensor]  # `checksum` of a tensor, by its checkpoint name
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the tensor's bytes as 64-bit words, wrapping: int64 `[]` on its device. Nothing waits for the
-    device.
+    """Return the sum of the tensor's bytes as 64-bit words, wrapping: int64 `[]` on its device. The host does not wait
+    for the device.
 
-    Zeros between tensors add nothing, so a bucket's sum is the sum of its tensors' sums. It finds a tensor of other
-    values, not values that changed places.
+    Zeros between tensors add nothing, so a bucket's sum is the sum of its tensors' sums. The sum shows that values
+    differ, not that values changed places.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
@@ -120,12 +120,12 @@ def as_sent(
     replaced: Sequence[tuple[str, torch.nn.Module]] | None = None,
     checksums: bool = True,
 ) -> Iterator[Checksums]:
-    """Forward passes inside use the values that travel: each weight rounded to `dtype` (None: as trained) and, if
-    `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
+    """Let forward passes in the block use the values that are sent: each weight rounded to `dtype` (None: as trained)
+    and, if `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
 
     The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
-    holds one more layer, never one more model. A sharded model's weights are whole at that time. Yields the checksums
-    of the weights that were replaced, which a forward pass fills in; none without `checksums`. `replaced`: those of
+    holds one layer more, never one model more. A sharded model's weights are whole at that time. Yields the checksums
+    of the replaced weights, which a forward pass fills in; {} without `checksums`. `replaced`: the modules of
     `replaced_modules` that the pass uses, if they are known.
     """
     used: Checksums = {}
@@ -145,8 +145,7 @@ def as_sent(
 
 
 def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
-    """Return the weights that are sent as they are trained, which `as_sent` does not replace, by the checkpoint's
-    name."""
+    """Return the weights that are sent as trained, which `as_sent` does not replace, by checkpoint name."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
         for module_name, module in replaced_modules(model, dtype, merged=merged)
@@ -159,8 +158,8 @@ def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: boo
 def replaced_modules(
     model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules whose own weights can be served with other values than are trained, by name: an adapted layer
-    as a whole, without its parts."""
+    """Yield the modules whose weights may be sent with other values than the trained ones, by name. An adapted layer is
+    yielded as a whole, without its parts."""
     adapted = {module for module in model.modules() if merged and isinstance(module, LoraLayer)}
     parts = {part for layer in adapted for part in layer.modules()} - adapted
     for name, module in model.named_modules():
@@ -171,9 +170,9 @@ def replaced_modules(
 
 
 class _Swap:
-    """Replaces `owner`'s parameters with `values()` while a forward pass runs, and notes their checksums in `used`, if
-    anybody reads them. `name`: the module's in the checkpoint. `adapted`: the layer around `owner`, if the values
-    contain its adapter."""
+    """Replaces `owner`'s parameters with `values()` while a forward pass runs. `used`: the dict that gets their
+    checksums; None: nobody reads them. `name`: the module's checkpoint name. `adapted`: the adapted layer around
+    `owner`, if the values contain its adapter."""
 
     def __init__(
         self,
@@ -199,7 +198,7 @@ class _Swap:
             replaced[name] = _parameter(value.to(trained.dtype))
         self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
-            self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft adds none
+            self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft then does not add the adapter
 
     def leave(self, *_: object) -> None:
         self._owner._parameters = self._trained
@@ -229,9 +228,9 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 def merged_weight(
     layer: LoraLayer, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return an adapted layer's weight with its adapter merged on `device` (None: where it is), in float32 also under
+    """Return an adapted layer's weight with its adapter merged on `device` (None: the layer's), in float32 also under
     autocast, and then rounded to `dtype`: a new, whole tensor."""
-    # A layer in host memory is merged on the device: two cores merge 4B in 35 s, the copy over takes half a second.
+    # A layer in host memory is merged on the device: two CPU cores merge 4B in 35 s, copying it takes half a second.
     device = device or layer.get_base_layer().weight.device
     with torch.autocast(device.type, enabled=False):
         plain = _merged_plain(layer, dtype, device)
@@ -243,7 +242,7 @@ def merged_weight(
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
     base._parameters = {**base._parameters, "weight": weight}
     scratch._modules = {**scratch._modules, "base_layer": base}
-    # The copy shares both with the layer, and `merge` writes into them.
+    # `scratch` shares both with the layer, and `merge` writes into them.
     scratch.merged_adapters, scratch._caches = [], {}
     with torch.autocast(weight.device.type, enabled=False):
         scratch.merge()
@@ -251,17 +250,17 @@ def merged_weight(
 
 
 def _merged_plain(layer: LoraLayer, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Merge one plain LoRA on a linear layer, in peft's own order of operations and so bit for bit as peft merges it.
-    None for any other layer: peft merges that one.
+    """Merge a single plain LoRA on a linear layer, with peft's operations in peft's order, so the result is equal bit
+    for bit. None for any other layer, which peft merges.
 
-    A product, and a kernel that scales, adds and rounds: between them the weight is written once in float32, where
-    peft's way writes it four times."""
+    It takes a product, and one kernel that scales, adds and rounds: the weight is written once in float32, peft writes
+    it four times."""
     if not merges_plainly(layer):
         return None
     (name,), scaling = layer.active_adapters, layer.scaling[layer.active_adapters[0]]
     parts = layer.get_base_layer().weight, layer.lora_A[name].weight, layer.lora_B[name].weight
     base, a, b = (part.detach().to(device, non_blocking=True) for part in parts)
-    is_exact = _is_power_of_two(scaling)  # a product is exact only then, so that it may be rounded with the sum
+    is_exact = _is_power_of_two(scaling)  # only then scaling is exact, so that one rounding after the sum is enough
     delta = b @ a
     if not is_exact:
         delta, scaling = delta.mul_(scaling), 1.0
@@ -269,7 +268,7 @@ def _merged_plain(layer: LoraLayer, dtype: torch.dtype, device: torch.device) ->
 
 
 def merges_plainly(layer: LoraLayer) -> bool:
-    """Return True for one LoRA in float32 on a whole linear layer. Then merging waits for nothing."""
+    """Return True for a single LoRA in float32 on a whole linear layer: merging it does not wait for the device."""
     if type(layer) is not Linear or len(active := layer.active_adapters) != 1:
         return False
     name, base = active[0], layer.get_base_layer().weight
@@ -287,7 +286,7 @@ def _own_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
     """Return the state dict's parameters and buffers, without adapters and second names of tied weights."""
     ignored = set(model._keys_to_ignore_on_save or ())
     variables = model.state_dict(keep_vars=True)
-    # Ties are found by memory address, and empty parts of a sharded model have none. So parts get stand-ins.
+    # Ties are found by memory address. Empty parts of a sharded model have no address, so all parts get stand-ins.
     places = {id(tensor): torch.empty(1) for tensor in variables.values()}
     state = {
         name: places[id(tensor)] if is_part(tensor) else tensor.detach()
