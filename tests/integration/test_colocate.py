@@ -28,6 +28,7 @@ from learner.rollout.colocate import ColocateBackend
 from learner.rollout.colocated_engine import ColocatedEngine
 from learner.rollout.hf import HfBackend
 from learner.sync.canary import CanaryItem
+from shared.canary import cached_positions
 from shared.engine_images import EngineImages
 from shared.errors import CanaryError, ConfigError, CoverageError, SyncError
 from shared.seeds import offset_seed, request_seed
@@ -230,6 +231,19 @@ def test_the_engine_gets_what_each_prompt_is_by_itself(world: World) -> None:
     assert all(images.result(prompt, one) for prompt, one in zip(prompts, seen, strict=True))
 
 
+def test_each_response_gets_its_own_scores(world: World) -> None:
+    """R09: several of one prompt and of others, whole and through the prefix cache."""
+    world.sync()
+    pairs = [(0, (20, 21, 22)), (1, (23,)), (0, (24, 25)), (2, (26, 27, 28, 29))]
+    encoder = world.policy.encoder
+    scores = world.engine.score([encoder.for_engine(world.samples[i]) for i, _ in pairs], [ids for _, ids in pairs])
+    own = world.policy.logprobs([(encoder.encode(world.samples[i]), ids) for i, ids in pairs])
+    for score, mine in zip(scores, own, strict=True):
+        assert score.logprobs == pytest.approx(mine, abs=1e-4)
+        cached = [mine[i] for i in cached_positions(len(mine))]
+        assert score.cached_logprobs == pytest.approx(cached, abs=1e-4)
+
+
 def test_the_settings_of_the_processor_are_those_of_the_one_that_vllm_has(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -314,6 +328,22 @@ def test_a_tensor_that_does_not_come_stops_rollouts(world: World, monkeypatch: p
         world.sync()
     assert "layers.1.mlp" in caught.value.found
     monkeypatch.undo()
+    refused_then_mended(world)
+
+
+def test_old_prefixes_that_stay_stop_rollouts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They hold what other weights computed."""
+    monkeypatch.setattr(world.engine._llm.llm_engine, "reset_prefix_cache", lambda: False)
+    with pytest.raises(SyncError, match="prefix cache cannot be reset"):
+        world.sync()
+    monkeypatch.undo()
+    refused_then_mended(world)
+
+
+def test_what_vllms_loader_raises_is_an_error_of_the_sync(world: World) -> None:
+    with pytest.raises(SyncError, match="loading weights into the colocated engine failed") as caught:
+        world.engine.load([("no.such.layer.weight", torch.zeros(1))])
+    assert "no.such.layer" in caught.value.found or "no module" in caught.value.found
     refused_then_mended(world)
 
 
