@@ -15,10 +15,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -46,7 +46,7 @@ def member(rank: int, host: str, port: int, size_mib: int, device: str) -> None:
 
     from shared.sync.group import start_join
 
-    backend = "tcp" if device == "cpu" else "nccl"
+    backend: Literal["tcp", "nccl"] = "tcp" if device == "cpu" else "nccl"
     group = start_join(backend, host, port, rank, 2, LIMIT_S / 2, device, secret=b"containers").result()
     tensor = torch.full((size_mib << 20,), rank, dtype=torch.uint8, device=device)
     seconds = []
@@ -62,7 +62,8 @@ def member(rank: int, host: str, port: int, size_mib: int, device: str) -> None:
 def run(containers: bool, names: Sequence[str], settings: Mapping[str, str], device: str, port: int) -> dict[str, Any]:
     """Run both ranks. Returns what NCCL said of its transports, and GB/s; or the error's last line."""
     size_mib = 64 if device == "cpu" else 1024
-    with network(NAMES) if containers else nullcontext((None, {})) as (_, nodes):
+    with ExitStack() as stack:
+        nodes = stack.enter_context(network(NAMES))[1] if containers else {}
         host = nodes[NAMES[0]].address if nodes else "127.0.0.1"
         processes = []
         for rank, node in enumerate(NAMES):
