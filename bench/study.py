@@ -20,7 +20,9 @@ In `--out`: `results/REGIME/ARM-SEED.json`, the answers in `answers/`, the label
 `study.json` and `study.md` are the report. What is there is not done again, so the study goes on with a second command,
 on another machine too. When `--minutes` are over, everything has ended and is reported. `--work` is scratch.
 `--only-rank` reads the answers, and says whether F1 that is estimated by labels with gaps ranks models as all labels do
-(`ranked.json`).
+(`ranked.json`). `--only-estimate` trains nothing: the start answers the photographs to learn from eight times, and what
+a run would estimate of labels with gaps is compared with all labels (`estimated.json`, `estimated.md`); with `--draws`
+also, how many draws of random gaps are called not random (`alarms-*.jsonl`).
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from typing import Annotated, Any, Literal
 import torch
 import typer
 
-from bench.experiment import arms
+from bench.experiment import arms, estimated
 from bench.experiment.arms import FIRST_SEED, KEPT, Arm, file_name
 from bench.experiment.gaps import KINDS, Row, read_kind, with_gaps
 from bench.experiment.ranked import rank_answers
@@ -205,6 +207,10 @@ def main(
     only_rank: Annotated[
         bool, typer.Option("--only-rank", help="Run nothing: rank the answers that are there.")
     ] = False,
+    only_estimate: Annotated[
+        bool, typer.Option("--only-estimate", help="Train nothing: compare the estimate of labels with gaps.")
+    ] = False,
+    draws: Annotated[int, typer.Option(min=0, help="Of random gaps, with --only-estimate.")] = 0,
 ) -> None:
     """Run every arm in every regime, score, report."""
     on_gpu = torch.cuda.is_available() if device is None else device == "cuda"
@@ -228,6 +234,9 @@ def main(
         raise typer.BadParameter("photographs of cells need --data")
     if only_rank:
         rank_regimes(study, regimes)
+        return
+    if only_estimate:
+        estimate_regimes(study, regimes, draws)
         return
     runs = runs_of(regimes, arm or tuple(ARMS), range(FIRST_SEED, FIRST_SEED + seeds))
     slots = [Slot[StudyRun](devices=(0,) if on_gpu else ()) for _ in range(number)]
@@ -255,6 +264,30 @@ def rank_regimes(study: Study, regimes: Sequence[Regime]) -> None:
         given, everything = (read_rows(study.rows(regime, "score", labels)) for labels in ("gaps", "all"))
         found = rank_answers(sorted((study.out / "answers" / regime.name).glob("*.json")), given, everything, study.out)
         print(json.dumps({key: found[key] for key in found if key != "checkpoints"}, indent=1), flush=True)
+
+
+def estimate_regimes(study: Study, regimes: Sequence[Regime], draws: int) -> None:
+    """Compare the estimate with all labels in each regime, until the time is over; report. Then draw random gaps."""
+    path = study.out / "estimated.json"
+    found: dict[str, Any] = json.loads(path.read_text())["regimes"] if path.is_file() else {}
+    for regime in regimes:
+        write_data(study, regime)
+        given, everything = (read_rows(study.rows(regime, "train", labels)) for labels in ("gaps", "all"))
+        photographs = DIGITS if regime.name.startswith(DIGITS) else CELLS
+        kept, rows = study.out / "answers" / f"{photographs}.jsonl", study.rows(regime, "train", "all")
+        drawn = estimated.drawn_answers(regime.setting.base, rows, kept)
+        if regime.name not in found and time.monotonic() < study.deadline:
+            found[regime.name] = estimated.estimated(given, everything, drawn)
+            write_atomically(path, json.dumps({**circumstances(), "regimes": found}, indent=1) + "\n")
+            write_atomically(path.with_suffix(".md"), estimated.report(found) + "\n")
+            say(f"{regime.name}: right {found[regime.name]['right']}, estimated {found[regime.name]['estimated']}")
+        alarms = study.out / f"alarms-{photographs}.jsonl"
+        for number in range(len(read_rows(alarms)) if alarms.is_file() else 0, draws):
+            if time.monotonic() > study.deadline:
+                break
+            with alarms.open("a") as file:
+                file.write(json.dumps(estimated.alarm(everything, drawn, number)) + "\n")
+    print(estimated.report(found), flush=True)
 
 
 def runs_of(regimes: Sequence[Regime], names: Sequence[str], seeds: Iterable[int]) -> list[StudyRun]:

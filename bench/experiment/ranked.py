@@ -36,7 +36,7 @@ Floats = NDArray[np.float64]
 
 def rank_answers(answers: Iterable[Path], given: Sequence[Row], everything: Sequence[Row], out: Path) -> dict[str, Any]:
     """Judge all answers, and write `ranked.json`. The start is judged once. Raises MediaError."""
-    samples = [_sample(row) for row in given]
+    samples = [sample_of(row) for row in given]
     truth = {row["id"]: objects_of(row) for row in everything}
     judge = GapJudge(samples, Images(ImageRules()).load)
     checkpoints: list[Row] = []
@@ -59,7 +59,7 @@ def rank_answers(answers: Iterable[Path], given: Sequence[Row], everything: Sequ
     return summary
 
 
-def _sample(row: Row) -> Sample:
+def sample_of(row: Row) -> Sample:
     images, objects = tuple(row["images"]), canonical_order(objects_of(row))
     size = {"width": row["width"], "height": row["height"]}
     return Sample(sample_id=row["id"], messages=(), images=images, objects=objects, **size)
