@@ -54,7 +54,7 @@ class Tokenizer(Protocol):
 
     eos_token_id: int
 
-    def __hash__(self) -> int: ...  # goes by identity: tables are cached per tokenizer
+    def __hash__(self) -> int: ...  # by identity, because tables are cached per tokenizer
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -91,7 +91,7 @@ class Task(Protocol):
     exchange it.
     """
 
-    reader: ClassVar[Reader | None] = None  # used if `data.format` names none; None: `data.format`
+    reader: ClassVar[Reader | None] = None  # if `data.format` names no reader; None: a built-in one reads
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
         """`config.options` are the keys of your own. Raises ConfigError if they or the tokenizer do not fit."""
@@ -299,7 +299,7 @@ def reader_of(config: RunConfig, split: str = "train") -> Reader | None:
 
 
 def _named_reader(config: RunConfig, split: str) -> None:
-    """Raises ConfigErrors if the split's reader is not there. That of `train` is looked at once."""
+    """Raises ConfigErrors if the split's reader cannot be imported. The reader of `train` is checked only once."""
     path = as_read_for(config.data, split).reader
     if path is not None and (split == "train" or path != config.data.reader):
         reader_of(config, split)

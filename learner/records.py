@@ -72,8 +72,8 @@ Rect = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 
 class View(NamedTuple):
-    """The recipe of an augmented picture (`data.augment`): `window` is cut out of the photograph, turned, mirrored, and
-    resized to `size`. Colors are factors, 1 changes nothing."""
+    """How an augmented picture is made (`data.augment`): `window` is cut out of the photograph, turned, mirrored, and
+    resized to `size`. Colors are factors; 1 changes nothing."""
 
     photograph: Size  # size of the upright photograph
     window: Rect
@@ -172,7 +172,7 @@ class ParsedRollout:
     truncated: bool  # the answer ended before its container did
     usable: bool  # the container was opened as the task defines it
     closed: bool = True  # the container was closed, and nothing but whitespace follows
-    dropped: tuple[tuple[DropReason, int, int], ...] = ()  # the reason, and the tokens that hold it: begin, end
+    dropped: tuple[tuple[DropReason, int, int], ...] = ()  # (reason, begin, end): a dropped object's range of tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -222,7 +222,7 @@ class PolicyTokens:
     on purpose, so that later passes know the probabilities before the first update."""
 
     advantages: NDArray[np.float32]  # [L]
-    rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: those are the learner's own
+    rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: these are the learner's
     first_logprobs: NDArray[np.float32]  # [L] nats, by the learner's weights before the first update
 
 
@@ -260,7 +260,7 @@ def group_tokens(group: Sequence[Segment]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class PackedRow:
-    """Segments that are learned in one padding-free forward. An empty row is a zero-weight pass (D5). With
+    """Segments that are learned in one padding-free forward. An empty row is learned with weight 0 (D5). With
     `share_prompts`, neighbours with the same prompt share one copy of it."""
 
     segments: tuple[Segment, ...]
@@ -405,7 +405,7 @@ class RolloutCallLog:
     chunk: int  # requests that this rank may have in flight
     ver: int | None = None
     seconds: float = 0.0
-    began_at: float = 0.0  # the same as in `CallRecord`
+    began_at: float = 0.0  # Unix seconds, as in `CallRecord`
     parts: dict[str, float] = field(default_factory=dict)  # seconds by part of a call in the learner's own process
     calls: list[CallRecord] = field(default_factory=list)
     splits: list[tuple[int, int, int]] = field(default_factory=list)

@@ -55,7 +55,7 @@ MAX_REASON = 400  # characters of an error in the log
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """What a checkpoint of the end of a step needs, of every rank, besides weights and moments."""
+    """All ranks' state at the end of a step that a checkpoint needs besides weights and moments."""
 
     state: TrainerState
     generators: Generators
@@ -75,7 +75,7 @@ def start_set_aside() -> Iterator[Callable[[], None]]:
     def after_step() -> None:
         nonlocal set_aside
         if not set_aside:
-            gc.collect()  # frozen garbage would stay
+            gc.collect()  # garbage that is exempt from collection would never be freed
             gc.freeze()
             set_aside = True
 
@@ -427,8 +427,8 @@ class Trainer:
             self.journal.note(f"scores are calibrated on data.val: {file.parent.name}/{file.name}")
 
     def rescue(self) -> None:
-        """Save the last whole step after an error, without the other ranks, which may be gone. An unfinished step is
-        given up; its samples come again after the resume."""
+        """Save the last whole step after an error, without the other ranks, which may have ended. The unfinished step
+        is dropped; its samples come again after the resume."""
         at = self._boundary
         if at is None or at.state.global_step in (0, self._saved_at):
             return

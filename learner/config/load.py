@@ -108,8 +108,8 @@ def load_config(
     env: Mapping[str, str] = os.environ,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """Return the configuration in `path`, with the command line's `path.to.key=VALUE` laid over it. With `world_size`,
-    keys that depend on the number of ranks are checked and filled in too.
+    """Return the configuration in `path`. `overrides` are the command line's `path.to.key=VALUE`, which replace its
+    values. With `world_size`, keys that depend on the number of ranks are checked and filled in too.
 
     Raises ConfigErrors.
     """

@@ -33,7 +33,7 @@ _BAD_KINDS: tuple[BadKind, ...] = get_args(BadKind)
 
 
 Format = Literal["auto", "jsonl", "coco", "voc", "yolo", "labelme", "datasets"]
-ReaderPath = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]  # of a function of the user's own
+ReaderPath = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]  # path of a reader, a function of the user
 
 
 class ResizedCopy(Section):
@@ -186,7 +186,7 @@ class DataConfig(Section):
 
     @property
     def reader(self) -> str | None:
-        """`format`, if it is the path of a reader of the user's own."""
+        """Return `format` if it is the path of the user's reader, else None."""
         return self.format if ":" in self.format else None
 
     @property

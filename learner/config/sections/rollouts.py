@@ -40,8 +40,8 @@ MEANING = f"short names of keys below `{ROLLOUT}`: " + ", ".join(
 
 
 def spelled_out(values: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, str]]:
-    """Return a configuration in which short names have written their values where the long ones have none, and the
-    short name of each long one that was written so."""
+    """Return a configuration in which each short name's value is written to its long name, if the long name has no
+    value. Also return the short names of the long names that were written, by long name."""
     filled, written = copy.deepcopy(values), dict[str, str]()
     for name, value in _given(values.get(KEY)).items():
         at: object = filled
@@ -58,7 +58,7 @@ def spelled_out(values: Mapping[str, object]) -> tuple[Mapping[str, object], dic
 
 
 def by_names_in_file(mistakes: Sequence[Mistake], written: Mapping[str, str]) -> list[Mistake]:
-    """Return the mistakes with the short name where that wrote the value."""
+    """Return the mistakes, with the short name in place of a long name whose value a short name wrote."""
     longs = [next((long for long in written if mistake.path.startswith(long)), "") for mistake in mistakes]
     return [
         replace(mistake, path=written.get(long, "") + mistake.path.removeprefix(long))

@@ -1,9 +1,9 @@
 """Bootstrap intervals over samples of COCO's AP, and of the difference between two detectors on the same draws.
 
 A sample is one image, or several images that are drawn together. COCO's matches do not depend on other images, so they
-are made once (pycocotools). A draw weights each sample by how often it was drawn. The result is what pycocotools
-computes on so many copies, because copies of a box have equal scores and are neighbours in the order. Only copies of
-two boxes with equal scores in one image come in another order. No side effects.
+are made once (pycocotools). A draw weights each sample by how often it was drawn. The result equals that of pycocotools
+on so many copies of each sample, because copies of a box have equal scores and so stand together in the order. It
+differs only if two boxes in one image have equal scores. No side effects.
 """
 
 from __future__ import annotations

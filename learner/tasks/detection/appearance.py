@@ -33,7 +33,7 @@ from threadpoolctl import threadpool_limits
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.bins import bounding_box, to_pixels
 
-MIN_LABELS = 200  # 16 photographs of cells with so many labels err by up to 0.12, 8 photographs by up to 0.35
+MIN_LABELS = 200  # so many labels in 16 photographs of cells gave errors of up to 0.12, in 8 photographs of up to 0.35
 MIN_AUC = 0.75  # least AUC on held-out labels; below it there is no estimate
 OWN_CLASS = 60  # right examples of a class that get a classifier of their own
 MOST_LABELS = 6000  # labels whose pixels are read; more of them do not improve the estimate
@@ -52,7 +52,7 @@ _OF_FIRST = 200.0  # number of finds that the shares of the first model count as
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
 Open = Callable[[str], Image.Image]
-Shares = dict[tuple[str | None, bool], Sequence[float]]  # of the kinds of example, by class and border
+Shares = dict[tuple[str | None, bool], Sequence[float]]  # shares of the example kinds, by class and border
 
 # The matrices are small. Beside other programs, several BLAS threads would mostly wait for each other.
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")

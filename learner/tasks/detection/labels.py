@@ -45,7 +45,7 @@ def description_labels(
         predicted, wanted = parsed.objects[index], truth[truth_index].desc
         begin, end = _inside_quotes(predicted)
         if end >= len(text.data):
-            continue  # a token holds its end and text that the tail repeats
+            continue  # one token holds the description's end and text that the tail repeats
         if predicted.object.desc == wanted:
             tokens = range(text.token_at(begin), text.tokens_until(end))
             yield from zip(tokens, text.ids[tokens].tolist(), strict=True)

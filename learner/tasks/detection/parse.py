@@ -95,7 +95,7 @@ def digit_coordinates(text: TokenText) -> Coordinates:
     is_digit = digits < 10
     edges = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
     begins, ends = edges[0::2], edges[1::2]
-    apart = chars[begins - 1] != ord("_")  # `object_12`, `bbox_2d` are not coordinates: a third of all runs
+    apart = chars[begins - 1] != ord("_")  # no coordinates: `object_12`, `bbox_2d`, a third of all runs
     begins, ends = begins[apart], ends[apart]
     first = text.ends.searchsorted(begins, "right")
     behind = text.ends.searchsorted(ends, "left") + 1

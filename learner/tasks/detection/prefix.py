@@ -4,8 +4,8 @@ answer should have ended.
     last_object   up to its last complete object: the default Y_train
     last_match    up to its last prediction that matched. Unmatched predictions after it are replaced by the missed
                   objects or the end
-    first_miss    up to the last object until which it had found exactly the first objects in canonical order. Then the
-                  ground truth continues, as in plain teacher forcing, but after text that the model wrote
+    first_miss    up to the last object at which the objects found so far are exactly the first in canonical order.
+                  Then the ground truth continues, as in plain teacher forcing, but after text that the model wrote
 
 The prefix is always the rollout's own token ids, and every missed object is appended. If labels are incomplete,
 `first_miss` cuts off objects without a label, and ground truth without them teaches the model to leave them out. With
@@ -37,7 +37,7 @@ def up_to_last_match(assignment: Assignment, task: ObjectTask) -> Assignment:
 
 
 def up_to_first_miss(assignment: Assignment, task: ObjectTask) -> Assignment:
-    """Cut after the last matched prediction until which the found objects are exactly the first ones.
+    """Cut after the last matched prediction at which the objects found so far are exactly the first in canonical order.
 
     Predictions that match nothing may stand between them.
     """
@@ -128,7 +128,7 @@ def overrun_label(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer
     parsed = assignment.parsed
     last = max((index for index, *_ in assignment.pairs), default=-1)
     covered = up_to_object(parsed, last, task)
-    if len(covered.objects) > last + 1:  # a token fuses its end with a coordinate
+    if len(covered.objects) > last + 1:  # a token fuses the object's end with a coordinate
         return None
     closing = pieces_of(tokenizer).encode(task.serialize((), after=covered).text)
     own = parsed.rollout.response_token_ids[covered.prefix_length : parsed.prefix_length]

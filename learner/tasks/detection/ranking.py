@@ -31,7 +31,7 @@ from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.metrics import Interval, interval_of
 
-MOST_OBJECTS = 2.0  # factor of all right boxes; on blood cells the true one is 1.3
+MOST_OBJECTS = 2.0  # max number of objects / right boxes of all models; on blood cells the true ratio is 1.3
 GAPS = 0.1  # right boxes without a label / labels; above it labels have gaps
 CREDIBLE = 0.4  # share of right boxes among those without a label; complete labels have given 0.34
 MOST_SCENES = 300  # scenes whose pixels are read; more take time and change little

@@ -48,7 +48,7 @@ FEATURES = (
     "rivals",  # the largest share of answers that have an overlapping candidate
 )
 _LEAST = -12.0  # nats; lower log-probabilities are raised to it
-_HALF_NATS = 4.0  # nats at which a score without calibration is 0.5; plain probabilities of good boxes would read 0.00
+_HALF_NATS = 4.0  # nats at which a score without calibration is 0.5; plain probabilities of good boxes are about 0.00
 
 
 class ScoreCandidate(NamedTuple):
