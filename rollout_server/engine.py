@@ -76,7 +76,7 @@ _GRAPH_ARGS = {
 
 
 class WorkerReply(WireModel):
-    """One worker's answer to a call of `SyncWorker`; it travels as JSON, because an exception could end the engine."""
+    """One worker's answer to a call of `SyncWorker`. It is sent as JSON, because an exception could end the engine."""
 
     error: ErrorBody | None = None
     done: bool = True  # the join, or the update, has ended

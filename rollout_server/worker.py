@@ -1,8 +1,8 @@
 """The part that runs inside vLLM's workers: join the group, receive buckets, check them, load them (R09).
 
 vLLM mixes `SyncWorker` into its worker class (`worker_extension_cls`), and `engine.py` calls its methods by name on all
-workers. `Receiving` is one weight update as a worker sees it: receive a bucket, check its seal, load it, and the next.
-The next buckets are on their way while one is checked and loaded.
+workers. `Receiving` is one weight update as a worker sees it: receive a bucket, check its seal, load it, then the next.
+The next buckets are received while one is checked and loaded.
 
 Invariants:
 - no method blocks longer than the slice it is given plus one load, so a lost peer never hangs the engine;
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 P = ParamSpec("P")
 _Memory: TypeAlias = "torch.Tensor | Iterable[_Memory]"
-BUCKETS_AHEAD = 2  # buckets that travel while another one is loaded
+BUCKETS_AHEAD = 2  # buckets that are received while another one is loaded
 
 # This runs at import: the engine takes seconds to start, and the server may die meanwhile.
 end_with_server()
@@ -208,7 +208,7 @@ class Receiving:
         """
         until = time.monotonic() + slice_s
         if not self._opened:
-            self._load.open()  # takes some time, while the first bytes are on their way
+            self._load.open()  # takes some time, in which the first bytes arrive
             self._opened = True
         while self._incoming:
             buffer, operation = self._incoming[0]

@@ -41,7 +41,7 @@ def engine_args(
     *, model: str, dtype: str, max_model_len: int | None, max_lora_rank: int, on_cpu: bool, **others: object
 ) -> dict[str, object]:
     """Return the arguments of every vLLM engine of this project. `max_lora_rank` 0: the engine takes no adapters."""
-    args = {"model": model, "dtype": dtype, "seed": 0, "disable_log_stats": True, **others}  # requests bring seeds
+    args = {"model": model, "dtype": dtype, "seed": 0, "disable_log_stats": True, **others}  # requests have seeds
     if max_model_len is not None:
         args["max_model_len"] = max_model_len
     if max_lora_rank:

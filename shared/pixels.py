@@ -1,7 +1,7 @@
 """Checks that learner and engine feed the vision tower the same pixels (R45).
 
-In: an image processor's output for a request's images, before the device. Out: `ProcessedImages`, small enough to
-travel with every answer, and `check_pixels`, which compares the two sides.
+In: an image processor's output for a request's images, before the device. Out: `ProcessedImages`, small enough to be
+sent with every answer, and `check_pixels`, which compares the two sides.
 
 Equal digests mean equal pixels. Digests are of the values in the type of the engine's processor: the model's type, or
 levels of 0 to 255 where vLLM normalizes on the device. The learner converts its own values to that type
@@ -144,7 +144,7 @@ def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: s
     """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the other
     side's. Raises ServerMismatchError if its vision tower sees another picture than the learner's."""
     others = _other_settings(mine.settings, theirs.settings)
-    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # otherwise values show it
+    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # otherwise the values differ
     if mine.images == theirs.images and normalized_alike:
         return 0.0
     gap = max(_gaps(mine, theirs), default=0.0)

@@ -12,8 +12,8 @@ processes that start inside its block. `leave_lost_output` is for signal handler
 layer above it, each cache code for 1,024 matrix shapes; ideep needs 270 KB per shape. Images bring ever new shapes, so
 this memory would grow for hours.
 
-`without_working_directory` is for children that run one of our modules, `describe`, `exit_code` and `last_words` for
-what became of them.
+`without_working_directory` gives the variables of a child process that runs one of our modules. `describe`, `exit_code`
+and `last_words` say how a process ended.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Buckets, in which weights travel from learner to server: which tensors share a bucket, its layout and its seal.
+"""Buckets, in which a learner sends weights to servers: which tensors share a bucket, its layout and its seal.
 
 In: named tensors. Out: contiguous byte buffers (`pack`), and the tensors as views into them (`unpack`). The layout
 follows from the specs alone, so only specs are sent with the bytes: tensors in order, each at the next multiple of 16

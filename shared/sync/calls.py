@@ -81,7 +81,7 @@ class Operation(Generic[T]):
         """Run `call`, and end with its outcome, unless the operation has already ended."""
         try:
             result = call()
-        except BaseException as error:  # goes to whoever waits
+        except BaseException as error:  # the caller that waits for the operation gets it
             self.cancel(_without_frames(error))
             return
         if self._unended.acquire(blocking=False):
@@ -164,7 +164,7 @@ def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | Non
         return None
     try:
         finish = begin()
-    except BaseException as error:  # goes to whoever waits
+    except BaseException as error:  # the caller that waits for the operation gets it
         operation.cancel(_without_frames(error))
         return None
     return lambda: operation.run(finish)
