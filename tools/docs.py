@@ -86,7 +86,7 @@ def config_markdown() -> str:
 
 
 def json_schema(model: type[BaseModel], title: str) -> str:
-    """Return the JSON Schema of a file: the model's, with `base`, which composition takes out.
+    """Return the JSON Schema of a file: the model's schema, and the key `base`, which is gone once files are merged.
 
     A file with bases may leave out their sections, so only a file without bases must have every section. Required keys
     inside a section are left to `--check`. Items of lists do not merge, so they keep their required keys.

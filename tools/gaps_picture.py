@@ -1,7 +1,7 @@
 """Draw what labels lack: `python -m tools.gaps_picture --data DIR --photograph BloodImage_00285 --out docs/gaps.jpg`.
 
-`--data` is the folder of `bench.study real`: `bccd/` (photographs) and `bccd_redone/` (published labels, and those that
-others drew anew). Published boxes are green; blue ones are in the new labels only.
+`--data` is the folder of `bench.study real`: `bccd/` (photographs) and `bccd_redone/` (published labels, and labels
+that others drew anew). Published boxes are green. Boxes that only the new labels have are blue.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Who imports whom, read from the source of every module (AST, nothing is imported), and what is against the order."""
+"""Which module imports which, read from every module's source (AST; nothing is imported), and imports against the
+order."""
 
 from __future__ import annotations
 
@@ -11,7 +12,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("shared", "rollout_server", "learner", "deploy")
 
-# Rooms from the ground up. A room imports only from rooms before it, also inside functions and for types.
+# Rooms are packages, in order. A room imports only from itself and earlier rooms, also inside functions and for types.
 FLOORS = (
     "shared",
     "rollout_server",
@@ -100,8 +101,8 @@ def room_of(module: str) -> str:
 
 @cache
 def edges(*, typing: bool = True) -> tuple[tuple[str, str], ...]:
-    """Return who imports whom among this project's modules, with `typing` also for types only. Empty packages are left
-    out."""
+    """Return pairs (importing module, imported module) of this project. `typing`: also imports for types only. Empty
+    packages are left out."""
     found: set[tuple[str, str]] = set()
     for path in modules("shared", "rollout_server", "learner", "deploy", "tools", "examples", "bench", "tests"):
         module = path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
@@ -114,13 +115,13 @@ def edges(*, typing: bool = True) -> tuple[tuple[str, str], ...]:
 
 
 def imports_up(edges: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Imports from a room that comes later in FLOORS, or is not in it."""
+    """Return the imports from a room that is later in FLOORS, or not in FLOORS."""
     height = {room: i for i, room in enumerate(FLOORS)}
     return [(a, b) for a, b in edges if height.get(room_of(b), len(FLOORS)) > height.get(room_of(a), -1)]
 
 
 def circles(edges: Iterable[tuple[str, str]]) -> list[list[str]]:
-    """Groups of nodes that reach each other."""
+    """Return the groups of nodes that reach each other, each with two nodes or more."""
     below: dict[str, set[str]] = {}
     for a, b in edges:
         if a != b:

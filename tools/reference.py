@@ -85,7 +85,7 @@ def metrics_page() -> str:
 
 
 def server_metrics() -> Iterator[tuple[str, str, str]]:
-    """Name as it is scraped, type and help text."""
+    """Yield each server metric: its name as it is scraped, its type and its help text."""
     gate = WaitingGate(Gate(""), queue_timeout_s=1.0, drain_timeout_s=1.0)
     text = Metrics(gate, SyncTotals()).text().decode()
     kinds = dict(re.findall(r"^# TYPE (\S+) (\S+)$", text, re.M))
@@ -116,8 +116,8 @@ in [Clients](../clients.md). Where a program sends a field, null stands for one 
 
 
 def api() -> dict[str, Any]:
-    """Returns what a server answers at `/openapi.json`."""
-    engine = cast(Engine, SimpleNamespace(weights=""))  # nothing is asked of it
+    """Return the document that a server answers at `/openapi.json`."""
+    engine = cast(Engine, SimpleNamespace(weights=""))  # none of its methods is called
     return create_app(RolloutService(engine, ServerConfig(model="any")), token=None).openapi()
 
 
@@ -178,7 +178,7 @@ def _is_short(example: Any) -> bool:
 
 
 def _linked(text: str) -> str:
-    """Return `text`, in which names of messages are links."""
+    """Return `text` with each name of a message as a link."""
     return re.sub(r"`([A-Z]\w+)`", lambda found: _link(found[1]), text)
 
 
@@ -247,7 +247,7 @@ def commands_page() -> str:
 
 
 def _leaves(name: str, command: Any) -> Iterator[tuple[str, Any]]:
-    """The commands of a group and of the groups in it."""
+    """Yield the commands of a group and of its subgroups, each with its full name."""
     for inner, part in getattr(command, "commands", {}).items():
         yield from _leaves(f"{name} {inner}", part)
     if not hasattr(command, "commands"):

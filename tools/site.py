@@ -55,12 +55,13 @@ def _block(language: str, text: str) -> str:
 
 
 def on_page_markdown(markdown: str, **_: Any) -> str:
-    """Return the page without the reasons for which tests leave blocks out: with one, the site sees no block there."""
+    """Return the page without notes on why tests skip a code block: behind such a note mkdocs recognizes no block."""
     return _REASON.sub(r"\1", markdown)
 
 
 def on_post_page(output: str, *, page: Any, config: Any) -> str:
-    """The page, names whole. Raises PluginError if it fetches something, or has a block that was not understood."""
+    """Return the page with unbroken names. Raises PluginError if it fetches from elsewhere, or shows a block as
+    text."""
     if fetched := fetched_from_elsewhere(output):
         raise PluginError(f"{page.file.src_path} fetches {', '.join(fetched)}; put a copy into docs/assets")
     if "```" in _BLOCK.sub("", output):
@@ -69,19 +70,20 @@ def on_post_page(output: str, *, page: Any, config: Any) -> str:
 
 
 def links_inside(html: str) -> str:
-    """Return the page, with links to `docs/` as links to its pages: texts from outside the folder are shown too."""
+    """Return the page with links to `docs/` turned into links to the site's pages, for texts from outside of the
+    folder."""
     return _OUTSIDE.sub(r'href="\1\2.html', html)
 
 
 def whole_names(html: str) -> str:
-    """Marks inline code of one short word for the style: browsers break it behind hyphens and slashes, and a key in two
-    pieces is not read as one. A longer one must break, or a phone cannot show it."""
+    """Mark inline code of one short word, so that the style keeps it on one line. Browsers break it at hyphens and
+    slashes, and a broken key is misread. Longer words may break, or a phone could not show them."""
     return _NAME.sub(r'<code class="name">\1</code>', html)
 
 
 def stacked_tables(html: str) -> str:
-    """Gives each cell of tables with text the name of its column: the style shows them below each other where there is
-    no room. Tables of two columns and of numbers stay as they are."""
+    """Give each cell of a table with sentences the name of its column: on narrow screens the style shows a row's cells
+    below each other. Tables of two columns and of numbers stay as they are."""
     return _TABLE.sub(_stacked, html)
 
 

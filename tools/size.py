@@ -15,7 +15,7 @@ from shared.config.model import Section, section_of, walk_keys
 from tools.imports import PROGRAMS, ROOT, circles, edges, imports_up
 
 CODE = {".py", ".sh", ".html", ".css", ".jinja"}
-LONG = 450  # lines
+LONG = 450  # lines above which a file is listed as long
 LIMITS = {
     "core, lines": 47_000,
     "tests, lines": 54_000,
@@ -42,12 +42,12 @@ def lines_of(paths: Iterable[Path]) -> dict[Path, int]:
 
 
 def num_keys(model: type[Section]) -> int:
-    """Return how many keys a configuration may set. Sections are none, and keys of a list's items are not counted."""
+    """Return how many keys a configuration may set. Sections are not counted, nor are keys of a list's items."""
     return sum(0 not in path and section_of(field.annotation) is None for path, field in walk_keys(model))
 
 
 def measured() -> dict[str, float]:
-    """Return what LIMITS has limits for, by the same names."""
+    """Return the measured numbers, by the names in LIMITS."""
     files = tracked()
     lines = lines_of(files)
     places = {"core": PROGRAMS, "tests": ("tests",), "bench": ("bench",)}
