@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from bench import forked
-from bench.forked import ROOT
 from shared.addresses import free_port
 
 
@@ -30,19 +27,13 @@ def learner(
     config: Path,
     *,
     nproc: int = 1,
-    torchrun: bool = False,
     loaded: tuple[str, ...] = forked.LEARNER,
     timeout_s: float = 200.0,
 ) -> subprocess.CompletedProcess[str]:
-    """The learner on `nproc` ranks, to its end: forked ones, or with `torchrun` as `make learn` starts them.
+    """The learner on `nproc` ranks, to its end.
 
     What all ranks printed, in rank order, and the worst exit code.
     """
-    if torchrun:
-        command = [sys.executable, "-m", "deploy.torchrun", "--nproc", str(nproc), "--", "-m", "learner"]
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        settings: dict[str, Any] = {"cwd": ROOT, "env": environment, "timeout": timeout_s}
-        return subprocess.run([*command, "--config", str(config)], capture_output=True, text=True, **settings)
     ended = launch("learner", nproc, "--config", str(config), timeout_s=timeout_s, loaded=loaded)
     return subprocess.CompletedProcess(
         ended[0].args,

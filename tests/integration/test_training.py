@@ -1,5 +1,5 @@
 """Whole runs of the learner against one real server: rollouts, syncs, evaluation, resume, ranks, LoRA. The ranks
-are forked (`bench.forked`); a user's mistake is told through torchrun too.
+are forked (`bench.forked`); those of torchrun: test_ranks.py.
 
 Every run is another learner incarnation on the same running server, which is never restarted.
 """
@@ -105,9 +105,9 @@ class World:
         return run
 
 
-def learn(config: Path, *, nproc: int = 1, torchrun: bool = False) -> Run:
+def learn(config: Path, *, nproc: int = 1) -> Run:
     began = time.monotonic()
-    done = learner(config, nproc=nproc, torchrun=torchrun, timeout_s=TIMEOUT_S)
+    done = learner(config, nproc=nproc, timeout_s=TIMEOUT_S)
     folder = Path(yaml.safe_load(config.read_text())["training"]["output_dir"])
     return Run(folder, done.returncode, done.stdout, done.stderr, time.monotonic() - began)
 
@@ -279,11 +279,11 @@ def test_a_wrong_configuration_is_a_message(tmp_path: Path) -> None:
 
 
 def test_a_server_that_is_down_is_a_message_in_time(world: World) -> None:
-    """R16: the address, the key and the ways out, through torchrun too."""
+    """R16: the address, the key and the ways out."""
     nobody = free_port()
     path = world.config("down", ROLLOUTS, max_steps=1, per_device_train_batch_size=4)
     text = path.read_text().replace(world.base_url, f"http://127.0.0.1:{nobody}").replace("60.0", "3.0")
     path.write_text(text)
-    run = learn(path, torchrun=True)
-    told(run, f"127.0.0.1:{nobody}", r"vllm\.server", "colocate", "torchrun: rank 0 ended with exit code 2")
+    run = learn(path)
+    told(run, f"127.0.0.1:{nobody}", r"vllm\.server", "colocate")
     assert run.seconds < TIMEOUT_S
