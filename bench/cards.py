@@ -249,7 +249,7 @@ def main(
     minutes: Annotated[float, typer.Option(help="No case begins that could end later.")] = 25.0,
     size: Annotated[Literal["all", "small"], typer.Option(help="small: one try without a GPU.")] = "all",
     scratch: Annotated[Path, typer.Option(help="For the models, one at a time.")] = Path("/dev/shm"),
-    method: Annotated[Literal["sft", "grpo", "both"], typer.Option(help="Which cases.")] = "both",
+    only: Annotated[str, typer.Option(help="Cases whose names contain this text.")] = "",
 ) -> None:
     """Run the cases that FILE lacks."""
     deadline = time.monotonic() + 60 * minutes
@@ -260,7 +260,7 @@ def main(
     if size == "small":
         tried = [Setting(size="small", method="grpo", memory="offload", expected="16")]
     else:
-        tried = [setting for setting in SETTINGS if method in (setting.method, "both")]
+        tried = [setting for setting in SETTINGS if only in setting.name]
     for setting in tried:
         seen = results.setdefault(setting.name, {})
         model = scratch / f"photographs-{setting.size}"

@@ -90,14 +90,15 @@ def run(containers: bool, names: Sequence[str], settings: Mapping[str, str], dev
     if times := re.search(r"SECONDS (.*)", said[1]):
         result["gb_per_s"] = round((size_mib << 20) / 1e9 / median(json.loads(times[1])[2:]), 2)
     else:
-        result["error"] = [text.strip().splitlines()[-1][-300:] for text in said if text.strip()]
+        lines = [line for text in said for line in text.splitlines() if "NCCL INFO" not in line]
+        result["error"] = [line[-200:] for line in lines[-12:]]
     result["said"] = [line[-160:] for line in said[1].splitlines() if "NCCL INFO" in line and "hannel" in line][:4]
     return result
 
 
 def main(
     out: Annotated[Path | None, typer.Option(help="Result file.")] = None,
-    device: Annotated[str, typer.Option(help="cpu: TCP instead of NCCL, to try the script.")] = "cuda",
+    device: Annotated[str, typer.Option(help="cpu: TCP instead of NCCL, to try the script.")] = "cuda:0",
     member_rank: Annotated[int, typer.Option("--member", hidden=True)] = -1,
     host: Annotated[str, typer.Option(hidden=True)] = "",
     port: Annotated[int, typer.Option(help="The group's port; each case takes the next.")] = 29611,
