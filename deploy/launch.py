@@ -317,7 +317,7 @@ def launch(config: LaunchConfig) -> int:
     Raises ConfigError or OutputError if the learner would not get its folder, ServerError, DeadlineError, and
     KeyboardInterrupt with the signal's number.
     """
-    if not config.learner.via:  # with it, the folder may be another machine's
+    if not config.learner.via:  # with `via`, the learner's folder may be on another machine
         check_before_start(load_config(config.learner.config, world_size=config.learner.nproc), os.environ)
     deadline = Deadline(config.ready_timeout_s)
     with supervised() as processes:

@@ -331,7 +331,7 @@ def check_extensions(config: RunConfig) -> None:
         lambda: callback_classes(config),
         *(partial(_named_reader, config, split) for split in ("train", "val", "test")),
     ]
-    if config.task.type != "detection":  # its class loads more than a check needs
+    if config.task.type != "detection":  # the class of `detection` loads more than a check needs
         looks.insert(0, lambda: task_class(config.task))
     else:
         looks.insert(0, lambda: _check_options(config.task))

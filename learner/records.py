@@ -140,7 +140,7 @@ class CoordSlots(NamedTuple):
     response."""
 
     start: NDArray[np.int64]  # first response token that holds a character of the number
-    end: NDArray[np.int64]  # one past the last response token that holds one
+    end: NDArray[np.int64]  # one past the last response token that holds a character of the number
     bin: NDArray[np.int64]
     lead: NDArray[np.int64]  # bytes of token `start` before the number
 
@@ -343,11 +343,11 @@ class Place:
 class RawObject:
     """One annotated object. `coords` are x1, y1, x2, y2 of a box, or x1, y1, x2, y2, ... of a polygon."""
 
-    desc: str | None  # None: the annotations do not name its class
+    desc: str | None  # class name; None: the annotations do not name the class
     kind: GeometryKind
     coords: tuple[float, ...]
     written: str  # class and coordinates, as the file has them
-    name: str  # what messages call the object
+    name: str  # the object's name in messages
     place: Place
     ignored: bool = False  # a region where nothing is known, not an object
     image: int | None = None  # number among the record's images, from 1; None: the annotations do not say

@@ -141,7 +141,7 @@ class Trainer:
         self.run_dir = Path(config.training.output_dir)
         self.policy, self.optimizer, self.source = policy, optimizer, source
         self.task, self.rewards = task, rewards
-        self.train_samples = train_samples  # with completed labels, if the run completes labels
+        self.train_samples = train_samples  # training samples, with completed labels if the run completes labels
         self.eval_samples, self.test_samples, self.backend = eval_samples, test_samples, backend
         self.checkpoints, self.stop, self.journal, self.clock = checkpoints, stop, journal, journal.clock
         self.labels, self.gaps, self.retained = labels, gaps, retained
@@ -157,7 +157,7 @@ class Trainer:
         self._calibration: tuple[int, str | None] | None = None  # a step, and the calibration fitted on its evaluation
         self._saved_at: int | None = None
         self._best_alone: Path | None = None  # a checkpoint that is kept only as the best one
-        self._boundary: Boundary | None = None  # None: the weights are not those at the end of a step
+        self._boundary: Boundary | None = None  # None: the present weights are not those at the end of a step
 
     def run(self) -> None:
         """Train to the last step. Raises Stopped if the run was asked to stop, ProjectError, or any other error that

@@ -93,7 +93,7 @@ def resolved(config: ServerConfig) -> dict[str, object]:
 
 def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     folder = _temporary_folder()
-    listener = _bind(config)  # before the engine's long start, so a port in use is reported at once
+    listener = _bind(config)  # bound before the engine's long start, so that a port in use is reported at once
     os.register_at_fork(after_in_child=listener.close)  # forked processes must not keep the port
     console = _console(config)
     _prepare_environment(config)

@@ -67,7 +67,7 @@ T = TypeVar("T")
 
 JSON, EVENTS = "application/json", "text/event-stream"
 _AS_OPENAI = "as OpenAI's; an error is an `OpenAIError`"
-_OPEN = ("/health", "/ready")  # no token needed: they tell a probe the state and the server's id only
+_OPEN = ("/health", "/ready")  # paths that need no token: they tell a probe only the state and the server's id
 
 # Examples for the OpenAPI document.
 _PROMPT = RolloutInferRequest(

@@ -476,7 +476,8 @@ def graph_args(config: ServerConfig) -> dict[str, object]:
     if config.enforce_eager or most == _MOST_CAPTURED or _GRAPH_ARGS & config.engine_args.keys():
         return {}
     own = {n for n in (1, 2, 4, *range(8, 256, 8), *range(256, most + 1, 16)) if n <= most}
-    # Newer versions of vLLM add this size: a decode padded to more tokens than sequences has no full graph.
+    # Newer versions of vLLM capture this size too: a decoding step padded beyond the number of sequences has no full
+    # graph.
     own.add(config.max_num_seqs)
     larger = {n for n in range(_CAPTURED_EVERY, _MOST_CAPTURED + 1, _CAPTURED_EVERY) if n > most}
     return {"cudagraph_capture_sizes": sorted(own | larger)}

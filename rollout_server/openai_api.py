@@ -283,7 +283,7 @@ class _Watch:
     ver: int
     n: int  # answers per prompt
     num_prompts: int = 0
-    num_tokens: Counter[int] = field(default_factory=Counter)  # by the choice's index
+    num_tokens: Counter[int] = field(default_factory=Counter)  # number of tokens by the choice's index
     faults: list[Exception] = field(default_factory=list)
 
     def versions(self, choice: int) -> list[dict[str, object]]:

@@ -65,7 +65,7 @@ def cpu_seconds(pids: Iterable[int]) -> dict[int, float]:
     have ended are left out."""
     used, named = {}, set(pids)
     for pid in named:
-        with contextlib.suppress(OSError):  # it has ended
+        with contextlib.suppress(OSError):  # the process has ended
             state, seconds = _stat(pid)
             if state in "Tt":
                 return {}

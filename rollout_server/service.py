@@ -55,10 +55,10 @@ from shared.wire import (
 )
 
 T = TypeVar("T")
-KEPT_ANSWERS = 4096  # so many recent answers are kept for retries
+KEPT_ANSWERS = 4096  # number of recent answers that are kept for retries
 MOST_REQUESTS = 65_536  # max requests of all running calls together
-_MANY_CHARS = 1 << 18  # so many take a millisecond or more to read
-_MANY_LOGPROBS = 1024  # so many take 10 ms or more to write
+_MANY_CHARS = 1 << 18  # characters of a text; reading more takes a millisecond or longer
+_MANY_LOGPROBS = 1024  # number of log-probabilities; writing more takes 10 ms or longer
 
 
 class RolloutService:
@@ -75,7 +75,7 @@ class RolloutService:
         self.server_id = server_id or uuid.uuid4().hex[:12]
         self._answers: RecentAnswers[bytes] = RecentAnswers(KEPT_ANSWERS)
         self._versions = _versions()
-        self._num_requests = 0  # of all calls, also those that wait for an update
+        self._num_requests = 0  # requests of all calls, also of those that wait for an update
 
     async def infer(self, call: InferCall) -> list[bytes]:
         """Return all rollouts of `answers` as JSON, in request order."""

@@ -22,7 +22,7 @@ from shared.processes import leave_lost_output, stop_signals
 
 _WATCH_EVERY_S = 0.5
 _BACKLOG = 2048  # max connections that the kernel holds until they are accepted
-_HANG_UP_S = 5.0  # after the engine's death `/health/` answers 503 for so long, then the process ends
+_HANG_UP_S = 5.0  # seconds in which `/health/` answers 503 after the engine's death, before the process ends
 
 
 class _UvicornServer(uvicorn.Server):

@@ -66,11 +66,11 @@ class SyncTotals:
     num_bytes: int = 0  # bytes received
     seconds: float = 0.0
     last_seconds: float = 0.0
-    pause_seconds: float = 0.0  # time in which no call was in flight and none was let in
+    pause_seconds: float = 0.0  # seconds in which no call was in flight and no call was let in
     last_pause_seconds: float = 0.0
-    last_load_seconds: float = 0.0  # part of the last pause until the workers had loaded the weights
-    last_canary_seconds: float = 0.0  # part of the last pause from the load to the canary's scores
-    num_strangers: int = 0  # connections to the group's port that did not know its secret
+    last_load_seconds: float = 0.0  # seconds of the last pause until the workers had loaded the weights
+    last_canary_seconds: float = 0.0  # seconds of the last pause between the load and the canary's scores
+    num_strangers: int = 0  # number of connections to the group's port from callers without its secret
 
     def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
         """Add a completed update."""

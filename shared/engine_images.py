@@ -38,7 +38,7 @@ class EngineImages:
 
     def __init__(self, renderer: BaseRenderer, threads: Executor) -> None:
         self.renderer, self._threads = renderer, threads
-        self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # by vLLM's hash of the image
+        self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # digests, by vLLM's hash of the image
         self._lock = threading.Lock()
         # The settings are the same for all prompts: this program sets every prompt's overrides.
         self._settings: dict[str, str] = {}
@@ -59,7 +59,7 @@ class EngineImages:
             yield [[] for _ in prompts]
             return
         render, found = self.renderer.process_for_engine, list[Seen]()
-        # by the id of the prompt's list of images, which `prompts` keeps alive
+        # the rendered prompt by the id of its list of images, which `prompts` keeps alive
         known: dict[int, tuple[Prompt, EngineInput]] = {}
 
         def process(asked: object, arrival_time: float, **kwargs: object) -> EngineInput:

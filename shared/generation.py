@@ -162,10 +162,10 @@ class Generation:
     response_token_ids: list[int]  # the stop token is left out
     text: str
     finish_reason: str  # "stop", "length"
-    logprobs: list[float] | None = None  # one per response token; None if they were not asked for
+    logprobs: list[float] | None = None  # natural log-probability of each response token; None: not asked for
     stop_token_id: int | None = None  # the stop token
     stop_logprob: float | None = None
-    pixels: ProcessedImages | None = None  # None unless asked for
+    pixels: ProcessedImages | None = None  # None if they were not asked for
 
     @property
     def sampled_logprobs(self) -> tuple[float, ...] | None:
@@ -178,9 +178,9 @@ class Generation:
 @dataclass(frozen=True, kw_only=True)
 class Scores:
     prompt_token_ids: list[int]
-    logprobs: list[float]  # one per response token
-    cached_logprobs: list[float] = field(default_factory=list)  # through the prefix cache, at `cached_positions`
-    pixels: ProcessedImages | None = None  # None unless asked for
+    logprobs: list[float]  # natural log-probability of each response token
+    cached_logprobs: list[float] = field(default_factory=list)  # at `cached_positions`, through the prefix cache
+    pixels: ProcessedImages | None = None  # None if they were not asked for
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:

@@ -246,7 +246,8 @@ class Images:
 
     def _open(self, file: IO[bytes], source: str) -> Image.Image:
         """Return the image with its header read, but not its pixels. Raises MediaError for too many pixels."""
-        self._check_pixels(*_webp_size(file), source)  # before Pillow allocates memory for all pixels
+        # checked first, because Pillow allocates memory for all pixels of a WebP when it opens the file
+        self._check_pixels(*_webp_size(file), source)
         image = Image.open(file, formats=FORMATS)
         self._check_pixels(image.width, image.height, source)
         return image
@@ -340,9 +341,9 @@ def _upright(image: Image.Image) -> Image.Image:
 def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
     """Return `_upright(image).size`, without decoding if the header is enough."""
     if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
-        return image.size  # before Pillow decodes the whole image to find an EXIF chunk
+        return image.size  # Pillow would decode the whole image to look for an EXIF chunk
     turned = 5 <= _orientation(image) <= 8
-    if turned and image.format == "TIFF":  # before loading, versions of Pillow give different sizes
+    if turned and image.format == "TIFF":  # versions of Pillow give different sizes before the image is loaded
         image.load()
         return image.size
     return (image.height, image.width) if turned else image.size

@@ -21,7 +21,7 @@ MIN_CHARS = 4
 _SECRET = re.compile(r"TOKEN|KEY|SECRET|PASSWORD", re.IGNORECASE)
 
 _known: dict[str, str] = {}  # secret value -> `${NAME}`
-_pattern: re.Pattern[str] | None = None  # one group per value, in the order of `_known`
+_pattern: re.Pattern[str] | None = None  # has one group per value, in the order of `_known`
 
 
 def is_secret(name: str) -> bool:
@@ -76,7 +76,7 @@ def bare_url(url: str) -> str:
     if "@" in authority:
         authority = authority.rpartition("@")[2]
     elif ":" in authority and not re.fullmatch(r"(\[[^\[\]]*\]|[^:]*):[0-9]*", authority):
-        return f"{scheme}{separator}..."  # such as a password that holds a slash
+        return f"{scheme}{separator}..."  # the port is no number: the text may be a password that holds a slash
     return f"{scheme}{separator}{authority}{slash}{path}{'' if shown == url else '?...'}"
 
 

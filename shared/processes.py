@@ -29,7 +29,7 @@ from pathlib import Path
 FEW_SHAPES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _PR_SET_PDEATHSIG = 1
 _PRINTED = (1, 2)  # stdout, stderr
-_LAST_LINES = 3  # of a log, in an error
+_LAST_LINES = 3  # number of a log's last lines in an error
 _libc = ctypes.CDLL(None, use_errno=True)  # loaded here, so that a child can call it between fork and exec
 
 

@@ -26,12 +26,13 @@ class _AwakeClock:
     `_MOST_PER_TICK_S` counts. Without ticks a pause would look like a time in which nothing happened."""
 
     def __init__(self) -> None:
-        self._last = (0.0, time.monotonic())  # at the last tick: this clock's time and the system's, changed together
+        # (this clock's time, the system's time) at the last tick; one tuple, so that both change together
+        self._last = (0.0, time.monotonic())
         self._ticking: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def now_s(self) -> float:
-        if self._ticking is None or not self._ticking.is_alive():  # the first call, or a fork without the thread
+        if self._ticking is None or not self._ticking.is_alive():  # the first call, or a forked child without it
             self._start()
         return self._at(time.monotonic())
 

@@ -19,7 +19,7 @@ from shared.config.model import Mistake
 from shared.wire import JOB_VARIABLE
 
 HTTP_PORT = 8000
-USER = 10001  # the same as in deploy/docker/Dockerfile
+USER = 10001  # user id in the containers, as in deploy/docker/Dockerfile
 FOLDER = "/etc/rollout-matching"
 WORKDIR = "/app"
 ASK_READY = f"import urllib.request as r; r.urlopen('http://127.0.0.1:{HTTP_PORT}/ready/', timeout=5)"

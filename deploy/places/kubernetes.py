@@ -29,7 +29,7 @@ from shared.wire import JOB_VARIABLE
 Object = dict[str, Any]
 
 HTTP_PORT = 8000
-USER = 10001  # the same as in deploy/docker/Dockerfile
+USER = 10001  # user id in the containers, as in deploy/docker/Dockerfile
 FOLDER = "/etc/rollout-matching"  # folder of the configurations in a pod
 WORKDIR = "/app"
 LIST = """\

@@ -185,7 +185,7 @@ def paths_in(
         for inner, value in values.items():
             inner = f"{key}.{inner}".lstrip(".")
             yield from paths_in(value, file, of_server=of_server, key=inner, annotations=annotations)
-    elif isinstance(values, list) and name != "discovery":  # that is a command, no path
+    elif isinstance(values, list) and name != "discovery":  # the value of `discovery` is a command and holds no path
         for i, value in enumerate(values):
             yield from paths_in(value, file, of_server=of_server, key=f"{key}[{i}]", annotations=annotations)
     elif isinstance(values, str) and name in READ | WRITTEN and values != "latest":

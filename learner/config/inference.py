@@ -21,7 +21,7 @@ from shared.validation import read_if_there
 from shared.wire import Turn
 
 INFERENCE_NAME = "inference.json"
-CALIBRATION_NAME = "calibration.json"  # in the same folder: how scores are computed (`learner.tasks.detection.scores`)
+CALIBRATION_NAME = "calibration.json"  # in the same folder: a calibration of scores (`learner.tasks.detection.scores`)
 IMAGE = "<image>"
 
 

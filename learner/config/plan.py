@@ -141,9 +141,9 @@ class Plan:
     gradient_accumulation_steps: int  # micro-steps per optimizer step
     m_steps: int  # optimizer steps that learn one accumulation window; 1: each rollout is learned once
     effective_batch_size: int  # samples per optimizer step, all ranks
-    packed_rows_per_step: int | None  # packed rows in a step of all ranks, for information (R19)
-    rollouts_per_step: int  # by all ranks; 0 under sft
-    local_rollouts_per_step: tuple[int, ...]  # one number for each rank
+    packed_rows_per_step: int | None  # packed rows in a step, all ranks; only reported (R19)
+    rollouts_per_step: int  # rollouts in a step, all ranks; 0 under sft
+    local_rollouts_per_step: tuple[int, ...]  # rollouts in a step, one number for each rank
     rollout_backend: str
     vllm_mode: str | None
     decode_batch_size: int  # sequences per rollout GPU and generation call
@@ -152,7 +152,7 @@ class Plan:
     servers: tuple[ServerEntry, ...]
     sync_mode: str | None
     timeout_s: float
-    infer_timeout_s: float | None  # None: derived from the server's speed (D16)
+    infer_timeout_s: float | None  # seconds; None: the deadline is derived from the server's speed (D16)
     packing_length: int  # tokens
     overlap: bool  # Channel-B learns while the step's other rollouts run (R32)
     async_actor_learner: bool

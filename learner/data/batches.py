@@ -77,7 +77,7 @@ class Upcoming(NamedTuple):
 
 class _SeenShare(NamedTuple):
     share: Share
-    given: tuple[Sample, ...]  # as annotated
+    given: tuple[Sample, ...]  # this rank's samples as annotated
     samples: tuple[Sample, ...]  # the same samples, altered by `data.augment`
 
 

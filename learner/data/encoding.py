@@ -83,7 +83,7 @@ class LocalPool:
 
 # ---- in worker processes -------------------------------------------------------------------------------------------
 
-JOBS_PER_WORKER = 3  # one runs, two wait: a worker is never idle while the learner computes
+JOBS_PER_WORKER = 3  # one job runs and two wait, so that no worker is idle while the learner computes
 MAX_JOB_SIZE = 16
 END_TIMEOUT_S = 5.0
 _STOP_SIGNALS = (signal.SIGHUP, signal.SIGINT, signal.SIGTERM)

@@ -64,7 +64,7 @@ class Survey:
 
 
 def survey(split: Split) -> Survey:
-    """Count what is in a split."""
+    """Return the counts of a split's photographs, boxes and classes, and their sizes."""
     samples = split.samples
     counts = [len(sample.objects) for sample in samples] or [0]
     of_images = [size for sample in samples for size in sample.sizes or ((sample.width, sample.height),)]
@@ -252,7 +252,7 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
 
 def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str], list[str]]:
     """Return photographs with equal content in two splits, by pair of splits. Names may differ."""
-    where: dict[str, dict[str, str]] = {}  # by fingerprint: the photograph's name in each split
+    where: dict[str, dict[str, str]] = {}  # the photograph's name in each split, by fingerprint
     for split, samples in splits.items():
         for sample in samples:
             for image in sample.images:

@@ -14,8 +14,8 @@ from learner.config.sections.data import Coordinates, ResizedCopy
 from learner.records import Size, Unit
 
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
-_ALL = 0.98  # at least this share of the boxes is inside their photographs if the unit is right
-_FEW = 0.9  # with a smaller share inside, the unit or many boxes are wrong
+_ALL = 0.98  # least share of boxes inside their photographs if the unit is right
+_FEW = 0.9  # least share of boxes inside; if it is smaller, the unit or many boxes are wrong
 _FAR, _NEAR = 0.75, 0.55  # boxes reach at least `_FAR` of a side in the right unit, and at most `_NEAR` in a wrong one
 _LEAST, _MANY = 3, 20  # fewest boxes for a hint, and fewest for a doubtful hint
 _ALL_OF, _EVERY = 20_000, 16  # the first boxes are all counted, of later ones every 16th

@@ -46,7 +46,7 @@ class CanaryScores:
 
     read: Read
     merge_gap: float
-    checksums: Checksums = field(default_factory=dict)  # by checkpoint name, of those weights whose checksums are known
+    checksums: Checksums = field(default_factory=dict)  # checksums of weights, by checkpoint name, if known
     join: Callable[[], None] = lambda: None
 
     @property
@@ -54,7 +54,7 @@ class CanaryScores:
         return self.read()
 
 
-MERGE_GAP_EVERY = 10  # one sync in so many measures the merge gap, if passes are not captured
+MERGE_GAP_EVERY = 10  # if passes are not captured, one sync in so many measures the merge gap
 
 
 class CanaryScorer:

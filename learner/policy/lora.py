@@ -30,7 +30,7 @@ from shared.errors import ConfigError
 from shared.sync.buckets import spec_of
 from shared.wire import TensorSpec
 
-_MOST_NEAR, _MOST_NAMES = 3, 12  # in a message: max similar names for each name, and max names
+_MOST_NEAR, _MOST_NAMES = 3, 12  # max similar names for each name, and max names, in a message
 
 
 def base_model_path(config: ModelConfig) -> str | None:

@@ -242,7 +242,7 @@ def merged_weight(
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
     base._parameters = {**base._parameters, "weight": weight}
     scratch._modules = {**scratch._modules, "base_layer": base}
-    # `scratch` shares both with the layer, and `merge` writes into them.
+    # `scratch` shares these two with the layer, and `merge` writes into them.
     scratch.merged_adapters, scratch._caches = [], {}
     with torch.autocast(weight.device.type, enabled=False):
         scratch.merge()

@@ -59,7 +59,7 @@ class StageResult:
     score: float
     before: Mapping[str, float]
     after: Mapping[str, float]
-    metric: str  # name of the metric that decides
+    metric: str  # name of the metric that decides which weights are best
     cannot_complete: bool = False  # labels have gaps, and the stage's start could complete none of them
 
     @property

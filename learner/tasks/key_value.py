@@ -213,7 +213,7 @@ def _parse(rollout: Rollout, text: TokenText) -> ParsedFields:
             break
         entries.append(_entry(pair, keys, drops))
         following = _NEXT.match(text.data, pair.end())
-        assert following is not None  # it matches the empty text too
+        assert following is not None  # the pattern matches empty text too
         pos, follows = following.end(), following[1]
     closed = follows == b"}" and not text.data[pos:].strip()
     if not closed:

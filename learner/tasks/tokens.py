@@ -77,7 +77,7 @@ class TokenBoundaries:
             if number:
                 ids += self.numbers[number]
             elif added:
-                if added not in self._added:  # it only looks like an added token, and may be fused with its neighbours
+                if added not in self._added:  # it only looks like an added token: a token may cross its ends
                     return None
                 ids.append(self._added[added])
         return ids

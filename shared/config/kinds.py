@@ -19,7 +19,7 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     "learner": ("data", "training", "custom"),
     "launcher": ("servers", "learner", "log_dir"),
 }
-_LEAST = 2  # so many of these keys must be in a file; one alone may be misplaced
+_LEAST = 2  # a file is another program's if it has at least two of that program's keys; one may be misplaced
 
 
 def for_program(document: Document, wanted: Kind) -> Document:

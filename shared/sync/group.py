@@ -225,7 +225,8 @@ def _send(part: memoryview | bytearray, targets: Iterable[socket.socket], deadli
 
 
 def _in_time(transfer: Callable[[memoryview], int], part: memoryview, link: socket.socket, deadline: Deadline) -> int:
-    """Return the number of bytes moved. Raises TimeoutError at `deadline`, which unlike a socket's ignores pauses."""
+    """Return the number of bytes moved. Raises TimeoutError at `deadline`, which, unlike a socket's timeout, does not
+    count pauses of this process."""
     while True:
         link.settimeout(max(0.001, deadline.left_s()))
         try:

@@ -157,7 +157,7 @@ class _Door:
         self._selector = selectors.DefaultSelector()
         self._listener = _listen(member)
         self._selector.register(self._listener, selectors.EVENT_READ)
-        self._guests: dict[socket.socket, _Guest] = {}  # in order of arrival
+        self._guests: dict[socket.socket, _Guest] = {}  # connections without a proof, in order of arrival
         self._members: dict[int, _Member] = {}
 
     def await_all(self, card: bytes, wait: _Wait) -> Meeting:

@@ -52,7 +52,7 @@ def format_of(data: DataConfig, path: str) -> Format:
         )
     if data.format == "auto" and file.is_file():
         refuse_foreign(file)
-    found = _detected(file) if data.format == "auto" else cast("Format", data.format)  # no reader of the user's own
+    found = _detected(file) if data.format == "auto" else cast("Format", data.format)  # never a user's reader
     if found is None:
         refuse_foreign(file)
         raise DataError(
@@ -118,7 +118,7 @@ def _detected(path: Path) -> Format | None:
         return "datasets"
     if path.suffix.lower() != ".json":
         return by_suffix.get(path.suffix.lower())
-    return json_format(path) if path.is_file() else None  # not read: a pipe or a device has no end
+    return json_format(path) if path.is_file() else None  # a pipe or a device is not read, because it may never end
 
 
 FormatReader = Callable[[Source], tuple[Path, Iterator[RawRecord]]]

@@ -163,7 +163,7 @@ class Nearby:
 def text_of(file: Path, place: Place, wanted: str) -> str:
     """Return a file's text without a byte order mark. Raises DataError."""
     try:
-        if not file.is_file():  # not read: a pipe or a device has no end
+        if not file.is_file():  # a pipe or a device is not read, because it may never end
             raise FileNotFoundError(f"no file {file}")
         return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:

@@ -32,7 +32,7 @@ def number(value: object) -> float:
             raise ValueError(wanted)
     elif isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(wanted)
-    if isinstance(value, int) and abs(value) > LARGEST:  # it may be too large for a float
+    if isinstance(value, int) and abs(value) > LARGEST:  # a larger integer may not fit a float
         raise ValueError(f"{wanted} of at most {LARGEST:g}")
     found = float(value)
     if not math.isfinite(found) or abs(found) > LARGEST:

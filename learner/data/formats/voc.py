@@ -173,7 +173,7 @@ _MARKS = ("filename", "size", "object")  # a VOC file has at least one of these 
 def _root_of(file: Path) -> ElementTree.Element:
     """Return the root element. Raises OSError, ElementTree.ParseError, LookupError or ValueError; DataError for another
     program's XML."""
-    if not is_file(file):  # not read: a pipe or a device has no end
+    if not is_file(file):  # a pipe or a device is not read, because it may never end
         raise FileNotFoundError(f"no file {file}")
     root = parsed(file.read_bytes())
     if root.tag != "annotation":

@@ -29,7 +29,7 @@ Verdict = Literal["right", "wrong name", "nothing there", "cannot tell"]
 FEWEST = 10  # verdicts; an audit with fewer is refused
 _PRIOR = np.array([0.0, 1.0, 0.0])
 _SPREAD = np.array([0.5, 0.3, 0.3])  # standard deviations of the prior, in logits
-_SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # the same if no probabilities are known
+_SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # standard deviations of the prior if no probabilities are known
 _SUREST = 0.98
 Floats = NDArray[np.float64]
 

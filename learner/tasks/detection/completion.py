@@ -133,7 +133,7 @@ class CompletionEstimate:
     """How good completed labels would be, estimated without the true objects. Tuples are by votes, from 1 on. `source`
     is what the estimate is made from. `votes` is correct only if labels are missing at random."""
 
-    min_votes: int | None  # None: nothing is completed, for the reason `why`
+    min_votes: int | None  # least votes of clusters that become labels; None: no labels are added, see `why`
     why: str
     missing: float | None  # share of the objects without a label; None: not known
     recall: tuple[float, ...]  # share of labels confirmed by clusters with at least this many votes
@@ -142,7 +142,7 @@ class CompletionEstimate:
     source: Source = "votes"
     auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried
     may_be_complete: bool = False  # True if the surest clusters without a label may be chance
-    not_random: str = ""  # what shows that labels are not missing at random; empty: nothing does
+    not_random: str = ""  # the sign that labels are not missing at random, as a sentence; empty: there is no sign
 
     @property
     def cannot_complete(self) -> bool:

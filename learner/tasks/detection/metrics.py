@@ -74,7 +74,7 @@ COLUMNS = (
     *(f"tp@{t:.2f}" for t in THRESHOLDS),
     *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # descriptions ignored
     *(f"ignored@{t:.2f}" for t in THRESHOLDS),  # predictions in ignore regions that are not true positives
-    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # as `ignored`, descriptions ignored
+    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # counted as `ignored`, but whatever the descriptions
     "iou_sum",  # sum over the true positives at 0.50
     "duplicates",  # predictions like an earlier one: same description, IoU >= DUPLICATE_IOU
     "parsed",  # answers that are one closed container without a dropped object

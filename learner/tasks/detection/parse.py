@@ -95,12 +95,13 @@ def digit_coordinates(text: TokenText) -> Coordinates:
     is_digit = digits < 10
     edges = np.flatnonzero(is_digit[1:] != is_digit[:-1]) + 1
     begins, ends = edges[0::2], edges[1::2]
-    apart = chars[begins - 1] != ord("_")  # no coordinates: `object_12`, `bbox_2d`, a third of all runs
+    apart = chars[begins - 1] != ord("_")  # digits after "_", as in `object_12` and `bbox_2d`, are no coordinates
     begins, ends = begins[apart], ends[apart]
     first = text.ends.searchsorted(begins, "right")
     behind = text.ends.searchsorted(ends, "left") + 1
     ones, tens, hundreds = ((digits * is_digit)[ends - place].astype(np.int64) for place in (1, 2, 3))
-    bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)  # in `1,2` the 1 is another number's
+    # a number of two digits has no hundreds: the digit before belongs to another number
+    bins = ones + 10 * tens + 100 * hundreds * (ends - begins > 2)
     slots = CoordSlots(start=first, end=behind, bin=bins, lead=begins - text.starts()[first])
     return Coordinates(slots, begins, ends)
 
@@ -153,7 +154,7 @@ def read_answer(data: bytes, grammar: Grammar) -> Reading:
             return reading
         add(entry)
         separator = grammar.next_pattern.match(data, entry[0])
-        assert separator is not None  # it matches the empty text too
+        assert separator is not None  # the pattern matches empty text too
         follows, pos = separator[1], separator.end()
     if follows:
         _close(reading, data, pos)

@@ -36,8 +36,8 @@ FEATURES = (
     "tight",  # mean IoU of the drawn boxes with this box
     "named",  # share of the answers with the object that give it this name
     "name_logprob",  # log-probability of the name, mean over the answers with the object
-    "coord_logprob",  # the same, mean over coordinates and answers
-    "coord_least",  # the same, of the least probable coordinate
+    "coord_logprob",  # log-probability of the coordinates, mean over coordinates and answers
+    "coord_least",  # log-probability of the least probable coordinate, mean over answers
     "log_area",
     "log_aspect",  # logarithm of width over height
     "edge",  # distance to the nearest edge of the image
@@ -48,7 +48,7 @@ FEATURES = (
     "rivals",  # the largest share of answers that have an overlapping candidate
 )
 _LEAST = -12.0  # nats; lower log-probabilities are raised to it
-_HALF_NATS = 4.0  # nats at which a score without calibration is 0.5; plain probabilities of good boxes are about 0.00
+_HALF_NATS = 4.0  # a log-probability of -4 nats gives a score of 0.5 without calibration; as a probability it is 0.02
 
 
 class ScoreCandidate(NamedTuple):
@@ -176,7 +176,7 @@ class Calibration(BaseModel):
 
     samples: int
     names: list[str]  # classes that have columns in `design`
-    knots: dict[str, list[float]]  # for each feature: least value, values between, largest value
+    knots: dict[str, list[float]]  # for each feature: its least value, values between, its largest value
     weights: list[float]
     threshold: float
     num_images: int
