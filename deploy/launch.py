@@ -154,7 +154,7 @@ class Processes:
             raise KeyboardInterrupt(signum)
 
     def forget(self, process: Process) -> None:
-        """Remove a process that has ended, and kill what is left of its session."""
+        """Remove a process that has ended from the list, and kill other processes of its session."""
         process.stop(0.0)
         self.started.remove(process)
 

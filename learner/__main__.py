@@ -769,7 +769,7 @@ _EVALUATED = "training.eval_on_start"
 
 
 def _without_our_key(error: ConfigErrors) -> ConfigErrors:
-    """Return the mistakes with the user's key in place of the one that `recipe` sets."""
+    """Return the mistakes of the key that `recipe` sets as mistakes of the user's key for it."""
     from learner.config.sections.training import NO_DATA
     from learner.recipe.stages import NO_VALIDATION
     from shared.config.model import ConfigErrors
@@ -825,8 +825,8 @@ def _end(work: Callable[[], int]) -> None:
 
 
 def _nobody_reads() -> bool:
-    """Return True if stdout is a pipe whose reader has gone. If so, stdout becomes /dev/null, so that Python can flush
-    it at its end without an error."""
+    """Return True if stdout is a pipe that nobody reads any more. If so, stdout becomes /dev/null, so that Python can
+    flush it at exit without an error."""
     poll = select.poll()
     poll.register(_STDOUT, 0)
     if not any(events & select.POLLERR for _, events in poll.poll(0)):

@@ -392,8 +392,8 @@ def _import(path: str) -> Any:
 
 
 def _load_file(path: str) -> ModuleType:
-    """Return the module in a file. The file may be called like another module: the name of the module is made from
-    `path` alone. It is the same on every rank, so ranks can send each other objects of its classes."""
+    """Return the module in a file. Its name is made from `path` alone, because another module may have the file's name.
+    The name is the same on every rank, so that ranks can send each other objects of its classes."""
     name = "part_" + "".join(c if c.isalnum() else f"_{ord(c):x}_" for c in path)
     if name in sys.modules:
         return sys.modules[name]

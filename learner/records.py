@@ -43,7 +43,7 @@ ServerEvent = Literal["lost", "joined", "added", "removed", "refused"]
 
 
 class Votes(NamedTuple):
-    """The votes for an object that nobody labelled: `found` of the sample's `answers` answers have it."""
+    """The votes for an object without a label: `found` of the sample's `answers` answers have the object."""
 
     found: int
     answers: int
@@ -54,11 +54,11 @@ class Votes(NamedTuple):
 
 
 class DetectionObject(NamedTuple):
-    """One object: what it is and where, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...). A
-    tuple, because there are dozens in an answer, and a dataclass takes three times as long to make.
+    """One object: its class and its place, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...). A
+    tuple, because an answer has dozens, and a dataclass takes three times as long to make.
 
     `votes`: the votes for a label that the model's own answers added (`labels.complete`); None: the object is annotated
-    or predicted. `image`: number of the sample's image that it is in, from 1; None: the sample has no second image."""
+    or predicted. `image`: the number of its image in the sample, from 1; None: the sample has no second image."""
 
     desc: str
     kind: GeometryKind
@@ -89,17 +89,17 @@ class View(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sample:
     """One dataset record. `messages` are chat turns (`{"role", "content"}`) with `<image>` placeholders, without the
-    assistant's last turn; `images` are strings as the server will get them. `objects` are the ground truth: for
-    detection `DetectionObject`s in canonical order, for another task what its reader put there. The regions `ignored`
-    hold crowds and difficult objects. They are not taught, and predictions there are neither right nor wrong. A region
-    with an empty description applies to every class.
+    assistant's last turn. `images` are strings as the server gets them. `objects` are the ground truth: for detection
+    `DetectionObject`s in canonical order, for another task the objects of its reader. The regions `ignored` hold crowds
+    and difficult objects. They are not taught, and predictions in them are neither right nor wrong. A region with an
+    empty description applies to every class.
 
-    With several images, each object and region says which one it is in. `sizes` has the width and height of each image,
-    in pixels, and `width` and `height` are those of the first one. `sizes` is empty for other samples, and where the
-    sizes are not known (URLs), which detection refuses.
+    With several images, each object and region has the number of its image. `sizes` has the width and height of each
+    image, in pixels, and `width` and `height` are those of the first image. `sizes` is empty for a sample of one image,
+    and if sizes are not known (URLs), which detection refuses.
 
-    With a `view`, the model sees the picture that it describes instead of the image. Objects, regions, width and height
-    are those of that picture."""
+    With a `view`, the model sees the picture that the view describes instead of the image. Then objects, regions, width
+    and height are those of the picture."""
 
     sample_id: str
     messages: tuple[Turn, ...]
@@ -112,15 +112,15 @@ class Sample:
     sizes: tuple[Size, ...] = ()
 
     def size_of(self, image: int | None) -> Size:
-        """Return width and height in pixels of the image that an object names; None: of the only one."""
+        """Return width and height in pixels of the image that an object names; None: the sample's only image."""
         return (self.width, self.height) if image is None else self.sizes[image - 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
     """The answer of the policy of version `ver`. `response_token_ids` are stop-trimmed. `logprobs` are natural
-    log-probabilities of the response's tokens and of the stop token, by the weights that made them; None: they were not
-    asked for, or the trained weights themselves made the answer."""
+    log-probabilities of the response's tokens and of the stop token, under the weights that generated them; None: they
+    were not asked for, or the trained weights themselves generated the answer."""
 
     sample: Sample
     prompt_token_ids: tuple[int, ...]
@@ -218,8 +218,8 @@ class Target:
 class PolicyTokens:
     """The values that a policy gradient (`grpo`) needs for each token of a segment, besides label and weight.
 
-    `first_logprobs` is NaN until the first pass over the segment writes into it. Copies of the record share this array
-    on purpose, so that later passes know the probabilities before the first update."""
+    `first_logprobs` is NaN until the first pass over the segment writes it. Copies of the record share this array on
+    purpose, so that later passes know the probabilities before the first update."""
 
     advantages: NDArray[np.float32]  # [L]
     rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: these are the learner's
@@ -246,7 +246,7 @@ class Segment:
 
     @property
     def prompt_key(self) -> tuple[object, ...]:
-        """Equal for segments whose prompt and images are the same: answers to one sample (R47)."""
+        """A key that is equal for segments with the same prompt and images: answers to one sample (R47)."""
         if not self.sample_id or not self.prompt_length:
             return (id(self),)
         grid = self.vision.image_grid_thw.flatten().tolist() if self.vision is not None else None
@@ -355,8 +355,8 @@ class RawObject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRecord:
-    """One annotated image (or row of images). `width` and `height` are those of every image, unless `sizes` has them
-    one by one."""
+    """One annotated image (or several that belong together). `width` and `height` are those of every image, unless
+    `sizes` gives each image its own."""
 
     place: Place
     sample_id: str
@@ -389,11 +389,11 @@ class CallRecord:
 @dataclass(kw_only=True, slots=True)
 class RolloutCallLog:
     """The record of one `generate_window`, for the step's metrics (R15, R30). `micro_step_idx` and `first_req_idx` are
-    those of the first request; `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
+    those of the first request. `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
     again.
 
-    A call that runs ahead of the steps belongs to no step. Its `micro_step_idx` is -1, and its seeds are made with the
-    number of its `share` of the samples instead of the step's.
+    A call that is made ahead of the steps belongs to no step. Its `micro_step_idx` is -1, and its seeds are computed
+    from the number of its `share` of the samples instead of the step's number.
     """
 
     global_step: int | None

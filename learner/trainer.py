@@ -224,8 +224,8 @@ class Trainer:
         self.note_leftovers()
 
     def evaluates_first(self) -> bool:
-        """Return True if an evaluation is due before the first step of this process. A resumed run is evaluated there
-        only if the evaluation of its step was due and did not end: a second one would count towards patience."""
+        """Return True if an evaluation is due before the first step of this process. After a resume it is due only if
+        the evaluation of that step was due and did not end: a second one would count towards patience."""
         training, step = self.config.training, self.state.global_step
         if training.eval_on_start and not self.best.values:
             return True
@@ -345,7 +345,7 @@ class Trainer:
             self.checkpoints.remove(before)
 
     def test(self) -> None:
-        """Score `data.test` once, if it is given beside `data.val`, on which the scores of its boxes are calibrated."""
+        """Score `data.test` once, if `data.val` is given too. The scores of its boxes are calibrated on `data.val`."""
         if self.test_samples:
             fitted = self.calibration()
             calibrated = partial(self.task.calibrated, calibration=fitted) if fitted is not None else None
@@ -391,7 +391,7 @@ class Trainer:
         self._boundary = Boundary(state=state, generators=self.checkpoints.generators())
 
     def save(self) -> Path:
-        """Save a checkpoint, at most once per step. `restore` on as many ranks goes on from it exactly."""
+        """Save a checkpoint, at most once per step. `restore` on the same number of ranks continues exactly from it."""
         if self._saved_at == self.state.global_step:
             return self.checkpoints.path_of(self.state)
         at = self._boundary
@@ -442,7 +442,7 @@ class Trainer:
         self.journal.note(f"saved {path}; training.resume_from_checkpoint: latest goes on from there")
 
     def restore(self) -> None:
-        """Go on from `training.resume_from_checkpoint`, if it is set."""
+        """Continue from `training.resume_from_checkpoint`, if it is set."""
         where = self.config.training.resume_from_checkpoint
         if where is None:
             return

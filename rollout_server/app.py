@@ -130,8 +130,8 @@ _BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"}
 
 
 def _with_whole_bounds(schema: Any) -> Any:
-    """Return the OpenAPI document with whole-number bounds as integers. FastAPI makes them floats, whose digits round
-    2**63 up."""
+    """Return the OpenAPI document with whole-number bounds as integers. FastAPI makes them floats, and writes 2**63 as
+    9.223372036854776e+18."""
     if isinstance(schema, list):
         return [_with_whole_bounds(value) for value in schema]
     if not isinstance(schema, dict):

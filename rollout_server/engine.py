@@ -302,10 +302,11 @@ class VllmEngine:
     @contextlib.asynccontextmanager
     async def together(self, items: Sequence[ScoreItem]) -> AsyncIterator[None]:
         """Pause the engine until the scoring requests of all items are sent, so that they share a step if they fit.
-        Otherwise the first request gets a step alone, because requests are sent one by one. The caller holds the gate.
+        Without the pause the first request gets a step alone, because requests are sent one by one. The caller holds
+        the gate.
 
-        Images may take long, or wait for memory, so the pause ends after `_MOST_HELD_S`. With several replicas there is
-        no pause: to agree on it would take them extra steps."""
+        Loading images may take long, or wait for memory, so the pause ends after `_MOST_HELD_S`. With several replicas
+        there is no pause: they would need extra steps to agree on it."""
         core = self._llm.engine_core
         if len(getattr(core, "core_engines", ())) > 1:
             yield
@@ -335,7 +336,7 @@ class VllmEngine:
                 await asyncio.shield(asyncio.gather(resuming, holding))
 
     def serve_adapter(self, name: str | None) -> None:
-        """Answer requests with the adapter that the workers hold from now on; None: without an adapter."""
+        """From now on, answer requests with the adapter that the workers hold; None: without an adapter."""
         self._adapter = name and adapter_request(name)
 
     def shutdown(self) -> None:
@@ -350,7 +351,7 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
-        """Yield the rendered prompt. Its images hold memory until the block ends. Cancelling stops their decoding."""
+        """Yield the rendered prompt. Its images take memory until the block ends. Cancelling stops their decoding."""
         with contextlib.closing(self._renderer.decoders.share()) as share:
             yield await self._on_thread(self._renderer.render, request, share)
 

@@ -35,7 +35,7 @@ State = Literal["serving", "draining", "updating", "poisoned"]
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """The update under way."""
+    """The update that is being received or checked."""
 
     incarnation: str
     ver: int

@@ -38,7 +38,7 @@ class Guard:
     """Lets a request through if it brings the token or asks for an open path, and does not come from a web page.
 
     A web page can make a browser on this machine send requests here. The browser adds the page's `Origin`, and sends
-    JSON only after asking the server. If the page's domain was made to point here (DNS rebinding), `Host` holds that
+    JSON only after asking the server. If the page's domain was made to point here (DNS rebinding), `Host` is that
     domain. `Host` is checked only without a token, because a page does not know the token.
     """
 
@@ -102,8 +102,8 @@ class BodyLimit:
     """Refuses a body that is too large or too slow, or if the bodies of all running calls are too large together. Also
     refuses a call if too many run, unless it is a probe.
 
-    It refuses as soon as the length, announced or counted, passes a limit. A body counts until its call has ended,
-    because what was read of it stays in memory until then.
+    It refuses as soon as the announced or the counted length passes a limit. A body counts until its call has ended,
+    because its bytes stay in memory until then.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: tuple[str, ...] = ()) -> None:

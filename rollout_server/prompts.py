@@ -114,8 +114,8 @@ def too_long(found: str, max_model_len: int) -> PromptTooLongError:
 
 
 def image_sources(request: RolloutInferRequest) -> list[str]:
-    """Return the request's images in the order of their places in the messages. A place without an image of its own
-    takes the next of `images`; the rest of `images` comes last."""
+    """Return the request's images in the order of their places in the messages. A place that names no image takes the
+    next of `images`; the remaining `images` come last."""
     left, sources = iter(request.images), []
     for message in request.messages:
         if isinstance(message.content, str):

@@ -20,8 +20,8 @@ BUSY_SHARE = 0.02  # share of a core; processes that only wait use less
 
 
 class StallWatch:
-    """Asks the engine from time to time whether it is there. After `stall_s` without an answer all that wait for it get
-    an error, until it answers again.
+    """Asks the engine from time to time for an answer. After `stall_s` without an answer, all calls that wait for the
+    engine get an error, until it answers again.
 
     An engine whose processes work gets BUSY_TURNS times as long: it may compile for a new shape, or share its cores.
     """
@@ -58,8 +58,8 @@ class StallWatch:
             raise
 
     async def run(self, ping: Callable[[], Awaitable[object]], used_s: Callable[[], dict[int, float]]) -> None:
-        """Watch the engine until it stalls. `used_s`: seconds of CPU time that each of the engine's processes has used
-        so far; empty if it is stopped."""
+        """Watch the engine until this task is cancelled. `used_s`: seconds of CPU time that each of the engine's
+        processes has used so far; {} if one is stopped."""
         while True:
             asking = asyncio.ensure_future(ping())
             if not await self._answers(asking, used_s):

@@ -113,7 +113,7 @@ class SyncWorker:
 
     @_answering
     def sync_poll(self, slice_s: float) -> WorkerReply:
-        """Go on with the update. Once it has ended, answer its last reply again."""
+        """Continue the update. Once it has ended, return its last reply again."""
         if self._sync_receiving is None:
             raise SyncError("no update is under way")
         return self._sync_receiving.advance(slice_s)
@@ -131,7 +131,7 @@ class SyncWorker:
 
     @_answering
     def sync_leave(self, because: str) -> WorkerReply:
-        """Give up what is under way and leave the group."""
+        """Stop the running update or join, and leave the group."""
         self._leave(because)
         return WorkerReply()
 
@@ -202,9 +202,9 @@ class Receiving:
         self._receive()
 
     def advance(self, slice_s: float) -> WorkerReply:
-        """Go on for about `slice_s` plus one load. The reply is `done` once every parameter is loaded.
+        """Continue for about `slice_s` plus one load. The reply is `done` once every parameter is loaded.
 
-        Raises DigestError, CoverageError, CommunicatorError or DeadlineError; the update has failed then.
+        Raises DigestError, CoverageError, CommunicatorError or DeadlineError if the update has failed.
         """
         until = time.monotonic() + slice_s
         if not self._opened:
@@ -227,14 +227,14 @@ class Receiving:
         return self._reply
 
     def close(self) -> None:
-        """Give up the rest of the update. May be called at any time, also twice."""
+        """Stop receiving the update. May be called at any time, and again."""
         if self._incoming:
             self._communicator.abort()
             self._incoming.clear()
         self._load.close()
 
     def _receive(self) -> None:
-        """Ask for more buckets, up to BUCKETS_AHEAD of the one that is loaded."""
+        """Start receiving buckets, up to BUCKETS_AHEAD beyond the bucket that is being loaded."""
         buckets, src = self._update.buckets, self._communicator.world_size - 1
         while self._num_asked < min(len(buckets), self._num_loaded + 1 + BUCKETS_AHEAD):
             left_s = self._deadline.left_s()

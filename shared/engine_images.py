@@ -127,8 +127,8 @@ class EngineImages:
 
 
 def beginning(whole: Prompt, rendered: EngineInput, prompt: Prompt) -> EngineInput | None:
-    """Return `prompt` as vLLM renders it, cut from `rendered`, the rendered `whole`. Both prompts have the same images.
-    None if `whole` does not begin with `prompt`."""
+    """Return `prompt` as vLLM renders it, cut from `rendered`, which is `whole` as vLLM renders it. Both prompts have
+    the same images. None if `whole` does not begin with `prompt`."""
     number = len(prompt.token_ids)
     if whole.token_ids[:number] != prompt.token_ids or whole.pixels != prompt.pixels:
         return None

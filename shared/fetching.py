@@ -126,8 +126,8 @@ class _Cache:
 
 class _Line:
     """The connections of one fetch, one after the other, with one deadline. At the deadline the connection is shut
-    down, so a server that sends byte by byte cannot extend it. Pauses of this process do not count. (Looking up names
-    has the resolver's own limits.)"""
+    down, so that a server that sends byte by byte cannot extend it. Pauses of this process do not count. (Name look-ups
+    have the resolver's own limits.)"""
 
     def __init__(self, timeout_s: float) -> None:
         self._deadline = Deadline(timeout_s)

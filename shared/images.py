@@ -194,7 +194,7 @@ class Images:
         return any(path.is_relative_to(root.resolve()) for root in roots)
 
     def _nothing_there(self, source: str, folder: Path) -> MediaError:
-        """Return the same error for a file that does not exist and for one that may not be read."""
+        """Return an error that does not tell whether the file is missing or may not be read."""
         rules = self.rules
         if rules.roots is None:
             found = f"no file {folder.absolute() / source}" if len(source) <= SHOWN_CHARS else "no file of that name"

@@ -141,8 +141,8 @@ def _versions() -> dict[str, str]:
 
 
 def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: str, name: str) -> float:
-    """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the other
-    side's. Raises ServerMismatchError if its vision tower sees another picture than the learner's."""
+    """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the name of
+    the other side. Raises ServerMismatchError if its vision tower sees other pixels than the learner's."""
     others = _other_settings(mine.settings, theirs.settings)
     normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # otherwise the values differ
     if mine.images == theirs.images and normalized_alike:

@@ -101,7 +101,7 @@ def describe(returncode: int) -> str:
 
 
 def last_words(log: Path | None) -> str:
-    """Return what a program that wrote `log` said last: its own errors, or the last lines."""
+    """Return the end of what a program wrote to `log`: its own errors, or the last lines."""
     if log is None or not log.exists():
         return "(no log)"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]

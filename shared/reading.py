@@ -93,8 +93,8 @@ def as_here(name: str, folder: Path) -> str:
 
 
 def is_utf8(name: str) -> bool:
-    """Return True if the name of a file is valid UTF-8. Old cameras and archives have other names: Python can open
-    them, but no JSON, log or request can hold them."""
+    """Return True if a file's name is valid UTF-8. Old cameras and archives write other names: Python can open such
+    files, but no JSON, log or request can hold the names."""
     return not any("\ud800" <= character <= "\udfff" for character in name)
 
 

@@ -158,7 +158,7 @@ def _endpoint(path: str, method: str, operation: Mapping[str, Any]) -> str:
 
 
 def _answer(success: Mapping[str, Any]) -> str:
-    """Return the forms of a success, and what it means."""
+    """Return the media types of a successful answer, and its description."""
     forms = []
     for kind, body in success["content"].items():
         if _is_short(body.get("example")):

@@ -66,7 +66,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DigitBank:
-    """One split's digit images. `indices`: their places in `load_digits`; other splits have other places."""
+    """One split's digit images. `indices`: their places in `load_digits`, where no split has an image of another."""
 
     opacity: NDArray[np.float32]  # [N, 8, 8] in 0..1
     labels: NDArray[np.int64]  # [N]
@@ -133,7 +133,8 @@ def _distract(rng: np.random.Generator, canvas: NDArray[np.float32], bank: Digit
 def _place(
     rng: np.random.Generator, glyph: NDArray[np.float32], taken: list[Box], style: Style
 ) -> tuple[NDArray[np.float32], Box] | None:
-    """Return a glyph of random size and a place for it; None if all tries fail. Each try limits the size more."""
+    """Return a glyph of random size and a free place for it; None if all tries fail. Each try draws from smaller
+    sizes."""
     for attempt in range(PLACEMENT_TRIES):
         limit = style.max_height - (style.max_height - style.min_height) * attempt / PLACEMENT_TRIES
         tall, stretch = float(rng.uniform(style.min_height, limit)), float(rng.uniform(0.85, 1.2))

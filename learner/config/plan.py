@@ -31,7 +31,7 @@ def topology_rules(world_size: int) -> tuple[Rule, ...]:
 
 
 def shards(config: RunConfig, world_size: int) -> bool:
-    """Return True if each rank holds only its part of the model."""
+    """Return True if each rank holds only a part of the model."""
     return config.model.sharding == "fsdp" and world_size > 1
 
 

@@ -10,8 +10,7 @@ from learner.config.sections.data import RetainConfig
 
 
 def retained_configs(config: RunConfig) -> dict[str, RunConfig]:
-    """Return a configuration for each entry of `data.retain`, by name, in the file's order. Each is read by
-    its own format."""
+    """Return a configuration for each entry of `data.retain`, by name, in the file's order, with the entry's format."""
     return {one.name: _config_of(config, one) for one in config.data.retain}
 
 

@@ -84,7 +84,7 @@ class _SeenShare(NamedTuple):
 def see(
     samples: Sequence[Sample], indices: Sequence[int], epoch: int, position: int, augmented: Augmented | None
 ) -> tuple[Sample, ...]:
-    """Return the samples, altered by `augmented` if it is given. Equal indices give the same object."""
+    """Return the samples, altered by `augmented` if it is given. For equal indices the same object is returned."""
     if augmented is None:
         return tuple(samples[i] for i in indices)
     seen = {i: augmented(i, epoch, position) for i in dict.fromkeys(indices)}
@@ -313,7 +313,7 @@ def submit_all(pool: EncoderPool, samples: Sequence[Sample]) -> list[EncodingJob
 
 @dataclass(frozen=True)
 class _Repeated:
-    """An encoding job whose n-th prompt is returned `times[n]` times."""
+    """An encoding job that returns its n-th prompt `times[n]` times."""
 
     job: EncodingJob
     times: Sequence[int]
@@ -335,8 +335,8 @@ def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch
 
 
 def _cost(share: Share) -> int:
-    """Return how many samples a share counts as in the look-ahead. An empty share counts as one, so that the number of
-    shares stays bounded."""
+    """Return as how many samples a share counts in the look-ahead. An empty share counts as one sample, so that the
+    number of shares stays bounded."""
     return max(1, len(share.indices))
 
 

@@ -26,7 +26,7 @@ SPLITS = ("train", "val", "test")
 
 @dataclass(frozen=True, slots=True)
 class WithoutTokenizer:
-    """A task whose `validate` is the part of `Task.validate` that needs no tokenizer."""
+    """A task whose `validate` makes only the checks of `Task.validate` that need no tokenizer."""
 
     check: Callable[[Sample], None]
 

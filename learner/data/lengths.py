@@ -53,14 +53,14 @@ class RowLimit:
 
 
 def fewest_tokens(sample: Sample, encoder: PromptEncoder) -> int:
-    """Return a lower bound of the sample's tokens with any rollout: its prompt, the coordinates of every object, and
-    the end."""
+    """Return a lower bound of the tokens that the sample has with any rollout: its prompt, the coordinates of every
+    object, and the end."""
     coordinates = _FEWEST_COORDINATES * len(sample.objects) if _are_detected(sample.objects) else 0
     return encoder.num_tokens(sample) + coordinates + 1
 
 
 def _are_detected(objects: Iterable[object]) -> bool:
-    """Return True if all are detection objects, whose number of tokens has known bounds without a tokenizer."""
+    """Return True if all objects are detection objects: their tokens can be bounded without a tokenizer."""
     return all(isinstance(obj, DetectionObject) for obj in objects)
 
 

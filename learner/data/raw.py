@@ -78,8 +78,8 @@ class BadRecords:
     examples: dict[tuple[str, str], str] = field(default_factory=dict)  # the first record, by kind and action
 
     def meet(self, kind: Kind, error: DataError, *, can_be_cut: bool = True) -> BadAction:
-        """Count a bad record, and return what happens to it. After `error` the caller goes on as after `drop`. With
-        `clip`, a record that cannot be cut is dropped."""
+        """Count a bad record, and return the action for it. After the action `error` the caller continues as after
+        `drop`. With `clip`, a record that cannot be cut is dropped."""
         action = self._action(kind)
         if action == "clip" and not can_be_cut:
             action = "drop"
@@ -161,9 +161,9 @@ class Validates(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenImages:
-    """A record's images. `sources` are strings that any process can open. `sizes` are upright; None for a URL, which is
-    not fetched. `error` is the first image that cannot be read. `found` has the images found elsewhere: name and
-    file."""
+    """A record's images. `sources` are strings that any process can open. `sizes` are the upright images' sizes; None
+    for a URL, which is not fetched. `error` is the error of the first image that cannot be read. `found` has name and
+    file of each image that was found elsewhere."""
 
     sources: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int] | None, ...] = ()
@@ -172,8 +172,8 @@ class SeenImages:
 
 
 def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: Nearby) -> SeenImages:
-    """Find a record's images and read their headers. Relative paths start at `folder`; an image that is not there is
-    searched by its name. Several threads call it."""
+    """Find a record's images and read their headers. Relative paths start at `folder`; an image that does not exist
+    there is searched by its file name. Several threads call this function."""
     found: list[tuple[str, Path]] = []
 
     def source_of(name: str) -> str:
@@ -471,7 +471,7 @@ def _inside(coords: Sequence[float], size: tuple[int, int]) -> bool:
 
 
 def rounded(sample: Sample) -> Sample:
-    """Return a sample whose exact bins are rounded to whole ones. Objects without area are then left out."""
+    """Return a sample with exact bins rounded to whole ones. Objects that have no area after that are left out."""
 
     def whole(objects: Iterable[DetectionObject]) -> list[DetectionObject]:
         found = [obj._replace(bins=tuple(map(round, obj.bins))) for obj in objects]

@@ -56,7 +56,7 @@ class DistributedSampler:
 
     @property
     def per_epoch(self) -> int:
-        """Return the number of micro-batches in an epoch, with the smaller last one."""
+        """Return the number of micro-batches in an epoch; the smaller last one counts as one."""
         return -(-self.num_places // self.global_batch)
 
     def global_size(self, position: int) -> int:

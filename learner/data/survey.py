@@ -137,7 +137,8 @@ def lines_of(found: Survey) -> list[str]:
 
 
 def warnings_of(found: Survey, split: str = "train", learned: Collection[str] = ()) -> list[str]:
-    """Return lines about probable mistakes. `learned`: the classes of `train`, if `split` is another one."""
+    """Return lines about probable mistakes. `learned`: the classes of the split `train`, if `split` is another
+    split."""
     warned = [*found.told]
     doubtful = ""
     if found.hint:
@@ -189,7 +190,7 @@ def _listed(names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Seen:
-    """A photograph's size as the model sees it."""
+    """The size at which the model sees a photograph."""
 
     size: tuple[int, int]
     share: float  # share of the photograph's pixels that the model sees
@@ -197,8 +198,8 @@ class Seen:
 
 
 def pixel_limits(model: ModelConfig) -> PixelLimits | None:
-    """Return the limits of `model`. The checkpoint's limits replace those that are null. None if neither is known: the
-    checkpoint is not on this machine, or its processor has no such limits."""
+    """Return the limits of `model`, or the checkpoint's limits for those that are null. None if the checkpoint's limits
+    are not known: it is not on this machine, or its processor has no such limits."""
     own = _own_limits(Path(model.path))
     if own is None:
         return None if model.max_pixels is None else PixelLimits(least=model.min_pixels or 1, most=model.max_pixels)

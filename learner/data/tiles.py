@@ -52,8 +52,8 @@ def _starts(length: int, side: int) -> list[int]:
 
 
 def tiled(sample: Sample, side: int) -> Iterator[Sample]:
-    """Yield the sample, and then one sample with an id of its own for each tile. `sample` has exact bins; the samples
-    have whole bins. A sample of several images has no tiles."""
+    """Yield the sample, and then a sample with an id of its own for each tile. Bins of `sample` are exact, bins of the
+    yielded samples are whole numbers. A sample of several images has no tiles."""
     yield rounded(sample)
     if len(sample.images) != 1:
         return

@@ -160,7 +160,7 @@ class Reach:
             self.largest = size
 
     def better(self) -> tuple[Unit, _Fit] | None:
-        """Return the unit that fits much better than the one in use, smallest numbers first; None if no unit does."""
+        """Return the unit that fits much better than the unit in use; None if there is none. Shares are tried first."""
         units: tuple[Unit, ...] = (*_PER_SIDE, "pixels")
         others = ((unit, self.fits[unit]) for unit in units if {unit} != self.units)
         return next(((unit, fit) for unit, fit in others if self._is_better(fit)), None)

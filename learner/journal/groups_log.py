@@ -81,7 +81,7 @@ class GroupsLog:
 
     def _answer(self, one: ScoredAnswer) -> Mapping[str, object]:
         """Return an answer as the task shows it, with reward and advantages. `advantage` is the mean over tokens,
-        `by_object` has that of each object's last token."""
+        `by_object` has the advantage of each object's last token."""
         found = {**self._task.scene(one.assignment), "reward": round(one.reward, DIGITS)}
         found["advantage"] = round(float(one.advantages.mean()), DIGITS) if len(one.advantages) else 0.0
         if one.ends is not None:

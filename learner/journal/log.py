@@ -277,8 +277,8 @@ def log_to_file(run_dir: Path, rank: int) -> Path:
 
 
 def point_latest(run_dir: Path) -> None:
-    """Make `latest`, beside `run_dir`, a link to it. The old link is replaced in one step, so `latest` never is
-    missing.
+    """Make `latest`, beside `run_dir`, a link to it. The old link is replaced in one step, so that the name always
+    exists.
 
     A folder that is named `latest` is left alone.
     """

@@ -52,7 +52,7 @@ class Tracker(Protocol):
     and may take long."""
 
     def begin(self, config: Mapping[str, object]) -> None:
-        """Connect, and say what the run is: every key of the configuration with its value, nested."""
+        """Connect, and store the run's configuration: every key with its value, nested."""
         ...
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
@@ -346,8 +346,8 @@ class Trackers:
 
     def close(self, *, report: Callable[[], Path] | None = None) -> dict[str, TrackerCount]:
         """Send what is left and wait for it. Returns the numbers of calls that did not arrive, by tracker; {} if all
-        did. `report` writes the run's report, for trackers that store files; the thread of one of them calls it
-        once."""
+        arrived. `report` writes the run's report. It is called once, for all trackers that store files, on one
+        tracker's thread."""
         if report is not None:
             once = _Once(report)
             for thread in self._threads:

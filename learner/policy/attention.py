@@ -62,8 +62,8 @@ class SegmentLayout:
     def shared(
         cls, lengths: Sequence[int], prefixes: Sequence[range], device: torch.device, *, max_patches: int = 0
     ) -> SegmentLayout:
-        """Return a layout with shared prompts. `prefixes`: for each piece, the tokens of the row that it attends to
-        besides its own: its prompt's."""
+        """Return a layout with shared prompts. `prefixes`: for each piece, the tokens of its prompt in the row, to
+        which it attends too."""
         starts = _ends(lengths)[:-1].tolist()
         own = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         index = np.concatenate([np.r_[before, mine] for before, mine in zip(prefixes, own, strict=True)])

@@ -226,7 +226,8 @@ class Policy:
         )
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
-        """Turn the summed gradients into those of the step's weighted mean loss. Call once per step, on every rank."""
+        """Turn the summed gradients into the gradients of the step's weighted mean loss. Call once per step, on every
+        rank."""
         now = [name for name, p in self.model.named_parameters() if p.requires_grad]
         assert now == [name for name, _ in self._trainable], "something changed which parameters are trained"
         summed_by = Ranks() if self.is_sharded else ranks  # the backward passes of a sharded model sum over ranks

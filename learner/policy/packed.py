@@ -94,7 +94,7 @@ def pack_inputs(
 
 
 class _Piece(NamedTuple):
-    """The tokens `[begin, end)` of a segment, and the row's tokens that they attend to besides each other."""
+    """The tokens `[begin, end)` of a segment, and the tokens of its prompt in the row, to which they attend too."""
 
     segment: Segment
     begin: int

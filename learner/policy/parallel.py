@@ -65,7 +65,7 @@ class Ranks:
         return gathered
 
     def broadcast_object(self, value: T | None) -> T:
-        """Return rank 0's value on every rank; the other ranks' values are ignored."""
+        """Return rank 0's value on every rank. The other ranks' values are ignored."""
         if self.world_size == 1:
             assert value is not None
             return value
@@ -101,7 +101,7 @@ class Ranks:
                 dist.all_reduce(tensor)
 
     def broadcast_tensor(self, tensor: torch.Tensor) -> None:
-        """Overwrite a tensor with rank 0's, in place."""
+        """Overwrite a tensor with rank 0's tensor, in place."""
         if self.world_size > 1:
             with self._deadline("broadcast"):
                 dist.broadcast(tensor, src=0)

@@ -63,7 +63,7 @@ def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray])
 
 
 def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.ndarray], logprobs: torch.Tensor) -> None:
-    """Store the first pass's log-probabilities [N] in those segments that have none yet."""
+    """Store the first pass's log-probabilities [N] in those segments that have no first log-probabilities yet."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
     for segment, at in zip(segments, supervised, strict=False):  # a blank image's segment may follow
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():

@@ -170,9 +170,9 @@ def replaced_modules(
 
 
 class _Swap:
-    """Replaces `owner`'s parameters with `values()` while a forward pass runs. `used`: the dict that gets their
-    checksums; None: nobody reads them. `name`: the module's checkpoint name. `adapted`: the adapted layer around
-    `owner`, if the values contain its adapter."""
+    """Replaces `owner`'s parameters with `values()` while a forward pass runs. `used`: gets the checksums of the
+    values; None: nobody reads them. `name`: the module's checkpoint name. `adapted`: the adapted layer around `owner`,
+    if the values contain its adapter."""
 
     def __init__(
         self,

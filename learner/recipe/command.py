@@ -307,7 +307,7 @@ class Recipe:
         return self._run(GRPO, values, self.record.grpo, earlier_s)
 
     def _go_on_with_sft(self) -> None:
-        """Let `sft` continue: its time was cut for `grpo`, which is not run, so that it now has all minutes."""
+        """Let `sft` continue. Its time was cut for `grpo`, which is not run, so `sft` now has all minutes."""
         self.record = replace(self.record, stages=(), extended=True, best_of=START, best_score=None)
         self._decide()
 
@@ -344,7 +344,8 @@ class Recipe:
     # ---- the record ------------------------------------------------------------------------------------------------
 
     def _decide_by_headroom(self) -> None:
-        """Decide, if it is not decided yet, whether `grpo` pays by what it measured. Raises CheckpointError."""
+        """Decide by the measured headroom whether `grpo` pays, unless that is decided already. Raises
+        CheckpointError."""
         if not (self.record.grpo or self.record.no_grpo):
             found = read_headroom(self.root / GRPO)
             rule = grpo_pays(found)

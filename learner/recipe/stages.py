@@ -103,7 +103,7 @@ def grpo_stage(
 
 
 def _as_supervised(values: dict[str, Any], config: RunConfig, world_size: int) -> None:
-    """If the user's configuration is one of `grpo`, set what a stage that learns labels needs instead."""
+    """If the user's configuration is one of `grpo`, set what a stage that learns labels needs in its place."""
     values["grpo"] = GrpoConfig().model_dump(mode="json")
     if _has(config, GRPO):
         size = config.grpo.num_generations

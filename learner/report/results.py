@@ -180,7 +180,7 @@ def _sync_card(runs: Sequence[RunRecord]) -> Card:
 
 
 def notes(runs: Sequence[Progress]) -> list[str]:
-    """Return the notes, one line each: what the page cannot show, and warnings. With several runs each names its
+    """Return the notes, one line each: what the page cannot show, and warnings. With several runs, each line names its
     run."""
     several = len(runs) > 1
     return [
@@ -236,7 +236,7 @@ def _bad_records(run: RunRecord) -> list[str]:
 
 
 def _disagreement(progress: Progress) -> list[str]:
-    """Return the steps whose recorded F1 differs from that of the scenes: files of two runs were mixed."""
+    """Return a line for each step whose recorded F1 differs from that of its scenes: files of two runs were mixed."""
     return [
         f"At step {point.global_step} the recorded F1@0.5 is {point.metrics[F1]:.3f}, "
         f"the scenes give {computed.value:.3f}."

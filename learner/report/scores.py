@@ -274,7 +274,8 @@ def _apart(points: Sequence[EvalPoint], others: Sequence[EvalPoint]) -> bool:
 
 
 def f1_of(point: EvalPoint) -> F1Estimate | None:
-    """Return F1@0.5: with its interval if the scenes are on disk, else the metric alone; None without either."""
+    """Return F1@0.5 with its interval if the scenes are on disk, the metric alone if only that is; None if neither
+    is."""
     if point.scenes:
         return f1_estimate(point.scenes)
     return F1Estimate(value=point.metrics[F1]) if F1 in point.metrics else None

@@ -159,7 +159,7 @@ def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -
 
 
 def _others(run: RunRecord) -> tuple[list[Chart], list[Chart]]:
-    """Return charts of all metrics for which no chart is defined here: first those to show, then those to fold away."""
+    """Return charts of all metrics for which no chart is defined here: first the shown ones, then the folded ones."""
     found = {key for step in run.steps for key in step.metrics} - {*SHOWN, *STAGE2_SHOWN}
     is_phase = re.compile(r"\w+_s").fullmatch  # a phase's seconds, shown in the stacked chart
     keys = sorted(key for key in found if not key.startswith("drop/") and not is_phase(key))
@@ -292,7 +292,7 @@ def _times(run: RunRecord) -> Chart | None:
 
 def _stage2(run: RunRecord) -> dict[str, Chart | None]:
     """Return the charts of `stage2_ab_training`: how many steps learned rollouts, and what rollouts made ahead of
-    learning cost (R25 R27); {} for another variant. Those of the asynchronous actor-learner come only if it ran."""
+    learning cost (R25 R27); {} for another variant. Charts of the asynchronous actor-learner come only if it ran."""
     measured = {key for step in run.steps for key in step.metrics}
     if f"{STAGE2}executed_b_share" not in measured:
         return {}

@@ -50,7 +50,7 @@ class Rewards:
         return sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
 
     def by_object(self, assignment: object) -> PrefixRewards | None:
-        """Return the part of the total that single objects earn; None if the task cannot tell."""
+        """Return the part of the total that single objects earn; None if the task cannot divide it."""
         weights = {name: weight for name, weight in self.weights.items() if name not in self.functions}
         return self.task.prefix_rewards(assignment, weights) if self.task is not None else None
 

@@ -17,8 +17,8 @@ if TYPE_CHECKING:  # not imported at run time, because it loads numpy, which `ch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SerializedTail:
-    """Text to append. `desc_spans` has a half-open span of characters for each object's description, `object_spans` one
-    for each object with the separator before it."""
+    """Text to append. `desc_spans` has a half-open span of characters for each object's description, `object_spans` a
+    span for each object with the separator before it."""
 
     text: str
     desc_spans: tuple[tuple[int, int], ...]

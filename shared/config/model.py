@@ -98,7 +98,7 @@ def dotted(path: KeyPath) -> str:
 
 
 def show(value: object) -> str:
-    """Return a value as quoted in a message: its type and its text, shortened."""
+    """Return a value for a message: its type and its text, shortened."""
     if value is None:
         return "null"
     if isinstance(value, bool):

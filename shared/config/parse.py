@@ -142,8 +142,8 @@ def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
 
 
 def _placed(mistake: Mistake, lines: Mapping[str, str]) -> Mistake:
-    """Return the mistake with the line of its key. If the key is not in the file, with the line of the nearest section
-    around it."""
+    """Return the mistake with the line of its key, or of the nearest section around the key if the key is not in the
+    file."""
     return mistake if mistake.at else replace(mistake, at=_line_of(mistake.path, lines))
 
 

@@ -248,7 +248,7 @@ class _Reader:
         self.num_files = 0
 
     def read(self, path: Path, chain: tuple[Path, ...]) -> Parsed:
-        """Return one file over its bases; `chain` holds the files that include it."""
+        """Return one file merged over its bases. `chain` has the files that include it."""
         self.num_files += 1
         if path.resolve() in chain or self.num_files > MAX_FILES:
             names = " -> ".join(p.name for p in (*chain[-3:], path))

@@ -77,7 +77,7 @@ class Communicator(ABC):
         self.start_broadcast(tensor, src, timeout_s).result()
 
     def start_broadcast(self, tensor: torch.Tensor, src: int, timeout_s: float | None = None) -> Operation[None]:
-        """Start `broadcast` without waiting. The device's work that this thread has queued runs before it."""
+        """Start `broadcast` without waiting. Work that this thread has queued on the device before runs first."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         what = f"broadcasting {tensor.nbytes} bytes from rank {src} of {self.world_size}"
         operation: Operation[None] = Operation(None, limit_s + _GRACE_S, what, on_failure=self.abort)
@@ -190,7 +190,7 @@ _PART_BYTES = 1 << 20
 def _pass_on(
     content: memoryview, source: socket.socket | None, targets: Sequence[socket.socket], deadline: Deadline
 ) -> None:
-    """Fill `content` from `source`, if there is one, and send it to all targets, part by part."""
+    """Fill `content` from `source`, if it is given, and send the bytes to all targets, part by part."""
     size = bytearray(_SIZE.pack(len(content)))
     if source is not None:
         _fill(memoryview(size), source, deadline)
@@ -325,8 +325,8 @@ def _refuse_shared_gpus(gpus: Sequence[bytes]) -> None:
 
 
 def _tell_apart() -> None:
-    """Set NCCL_HOSTID, which NCCL reads for each communicator, so that this process seems to be on a host of its own. A
-    value that a parent process has set so is replaced; a user's value stays."""
+    """Set NCCL_HOSTID, which NCCL reads for each communicator, so that this process seems to be on another host. The
+    value of a parent process that called this is replaced; a user's value stays."""
     mine = f"{_HOST_ID}{socket.gethostname()}-{os.getpid()}"
     if os.environ.get("NCCL_HOSTID", _HOST_ID).startswith(_HOST_ID) and os.environ.get("NCCL_HOSTID") != mine:
         os.environ["NCCL_HOSTID"] = mine

@@ -71,8 +71,8 @@ def splits_in(folder: Path) -> Found:
 
 
 def split_named(name: str) -> str | None:
-    """Return `train`, `val` or `test` if a word in a file's name means it; None if no word does, or words of two
-    splits."""
+    """Return `train`, `val` or `test` if a word in a file's name names that split; None if no word names one, or words
+    name two."""
     words = {_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _WORDS}
     return words.pop() if len(words) == 1 else None
 

@@ -252,7 +252,7 @@ def _of_dataset_object(
 
 
 def name_of_label(label: object, names: Sequence[str] | None) -> str | None:
-    """Return the name of a class number; None without a number, without names or above them. Raises ValueError."""
+    """Return the name of a class number; None if `label` is no number, or if `names` lacks it. Raises ValueError."""
     if label is None or names is None:
         return None
     index = whole(label)

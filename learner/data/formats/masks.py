@@ -24,8 +24,8 @@ _MOST_CHARACTERS = 7  # max characters of one run length as text: 35 bits
 
 
 def outline_of(segmentation: object, size: Size | None, max_pixels: int) -> list[float]:
-    """Return x1, y1, x2, y2, ... of the largest part, with holes filled. `size` is the image's size, which run lengths
-    must have too; None if no annotation of the image gives it. Raises ValueError."""
+    """Return x1, y1, x2, y2, ... of the segmentation's largest part, with holes filled. `size` is the image's size,
+    which run lengths must state too; None if no annotation of the image states it. Raises ValueError."""
     import shapely
 
     if isinstance(segmentation, Mapping):

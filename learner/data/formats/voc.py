@@ -92,8 +92,8 @@ def files_of(source: Source) -> tuple[Path, list[Path]]:
 
 
 def _also_below(files: Sequence[Path], folder: Path, listing: Path) -> list[Path]:
-    """Return the files of a list. Files that are not in the folder itself are searched in its sub-folders. Raises
-    DataError if two sub-folders have a file of the same name."""
+    """Return the files that a list names. A file that is not in the folder itself is searched in its sub-folders.
+    Raises DataError if two sub-folders have a file of that name."""
     if all(file.parent != folder or is_file(file) for file in files):
         return list(files)
     below: dict[str, list[Path]] = {}
@@ -236,7 +236,7 @@ def _text(parent: ElementTree.Element | None, name: str) -> str:
 
 
 def _side(size: ElementTree.Element | None, name: str) -> int | None:
-    """Return a side in pixels; None if it is missing or 0, which some tools write for an unknown size."""
+    """Return a side in pixels; None if the file has no side or has 0, which some tools write for an unknown size."""
     text = _text(size, name)
     try:
         return whole(text or 0) or None

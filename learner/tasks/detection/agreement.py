@@ -40,11 +40,11 @@ class ClusterMember(NamedTuple):
 class Cluster:
     """`members` are sorted by answer, with at least one member and at most one per answer.
 
-    `object` has the most frequent name (if two are, the one of the first answer) and the median of the boxes. The mean
-    is further from the true box on digits (IoU 0.954 against 0.959), and as near on photographs of cells (0.722,
-    0.721). Only a mean that weights each coordinate by its probability is nearer (0.961, 0.732), but it needs
-    log-probabilities of the answers. If a member is a polygon, `object` has the geometry of the member that overlaps
-    the others most.
+    `object` has the most frequent name (of equally frequent names that of the first answer) and the median of the
+    boxes. The mean of the boxes is further from the true box on digits (IoU 0.954 against 0.959), and as near on
+    photographs of cells (0.722, 0.721). Only a mean that weights each coordinate by its probability is nearer (0.961,
+    0.732), but it needs log-probabilities of the answers. If a member is a polygon, `object` has the geometry of the
+    member that overlaps the others most.
     """
 
     members: tuple[ClusterMember, ...]

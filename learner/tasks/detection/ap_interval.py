@@ -91,7 +91,7 @@ def ap_of(classes: Sequence[RankedBoxes], weights: NDArray[np.float64]) -> dict[
 def _average(
     one: RankedBoxes, threshold: int, weights: NDArray[np.float64], num_truth: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return [draws]: the mean over 101 recalls of the best precision at that recall or a higher one."""
+    """Return [draws]: the mean over 101 recalls of the best precision at that or a higher recall."""
     found = np.zeros(len(weights))
     step = max(1, _VALUES_AT_ONCE // max(1, len(one.images)))
     recalls = np.linspace(0.0, 1.0, 101)

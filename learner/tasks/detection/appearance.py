@@ -78,8 +78,8 @@ class SampleCrops:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Appearance:
     """The probabilities of the finds, by sample and in the given order. `auc` says how well the classifiers separate
-    held-out examples. If there is no estimate, `why` says why, and `probabilities` is empty. `shares` are those of the
-    finds with the fewest votes."""
+    held-out examples. If there is no estimate, `why` has the reason, and `probabilities` is empty. `shares` are the
+    shares of right, misplaced and misnamed finds among those with the fewest votes."""
 
     probabilities: tuple[tuple[float, ...], ...] = ()
     shares: Shares = field(default_factory=dict)

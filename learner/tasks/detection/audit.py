@@ -51,7 +51,7 @@ class AuditedFind(NamedTuple):
 
 
 def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
-    """Return the places of `number` finds in random order; of all finds if there are fewer."""
+    """Return the places of `number` finds in random order, or of all finds if there are fewer."""
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)

@@ -63,8 +63,8 @@ Tally = NDArray[np.int64]  # [K + 1, 3] number of clusters by votes and relation
 class LabelCandidate:
     """A cluster of a sample's answers outside of ignore regions. `object` has its votes. `names` counts the answers
     that give each name. `agreement`, from 0 to 1, is the share of answers that have the object, times the share of
-    these that give its name, times the mean IoU of their boxes with its box. `probability` is that of a right box and
-    name, for free clusters; None: not known."""
+    these answers that give its name, times the mean IoU of their boxes with its box. `probability`, for free clusters,
+    is the probability that box and name are right; None: not known."""
 
     object: DetectionObject
     relation: Relation
@@ -130,8 +130,9 @@ def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionEstimate:
-    """How good completed labels would be, estimated without the true objects. Tuples are by votes, from 1 on. `source`
-    is what the estimate is made from. `votes` is correct only if labels are missing at random."""
+    """How good completed labels would be, estimated without the true objects. Tuples have a value for each number of
+    votes, from 1 on. `source` says what the estimate is made from; one made from `votes` is correct only if labels are
+    missing at random."""
 
     min_votes: int | None  # least votes of clusters that become labels; None: no labels are added, see `why`
     why: str

@@ -95,7 +95,7 @@ def _with(found: Found, probabilities: Sequence[Sequence[float]]) -> list[list[L
 
 
 def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, source: Source) -> CompletionEstimate:
-    """Return the estimate with the numbers from votes replaced by those from probabilities."""
+    """Return the estimate, with numbers from probabilities in place of the numbers from votes."""
     free = np.array(known.free, dtype=float)
     right = np.zeros(len(free))
     for own in found:
@@ -125,8 +125,9 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
 
 
 def not_random(found: Found, num_answers: int) -> str:
-    """Return a sentence about how labels are not missing at random; "" if nothing shows it. Only clusters count that
-    half of the answers have, and without a label only those with a probability of 0.5 or more, if it is known."""
+    """Return a sentence about how labels are not missing at random; "" if there is no sign of it. Only clusters count
+    that half of the answers have; if they have no label, only with a probability of at least 0.5, if probabilities are
+    known."""
     sure = [
         (place, one)
         for place, own in enumerate(found)
@@ -200,8 +201,8 @@ def _in_words(sure: Sequence[LabelCandidate], is_free: NDArray[np.bool_]) -> str
 
 
 def _spread(is_free: NDArray[np.bool_], places: NDArray[np.int64]) -> str:
-    """Return a sentence if the share of clusters without a label varies between photographs; "" if chance explains
-    it."""
+    """Return a sentence if the share of clusters without a label varies between photographs more than by chance; else
+    ""."""
     number, free = np.bincount(places), np.bincount(places, weights=is_free)
     free, number = free[number > 0], number[number > 0]
     share, degrees = is_free.mean(), len(number) - 1

@@ -56,7 +56,8 @@ def description_labels(
 def _up_to_parting(
     text: TokenText, predicted: PredictedObject, wanted: str, pieces: TokenPieces
 ) -> Iterator[tuple[int, int]]:
-    """Yield the labels of a wrong name: the tokens of `wanted` between the same bytes."""
+    """Yield (position, label) of the tokens of a wrong name; labels are the tokens of `wanted` in the same
+    surroundings."""
     begin, end = _inside_quotes(predicted)
     first, last = text.token_at(begin), text.tokens_until(end)  # `last` is the token after the description
     last = min(last, len(text.ids) - 1)
@@ -146,7 +147,8 @@ def _require_inside(numbers: Numbers, prefix_length: int) -> None:
 
 
 def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: NDArray[np.bool_]) -> Ints:
-    """Return how many tokens [N] each number shares with the true one. The value is undefined where `right` is True."""
+    """Return how many tokens [N] each number shares with its true number. The value is undefined where `right` is
+    True."""
     at = numbers.start[:, None] + np.arange(WINDOW)
     own = token_ids.take(at, mode="clip")
     differs = (own != tokens) & (tokens != NO_TOKEN) & (at <= numbers.end[:, None])

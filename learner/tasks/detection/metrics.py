@@ -152,7 +152,7 @@ def _descriptions(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
 def ignored_shares(
     predictions: Sequence[DetectionObject], regions: Sequence[DetectionObject]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return for each prediction [P] the largest share of its area in one ignore region of its class, and of any
+    """Return two arrays [P]: the largest share of each prediction's area in one ignore region, of its class and of any
     class."""
     if not regions:
         return np.zeros(len(predictions)), np.zeros(len(predictions))

@@ -63,7 +63,7 @@ class GapScore:
 
 
 class GapJudge:
-    """Scores models on the same samples. If it cannot, `why` gives the reason."""
+    """Scores models on the same samples. If that is not possible, `why` has the reason."""
 
     def __init__(self, samples: Sequence[Sample], open_image: Open, audited: Sequence[AuditedFind] = ()) -> None:
         self._samples, self._open, self._audited = samples, open_image, audited
@@ -156,7 +156,7 @@ def rank(names: Sequence[str], scores: Sequence[GapScore], objects: tuple[float,
 
 
 def is_decided(a: GapScore, b: GapScore, objects: tuple[float, float]) -> bool:
-    """Return True if the same model is better at both ends of the range; their order changes at most once in
-    between."""
+    """Return True if the same model is better at both ends of the range. Inside the range the order of two models
+    changes at most once."""
     first, last = (a.f1(number) - b.f1(number) for number in objects)
     return first * last > 0

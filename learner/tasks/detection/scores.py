@@ -201,8 +201,8 @@ class CalibrationFile(BaseModel):
         return self.model_dump_json(indent=1) + "\n"
 
     def of(self, samples: int) -> Calibration | None:
-        """Return the calibration for the nearest K to `samples`; None if there is none. K = 0 is used for 0 only, and
-        no other K is used for 0."""
+        """Return the calibration whose K is nearest to `samples`; None if there is none. K = 0 and other Ks never
+        replace each other."""
         fitting = [one for one in self.calibrations if (one.samples > 0) == (samples > 0)]
         return min(fitting, key=lambda one: abs(one.samples - samples), default=None)
 

@@ -107,8 +107,8 @@ def _with_tail(
     desc_weight: float,
     untaught: Collection[int] = (),
 ) -> Target:
-    """Return prefix, tail and EOS. The prefix has no labels. The rest has, except the tail's objects at the places
-    `untaught`."""
+    """Return prefix, tail and EOS. The prefix has no labels. Tail and EOS have labels, except the tail's objects at the
+    places `untaught`."""
     text = tokens_of(tail.text, pieces)
     target = continued(prefix, text, pieces.tokenizer.eos_token_id)
     token_ids, weights = target.token_ids, target.loss_weights
