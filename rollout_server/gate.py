@@ -172,7 +172,7 @@ class Outcome:
 
 
 class WaitingGate:
-    """A gate with waiting. `waiting` counts the waiting calls, `gate.in_flight` the calls that were let in."""
+    """A gate at which calls and updates wait. `waiting` counts the waiting calls, `gate.in_flight` the calls inside."""
 
     def __init__(self, gate: Gate, *, queue_timeout_s: float, drain_timeout_s: float) -> None:
         self.gate = gate

@@ -247,7 +247,7 @@ class WeightUpdates:
         return expected
 
     async def _leave(self, because: str) -> None:
-        # The call is shielded: if this one is cancelled again, the workers must still leave.
+        # The call is shielded: if this call is cancelled again, the workers must still leave.
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
             await asyncio.shield(self._engine.on_workers("sync_leave", because))
 

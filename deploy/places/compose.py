@@ -194,8 +194,8 @@ def image(plan: Plan, out: Path, side: str) -> dict[str, Any]:
 
 
 def volumes(plan: Plan, out: Path) -> list[dict[str, Any]]:
-    """Return the volumes. Both sides mount them at the same place, because requests name images by path. For a path in
-    the working directory its whole top folder is mounted, such as `data`; elsewhere the named folder, or a file's
+    """Return the volumes. Servers and learner mount them at the same place, because requests name images by path. Of a
+    path in the working directory the top folder is mounted, such as `data`; of another path the folder, or the file's
     folder."""
     folders: dict[PurePosixPath, bool] = {}  # folder -> whether the run writes into it
     for named in plan.paths:

@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 IDS = "trackers.json"
-MAX_WAITING = 10_000  # calls in a tracker's queue
+MAX_WAITING = 10_000  # max calls in a tracker's queue
 CLOSE_S = 10.0  # seconds to wait for all trackers together at the end
 MAX_FAILURES = 20  # after so many failed calls in a row a tracker gets no more
 STEP = "global_step"

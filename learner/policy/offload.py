@@ -68,8 +68,8 @@ class HostMemory:
 
 
 class Offload:
-    """Moves the tensors that `tensors()` lists off `device`. It is called before each move, because gradients come and
-    go."""
+    """Moves the tensors that `tensors()` lists off `device`. `tensors` is called before each move, because gradients
+    come and go."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device

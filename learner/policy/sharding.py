@@ -137,7 +137,7 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def collective_errors() -> Iterator[None]:
-    """Turn torch's errors in the block for a missing rank in a collective into CollectiveError."""
+    """If a rank is missing in a collective in the block, raise CollectiveError instead of torch's error."""
     try:
         yield
     except RuntimeError as error:

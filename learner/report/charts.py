@@ -123,7 +123,7 @@ def ticks(low: float, high: float, count: int = 4) -> list[float]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plane:
-    """The area of a chart: from data coordinates to drawing units, and the axes."""
+    """The area of a chart: maps data coordinates to drawing units, and has the axes."""
 
     x_low: float
     x_high: float

@@ -67,7 +67,7 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """All ranks' cards, by rank, and this rank's connections: from rank 0 to all others, from another to rank 0."""
+    """All ranks' cards, by rank, and this rank's connections: from rank 0 to all others, else to rank 0."""
 
     cards: Sequence[bytes]
     links: Mapping[int, socket.socket]

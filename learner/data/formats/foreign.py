@@ -17,7 +17,7 @@ from shared.errors import DataError
 from shared.reading import is_file
 
 _HEAD_BYTES = 1 << 16
-_MOST_FILES = 200  # files of a folder that are read
+_MOST_FILES = 200  # max files of a folder that are read
 _EXPORT = "export COCO from the tool instead"
 _DATUM = "datum convert -f coco -if"
 _ARCHIVES = (".zip", ".tar", ".tgz", ".gz", ".bz2", ".xz", ".7z", ".rar")
