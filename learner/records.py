@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from shared.errors import DataError
 
-if TYPE_CHECKING:  # numpy too: `--check` imports this module, and must be quick
+if TYPE_CHECKING:  # not even numpy: `--check` imports this module, and must be quick
     import numpy as np
     import torch
     from numpy.typing import NDArray
@@ -156,8 +156,8 @@ class PredictedObject(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParsedRollout:
-    """A rollout, parsed strictly. `token_ids[:prefix_length]` is the prefix that is kept. `tail_opening` is
-    the text of the appended tail before its first object: what a fused token removed, or "{" or "[" if nothing of the
+    """A rollout, parsed strictly. `token_ids[:prefix_length]` is the prefix that is kept. `tail_opening` is the text of
+    the appended tail before its first object: the bytes cut off with a fused token, or "{" or "[" if nothing of the
     rollout is usable."""
 
     rollout: Rollout

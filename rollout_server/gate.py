@@ -183,7 +183,7 @@ class WaitingGate:
 
     @asynccontextmanager
     async def call(self) -> AsyncIterator[int]:
-        """Hold a place in the serving version; yields that version.
+        """Let a call in until the block ends; yields the version that serves it.
 
         Raises ServerPoisonedError, or ServerBusyError if the wait for an update took too long.
         """

@@ -372,7 +372,7 @@ class _Serving:
         template: dict[str, str | None] = {"chat_template": None, "chat_template_content_format": "auto"}
         models = OpenAIServingModels(client, [BaseModelPath(name=model, model_path=model)])
         renderer = OnlineRenderer(client.model_config, client.renderer, request_logger=None, **template)
-        renderer.trust_request_mm_kwargs = True  # only this module sets such arguments; vLLM checks from 0.30 on
+        renderer.trust_request_mm_kwargs = True  # vLLM 0.30 needs it; only this module sets such arguments
         common: dict[str, object] = {"online_renderer": renderer, "request_logger": None}
         return cls(
             models=models,

@@ -331,8 +331,8 @@ class _Entry(Generic[T]):
 class RecentAnswers(Generic[T]):
     """Recent answers by request uuid, on one event loop.
 
-    Repeats of a request that still runs share it. The same uuid with other content is refused. Failures are not kept.
-    The least recently used answer is forgotten first.
+    A repeat of a request that still runs waits for the same answer. The same uuid with other content is refused.
+    Failures are not kept. The least recently used answer is forgotten first.
     """
 
     def __init__(self, size: int) -> None:

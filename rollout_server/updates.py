@@ -258,7 +258,7 @@ class WeightUpdates:
             try:
                 yield
             except asyncio.CancelledError as error:
-                # Another sync call ended this one and says why; or the client has gone and hears nothing.
+                # Another sync call ended this one and says why; or the client has hung up.
                 raise CommunicatorError("the sync was broken off", found=reason(error), remedy="sync again") from error
             finally:
                 self._under_way = None

@@ -3,7 +3,7 @@ the served model. Pure functions, used on both sides.
 
 vLLM scores a whole answer without its prefix cache, but rollouts read that cache. So some tokens of each answer are
 scored a second time, each by a separate request that reads the cache. Only these find cached keys and values of old
-weights. Their gaps have a separate mean: among all other tokens a few would not count.
+weights. Their gaps have a mean of their own, because a few tokens hardly change the mean of all.
 """
 
 from __future__ import annotations

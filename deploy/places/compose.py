@@ -176,7 +176,7 @@ def service(
         "init": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        # Names without values: Compose takes them from the environment. `down` needs no token.
+        # Names without values: Compose takes the values from its environment, and `down` works without the token.
         "environment": {"HOME": "/tmp", "XDG_CACHE_HOME": "/cache", **dict.fromkeys(variables)},
         "configs": [{"source": name, "target": f"{FOLDER}/{name}.yaml"}],
         "volumes": volumes(plan, out),

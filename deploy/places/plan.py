@@ -60,7 +60,7 @@ class ServerPlan:
 
     def file(self, address: str, port: int) -> str:
         """Return the server's YAML: it listens on every interface, and its group meets at `address`."""
-        address = Hidden(address)  # `Hidden`, so that a `${NAME}` in it stays
+        address = Hidden(address)  # `Hidden` keeps a `${NAME}` in it as it is written
         return dump_yaml({**self.values, "host": "0.0.0.0", "port": port, "communicator_host": address})
 
 

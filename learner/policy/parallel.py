@@ -46,7 +46,7 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce_max(self, value: float) -> float:
-        """Return the largest rank's value. Raises CollectiveError, like every call below."""
+        """Return the largest of the ranks' values. Raises CollectiveError, as every call below."""
         if self.world_size == 1:
             return float(value)
         # float64, so that the Python float comes back bit for bit.

@@ -331,7 +331,7 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
         chart("Recall by IoU threshold", lambda counts: counts.recall, "Share of objects that are found then."),
         chart("F1 by IoU threshold", lambda counts: counts.f1, "Its mean is f1@miou."),
     ]
-    return [replace(chart, value="") for chart in drawn if chart]  # without the last threshold's value
+    return [replace(chart, value="") for chart in drawn if chart]  # the title would show the last threshold's value
 
 
 def class_table(runs: Sequence[Progress]) -> Table | None:
@@ -402,7 +402,7 @@ def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
 
 
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
-    """Return the kind of a cell; empty for rare names that were called rare names, since these may differ."""
+    """Return the kind of a cell; empty if both names are rare, because they may differ or not."""
     if truth == said:
         return "" if truth in (None, rare) else "right"
     return "wrong"

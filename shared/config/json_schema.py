@@ -1,6 +1,6 @@
 """The JSON Schemas of the programs' files, as the installed packages hold them, for editors.
 
-`make docs` writes the files (`tools.docs`). A program prints its own.
+`make docs` writes the files (`tools.docs`). Each program prints the schema of its own file.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ class _RewardView:
     iou: NDArray[np.float64]  # [P, G]
     same: NDArray[np.bool_]  # [P, G] same image and description
     ignored: NDArray[np.float64]  # [P] largest share of the area in one ignore region of the class
-    ignored_any: NDArray[np.float64]  # [P] the same for regions of any class
+    ignored_any: NDArray[np.float64]  # [P] largest share of the area in one ignore region of any class
     predicted: tuple[tuple[int | None, str], ...]  # (image, description) of each prediction
     true: tuple[tuple[int | None, str], ...]
 
