@@ -106,7 +106,7 @@ TESTED = {
 def names_in(path: str) -> set[str]:
     file = TESTS / path
     tree = ast.parse(file.read_text(encoding="utf-8")) if file.is_file() else ast.Module([], [])
-    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)}
+    return {node.name for node in ast.walk(tree) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)}
 
 
 def test_every_requirement_is_in_the_table() -> None:
