@@ -501,7 +501,7 @@ def _answers(
 
 
 def _named(texts: Sequence[str] | None, option: str) -> dict[str, Path]:
-    """Read texts `NAME=PATH`; the name of a path alone is its file's. Raises BadParameter if two names are equal."""
+    """Read texts `NAME=PATH`; a path without NAME gets its file's name. Raises BadParameter if two names are equal."""
     found: dict[str, Path] = {}
     for text in texts or ():
         given, sign, path = text.partition("=")

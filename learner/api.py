@@ -75,7 +75,7 @@ class FolderTokenizer:
     """
 
     def __init__(self, folder: Path) -> None:
-        """Raises OSError, ValueError or KeyError if the files are missing or not as they should be."""
+        """Load the tokenizer. Raises OSError, ValueError or KeyError if its files are missing or damaged."""
         if not (folder / "tokenizer.json").is_file():
             raise FileNotFoundError(f"no tokenizer.json in {folder}")
         self.backend_tokenizer = Fast.from_file(str(folder / "tokenizer.json"))

@@ -222,7 +222,7 @@ class PolicyTokens:
     purpose, so that later passes know the probabilities before the first update."""
 
     advantages: NDArray[np.float32]  # [L]
-    rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: these are the learner's
+    rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: the same as the learner's
     first_logprobs: NDArray[np.float32]  # [L] nats, by the learner's weights before the first update
 
 

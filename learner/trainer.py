@@ -363,7 +363,7 @@ class Trainer:
         calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
     ) -> Evaluation:
         """Roll out `samples` of the split `data.SPLIT` with the present weights. Write their scenes to `eval/FILE`, and
-        COCO results beside it. `task`: the samples' task if it is not the run's; then the run's rewards are not
+        COCO results beside it. `task`: the samples' task if it differs from the run's; then the run's rewards are not
         computed. `calibrated`: as for `evaluate`."""
         assert self.backend is not None
         self.stop.check()

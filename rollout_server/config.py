@@ -187,7 +187,7 @@ class ServerConfig(Section):
 
     @property
     def is_public(self) -> bool:
-        """True if other machines can reach the HTTP port or the group's."""
+        """True if other machines can reach the HTTP port or the port of the group."""
         return not (is_loopback(self.host) and is_loopback(self.group_host))
 
 

@@ -375,7 +375,7 @@ class VllmEngine:
 
     @contextlib.contextmanager
     def _vllm_errors(self) -> Iterator[None]:
-        """Raise vLLM's errors as the project's."""
+        """Raise vLLM's errors as errors of this project."""
         from vllm import exceptions
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 

@@ -84,7 +84,7 @@ ROLLOUTS = (
     Metric("drop/REASON", "objects", "predicted objects that were dropped, by reason (list below)"),
 )
 
-# Runs with rewards: of a step's rollouts, and of an evaluation's.
+# Runs with rewards: means over the rollouts of a step, or of an evaluation.
 REWARDS = (
     Metric("reward", "", "weighted sum of all rewards; mean over rollouts"),
     Metric("reward/NAME", "", "one reward; mean over rollouts"),

@@ -94,7 +94,7 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Se
 
 
 def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> list[Token]:
-    """Return the answer's tokens, followed by the tail's."""
+    """Return the tokens of the answer, followed by the tokens of the tail."""
     parsed = assignment.parsed
     num_kept = min(target.prefix_length, len(parsed.token_ids))  # the stop token is no part of the answer
     texts = _texts(parsed.token_ids, pieces)

@@ -59,7 +59,7 @@ class Console:
         self._begun_step, self._begun_s = step, self._clock()
 
     def note(self, text: str) -> None:
-        """Print one line that is not a step's."""
+        """Print one line that belongs to no step."""
         if self._enabled:
             self._rich.print(f"[dim]{escape(self._name)}[/] {escape(masked(text))}")
 

@@ -20,8 +20,8 @@ from shared.errors import CheckpointError
 
 
 def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor] | None:
-    """Return a sharded model's trained tensors (all, or the adapter's), gathered in host memory on ranks with `keep`.
-    None for a model that is not sharded. Collective."""
+    """Return a sharded model's trained tensors (all, or only the adapter), gathered in host memory on ranks with
+    `keep`. None for a model that is not sharded. Collective."""
     if not policy.is_sharded:
         return None
     if policy.adapter is None:

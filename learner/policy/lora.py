@@ -232,7 +232,7 @@ def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
 
 
 def _checkpoint_names(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> dict[str, str]:
-    """Return the checkpoint's module names by the model's. Modules that the checkpoint fuses or splits are left out."""
+    """Return the checkpoint's names of modules by the model's names, without modules that it fuses or splits."""
     weights = {
         f"{name}.weight": torch.empty(layer.get_base_layer().weight.shape, device="meta")
         for name, layer in layers.items()

@@ -228,8 +228,8 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 def merged_weight(
     layer: LoraLayer, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return an adapted layer's weight with its adapter merged on `device` (None: the layer's), in float32 also under
-    autocast, and then rounded to `dtype`: a new, whole tensor."""
+    """Return an adapted layer's weight with its adapter merged on `device` (None: the layer's device), in float32 also
+    under autocast, and then rounded to `dtype`: a new, whole tensor."""
     # A layer in host memory is merged on the device: two CPU cores merge 4B in 35 s, copying it takes half a second.
     device = device or layer.get_base_layer().weight.device
     with torch.autocast(device.type, enabled=False):

@@ -129,7 +129,7 @@ def recipe(
 
 
 def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
-    """Return the record on disk, or a new one if nothing was learned there. Raises ConfigError for another recipe's."""
+    """Return the record on disk, or a new one if nothing was learned. Raises ConfigError if another recipe wrote it."""
     digest = digest_of(config)
     old = read_record(root)
     if old is None or (old.digest != digest and not has_learned(old, root)):
@@ -152,7 +152,7 @@ def has_learned(record: Record, root: Path) -> bool:
 
 
 class StageProcess:
-    """Runs the process of one stage at a time. Signals that ask this process to stop are sent on to the stage's."""
+    """Runs the process of one stage at a time. Signals that ask this process to stop are sent on to that process."""
 
     def __init__(self, nproc: int, environment: Mapping[str, str]) -> None:
         self._nproc, self._environment = nproc, environment
@@ -312,7 +312,7 @@ class Recipe:
         self._decide()
 
     def _best(self) -> Path | None:
-        """Return the folder of the best weights so far; None if these are the start's."""
+        """Return the folder of the best weights so far; None if they are those of the start."""
         best = self.record.stage(self.record.best_of)
         return self.root / best.name / f"checkpoint-{best.best_step}" if best is not None else None
 

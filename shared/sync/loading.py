@@ -84,7 +84,7 @@ class CopyMemory:
 
     def load(self, tensors: Named, loader: Callable[[Named], Iterable[str] | None]) -> frozenset[str]:
         """Load a bucket's tensors, by `loader` or by recorded copies. Returns the names of the written parameters."""
-        # Recorded strides are those of this layout, so another layout needs another recording.
+        # Recorded copies have the strides of one layout, so another layout of the tensors needs another recording.
         key = tuple((name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in tensors)
         recording = self._recordings.get(key)
         if recording is not None:
