@@ -59,7 +59,7 @@ from shared.processes import (
     without_working_directory,
 )
 from shared.version import Version
-from shared.waits import Deadline, awake_s
+from shared.waits import Deadline, Retry, awake_s, back_off_s
 from shared.wire import SERVER_ID_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
@@ -200,14 +200,14 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
 
     Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
     """
-    started, deadline, said = time.monotonic(), Deadline(timeout_s), "nothing"
+    started, retry = time.monotonic(), Retry(timeout_s, POLL_S)
     with httpx.Client(trust_env=False, timeout=LOOK_S) as client:
-        while not deadline.is_over():
+        while True:
             check_alive([server, *beside])
-            said = look(client, base_url, server.server_id)
-            if not said:
+            if not (said := look(client, base_url, server.server_id)):
                 return time.monotonic() - started
-            time.sleep(POLL_S)
+            if not retry.wait():
+                break
     raise DeadlineError(
         f"the server at {base_url} was not ready in time",
         found=f"{said} from /ready/ after {timeout_s:g} s; last words: {last_words(server.log)}",
@@ -300,8 +300,8 @@ class Server:
             self.given_up = True
             say(f"{said}. Given up after {self._num_restarts} restart(s) (max_restarts)")
             return
-        pause_s = min(MAX_BACK_OFF_S, BACK_OFF_S * 2**self._num_restarts)
         self._num_restarts += 1
+        pause_s = back_off_s(self._num_restarts, BACK_OFF_S, MAX_BACK_OFF_S)
         self._start_at = awake_s() + pause_s
         say(f"{said}. Restart {self._num_restarts} of {self._entry.max_restarts} in {pause_s:g} s")
 

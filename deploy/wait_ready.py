@@ -21,7 +21,7 @@ from shared.answers import ask
 from shared.errors import ConfigError, DeadlineError, ProjectError
 from shared.reading import json_of
 from shared.version import Version
-from shared.waits import Deadline
+from shared.waits import Retry
 
 POLL_S = 1.0
 ANSWER_S = 5.0
@@ -73,13 +73,12 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
 
     Raises DeadlineError, which names the servers that did not answer so.
     """
-    started, deadline = time.monotonic(), Deadline(timeout_s)
+    started, retry = time.monotonic(), Retry(timeout_s, POLL_S)
     last = dict.fromkeys(urls, "nothing yet")
     with httpx.Client(trust_env=False, timeout=ANSWER_S) as client:
         while last := {url: said for url in last if (said := look(client, url))}:
-            if deadline.is_over():
+            if not retry.wait():
                 break
-            time.sleep(POLL_S)
         else:
             return time.monotonic() - started
     raise DeadlineError(

@@ -1,7 +1,8 @@
 """Waits with a deadline, by a clock that stops while this process is stopped: Ctrl-Z and `fg`, or a paused machine. An
 answer may have come during the pause, before this process could see it.
 
-In: limits in seconds. Out: deadlines for threads, coroutines and loops that poll. Waits for the end of a process, and
+In: limits in seconds. Out: deadlines for threads, coroutines and loops that poll, and the pauses between tries of what
+failed. Waits for the end of a process, and
 waits inside libraries, have other limits, by the system's clock.
 """
 
@@ -72,6 +73,33 @@ class Deadline:
 
     def is_over(self) -> bool:
         return awake_s() >= self._at_s
+
+
+def back_off_s(num_failures: int, first_s: float, most_s: float) -> float:
+    """Return the pause after so many failures in a row: `first_s` after one, doubled with each further one, at most
+    `most_s`."""
+    return min(most_s, first_s * 2.0 ** min(num_failures - 1, 60))
+
+
+class Retry:
+    """The pauses between the tries of work that fails, for `limit_s` from now. The caller says which errors are worth
+    another try, and logs them."""
+
+    def __init__(self, limit_s: float, pause_s: float) -> None:
+        self._deadline, self._pause_s = Deadline(limit_s), pause_s
+
+    def next_s(self, asked_s: float | None = None) -> float | None:
+        """Return the seconds until the next try; None: the time is over. `asked_s`: a pause that the other side wants
+        instead."""
+        pause_s = self._pause_s if asked_s is None else asked_s
+        return None if self._deadline.is_over() else min(pause_s, self._deadline.left_s())
+
+    def wait(self) -> bool:
+        """Wait until the next try. Returns False, at once, if the time is over."""
+        if (pause_s := self.next_s()) is None:
+            return False
+        time.sleep(pause_s)
+        return True
 
 
 @contextlib.asynccontextmanager

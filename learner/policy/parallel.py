@@ -14,7 +14,6 @@ zeros. After `broadcast_parameters` and equal updates all ranks hold equal weigh
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ import torch
 import torch.distributed as dist
 
 from shared.errors import CollectiveError, ConfigError, ProjectError
-from shared.waits import Deadline
+from shared.waits import Retry
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
@@ -139,9 +138,8 @@ def absent_ranks(rank: int, world_size: int) -> list[int]:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"roll call/{rank}", "here")
         missing.extend(other for other in range(world_size) if other != rank)
-        deadline = Deadline(_ROLL_CALL_S)
-        while missing and not deadline.is_over():
-            time.sleep(0.05)
+        retry = Retry(_ROLL_CALL_S, 0.05)
+        while missing and retry.wait():
             missing[:] = [other for other in missing if not store.check([f"roll call/{other}"])]
 
     # On a separate thread, because a call of the store never returns if the store's process hangs.

@@ -36,7 +36,7 @@ from shared.errors import (
     ServerError,
     ServerUnreachableError,
 )
-from shared.waits import awake_s, time_limit
+from shared.waits import Retry, awake_s, time_limit
 from shared.wire import (
     NDJSON,
     CloseCommunicatorCall,
@@ -196,16 +196,16 @@ class ServerClient:
         """Poll `/health/` for at most `limit_s` (None: `gone_s`). Raises ServerUnreachableError, or at once what a
         final answer (4xx) says."""
         limit_s = self.timeouts.gone_s if limit_s is None else limit_s
-        deadline = awake_s() + limit_s
+        retry = Retry(limit_s, min(self.timeouts.poll_s, limit_s / 4))
         while True:
             try:
                 return await self.health()
             except ProjectError as error:
                 if not isinstance(error, ServerUnreachableError | DeadlineError) and error.http_status < 500:
                     raise
-                if awake_s() >= deadline:
+                if (pause_s := retry.next_s()) is None:
                     raise self._gone(_last_seen_of(error), limit_s) from error
-            await asyncio.sleep(min(self.timeouts.poll_s, limit_s / 4, max(0.01, deadline - awake_s())))
+            await asyncio.sleep(pause_s)
 
     async def ready(self) -> None:
         """Look at `/ready/` once; raises unless it answers 200."""
@@ -331,17 +331,17 @@ class ServerClient:
 
     async def _patiently(self, path: str, exchange: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
         """Repeat `exchange` while the server is busy, for at most `gone_s`. Return its success, or raise its error."""
-        # The time counts from the first refusal: a call that the server accepts may last for minutes.
-        deadline = math.inf
+        retry: Retry | None = None
         while True:
             response = await exchange()
             if response.is_success:
                 return response
             error = error_of(response, self.base_url)
-            if not isinstance(error, ServerBusyError) or awake_s() >= deadline:
+            # The time counts from the first refusal: a call that the server accepts may last for minutes.
+            retry = retry or Retry(self.timeouts.gone_s, RETRY_AFTER_S)
+            wait_s = retry.next_s(retry_after_s(response))
+            if not isinstance(error, ServerBusyError) or wait_s is None:
                 raise error
-            deadline = min(deadline, awake_s() + self.timeouts.gone_s)
-            wait_s = min(retry_after_s(response), max(0.0, deadline - awake_s()))
             log.info("%s is busy, %s again in %.1f s: %s", self.base_url, path, wait_s, error.what)
             await asyncio.sleep(wait_s)
 

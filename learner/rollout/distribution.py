@@ -325,6 +325,7 @@ class Dispatcher(Generic[R]):
             assert not flight.unanswered, "a batch ended without all of its answers"
 
     def _retry(self, flight: _Flight, error: ProjectError) -> None:
+        # No `Retry`: what is sent again joins a queue, smaller or for another server, and nothing waits.
         batch, unanswered = flight.batch, sorted(flight.unanswered)
         if isinstance(error, REQUEST_ERRORS) and not isinstance(error, LOST_ERRORS):
             raise error

@@ -12,15 +12,15 @@ import fcntl
 import logging
 import os
 import stat
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from shared.errors import ConfigError
+from shared.waits import Retry
 
 LOCK = ".lock"
-_TRIES, _PAUSE_S = 10, 0.05  # tries to lock: `is_running` holds the lock for a moment
+_LOCK_S, _PAUSE_S = 0.5, 0.05  # patience with the lock, pause between tries: `is_running` holds it for a moment
 _MOST_READ = 200  # max bytes read of the text that names the lock's holder
 log = logging.getLogger("learner.run")
 _held: set[int] = set()
@@ -97,13 +97,14 @@ def _open(path: Path, flags: int) -> int:
 
 
 def _taken(handle: int, run_dir: Path) -> bool:
-    for _ in range(_TRIES):
+    retry = Retry(_LOCK_S, _PAUSE_S)
+    while True:
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
             return True
         except (BlockingIOError, PermissionError):
-            time.sleep(_PAUSE_S)
+            if not retry.wait():
+                return False
         except OSError as error:
             log.warning("%s: its file system has no locks (%s), so other runs are not kept out", run_dir, error)
             return True
-    return False

@@ -203,7 +203,7 @@ class Sync:
 
     def _repeated(self, work: Callable[[], T]) -> T:
         """Try `work` until it succeeds, or `Delivery.recover` says that another try is not worth it."""
-        num_repeated = 0
+        num_repeated = 0  # no `Retry`: who failed decides, not a time
         while True:
             try:
                 with self._leaving_on_failure():

@@ -34,7 +34,7 @@ from dataclasses import dataclass, field
 import torch
 
 from shared.errors import CommunicatorError, DeadlineError
-from shared.waits import Deadline
+from shared.waits import Deadline, Retry
 
 CARD_BYTES = 256
 HELLO_S = 5.0  # longest time from a connection to its proof
@@ -100,7 +100,7 @@ def meet(member: Seat, card: bytes, given_up: threading.Event) -> Meeting:
         meeting = _visit(member, card, wait)
         if meeting is not None:
             return meeting
-        wait.until_next_try()
+        wait.until_next_try()  # no `Retry`: this wait ends as soon as the join is given up
 
 
 class _Wait:
@@ -260,7 +260,7 @@ class _Door:
 
 def _listen(member: Seat) -> socket.socket:
     family = socket.getaddrinfo(member.host, member.port, type=socket.SOCK_STREAM)[0][0]
-    patience = Deadline(min(_PORT_PATIENCE_S, member.timeout_s))
+    retry = Retry(min(_PORT_PATIENCE_S, member.timeout_s), _POLL_S)
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
         # Connections of the last group may linger in TIME_WAIT at this port.
@@ -270,9 +270,8 @@ def _listen(member: Seat) -> socket.socket:
                 listener.bind((member.host, member.port))
                 break
             except OSError as error:
-                if error.errno != errno.EADDRINUSE or patience.is_over():
+                if error.errno != errno.EADDRINUSE or not retry.wait():
                     raise _cannot_listen(member, error) from error
-            time.sleep(_POLL_S)
         listener.listen(_BACKLOG)
         listener.setblocking(False)
     except BaseException:

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -301,7 +302,8 @@ def test_a_launcher_that_was_paused_looks_again_before_it_gives_up(
         paused_s[0] += 100 * (paused_in == "sleep")
 
     monkeypatch.setattr(launch, "look", look)
-    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0] + paused_s[0], sleep=sleep))
+    monkeypatch.setattr(launch, "time", SimpleNamespace(monotonic=lambda: now[0] + paused_s[0]))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(monotonic=time.monotonic, sleep=sleep))
     monkeypatch.setattr(waits, "awake_s", lambda: now[0])
     with subprocess.Popen(["sleep", "60"]) as popen:
         try:

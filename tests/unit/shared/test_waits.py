@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from shared import waits
 from shared.errors import DeadlineError
 from shared.sync.calls import Operation
-from shared.waits import Deadline, ends_within, result_of, time_limit, wait_for
+from shared.waits import Deadline, Retry, back_off_s, ends_within, result_of, time_limit, wait_for
 
 LONG_S, SHORT_S = 30.0, 0.2
 LIMIT_S, WORK_S, PAUSE_S = 1.5, 0.3, 2.5  # the pause is longer than the limit, and the work much shorter
@@ -215,3 +215,25 @@ if __name__ == "__main__":
     began = time.monotonic()
     print("waiting", flush=True)
     print(WAITS[sys.argv[1]](max(0.0, began + WORK_S + PAUSE_S - time.monotonic()), LIMIT_S), flush=True)
+
+
+def test_tries_end_with_their_time_and_the_last_one_is_at_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(waits, "awake_s", lambda: now[0])
+    monkeypatch.setattr(waits, "time", SimpleNamespace(sleep=sleep))
+    retry, tried_at = Retry(2.5, 1.0), [0.0]
+    assert retry.next_s(0.25) == 0.25, "the other side's wish"
+    assert retry.next_s(9.0) == 2.5, "no wish is longer than what is left"
+    while retry.wait():
+        tried_at.append(now[0])
+    assert tried_at == [0.0, 1.0, 2.0, 2.5]
+    assert retry.next_s() is None
+    assert not Retry(0.0, 1.0).wait(), "without time there is one try"
+
+
+def test_pauses_double_up_to_the_longest() -> None:
+    assert [back_off_s(n, 1.0, 60.0) for n in (1, 2, 3, 6, 7, 10_000)] == [1.0, 2.0, 4.0, 32.0, 60.0, 60.0]
