@@ -11,7 +11,6 @@ from learner.policy.canary_scores import CanaryScores
 from learner.policy.load import Policy
 from learner.policy.parallel import Ranks
 from learner.rollout.control import ServerControl
-from learner.rollout.discovery import Discovery
 from learner.rollout.server_backend import ServerBackend
 from learner.sync.broadcast_groups import StartJoin
 from learner.sync.canary import Canary, CanaryItem, Scorer
@@ -51,7 +50,6 @@ def server_sync(
     device: torch.device = CPU,
     start_join: StartJoin = start_join,
     control: ServerControl | None = None,
-    discovery: Discovery | None = None,
 ) -> Sync:
     """Make a sync with servers. `config`: the backend's, by default. `scorer`: instead of
     `learner_logprobs`."""
@@ -66,7 +64,6 @@ def server_sync(
         device=device,
         start_join=start_join,
         control=control,
-        discovery=discovery,
     )
     return Sync(delivery, weights, adapter=adapter, fallback_to_full=config.sync.fallback_to_full)
 

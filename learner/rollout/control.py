@@ -1,4 +1,5 @@
-"""A user's requests to a running run's servers: through small files in the run directory (R40).
+"""Requests to add servers to a running run, and to remove servers (R40): a user's, through small files in the run
+directory, and those that follow from the list of servers that a cluster keeps (`discovery.py`).
 
 `ask` writes one request as a file; rank 0 takes it at the end of a step (`ServerControl.take`). `ServerControl.show`
 writes which servers the run has, whenever that changes; `read_state` reads it. No process talks to another, so the
@@ -14,10 +15,12 @@ import json
 import logging
 import time
 import uuid
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from learner.config.sections.servers import entry_mistakes
+from learner.rollout.discovery import Discovery, ServerRequest
 from learner.rollout.membership import Membership
 from learner.run.files import write_atomically
 from learner.run.lock import is_running
@@ -27,17 +30,7 @@ from shared.reading import json_in
 
 FOLDER, STATE, REQUESTS = "servers", "state.json", "requests"
 _MAX_REQUEST_BYTES = 1 << 16
-_LAST_PORT = 65535
 log = logging.getLogger("learner.rollout")
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class ServerRequest:
-    """A user's request. Only `add` has a `group_port`."""
-
-    action: Literal["add", "remove"]
-    base_url: str
-    group_port: int = 0
 
 
 def ask(run_dir: Path, request: ServerRequest) -> Path:
@@ -75,8 +68,8 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 class ServerControl:
     """Rank 0's side: takes requests, and writes the state."""
 
-    def __init__(self, run_dir: Path) -> None:
-        self._folder = run_dir / FOLDER
+    def __init__(self, run_dir: Path, discovery: Discovery | None = None) -> None:
+        self._folder, self._discovery = run_dir / FOLDER, discovery
         self._shown: Membership | None = None
         for old in self._requests():  # requests to an earlier run do not count for this one
             log.warning("%s was asked of an earlier run and is removed", old)
@@ -94,7 +87,8 @@ class ServerControl:
             except (OSError, ValueError, TypeError, RecursionError) as error:
                 log.warning("%s is not a request for servers and is removed: %s", path, error)
             _remove(path)
-        return found
+        members = self._shown or Membership(members=())
+        return found + (self._discovery.take(members) if self._discovery is not None else [])
 
     def _requests(self) -> list[Path]:
         folder = self._folder / REQUESTS
@@ -142,9 +136,10 @@ def _request(value: Any) -> ServerRequest:
     request = ServerRequest(**value)
     if request.action not in ("add", "remove") or not isinstance(request.base_url, str):
         raise ValueError(f"unknown request {value!r:.200}")
-    if type(request.group_port) is not int or not 0 <= request.group_port <= _LAST_PORT:
-        raise ValueError(f"unknown request {value!r:.200}")
     request.base_url.encode()  # a lone surrogate is no text, and a ValueError
+    port = request.group_port if request.action == "add" else None
+    if type(request.group_port) is not int or entry_mistakes(request.base_url, port):
+        raise ValueError(f"no server {value!r:.200}")
     return request
 
 

@@ -22,10 +22,11 @@ import subprocess
 import time
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 from learner.config.sections.servers import FileOrCommand, entry_mistakes
-from learner.rollout.control import ServerRequest
 from learner.rollout.membership import Membership
 from shared.errors import ConfigError, DeadlineError, ProjectError
 from shared.masking import bare_url
@@ -36,6 +37,15 @@ COMMAND_S = 10.0  # deadline of the command; no step waits for it
 MAX_BYTES = 1 << 20  # a longer list is an error
 Listed = Mapping[str, int]  # base_url -> group port
 log = logging.getLogger("learner.rollout")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ServerRequest:
+    """A request to the run, of a user or of a list. Only `add` has a `group_port`."""
+
+    action: Literal["add", "remove"]
+    base_url: str
+    group_port: int = 0
 
 
 class Discovery:

@@ -128,30 +128,20 @@ def is_silent(error: ProjectError) -> bool:
     return isinstance(error, ServerUnreachableError | DeadlineError | ServerBusyError | ServerPoisonedError)
 
 
-async def look(backend: ServerBackend, client: ServerClient) -> ServerStatus:
-    """Return a server's status now. Raises ProjectError if it does not answer soon, or does not fit."""
+async def look(backend: ServerBackend, base_url: str) -> ServerStatus | ProjectError:
+    """Return a server's status now, or why it has none that fits: it does not answer soon, or is another model's."""
     try:
         async with time_limit(LAST_LOOK_S):
-            return await backend.look(client, 0.0)
+            return await backend.look(backend.client(base_url), 0.0)
     except TimeoutError:
-        raise ServerUnreachableError(
-            f"{client.base_url}: the rollout server does not answer",
+        return ServerUnreachableError(
+            f"{base_url}: the rollout server does not answer",
             found=f"silence for {LAST_LOOK_S:g} s",
             wanted="an answer at /health/ and /status/",
             remedy="look at the server's log",
-        ) from None
-
-
-async def all_outcomes(calls: Sequence[Coroutine[object, None, ServerStatus]]) -> list[ServerStatus | ProjectError]:
-    """Return what each gave, or its error."""
-
-    async def outcome(call: Coroutine[object, None, ServerStatus]) -> ServerStatus | ProjectError:
-        try:
-            return await call
-        except ProjectError as error:
-            return error
-
-    return await gather(outcome(call) for call in calls)
+        )
+    except ProjectError as error:
+        return error
 
 
 def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:

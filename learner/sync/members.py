@@ -18,15 +18,14 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from learner.records import ServerChange
-from learner.rollout.client import HEALTH_TIMEOUT_S, LAST_LOOK_S, ServerClient
-from learner.rollout.control import ServerControl, ServerRequest
-from learner.rollout.discovery import Discovery
+from learner.rollout.client import LAST_LOOK_S, ServerClient
+from learner.rollout.control import ServerControl
 from learner.rollout.membership import Member, Membership
 from learner.rollout.server_backend import ServerBackend
-from learner.sync.fitness import CheckServer, is_silent, on_rank_0
+from learner.sync.fitness import CheckServer, is_silent, look, on_rank_0
 from learner.sync.source import SyncRanks
 from shared.errors import DeadlineError, ProjectError
-from shared.waits import awake_s, time_limit
+from shared.waits import awake_s, back_off_s, time_limit
 from shared.wire import ServerStatus
 
 T = TypeVar("T")
@@ -36,8 +35,7 @@ MAX_BACK_OFF_S = 600.0
 
 
 class Members:
-    """`control` brings what the user asks for, `discovery` what a cluster has. Methods are for rank 0, unless they are
-    collective."""
+    """`control` brings what the user and the cluster ask for. Methods are for rank 0, unless they are collective."""
 
     def __init__(
         self,
@@ -45,10 +43,9 @@ class Members:
         ranks: SyncRanks,
         *,
         control: ServerControl | None,
-        discovery: Discovery | None,
         check: CheckServer | None = None,
     ) -> None:
-        self._backend, self._ranks, self._control, self._discovery = backend, ranks, control, discovery
+        self._backend, self._ranks, self._control = backend, ranks, control
         self.returning = ReturnWatch(backend, check)
         self._changes: list[ServerChange] = []  # changes that `changes` has not returned yet
 
@@ -123,7 +120,7 @@ class Members:
                 membership = membership.leave_out(base_url, because, now_s=now_s)
         for base_url, because in self.returning.unfit().items():
             membership = membership.explain(base_url, because)
-        for request in self._requests(membership):
+        for request in self._control.take() if self._control is not None else ():
             if request.action == "add":
                 membership = membership.add(request.base_url, request.group_port, now_s=now_s)
             else:
@@ -134,10 +131,6 @@ class Members:
                 membership = smaller
         self.change_to(membership)
         return membership
-
-    def _requests(self, membership: Membership) -> list[ServerRequest]:
-        asked = self._control.take() if self._control else []
-        return asked + (self._discovery.take(membership) if self._discovery else [])
 
 
 class ReturnWatch:
@@ -163,7 +156,7 @@ class ReturnWatch:
 
     def refused(self, member: Member) -> None:
         """Note that a server failed a sync. After a first failure it may return at once, later after a growing wait."""
-        wait_s = min(MAX_BACK_OFF_S, BACK_OFF_S * 2 ** (member.failures - 2)) if member.failures > 1 else 0.0
+        wait_s = back_off_s(member.failures - 1, BACK_OFF_S, MAX_BACK_OFF_S) if member.failures > 1 else 0.0
         with self._lock:
             self._followed[member.base_url] = awake_s() + wait_s
 
@@ -211,17 +204,13 @@ class ReturnWatch:
             return tuple(self._followed)
 
     async def _is_ready(self, base_url: str) -> bool:
-        client, because = self._backend.client(base_url), ""
-        is_ready = False
-        try:
-            async with time_limit(HEALTH_TIMEOUT_S):
-                status = await self._backend.look(client, 0.0)
-            await self.check(client, status, self._backend.timeouts.gone_s)
-            is_ready = True
-        except TimeoutError:
-            pass
-        except ProjectError as error:
-            because = "" if is_silent(error) else str(error)
+        found = await look(self._backend, base_url)
+        if isinstance(found, ServerStatus):
+            try:
+                await self.check(self._backend.client(base_url), found, self._backend.timeouts.gone_s)
+            except ProjectError as error:
+                found = error
+        is_unfit = isinstance(found, ProjectError) and not is_silent(found)
         with self._lock:
-            self._unfit[base_url] = because
-        return is_ready
+            self._unfit[base_url] = str(found) if is_unfit else ""
+        return isinstance(found, ServerStatus)

@@ -32,7 +32,6 @@ from learner.policy.weights import checksum
 from learner.records import ServerChange
 from learner.rollout.client import REPLY_GRACE_S
 from learner.rollout.control import ServerControl
-from learner.rollout.discovery import Discovery
 from learner.rollout.membership import Member
 from learner.rollout.server_backend import ServerBackend
 from learner.sync.broadcast_groups import (
@@ -48,16 +47,17 @@ from learner.sync.broadcast_groups import (
     open_groups,
 )
 from learner.sync.canary import Canary, CanaryItem, score_items, worst_gap
-from learner.sync.fitness import CheckServer, all_outcomes, check_adapter, check_new, is_silent, look
+from learner.sync.fitness import CheckServer, check_adapter, check_new, is_silent, look
 from learner.sync.members import Members
 from learner.sync.source import AdapterSource, SyncRanks, WeightSource, sealed_buckets
 from learner.sync.sync import Delivered, Mode, Recovery
 from learner.sync.update_checks import check_reply, check_sent, digest_of, sizes
+from shared.aio import gather
 from shared.canary import CanaryGap
 from shared.errors import NotFiniteError, ProjectError, ServerUnreachableError
 from shared.sync.buckets import DTYPES, SEAL_BYTES, num_bucket_bytes, plan_buckets
 from shared.sync.group import start_join
-from shared.waits import Deadline
+from shared.waits import Deadline, Retry
 from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
@@ -75,7 +75,7 @@ NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 
 class ServerDelivery:
     """`canary` is used on rank 0 only; `device` is where the weights are. `check` is asked about each server process
-    that was not there at the start; `control` brings what the user asks for, `discovery` what a cluster has."""
+    that was not there at the start; `control` brings what the user and the cluster ask for."""
 
     def __init__(
         self,
@@ -88,11 +88,10 @@ class ServerDelivery:
         start_join: StartJoin = start_join,
         check: CheckServer | None = None,
         control: ServerControl | None = None,
-        discovery: Discovery | None = None,
     ) -> None:
         self._backend, self._config, self._canary = backend, config, canary
         self._device, self._start_join = device, start_join
-        self.members = Members(backend, ranks, control=control, discovery=discovery, check=check)
+        self.members = Members(backend, ranks, control=control, check=check)
         self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # keys are URLs; statuses from when they were joined
         self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # buckets do not change
@@ -148,16 +147,15 @@ class ServerDelivery:
         until this sync's deadline. `silent`: those that were silent just now."""
         backend, found = self._backend, dict[str, ServerStatus | ProjectError](silent)
         asked = [member.base_url for member in members if member.base_url not in found]
+        retry = Retry(self._deadline.left_s(), backend.timeouts.poll_s)
         while True:
-            outcomes = backend.loop.run(all_outcomes([look(backend, backend.client(url)) for url in asked]))
-            found |= dict(zip(asked, outcomes, strict=True))
+            found |= zip(asked, backend.loop.run(gather(look(backend, url) for url in asked)), strict=True)
             left = backend.membership
             for base_url, status in found.items():
                 left = left if isinstance(status, ServerStatus) else left.leave_out(base_url, "", now_s=0.0)
             asked = [url for url, status in found.items() if isinstance(status, ProjectError) and is_silent(status)]
-            if left.enough or not asked or self._deadline.is_over():
+            if left.enough or not asked or not retry.wait():
                 return found
-            time.sleep(min(backend.timeouts.poll_s, self._deadline.left_s()))
 
     # ---- joining ---------------------------------------------------------------------------------------------------
 

@@ -114,6 +114,7 @@ def connect_sync(
             weights = ShardedSource(policy, sharded)
             adapter = ShardedAdapter(adapter, sharded) if adapter else None
             canary = replace(canary, scorer=sharded.shared(canary.scorer))
+        discovery = Discovery(listed) if (listed := vllm.server.discovery) else None
         delivery = ServerDelivery(
             backend,
             vllm,
@@ -121,8 +122,7 @@ def connect_sync(
             ranks=sync_ranks,
             device=ranks.device,
             check=check,
-            control=ServerControl(Path(config.training.output_dir)) if ranks.is_main else None,
-            discovery=Discovery(vllm.server.discovery) if vllm.server.discovery and ranks.is_main else None,
+            control=ServerControl(Path(config.training.output_dir), discovery) if ranks.is_main else None,
         )
     sync = Sync(delivery, weights, adapter=adapter, fallback_to_full=vllm.sync.fallback_to_full)
     sync.connect()

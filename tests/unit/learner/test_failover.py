@@ -102,7 +102,6 @@ class Learner:
         infer_timeout_s: float = INFER_TIMEOUT_S,
         timeout_s: float = SYNC_TIMEOUT_S,
         control: ServerControl | None = None,
-        discovery: Discovery | None = None,
     ) -> None:
         self.weights = Weights()
         limits = {"timeout_s": timeout_s, "infer_timeout_s": infer_timeout_s, "min_servers": min_servers}
@@ -130,7 +129,6 @@ class Learner:
             config=vllm,
             ranks=ranks,
             control=control,
-            discovery=discovery,
         )
 
     def synced(self) -> int:
@@ -413,7 +411,7 @@ def test_servers_appear_in_a_list_and_disappear_from_it(servers: list[Server], t
     urls, listed = [server.url for server in servers], tmp_path / "servers"
     listed.write_text(f"{urls[1]}\n{urls[2]} {servers[2].group_port}\n")
     discovery = Discovery(str(listed), every_s=0.01)
-    with closing(Learner(servers[:2], discovery=discovery)) as learner:
+    with closing(Learner(servers[:2], control=ServerControl(tmp_path, discovery))) as learner:
         learner.synced()
         wait_until(lambda: learner.changes() == [(urls[2], "added")])
         wait_until(lambda: urls[2] in [member.base_url for member in learner.sync._delivery.members.to_reach()])

@@ -68,6 +68,9 @@ def test_requests_are_taken_once_in_order_and_damaged_ones_are_removed(tmp_path:
             {"action": "add", "base_url": URLS[0], "group_port": 65536},
             {"action": "add", "base_url": URLS[0], "group_port": -1},
             {"action": "add", "base_url": URLS[0], "group_port": True},
+            {"action": "add", "base_url": URLS[0]},
+            {"action": "add", "base_url": "ftp://a:1", "group_port": 5},
+            {"action": "remove", "base_url": "http://u:p@a:1"},
             ["add"],
         )
     ):

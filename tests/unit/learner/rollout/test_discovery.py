@@ -14,8 +14,7 @@ import pytest
 
 from learner.config.sections.servers import FileOrCommand
 from learner.rollout import discovery
-from learner.rollout.control import ServerRequest
-from learner.rollout.discovery import MAX_BYTES, Discovery, parse, read
+from learner.rollout.discovery import MAX_BYTES, Discovery, ServerRequest, parse, read
 from learner.rollout.membership import Member, Membership
 from shared.errors import ConfigError, DeadlineError
 from tests.servers import wait_gone

@@ -106,7 +106,7 @@ def test_a_process_that_came_meanwhile_is_waited_for_only_where_it_is_needed(
     two = tuple(member(url, "serving") for url in (FIRST, SECOND))
     for min_servers, waits in ((1, False), (2, True)):
         backend.adopt(Membership(members=two, min_servers=min_servers))
-        members = Members(backend, ONE_RANK, control=None, discovery=None, check=check)
+        members = Members(backend, ONE_RANK, control=None, check=check)
         with contextlib.nullcontext() if waits else pytest.raises(DeadlineError, match="new"):
             members.check(two[0], status)
 
@@ -114,7 +114,7 @@ def test_a_process_that_came_meanwhile_is_waited_for_only_where_it_is_needed(
 def test_why_a_server_that_answers_stays_out_is_an_event(servers: list[FakeServer], backend: ServerBackend) -> None:
     """D15, R40: its token was changed, say. It is told once, and again only if the reason is another one."""
     backend.adopt(replace(backend.membership, min_servers=1))
-    members = Members(backend, ONE_RANK, control=None, discovery=None)
+    members = Members(backend, ONE_RANK, control=None)
     servers[0].status.mock(return_value=error(UnauthorizedError("the bearer token is wrong")))
     members.leave_out(FIRST, ServerUnreachableError("killed"))
     told: list[ServerChange] = []
