@@ -17,7 +17,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 from shared import masking
-from tests import order
+from tests import garbage, order
 from tests.examples import examples
 
 gc.disable()  # until the tests are collected
@@ -37,6 +37,7 @@ settings.load_profile("repeatable")
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
     """Random numbers are the same whatever ran before. This comes before the fixtures, which draw too."""
+    garbage.set_aside()
     random.seed(0)
     if (numpy := sys.modules.get("numpy")) is not None:
         numpy.random.seed(0)
@@ -51,9 +52,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """Take what the test modules have loaded out of the collector's walks: a program's `gc.collect` took half a second
-    in a process that has loaded all of them. While they were loaded it did not walk either."""
-    gc.freeze()
+    """While the test modules were loaded the collector did not walk either."""
+    garbage.set_aside()
     gc.enable()
 
 

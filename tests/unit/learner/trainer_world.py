@@ -33,6 +33,7 @@ from learner.tasks.detection.task import DetectionTask
 from learner.trainer import Trainer
 from learner.wiring import build
 from shared.seeds import request_seed
+from tests import garbage
 
 WAIT_S = 60.0
 
@@ -311,6 +312,7 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
 
 def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, world_size: int = 1) -> list[Seen]:
     """Train to the end on `world_size` threads; what each rank did."""
+    garbage.set_aside()
     meeting = Meeting(world_size)
     seen = [Seen() for _ in range(world_size)]
 
