@@ -260,6 +260,19 @@ def engine_share(config: RunConfig) -> float:
     return config.rollout_matching.vllm.gpu_memory_utilization if colocates(config) else 0.0
 
 
+def needed_bytes(config: RunConfig, learning: MemoryEstimate, gpu_bytes: int) -> int:
+    """Return the bytes that the run needs of a GPU of `gpu_bytes` at the moment that takes most: as it learns, or as
+    colocated vLLM generates beside the weights, adapter and moments that stay on the GPU. While the model learns, vLLM
+    sleeps if both do not fit."""
+    offload = config.rollout_matching.offload
+    stays = learning.other
+    if not (offload.enabled and offload.offload_model):
+        stays += learning.weights + learning.adapter
+    if not (offload.enabled and offload.offload_optimizer):
+        stays += learning.moments
+    return max(learning.total, int(engine_share(config) * gpu_bytes) + stays if colocates(config) else 0)
+
+
 def memory_report(config: RunConfig, world_size: int) -> dict[str, Any]:
     """Return the keys `memory_gib` and `engine_share` for `--json`; {} if the model is not on this machine."""
     found = of_run(config, world_size)

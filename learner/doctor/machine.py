@@ -17,7 +17,7 @@ import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from learner.config.memory import FILLED, engine_share, of_run
+from learner.config.memory import FILLED, engine_share, needed_bytes, of_run
 from learner.config.modes import uses_servers
 from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
 from shared.addresses import free_port, is_free, is_loopback
@@ -100,17 +100,20 @@ def disk_space(situation: Situation) -> Finding:
 def gpu_memory(situation: Situation) -> Finding:
     """Compare the estimate of `check` with the GPU at hand."""
     config = situation.config
-    needed = of_run(config, situation.plan.world_size)
-    if needed is None:
+    learning = of_run(config, situation.plan.world_size)
+    if learning is None:
         return skipped("model.path has no config.json on this machine to estimate from")
     if not torch.cuda.is_available():
         return skipped("no GPU on this machine")
     total = torch.cuda.get_device_properties(0).total_memory
-    engine = "" if not (share := engine_share(config)) else f", beside {share:.0%} for vLLM, or in turn with it"
-    text = f"learning takes about {_size(needed.total)} of {_size(total)}{engine}"
-    if needed.total <= FILLED * total:
+    needed = needed_bytes(config, learning, total)
+    engine = f", {share:.0%} for vLLM in it or in turn with it" if (share := engine_share(config)) else ""
+    text = f"the run takes about {_size(needed)} of {_size(total)}{engine}"
+    if needed <= FILLED * total:
         return ok(text)
     remedy = "lower global_max_length, set model.gradient_checkpointing: true, or train with model.lora"
+    if engine:
+        remedy += "; or lower vllm.gpu_memory_utilization, or set offload (R20)"
     return warn(f"{text}: it may not fit", remedy)
 
 

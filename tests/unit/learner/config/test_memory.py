@@ -50,6 +50,34 @@ def test_measured_figures_are_those_of_the_results() -> None:
     assert {one.gib for one in MEASURED if one.allocated} <= peaks
 
 
+def test_what_a_run_needs_is_near_what_it_took_on_cards_of_every_size() -> None:
+    """bench.cards: used memory of each run that fits, within 10%. The engine had its weights and 2.5 GiB."""
+    cards = json.loads((ROOT / "bench/results/gpu-cards-2026-11-28.json").read_text())
+    off = {}
+    for one in cards["list"]:
+        name = f"{one['size']} {one['method']}, {'whole model' if one['whole_model'] else 'LoRA'}"
+        name += "" if one["memory"] == "shared" else f", {one['memory']}"
+        used = [case["used_gib"] for case in cards["settings"].get(name, {}).values() if case["fits"]]
+        if not used:
+            continue
+        shape = shape_of(MODELS[one["size"]])
+        learning = estimate(shape, replace(USE, lora_rank=None if one["whole_model"] else 64))
+        settings: dict[str, Any] = {}
+        if one["method"] == "grpo":
+            share = (learning.weights + 2.5 * GIB) / (139.8 * GIB)
+            offload = one["memory"] == "offload"
+            settings[f"{ROLLOUT}.vllm"] = {"mode": "colocate", "gpu_memory_utilization": share}
+            settings[f"{ROLLOUT}.offload"] = {
+                "enabled": offload,
+                "offload_model": offload,
+                "offload_optimizer": offload,
+            }
+        needed = memory.needed_bytes(config_of(changed(minimal(), settings)), learning, int(139.8 * GIB)) / GIB
+        off[name] = [round(needed / gib - 1, 3) for gib in used]
+    assert len(off) >= 9
+    assert {name: errors for name, errors in off.items() if max(map(abs, errors)) > 0.1} == {}
+
+
 def test_parameters_are_those_of_the_model_that_was_measured() -> None:
     """4.44e9 and 4.02e9 by torch's count (bench/README.md)."""
     assert shape_of(MODELS["4B"]).num_parameters == pytest.approx(4.44e9, rel=0.005)
