@@ -278,35 +278,52 @@ def _quoted(text: str | None) -> str:
     return json.dumps(text, ensure_ascii=False).replace("${", "$${")
 
 
+def _least_pixels(trained: InferenceSettings | None) -> str:
+    return f"min_pixels: {trained.min_pixels}\n" if trained is not None and trained.min_pixels is not None else ""
+
+
+def _question(trained: InferenceSettings | None) -> tuple[str, str]:
+    """Return `data.prompt` and `task`: those that a model was trained with, otherwise those of Qwen-VL models."""
+    if trained is None:
+        return f'"{PROMPT}"', "{container: array, coordinates: digits}     # how Qwen-VL models answer"
+    task = f"{{container: {trained.task.container}, coordinates: {trained.task.coordinates}}}     # as it was trained"
+    asked = str(trained.messages[-1].get("content", "")) if trained.messages else ""
+    is_one_turn = [dict(turn) for turn in prompt_messages(asked)] == trained.messages
+    return _quoted(asked) if is_one_turn else f'"{PROMPT}"', task
+
+
+def _data_lines(data: DataConfig, prompt: str) -> str:
+    """Return the keys of `data` behind `train`."""
+    keys = ("val", "test", "image_root")
+    lines = [f"  {key}: {_quoted(path)}\n" for key in keys if (path := getattr(data, key))]
+    paths = [path for path in (data.train, data.val, data.test) if isinstance(path, str)]
+    if all(annotations_of(data, path).format != "jsonl" for path in paths):  # its rows have prompts, others are refused
+        lines.append(f"  prompt: {prompt}\n")
+    return "".join(lines)
+
+
+def _evaluations(num_steps: int, num_val: int) -> str:
+    each = max(_LEAST_STEPS, num_steps // _EVALUATIONS)
+    lines = f"  eval_steps: {each}        # the checkpoint that is best on val is kept, as the link `best`\n"
+    lines = lines if num_val >= LEAST_HELD_OUT else ""
+    return lines + (f"  eval_samples: {_MOST_EVALUATED}\n" if num_val > _MOST_EVALUATED else "")
+
+
 def run_yaml(
     data: DataConfig, found: Survey, machine: Machine, *, num_val: int, trained: InferenceSettings | None = None
 ) -> str:
-    """Return a configuration: teacher forcing on the labels, evaluated by rollouts: where most runs start. If there are
-    enough photographs to validate by, `num_val`, they choose the checkpoint. `trained`: how it is asked."""
+    """Return a configuration: teacher forcing on the labels, evaluated by rollouts, with which most runs start. If
+    there are enough photographs to validate by, `num_val`, they choose the checkpoint. `trained`: how a model that was
+    trained here is asked."""
     pixels, new_tokens = (trained and trained.max_pixels) or pixels_for(found), new_tokens_for(found)
-    prompt, form = f'"{PROMPT}"', "{container: array, coordinates: digits}     # how Qwen-VL models answer"
-    if trained is not None:
-        form = (
-            f"{{container: {trained.task.container}, coordinates: {trained.task.coordinates}}}     # as it was trained"
-        )
-        asked = str(trained.messages[-1].get("content", "")) if trained.messages else ""
-        if [dict(turn) for turn in prompt_messages(asked)] == trained.messages:
-            prompt = _quoted(asked)
-    least = f"  min_pixels: {trained.min_pixels}\n" if trained is not None and trained.min_pixels is not None else ""
+    prompt, task = _question(trained)
+    rest = _data_lines(data, prompt)
+    least = f"  {text}" if (text := _least_pixels(trained)) else ""
     prompt_tokens = pixels // 1024 + 256
     row = max(4096, -(-2 * (prompt_tokens + new_tokens) // 1024) * 1024)
     epochs = 10 if found.num_samples < 500 else 3 if found.num_samples < 5000 else 1
     batch = min(16, max(1, found.num_samples))
-    steps = epochs * -(-found.num_samples // batch)
-    each = max(_LEAST_STEPS, steps // _EVALUATIONS)
-    chosen = f"  eval_steps: {each}        # the checkpoint that is best on val is kept, as the link `best`\n"
-    evaluated = chosen if num_val >= LEAST_HELD_OUT else ""
-    evaluated += f"  eval_samples: {_MOST_EVALUATED}\n" if num_val > _MOST_EVALUATED else ""
-    others = "".join(f"  {key}: {_quoted(path)}\n" for key in ("val", "test") if (path := getattr(data, key)))
-    root = f"  image_root: {_quoted(data.image_root)}\n" if data.image_root else ""
-    paths = [path for path in (data.train, data.val, data.test) if isinstance(path, str)]
-    own = any(annotations_of(data, path).format == "jsonl" for path in paths)  # with another prompt they are refused
-    rest = others + root + ("" if own else f"  prompt: {prompt}\n")
+    num_steps = epochs * -(-found.num_samples // batch)
     dtype, amp = ("bfloat16", "true") if machine.num_gpus else ("float32", "false")
     backend = (
         "      vllm: {mode: colocate, tensor_parallel_size: 1, gpu_memory_utilization: 0.4, "
@@ -328,7 +345,7 @@ data:
   train: {_quoted(data.train)}
 {rest}  on_bad_record: clip        # cut or left out, counted and logged; `error` lists all of them instead
 
-task: {form}
+task: {task}
 
 training:
   output_dir: runs/mine
@@ -338,7 +355,7 @@ training:
   bf16: {amp}
   eval_on_start: true
   eval_on_end: true
-{evaluated}
+{_evaluations(num_steps, num_val)}
 custom:
   trainer_variant: sft       # first teacher forcing; docs/concepts/which-method.md says when rollouts pay
   extra:
@@ -353,7 +370,6 @@ global_max_length: {row}     # tokens of a packed row: two photographs with thei
 def server_yaml(images: str, found: Survey, machine: Machine, trained: InferenceSettings | None = None) -> str:
     """Return a server's configuration, for a second GPU once rollouts are learned."""
     pixels = (trained and trained.max_pixels) or pixels_for(found)
-    least = f"min_pixels: {trained.min_pixels}\n" if trained is not None and trained.min_pixels is not None else ""
     length = pixels // 1024 + 256 + new_tokens_for(found)
     dtype = "bfloat16" if machine.num_gpus else "float32"
     return f"""\
@@ -362,7 +378,7 @@ def server_yaml(images: str, found: Survey, machine: Machine, trained: Inference
 model: {_quoted(machine.model)}     # as model.path of run.yaml
 dtype: {dtype}
 max_model_len: {length}
-{least}max_pixels: {pixels}        # as in run.yaml: both must see the same pixels
+{_least_pixels(trained)}max_pixels: {pixels}        # as in run.yaml: both must see the same pixels
 enable_lora: true
 max_lora_rank: 64
 allowed_image_roots: [{_quoted(images)}]
