@@ -9,7 +9,7 @@
     ready_timeout_s: 600
 
 Every configuration, and the learner's folder, is checked before anything starts. The exit code is the learner's, or
-128 + n after signal n.
+128 + n after signal n. `--check` starts nothing: it also checks the data, this machine, and the servers' ports.
 
 A server that ends before the learner has started ends the launch: the same would happen again. Later it is restarted up
 to `max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the count begins anew. Then the
@@ -42,8 +42,9 @@ from deploy.launch_file import LaunchConfig, LearnerLaunch, ServerLaunch, load_l
 from deploy.places import Place, write_place
 from deploy.wait_ready import look
 from learner.config.load import load_config
-from learner.run.output_dir import check_before_start
+from learner.wiring.before_start import mistakes_before_start
 from rollout_server.config import load_server_config
+from shared.config.checks import READY
 from shared.config.json_schema import schema_option
 from shared.config.model import ConfigErrors
 from shared.errors import DeadlineError, ProjectError, ServerError
@@ -314,11 +315,13 @@ class Server:
 def launch(config: LaunchConfig) -> int:
     """Start servers, then the learner. Returns the learner's exit code (128 + n if signal n ended it).
 
-    Raises ConfigError or OutputError if the learner would not get its folder, ServerError, DeadlineError, and
-    KeyboardInterrupt with the signal's number.
+    Raises ConfigErrors if the learner could not start, ServerError, DeadlineError, and KeyboardInterrupt with the
+    signal's number.
     """
-    if not config.learner.via:  # with `via`, the learner's folder may be on another machine
-        check_before_start(load_config(config.learner.config, world_size=config.learner.nproc), os.environ)
+    if not config.learner.via:  # with `via`, the learner's files may be on another machine
+        found = load_config(config.learner.config, world_size=config.learner.nproc)
+        if mistakes := mistakes_before_start(found, os.environ):
+            raise ConfigErrors("the learner could not start", mistakes=mistakes)
     deadline = Deadline(config.ready_timeout_s)
     with supervised() as processes:
         servers = [Server(processes, i, entry, Path(config.log_dir)) for i, entry in enumerate(config.servers)]
@@ -331,6 +334,19 @@ def launch(config: LaunchConfig) -> int:
         say(f"learner: {learner.nodes * learner.nproc} rank(s), devices {learner.devices or 'any'}")
         process = processes.start("learner", ranks_argv(learner), devices=learner.devices)
         return _run_beside(process, servers, config.ready_timeout_s)
+
+
+def check(config: LaunchConfig) -> int:
+    """Check the learner's run and this machine as `rollout-learner check --machine` does, for servers that this program
+    would start. Returns the exit code. Files and machine of a learner with `via` are elsewhere, and not checked."""
+    if config.learner.via:
+        print(f"not checked: the learner's files and machine, which are elsewhere (learner.via)\n{READY}")
+        return 0
+    from learner.doctor.check import check_machine  # imported here: a launch needs no checks of the machine
+
+    devices = sorted({device for part in config.parts.values() for device in part.devices})
+    learner = config.learner
+    return check_machine(learner.config, world_size=learner.nproc, environment=os.environ, devices=devices)
 
 
 def _run_beside(learner: Process, servers: Sequence[Server], ready_timeout_s: float) -> int:
@@ -367,6 +383,9 @@ def start(
     ] = None,
     to: Annotated[Place | None, typer.Option(help="Start nothing; write what this place needs.")] = None,
     out: Annotated[Path | None, typer.Option(help="With --to: the folder for it.")] = None,
+    only_check: Annotated[
+        bool, typer.Option("--check", help="Start nothing; check configurations, data, this machine and ports.")
+    ] = False,
     schema: Annotated[bool, schema_option("launcher")] = False,
     version: Version = False,
 ) -> None:
@@ -374,9 +393,12 @@ def start(
     run for a cluster."""
     if (to is None) != (out is None):
         raise typer.BadParameter("--to and --out go together", param_hint="--to")
+    if to is not None and only_check:
+        raise typer.BadParameter("a launch for another place cannot be checked here: leave --to out")
     if to is not None and out is not None:
         raise typer.Exit(_told(lambda: write_place(to, config, overrides or (), out)))
-    raise typer.Exit(_told(lambda: launch(load_launch_config(config, overrides or ()))))
+    work = check if only_check else launch
+    raise typer.Exit(_told(lambda: work(load_launch_config(config, overrides or ()))))
 
 
 def _told(command: Callable[[], int]) -> int:

@@ -228,34 +228,25 @@ def check(
     draw: Annotated[int, typer.Option(min=0, help="Draw so many training photographs, with labels, augmented.")] = 0,
     out: Annotated[Path, typer.Option(help="The folder for what is drawn.")] = Path("check-pictures"),
     machine: Annotated[bool, typer.Option("--machine", help="Check this machine and the rollout servers too.")] = False,
-    launch: Annotated[
-        str | None, typer.Option(help="launch.yaml: as --machine, and the devices of servers and learner.")
-    ] = None,
 ) -> None:
     """Check a configuration and its data; with --machine also this machine and the servers.
 
     Prints every mistake, or what the data is and that the run is ready. Starts nothing, but imports the parts that the
     configuration names (rewards, tasks, readers), so their code runs.
 
-    With --machine it then looks at libraries, memory, disk, devices, ports and the rollout servers. Exit code 2 if the
-    configuration or its data is wrong, 1 if something else is.
+    With --machine it then looks at libraries, memory, disk, ports and the rollout servers. Exit code 2 if the
+    configuration or its data is wrong, 1 if something else is. `rollout-launch --check` checks a launch, its devices
+    too.
     """
-    if not machine and launch is None:
+    if not machine:
         _end(lambda: _check(config, overrides or (), probe, world_size, people=not json, draw=draw, out=out))
     if draw or probe:
         raise typer.BadParameter("--draw and --probe do not go with --machine, which asks the servers too")
 
     def work() -> int:
-        from learner.doctor.command import doctor
+        from learner.doctor.check import check_machine
 
-        return doctor(
-            config,
-            overrides or (),
-            launch=launch,
-            world_size=world_size or 1,
-            environment=os.environ,
-            people=not json,
-        )
+        return check_machine(config, overrides or (), world_size=world_size, environment=os.environ, people=not json)
 
     _end(work)
 

@@ -37,6 +37,7 @@ from learner.config.sections.loss import LossConfig
 from learner.config.sections.task import TaskConfig
 from learner.config.split import as_read_for
 from learner.records import RawRecord, Rollout, Sample, StepResult, Target
+from shared.config.checks import mistakes_of
 from shared.config.model import ConfigErrors, Mistake, show
 from shared.errors import ConfigError
 
@@ -335,13 +336,7 @@ def check_extensions(config: RunConfig) -> None:
         looks.insert(0, lambda: task_class(config.task))
     else:
         looks.insert(0, lambda: _check_options(config.task))
-    mistakes: list[Mistake] = []
-    for look in looks:
-        try:
-            look()
-        except ConfigErrors as errors:
-            mistakes += errors.mistakes
-    if mistakes:
+    if mistakes := [mistake for look in looks for mistake in mistakes_of(look)]:
         raise ConfigErrors("the configuration names parts that cannot be used", mistakes=mistakes)
 
 

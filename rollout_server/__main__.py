@@ -24,6 +24,7 @@ import typer
 
 from rollout_server.config import ServerConfig, load_server_config
 from rollout_server.processes import SERVER_PID_VARIABLE, descendants
+from shared.config.checks import READY
 from shared.config.json_schema import schema_option
 from shared.config.model import shown
 from shared.errors import ConfigError, ProjectError
@@ -64,7 +65,7 @@ def serve(
         check_compiler(os.environ)
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))
-            typer.echo("ready", err=True)  # the learner's check prints the same word
+            typer.echo(READY, err=True)
             return
         code = _serve(config, token, os.environ.get(SERVER_ID_VARIABLE, ""))
     except ProjectError as error:

@@ -33,8 +33,9 @@ Made by `make docs` from the schema, so do not edit it. A test compares the two.
 One YAML file describes a run. `rollout-learner check --config FILE [--world-size W] [--probe]` finds
 every mistake without a GPU, a model or a server, and says what the data is, how long the run is and what memory it
 takes. `--json` prints the resolved plan.
-`rollout-server --config FILE --check` does the same for a server. Both exit with 2 if something is wrong. In a clone,
-`python -m learner` and `python -m rollout_server` are the same programs.
+`rollout-server --config FILE --check` does the same for a server, `rollout-launch --config FILE --check` for a launch
+and this machine. They exit with 2 if a file is wrong. In a clone, `python -m learner`, `python -m rollout_server` and
+`python -m deploy.launch` are the same programs.
 
 - **Composition.** `base: other.yaml` (or a list) at the top names other files, relative to this one. Later files win,
   and the file itself wins over its bases. Mappings merge key by key; everything else is replaced.

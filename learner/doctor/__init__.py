@@ -1,5 +1,5 @@
-"""`rollout-learner check --config F --machine`: checks what usually goes wrong before a run, one line per check.
+"""`rollout-learner check` and `init`: what is wrong before a run starts, and a first configuration.
 
-`command.py` has the table of checks. Each check is a function from a `Situation` to a `Finding`. Checks of this machine
-are in `machine.py`, checks of the servers in `server_checks.py`.
+`check.py` runs the checks. Those of the configuration and data list mistakes. Those of the machine (`machine.py`) and
+of the servers (`server_checks.py`) are functions from a `Situation` to a `Finding`, one line each.
 """

@@ -1,30 +1,34 @@
-"""The facts that can be known of a run before it starts: `rollout-learner check`.
+"""What can be known of a run before it starts: `rollout-learner check`, and `rollout-launch --check`.
 
-`preflight` reads the configuration, the files that it names and, where asked to, every annotation. It finds every
-mistake at once, needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. `--probe`
-asks each rollout server once.
+`preflight` finds every mistake in the configuration, in the files that it names and, where asked to, in all
+annotations. It needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. `run_check`
+prints the result; with `probe` it also asks each rollout server once. `check_machine` then also looks at this machine
+and the servers; its checks are in `machine.py` and `server_checks.py`.
+
+Exit codes: 0 ready, 2 for mistakes, 1 if only a check of the machine or of the servers failed.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from learner.config.load import load_config
 from learner.config.memory import memory_report
-from learner.config.modes import ROLLOUT, colocates
+from learner.config.modes import ROLLOUT
 from learner.config.plan import Plan, resolve
 from learner.config.schema import RunConfig
 from learner.config.sections.loss import preset_advice
 from learner.config.sections.servers import SERVER, WAY_OUT
-from learner.config.sections.training import chosen_by_test
-from learner.doctor.finding import SeenServer
-from learner.doctor.length import length_report
+from learner.config.sections.training import chosen_by_test, warmup_fits
 from learner.doctor.model_folder import (
     adapter_on_tied,
     images_without_eyes,
@@ -32,15 +36,15 @@ from learner.doctor.model_folder import (
     no_room_for_prompts,
     other_than_trained,
 )
-from learner.extensions import check_extensions
-from learner.journal.trackers import check_trackers
-from learner.run.best import check_kept_metric
+from learner.wiring.before_start import check_parts, mistakes_before_start
+from shared.config.checks import READY, mistakes_of, verdict
 from shared.config.model import ConfigErrors, Mistake
 from shared.errors import ConfigError, ProjectError
-from shared.families import check_folder
-from shared.masking import masked_in
-from shared.packages import check_compiler
+from shared.masking import masked, masked_in
 from shared.tokens import read_token
+
+if TYPE_CHECKING:  # a plain check needs no HTTP client
+    from learner.doctor.finding import Check, Finding, SeenServer, Situation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,31 +78,33 @@ def run_check(
     drawing: DrawRequest | None = None,
 ) -> int:
     """Print the plan for `world_size` ranks (default 1) to stdout and return 0. If something is wrong, print one line
-    per mistake to stderr and return 2. With `read_data` the plan has the number of samples in each split. `people`: as
-    text instead of JSON. `drawing`: some of the training photographs are drawn too."""
-    num_ranks = 1 if world_size is None else world_size
+    per mistake to stderr and return 2.
+
+    `read_data`: the annotations are checked, and the plan has the number of samples in each split. `people`: the plan
+    is text instead of JSON. `drawing`: some of the training photographs are drawn too.
+    """
     try:
         options = {"read_data": read_data, "build_model": probe}
-        found = preflight(path, num_ranks, env, **options, overrides=overrides, drawing=drawing)
+        found = preflight(path, world_size, env, **options, overrides=overrides, drawing=drawing)
         mistakes = [*found.mistakes, *(_ask_servers(found, env) if probe else ())]
         if mistakes:
             raise ConfigErrors(mistakes=mistakes)
     except ConfigErrors as error:
         print(error, file=sys.stderr)
-        return ConfigError.exit_code
+        return error.exit_code
     report = masked_in(found.report)
-    if not people:
-        print(json.dumps(report, indent=2))
-        return 0
-    from learner.doctor.data_report import READY, in_words  # imported here: it reads images, a check of keys does not
+    if people:
+        from learner.doctor.data_report import in_words  # imported here: it reads images, a check of keys does not
 
-    print("\n".join([*in_words(report), f"{READY} (--json prints the whole plan)"]))
+        print("\n".join([*in_words(report), READY]))
+    else:
+        print(json.dumps(report, indent=2))
     return 0
 
 
 def preflight(
     path: str,
-    world_size: int,
+    world_size: int | None,
     env: Mapping[str, str],
     *,
     read_data: bool,
@@ -106,92 +112,30 @@ def preflight(
     overrides: Sequence[str] = (),
     drawing: DrawRequest | None = None,
 ) -> Preflight:
-    """Raises ConfigErrors if there is no configuration to look at: the file's mistakes, or those of parts that it
-    names. What is wrong with files and data is in `mistakes`; with `build_model` also names that the model lacks."""
-    if world_size < 1:
+    """Raises ConfigErrors for mistakes in the file itself, and in the parts of the user's own that it names. Mistakes
+    in files and data are in `mistakes`; with `build_model` also names that the model does not have."""
+    num_ranks = 1 if world_size is None else world_size
+    if num_ranks < 1:
         remedy = "give the number of learner ranks"
-        mistake = Mistake(path="--world-size", found=str(world_size), wanted="an integer >= 1", remedy=remedy)
+        mistake = Mistake(path="--world-size", found=str(num_ranks), wanted="an integer >= 1", remedy=remedy)
         raise ConfigErrors(mistakes=[mistake])
-    config = load_config(path, world_size=world_size, env=env, overrides=overrides)
-    _check_parts(config)
-    plan = resolve(config, world_size)
+    config = load_config(path, world_size=num_ranks, env=env, overrides=overrides)
+    check_parts(config)
+    plan = resolve(config, num_ranks)
     report = plan.to_json()
     if (complete := config.labels.complete) is not None:
         report["labels_complete"] = {"rollouts": complete.rollouts, "refresh": complete.refresh}
-    said = (chosen_by_test(config), preset_advice(config), other_than_trained(config))
-    if advice := [one for one in said if one is not None]:
-        report["advice"] = advice
-    mistakes = [*_output_dir(config), *_annotations(config), *_family(config)]
-    mistakes += [*no_room_for_prompts(config), *adapter_on_tied(config), *limits_of_images(config)]
-    mistakes += _no_compiler(config, env)
-    report |= memory_report(config, world_size)
+    advice = (chosen_by_test(config), preset_advice(config), other_than_trained(config))
+    if given := [one for one in advice if one is not None]:
+        report["advice"] = given
+    report |= memory_report(config, num_ranks)
+    mistakes = [*mistakes_before_start(config, env), *no_room_for_prompts(config)]
+    mistakes += [*adapter_on_tied(config), *limits_of_images(config)]
     if build_model:
         mistakes += _names_of_model(config)
     if read_data:
-        try:
-            report |= _samples(config, plan, drawing)
-        except ConfigErrors as errors:
-            mistakes += errors.mistakes
+        mistakes += mistakes_of(lambda: report.update(_samples(config, plan, drawing)))
     return Preflight(config=config, plan=plan, report=report, mistakes=mistakes)
-
-
-def _check_parts(config: RunConfig) -> None:
-    """Check what the configuration names besides files and servers. Raises ConfigErrors."""
-    mistakes: list[Mistake] = []
-    for check in (check_extensions, check_trackers, check_kept_metric):
-        try:
-            check(config)
-        except ConfigErrors as errors:
-            mistakes += errors.mistakes
-    if mistakes:
-        raise ConfigErrors(mistakes=mistakes)
-
-
-def _output_dir(config: RunConfig) -> list[Mistake]:
-    from learner.run import output_dir  # imported here because it reads the schema too
-
-    for look, key in (
-        (output_dir.check_writable, output_dir.KEY),
-        (output_dir.check_resume, output_dir.RESUME_KEY),
-        (output_dir.check_output_dir, output_dir.KEY),
-    ):
-        try:
-            look(config)
-        except ConfigError as error:
-            return [Mistake.of(error, key)]
-    return []
-
-
-def _annotations(config: RunConfig) -> list[Mistake]:
-    if config.labels.complete is None or config.labels.complete.write is None:
-        return []
-    from learner.run.additions import KEY
-    from learner.run.output_dir import check_annotations
-
-    try:
-        check_annotations(config)
-    except ProjectError as error:
-        return [Mistake.of(error, KEY)]
-    return []
-
-
-def _family(config: RunConfig) -> list[Mistake]:
-    key = "model.path"
-    try:
-        check_folder(config.model.path, key=key, allow_untested=config.model.allow_untested_family)
-    except ConfigError as error:
-        return [Mistake.of(error, key)]
-    return []
-
-
-def _no_compiler(config: RunConfig, env: Mapping[str, str]) -> list[Mistake]:
-    """Return a mistake if the engine that the learner starts could not compile. Servers say it themselves."""
-    try:
-        if colocates(config):
-            check_compiler(env)
-    except ConfigError as error:
-        return [Mistake.of(error, f"{ROLLOUT}.vllm.mode")]
-    return []
 
 
 def _names_of_model(config: RunConfig) -> list[Mistake]:
@@ -204,25 +148,25 @@ def _names_of_model(config: RunConfig) -> list[Mistake]:
 
 
 def _samples(config: RunConfig, plan: Plan, drawing: DrawRequest | None) -> dict[str, Any]:
-    """Return how many samples each split has, what is dropped or clipped of it, how long the run is, and what was
-    drawn."""
+    """Return how many samples each split has, how many records are dropped or clipped, how long the run is, and what
+    was drawn. Raises ConfigErrors."""
     from learner.data.check import check_retained, check_split, splits  # imported here: not needed to check keys
-    from learner.doctor.data_report import look_at_data
+    from learner.doctor.data_report import length_report, look_at_data
 
     checked = {split: check_split(config, split, path) for split, path in splits(config).items()}
-    retained = check_retained(config)
-    mistakes = [mistake for found in (*checked.values(), *retained.values()) for mistake in found.mistakes]
-    named = {f"data.{name}": found.split for name, found in (checked | retained).items()}
-    mistakes += images_without_eyes(config, {key: split.samples for key, split in named.items() if split is not None})
-    if mistakes:
+    everything = checked | check_retained(config)
+    mistakes = [mistake for found in everything.values() for mistake in found.mistakes]
+    samples = {f"data.{name}": found.split.samples for name, found in everything.items() if found.split is not None}
+    if mistakes := [*mistakes, *images_without_eyes(config, samples)]:
         raise ConfigErrors("annotations cannot be used", mistakes=mistakes)
-    everything = checked | retained
-    bad = {split: found.dropped for split, found in everything.items() if found.dropped}
     counts = {split: found.num_samples for split, found in everything.items()}
-    report: dict[str, Any] = {"samples": counts, "bad_records": bad} if bad else {"samples": counts}
-    read = {split: found.split for split, found in checked.items() if found.split is not None}
+    report: dict[str, Any] = {"samples": counts}
+    if bad := {split: found.dropped for split, found in everything.items() if found.dropped}:
+        report["bad_records"] = bad
     length = length_report(config, plan, counts["train"])
-    _check_warmup(config, length["length"]["steps"])
+    if short := list(warmup_fits(config, length["length"]["steps"])):
+        raise ConfigErrors("the run is too short", mistakes=short)
+    read = {split: found.split for split, found in checked.items() if found.split is not None}
     report |= look_at_data(config, read) | length
     if drawing is not None:
         from learner.doctor.pictures import draw_pictures
@@ -232,21 +176,11 @@ def _samples(config: RunConfig, plan: Plan, drawing: DrawRequest | None) -> dict
     return report
 
 
-def _check_warmup(config: RunConfig, steps: int) -> None:
-    """Raises ConfigErrors if the run ends before its learning rate has risen. The number of steps follows from the data
-    where the run has epochs."""
-    warmup = config.training.warmup_steps
-    if warmup > steps:
-        wanted, remedy = f"at most the run's {steps} steps", "lower it, or train longer"
-        mistake = Mistake(path="training.warmup_steps", found=str(warmup), wanted=wanted, remedy=remedy)
-        raise ConfigErrors("the run is too short", mistakes=[mistake])
-
-
 def _ask_servers(found: Preflight, env: Mapping[str, str]) -> list[Mistake]:
     """Return each server that does not answer or is not ready (R16), or what `add_servers` finds."""
     seen: list[SeenServer] = []
     if found.plan.servers:
-        from learner.doctor.look import LOOK_TIMEOUT_S, look  # imported here: a plain check needs no HTTP client
+        from learner.doctor.finding import LOOK_TIMEOUT_S, look
 
         timeout_s = min(LOOK_TIMEOUT_S, found.plan.timeout_s)
         seen = look(found.plan.servers, read_token(env), timeout_s=timeout_s)
@@ -255,24 +189,91 @@ def _ask_servers(found: Preflight, env: Mapping[str, str]) -> list[Mistake]:
     return mistakes or add_servers(found, seen)
 
 
+def _not_ready(path: str, error: ProjectError) -> Mistake:
+    mistake = Mistake.of(error, path, wanted="a ready server", remedy="start the server (make serve)")
+    return mistake if WAY_OUT in mistake.remedy else replace(mistake, remedy=f"{mistake.remedy}, {WAY_OUT}")
+
+
 def add_servers(found: Preflight, seen: Sequence[SeenServer]) -> list[Mistake]:
     """Add the world size of each server, all of which have answered, and the requests that a rank may have in flight
-    (`chunk`, D4), to the report. Returns a mistake if the caps do not fit the ranks (R23)."""
+    (`chunk`, D4), to the report. Returns a mistake if the limits do not fit the ranks (R23)."""
     sizes = [one.status.world_size for one in seen if one.status is not None]
     found.report.update(server_world_sizes=sizes, chunk=None)
     if not sizes:
         return []
     from learner.rollout.distribution import chunk_size
 
+    limits = {"decode_batch_size": found.plan.decode_batch_size, "num_ranks": found.plan.world_size}
+    chunk = partial(chunk_size, server_world_sizes=sizes, **limits)
+    return mistakes_of(lambda: found.report.update(chunk=chunk()), f"{ROLLOUT}.decode_batch_size")
+
+
+# ---- the machine and the servers -----------------------------------------------------------------------------------
+
+
+def check_machine(
+    path: str,
+    overrides: Sequence[str] = (),
+    *,
+    world_size: int | None,
+    environment: Mapping[str, str],
+    people: bool = True,
+    devices: Sequence[int] | None = None,
+) -> int:
+    """Check a run of `world_size` ranks and this machine, print the results as text or as one JSON object, and return
+    the exit code. `devices`: the run is a launch that starts its servers on this machine and uses these CUDA devices.
+    Otherwise its servers are asked. Raises ConfigErrors if the configuration cannot be read."""
+    from learner.doctor import machine, server_checks
+    from learner.doctor.data_report import in_words
+
+    logging.disable(logging.WARNING)  # prints what was found, and not what libraries log
+    found = preflight(path, world_size, environment, read_data=True, build_model=True, overrides=overrides)
+    situation = _situation(found, environment, devices)
+    if situation.servers and len(situation.statuses) == len(situation.servers):
+        found.mistakes.extend(add_servers(found, situation.servers))
+    say = partial(print, flush=True) if people else lambda line: None
+    say("\n".join([*in_words(masked_in(found.report)), *(f"wrong: {mistake}" for mistake in found.mistakes)]))
+    of_servers = server_checks.CHECKS if situation.servers else server_checks.WITHOUT_SERVERS
+    findings = run_checks({"machine": machine.CHECKS, "servers": of_servers}, situation, say)
+    verdicts = Counter(finding.verdict for group in findings.values() for finding in group.values())
+    num_wrong = len(found.mistakes) + verdicts["fail"]
+    say(verdict(num_wrong, verdicts["warn"]))
+    if not people:
+        by_name = {group: {name: asdict(one) for name, one in checks.items()} for group, checks in findings.items()}
+        mistakes = [asdict(mistake) for mistake in found.mistakes]
+        whole = {**found.report, **by_name, "mistakes": mistakes, "ready": not num_wrong}
+        print(json.dumps(masked_in(whole), indent=2))
+    return ConfigError.exit_code if found.mistakes else int(num_wrong > 0)
+
+
+def _situation(found: Preflight, environment: Mapping[str, str], devices: Sequence[int] | None) -> Situation:
+    from learner.doctor.finding import Situation, look
+    from learner.doctor.server_checks import first_sample
+
+    situation = Situation(config=found.config, plan=found.plan, environment=environment, devices=devices)
+    if not found.plan.servers or devices is not None:
+        return situation
     try:
-        found.report["chunk"] = chunk_size(
-            decode_batch_size=found.plan.decode_batch_size, server_world_sizes=sizes, num_ranks=found.plan.world_size
-        )
-    except ConfigError as error:
-        return [Mistake.of(error, f"{ROLLOUT}.decode_batch_size")]
-    return []
+        situation = replace(situation, probe=first_sample(found.config))
+    except ProjectError as error:
+        situation = replace(situation, probe_error=error)
+    return replace(situation, servers=look(found.plan.servers, read_token(environment), probe=situation.probe))
 
 
-def _not_ready(path: str, error: ProjectError) -> Mistake:
-    mistake = Mistake.of(error, path, wanted="a ready server", remedy="start the server (make serve)")
-    return mistake if WAY_OUT in mistake.remedy else replace(mistake, remedy=f"{mistake.remedy}, {WAY_OUT}")
+def run_checks(
+    groups: Mapping[str, Mapping[str, Check]], situation: Situation, say: Callable[[str], None]
+) -> dict[str, dict[str, Finding]]:
+    """Return the findings of each group by name. `say` gets a line as each check ends."""
+    findings: dict[str, dict[str, Finding]] = {}
+    for group, checks in groups.items():
+        say(f"{group}:")
+        findings[group] = {}
+        for name, check in checks.items():
+            finding = findings[group][name] = check(situation)
+            remedy = f"; {finding.remedy}" if finding.remedy else ""
+            text = masked(" ".join(f"{finding.text}{remedy}".split()))
+            say(f"  {_MARKS[finding.verdict]}{name}: {text}")
+    return findings
+
+
+_MARKS = {"ok": "", "warn": "! ", "fail": "wrong: ", "skipped": "not checked: "}

@@ -1,17 +1,21 @@
-"""The report of `check` on a run's data, as values for `--json` and as lines for people.
+"""The report of `check` on a run's data and length, as values for `--json` and as lines for people.
 
-In: the splits as they were read. Out: for each split what is in it and what looks wrong, photographs that two splits
-share, and what the model sees of them. Raises ConfigErrors if no photograph fits a packed row.
+In: the configuration, and the splits as they were read. Out: for each split what is in it and what looks wrong,
+photographs that two splits share, and what the model sees of them; steps and epochs, and the time that they take where
+an earlier run in `output_dir` shows it.
 """
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Collection, Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from learner.config.memory import memory_in_words
+from learner.config.plan import Plan, steps_of_epoch
 from learner.config.schema import RunConfig
 from learner.config.sections.augment import stays_upright
 from learner.config.sections.model import ModelConfig
@@ -30,17 +34,18 @@ from learner.data.survey import (
     warnings_of,
 )
 from learner.data.units import PixelLimits
-from learner.doctor.length import length_in_words
 from shared.config.model import ConfigErrors, Mistake
 from shared.reading import json_of
 
-READY = "ready"
 _MAX_NAMED = 12
 _LITTLE = 0.5  # share of a photograph's pixels
+_WARM_UP_STEPS = 3  # they compile
+_UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 
 
 def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]:
-    """Return `data` by split, and `shared_images`; {} for other tasks than detection."""
+    """Return `data` by split, `labels`, and `shared_images`; {} for other tasks than detection. Raises ConfigErrors if
+    no photograph fits a packed row."""
     if config.task.type != "detection":
         return {}
     about = {split: survey(found) for split, found in read.items() if found.samples}
@@ -59,7 +64,7 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
 
 
 def _completeness(config: RunConfig) -> str:
-    """Say what is known of gaps in the training labels: what an earlier start of the run found, or how to find out."""
+    """Return what an earlier start of the run found of gaps in the training labels, or how a person finds out."""
     for path in sorted(Path(config.training.output_dir, "labels").glob("step_*.json"), reverse=True):
         try:
             return f"{json_of(path.read_text())['text']} ({path})"
@@ -94,8 +99,7 @@ def _little_seen(model: ModelConfig, limits: PixelLimits, seen: Seen) -> str | N
 
 
 def _kept_upright(config: RunConfig, classes: Iterable[str]) -> list[str]:
-    """Return a warning if photographs are not mirrored or turned because of their classes, though that was asked
-    for."""
+    """Return a warning if `data.augment` asks for mirrored or turned photographs, and their classes forbid it."""
     augment = config.data.augment
     if augment is None or not (augment.horizontal_flip or augment.quarter_turn):
         return []
@@ -117,6 +121,54 @@ def _check_rows(config: RunConfig, about: Mapping[str, Survey]) -> None:
         remedy = "raise it, or lower model.max_pixels"
         mistake = Mistake(path="global_max_length", found=found, wanted="room for a sample", remedy=remedy)
         raise ConfigErrors(mistakes=[mistake])
+
+
+def length_report(config: RunConfig, plan: Plan, num_samples: int) -> dict[str, Any]:
+    """Return `length`: `steps` and `epochs` of the run, and `step_s`, the median seconds of a step, if an earlier run
+    is in the folder."""
+    per_epoch = steps_of_epoch(config, plan, num_samples)
+    training = config.training
+    steps = training.max_steps or (training.num_train_epochs or 0) * per_epoch
+    report: dict[str, Any] = {"steps": steps, "epochs": round(steps / per_epoch, 2)}
+    if seconds := _earlier_steps(Path(training.output_dir)):
+        report["step_s"] = round(median(seconds), 3)
+    return {"length": report}
+
+
+def _earlier_steps(run_dir: Path) -> list[float]:
+    """Return the seconds of each step of the run that is in the folder, but the first ones."""
+    seconds = []
+    try:
+        with (run_dir / "metrics.jsonl").open("rb") as lines:
+            for line in lines:
+                with suppress(ValueError, AttributeError):  # the last line of a run that was killed
+                    if b'"event": "step"' in line:
+                        seconds.append(json_of(line).get("step_s"))
+    except OSError:  # no run is there, and a folder that cannot be read is another check's to report
+        return []
+    return [s for s in seconds[_WARM_UP_STEPS:] if isinstance(s, float) and 0 < s < float("inf")]
+
+
+def length_in_words(report: Mapping[str, Any]) -> list[str]:
+    """Return two lines, the length and the time; none if the data was not read."""
+    length = report.get("length")
+    if length is None:
+        return []
+    steps, epochs = length["steps"], f"{length['epochs']:g}"
+    whole = float(length["epochs"]).is_integer()
+    line = (
+        f"length: {steps} step{'s' if steps > 1 else ''} of {report['effective_batch_size']} samples: "
+        f"{'' if whole else 'about '}{epochs} epoch{'s' if epochs != '1' else ''} of {report['samples']['train']}"
+    )
+    if (step_s := length.get("step_s")) is None:
+        return [line, "time: not known before the first steps; the run prints the seconds of each"]
+    took = f"if a step takes {step_s:g} s as in the run in output_dir"
+    return [line, f"time: about {_duration(step_s * steps)}, {took}"]
+
+
+def _duration(seconds: float) -> str:
+    size, unit = next((size, unit) for size, unit in _UNITS if seconds >= size)
+    return f"{seconds / size:.1f} {unit}" if size else f"{seconds:.0f} {unit}"
 
 
 def data_in_words(report: Mapping[str, Any]) -> list[str]:

@@ -1,29 +1,34 @@
-"""The input and the result of a check.
+"""What a check gets and returns, and one round of calls to the rollout servers, whose answers the checks read.
 
-Invariants: a check does not raise for what it finds, and does not change its `Situation`. `Situation.servers` is filled
-once, so that a dozen checks need one round of calls.
+Invariants: a check does not raise for what it finds, and does not change its `Situation`. `look` changes nothing on a
+server; each of its calls has a deadline. Imports no torch.
 """
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
 from learner.config.plan import Plan
 from learner.config.schema import RunConfig
-from shared.errors import ProjectError
+from learner.config.sections.servers import ServerEntry
+from learner.rollout.client import ServerClient, Timeouts
+from shared.aio import gather
+from shared.errors import ProjectError, ServerBusyError, ServerPoisonedError
+from shared.wire import ScoreCall, ScoreReply, ServerStatus
 
-if TYPE_CHECKING:  # `check` imports neither torch nor, without --probe, what speaks HTTP
+if TYPE_CHECKING:
     from learner.sync.canary import CanaryItem
-    from shared.wire import ScoreReply, ServerStatus
 
+LOOK_TIMEOUT_S = 10.0  # deadline of each answer, without retries
 Verdict = Literal["ok", "warn", "fail", "skipped"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Finding:
-    """One line: `text` is what was found (for `skipped`: why nothing was checked), `remedy` is what to do."""
+    """The result of a check: `text` is what was found (for `skipped`: why nothing was checked), `remedy` what to do."""
 
     verdict: Verdict
     text: str
@@ -32,14 +37,14 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenServer:
-    """A configured server: its status, or why there is none, and its scores of the situation's probe."""
+    """A configured server: its status, or the error that a call to it gave."""
 
     base_url: str
     group_port: int
     status: ServerStatus | None = None
     error: ProjectError | None = None
     not_ready: ProjectError | None = None  # it answers, and would refuse a rollout asked for now
-    reply: ScoreReply | None = None  # the answer to the situation's probe
+    reply: ScoreReply | None = None  # the scores of the situation's probe
     reply_error: ProjectError | None = None
 
 
@@ -53,7 +58,7 @@ class Situation:
     servers: Sequence[SeenServer] = ()
     probe: CanaryItem | None = None  # the first training sample, encoded, with a one-token answer
     probe_error: ProjectError | None = None
-    launch_path: str | None = None
+    devices: Sequence[int] | None = None  # CUDA devices of a launch that starts the servers; None: no launch
 
     @property
     def statuses(self) -> list[tuple[SeenServer, ServerStatus]]:
@@ -83,3 +88,39 @@ def skipped(why: str) -> Finding:
 def failed(error: ProjectError) -> Finding:
     """Return an error as a finding."""
     return fail(f"{error.what}: {error.found}" if error.found else error.what, error.remedy)
+
+
+def look(
+    entries: Sequence[ServerEntry],
+    token: str | None,
+    *,
+    probe: CanaryItem | None = None,
+    timeout_s: float = LOOK_TIMEOUT_S,
+) -> list[SeenServer]:
+    """Return each server's status, whether it is ready, and its scores of `probe`."""
+    return asyncio.run(gather(_look(entry, token, probe, Timeouts.of(timeout_s, timeout_s)) for entry in entries))
+
+
+async def _look(entry: ServerEntry, token: str | None, probe: CanaryItem | None, timeouts: Timeouts) -> SeenServer:
+    seen = SeenServer(base_url=entry.base_url, group_port=entry.group_port)
+    client = ServerClient(entry.base_url, timeouts=timeouts, token=token)
+    try:
+        try:
+            await client.ready()
+        except (ServerBusyError, ServerPoisonedError) as error:
+            seen = replace(seen, not_ready=error)
+        seen = replace(seen, status=await client.status())
+        return seen if probe is None else await _scored(seen, client, probe)
+    except ProjectError as error:
+        return replace(seen, error=error)
+    finally:
+        await client.aclose()
+
+
+async def _scored(seen: SeenServer, client: ServerClient, probe: CanaryItem) -> SeenServer:
+    from learner.sync.canary import score_items  # imported here because it imports torch
+
+    try:
+        return replace(seen, reply=await client.score(ScoreCall(items=score_items([probe]))))
+    except ProjectError as error:
+        return replace(seen, reply_error=error)

@@ -1,4 +1,4 @@
-"""Checks of this machine: versions, limits, memory, disk, environment, devices, ports, and a broadcast."""
+"""Checks of this machine: versions, limits, memory, disk, devices, ports, and a broadcast. `CHECKS` lists them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
 
 import httpx
 import torch
@@ -19,9 +18,8 @@ from packaging.specifiers import SpecifierSet
 
 from learner.config.memory import FILLED, engine_share, needed_bytes, of_run
 from learner.config.modes import uses_servers
-from learner.doctor.finding import Finding, Situation, fail, failed, ok, skipped, warn
+from learner.doctor.finding import Check, Finding, Situation, fail, ok, skipped, warn
 from shared.addresses import free_port, is_free, is_loopback
-from shared.config.parse import load_yaml
 from shared.errors import ProjectError
 from shared.sync.calls import Operation
 from shared.sync.group import start_join
@@ -29,8 +27,7 @@ from shared.sync.group import start_join
 DISTRIBUTION = "rollout-matching"
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = 1 << 30
-# Weights in their own type, and two float32 moments for each.
-CHECKPOINT_FACTOR = 1 + 2 * 2
+CHECKPOINT_FACTOR = 1 + 2 * 2  # weights in their own type, and two float32 moments for each
 BROADCAST_BYTES = 1 << 20
 BROADCAST_TIMEOUT_S = 10.0
 
@@ -44,8 +41,9 @@ def python_version(situation: Situation) -> Finding:
 
 
 def library_versions(situation: Situation) -> Finding:
-    """Compare installed distributions with the ranges of pyproject.toml. Extras may be missing."""
-    return compare_libraries([Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()], _installed())
+    """Compare installed distributions with the ranges in pyproject.toml. Extras may be missing."""
+    installed = {_canonical(dist.name): dist.version for dist in metadata.distributions() if dist.name}
+    return compare_libraries([Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()], installed)
 
 
 def compare_libraries(requirements: list[Requirement], installed: Mapping[str, str]) -> Finding:
@@ -71,7 +69,7 @@ def open_files(situation: Situation) -> Finding:
 
 
 def shared_memory(situation: Situation, folder: Path = Path("/dev/shm")) -> Finding:
-    """Check the shared memory: DataLoader workers, NCCL and vLLM exchange data there."""
+    """Check the size of shared memory, through which DataLoader workers, NCCL and vLLM exchange data."""
     if not folder.is_dir():
         return skipped(f"no {folder} on this system")
     free = shutil.disk_usage(folder).free
@@ -98,7 +96,7 @@ def disk_space(situation: Situation) -> Finding:
 
 
 def gpu_memory(situation: Situation) -> Finding:
-    """Compare the estimate of `check` with the GPU at hand."""
+    """Compare the memory that learning takes, as estimated, with the memory of this machine's first GPU."""
     config = situation.config
     learning = of_run(config, situation.plan.world_size)
     if learning is None:
@@ -117,10 +115,6 @@ def gpu_memory(situation: Situation) -> Finding:
     return warn(f"{text}: it may not fit", remedy)
 
 
-def _installed() -> dict[str, str]:
-    return {_canonical(dist.name): dist.version for dist in metadata.distributions() if dist.name}
-
-
 def _canonical(name: str) -> str:
     return name.lower().replace("_", "-").replace(".", "-")
 
@@ -130,38 +124,33 @@ def _size(num_bytes: float) -> str:
 
 
 def devices(situation: Situation) -> Finding:
-    """Servers and learner of a launch file do not share devices, and this machine has them."""
-    if situation.launch_path is None:
-        return skipped("launch.yaml says which devices servers and learner get: give it with --launch")
-    try:
-        launch = load_yaml(situation.launch_path)
-    except ProjectError as error:
-        return failed(error)
-    owners: dict[object, str] = {}
-    for owner, section in _sections(launch):
-        for device in section.get("devices") or []:
-            if device in owners:
-                return fail(f"device {device}: {owners[device]} and {owner}", f"give {owner} other devices")
-            owners[device] = owner
+    """Check that this machine has the devices of a launch. `deploy.launch_file` checks the rest of them."""
+    if situation.devices is None:
+        return skipped("the file of a launch names them: rollout-launch --config launch.yaml --check")
     num_gpus = torch.cuda.device_count()
-    missing = [str(device) for device in owners if isinstance(device, int) and device >= num_gpus]
+    missing = [str(device) for device in situation.devices if device >= num_gpus]
     if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:  # it gives the numbers another meaning
         text = f"launch.yaml names device {', '.join(missing)}, and this machine has {num_gpus} GPUs"
         return warn(text, "correct devices, use the machine that has them, or one GPU for both (vllm.mode: colocate)")
-    return ok(f"{len(owners)} devices, each in one process" if owners else "no devices named: everything on CPU")
+    return ok(f"{len(situation.devices)} devices" if situation.devices else "no devices named: everything on CPU")
 
 
-def group_ports(situation: Situation) -> Finding:
-    """Check the ports on which servers listen when a learner joins. Only ports of this machine can be tested."""
+def ports(situation: Situation) -> Finding:
+    """Check the ports at which servers of this machine listen: the group's, which opens when a learner joins, and the
+    server's own if a launch will start it."""
     if not uses_servers(situation.config):
         return skipped("the run uses no servers")
     mine = [entry for entry in situation.plan.servers if is_loopback(httpx.URL(entry.base_url).host)]
     if not mine:
         return skipped("all servers are on other machines")
-    taken = [entry.group_port for entry in mine if not is_free(entry.group_port)]
+    if situation.devices is not None:
+        urls = [entry.base_url for entry in mine if not is_free(httpx.URL(entry.base_url).port or 80)]
+        if urls:
+            return fail(f"in use: {', '.join(urls)}", "stop the servers that run there, or give these other ports")
+    taken = [str(entry.group_port) for entry in mine if not is_free(entry.group_port)]
     if taken:
         remedy = "stop the learner that uses the servers, or change group_port"
-        return warn(f"in use: {', '.join(map(str, taken))}", remedy)
+        return warn(f"in use: {', '.join(taken)}", remedy)
     return ok(f"free: {', '.join(str(entry.group_port) for entry in mine)}")
 
 
@@ -192,6 +181,14 @@ def local_broadcast(situation: Situation) -> Finding:
     return ok("1 MB through TCP, every byte right")
 
 
-def _sections(launch: Any) -> list[tuple[str, dict[str, Any]]]:
-    servers = launch.get("servers") or []
-    return [*((f"servers[{i}]", server) for i, server in enumerate(servers)), ("learner", launch.get("learner") or {})]
+CHECKS: dict[str, Check] = {
+    "python": python_version,
+    "libraries": library_versions,
+    "open files": open_files,
+    "shared memory": shared_memory,
+    "disk": disk_space,
+    "GPU memory": gpu_memory,
+    "devices": devices,
+    "ports": ports,
+    "broadcast": local_broadcast,
+}

@@ -1,7 +1,7 @@
-"""Names and limits of the section `model` that the model does not have, from the checkpoint's configuration.
+"""Checks the section `model` against the model itself: `freeze`, `lora.target_modules`, and limits of pixels.
 
-In: the section `model`. Out: what is wrong with `freeze`, `lora.target_modules`, `min_pixels` and `max_pixels`. The
-model is built without memory for its weights (device `meta`); none are read.
+The model is built from the checkpoint's configuration, without memory for its weights (device `meta`). No weights are
+read.
 """
 
 from __future__ import annotations
@@ -16,20 +16,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 from learner.config.sections.model import ModelConfig
 from learner.data.prompt import PromptEncoder
 from learner.policy import lora
+from shared.config.checks import mistakes_of
 from shared.config.model import Mistake
 from shared.errors import ConfigError
 
 
 def names_that_are_wrong(config: ModelConfig) -> list[Mistake]:
-    """Return all of them. A checkpoint that cannot be read is one mistake, of `model.path`."""
-    mistakes: list[Mistake] = []
-
-    def look(step: Callable[[], object], key: str) -> None:
-        try:
-            step()
-        except ConfigError as error:
-            mistakes.append(Mistake.of(error, key))
-
+    """Return a mistake for each key. A checkpoint that cannot be read is one mistake, of `model.path`."""
     try:
         base = lora.base_model_path(config) or config.path
         model = _without_weights(base)
@@ -38,12 +31,14 @@ def names_that_are_wrong(config: ModelConfig) -> list[Mistake]:
     except (OSError, ValueError) as error:
         found, wanted = str(error).partition("\n")[0], "a Hugging Face checkpoint"
         return [Mistake(path="model.path", found=found, wanted=wanted, remedy="correct model.path")]
-    look(partial(_attach, model, config), "model.lora.target_modules")
-    look(partial(lora.freeze, model, config.freeze), "model.freeze")
     least, most = config.min_pixels, config.max_pixels
-    key = "model.min_pixels" if least is not None else "model.max_pixels" if most is not None else "model.path"
-    look(partial(PromptEncoder.load, base, min_pixels=least, max_pixels=most), key)
-    return mistakes
+    limit = "model.min_pixels" if least is not None else "model.max_pixels" if most is not None else "model.path"
+    checks: dict[str, Callable[[], object]] = {
+        "model.lora.target_modules": partial(_attach, model, config),
+        "model.freeze": partial(lora.freeze, model, config.freeze),
+        limit: partial(PromptEncoder.load, base, min_pixels=least, max_pixels=most),
+    }
+    return [mistake for key, check in checks.items() for mistake in mistakes_of(check, key)]
 
 
 def _without_weights(path: str) -> PreTrainedModel:
@@ -57,7 +52,7 @@ def _without_weights(path: str) -> PreTrainedModel:
 def _attach(model: PreTrainedModel, config: ModelConfig) -> None:
     if config.lora is not None:
         lora.attach_adapter(model, config)
-    elif lora.base_model_path(config) is not None:  # its weights are not read either
+    elif lora.base_model_path(config) is not None:  # the model is an adapter; its weights are not read either
         adapter = peft.PeftConfig.from_pretrained(config.path)
         adapter.inference_mode = False
         peft.get_peft_model(model, adapter)

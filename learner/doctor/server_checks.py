@@ -1,6 +1,7 @@
-"""Checks of the rollout servers, and of what both sides must share. They use the results of `look.py`.
+"""Checks of the rollout servers, and of what both sides must share. `CHECKS` lists them.
 
-Only `communicator` calls servers again, and changes something there: the group, and only if no other learner uses it.
+They read the answers that `finding.look` got. Only `communicator` calls servers again. It joins a server's group and
+leaves it, and only if no other learner uses the server.
 """
 
 from __future__ import annotations
@@ -12,11 +13,24 @@ import torch
 from transformers import AutoConfig
 
 from learner.config.modes import sync_mode
-from learner.doctor.finding import Finding, SeenServer, Situation, fail, failed, ok, skipped, warn
-from learner.doctor.look import LOOK_TIMEOUT_S
+from learner.config.schema import RunConfig
+from learner.data.check import load_unchecked
+from learner.data.prompt import PromptEncoder
+from learner.doctor.finding import (
+    LOOK_TIMEOUT_S,
+    Check,
+    Finding,
+    Situation,
+    fail,
+    failed,
+    ok,
+    skipped,
+    warn,
+)
 from learner.rollout.client import ServerClient, Timeouts
 from learner.rollout.server_backend import LoopThread
 from learner.sync.broadcast_groups import ServerLink, await_all, open_groups
+from learner.sync.canary import CanaryItem
 from learner.sync.fitness import check_adapter, check_architecture, check_prompt
 from shared.checkpoint import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
@@ -27,9 +41,22 @@ JOIN_TIMEOUT_S = 30.0
 NO_SERVER = "no server answers"
 
 
+def first_sample(config: RunConfig) -> CanaryItem:
+    """Return the first training sample as the learner encodes it, with a one-token answer. Raises ProjectError."""
+    sample = load_unchecked(config, config.data.train, limit=1)[0]
+    encoder = PromptEncoder.load(
+        config.model.path,
+        rules=config.data.image_rules,
+        min_pixels=config.model.min_pixels,
+        max_pixels=config.model.max_pixels,
+    )
+    answer = (encoder.tokenizer.eos_token_id,)
+    return CanaryItem(sample=sample, prompt=encoder.encode(sample), response_token_ids=answer)
+
+
 def reachable(situation: Situation) -> Finding:
     if not situation.servers:
-        return skipped("the run uses no servers")
+        return skipped("the run uses no servers" if situation.devices is None else "the launch starts them")
     for server in situation.servers:
         if isinstance(server.error, ServerUnreachableError):
             return warn(
@@ -60,8 +87,7 @@ def ready(situation: Situation) -> Finding:
 
 
 def same_model(situation: Situation) -> Finding:
-    """The learner's model can be read and has the sizes that the servers report, which hold it as the learner
-    expects."""
+    """Check that the learner's model can be read, and that the servers report the same sizes."""
     path = situation.config.model.path
     try:
         learner = signature(AutoConfig.from_pretrained(path).to_dict())
@@ -119,7 +145,7 @@ def same_libraries(situation: Situation) -> Finding:
 
 
 def image(situation: Situation) -> Finding:
-    """The servers can read the images of one sample."""
+    """Check that the servers can read the images of one sample."""
     if (why := _no_probe(situation)) is not None:
         return why
     assert situation.probe is not None
@@ -127,15 +153,15 @@ def image(situation: Situation) -> Finding:
     if not images:
         return skipped("the first sample has no image")
     for server in situation.servers:
-        if isinstance(server.reply_error, MediaError):
-            return fail(f"{server.base_url}: {server.reply_error.what}: {server.reply_error.found}", _remedy(server))
+        if isinstance(error := server.reply_error, MediaError):
+            return fail(f"{server.base_url}: {error.what}: {error.found}", f"{error.remedy} (wanted {error.wanted})")
     if any(server.reply for server in situation.servers):
         return ok(f"the servers read {images[0][:100]}")
     return _no_reply(situation)
 
 
 def prompt(situation: Situation) -> Finding:
-    """R03: one sample's prompt token ids, image placeholders included, are the same on both sides."""
+    """Check that both sides make the same token ids of one sample's prompt, image placeholders included (R03)."""
     if (why := _no_probe(situation)) is not None:
         return why
     assert situation.probe is not None
@@ -164,11 +190,6 @@ def _no_reply(situation: Situation) -> Finding:
     return skipped(f"no server scored the sample: {'; '.join(errors)}"[:300])
 
 
-def _remedy(server: SeenServer) -> str:
-    assert server.reply_error is not None
-    return f"{server.reply_error.remedy} (wanted {server.reply_error.wanted})"
-
-
 def _of_all(situation: Situation, say: Callable[[ServerStatus], str], *, prefix: str = "") -> Finding:
     if not situation.statuses:
         return skipped(NO_SERVER)
@@ -179,8 +200,7 @@ def _of_all(situation: Situation, say: Callable[[ServerStatus], str], *, prefix:
 
 
 def communicator(situation: Situation) -> Finding:
-    """Join each idle server's group and leave it again. This tests ports, addresses and NCCL or TCP, without an
-    update."""
+    """Join the group of each idle server and leave it again, which tests ports, addresses, and NCCL or TCP."""
     if not situation.statuses:
         return skipped(NO_SERVER)
     reasons = {server.base_url: reason_not_to_join(status) for server, status in situation.statuses}
@@ -190,12 +210,12 @@ def communicator(situation: Situation) -> Finding:
         return skipped("; ".join(left_alone))
     timeouts, token = Timeouts.of(LOOK_TIMEOUT_S, LOOK_TIMEOUT_S), read_token(situation.environment)
     with ExitStack() as stack:
-        loop = LoopThread("doctor")
+        loop = LoopThread("check")
         stack.callback(loop.close, LOOK_TIMEOUT_S)
         links = []
         for server, status in idle:
             client = ServerClient(server.base_url, timeouts=timeouts, token=token)
-            stack.callback(_end_client, loop, client)
+            stack.callback(lambda client: loop.run(client.aclose()), client)
             links.append(ServerLink(client, loop, server.group_port, status.world_size))
         try:
             joined = _join_and_leave(links, [status for _, status in idle])
@@ -204,12 +224,8 @@ def communicator(situation: Situation) -> Finding:
     return ok("; ".join([f"joined and left: {joined}", *(f"not tried: {why}" for why in left_alone)]))
 
 
-def _end_client(loop: LoopThread, client: ServerClient) -> None:
-    loop.run(client.aclose())
-
-
 def reason_not_to_join(status: ServerStatus) -> str:
-    """Say why a trial group would disturb this server's user; empty if it would not."""
+    """Return how a trial of the group would disturb the learner that uses this server; "" if it would not."""
     if status.gate != "serving":
         return f"is {status.gate}"
     if status.in_flight or status.waiting:
@@ -223,8 +239,21 @@ def reason_not_to_join(status: ServerStatus) -> str:
 
 
 def _join_and_leave(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> str:
-    """The groups that a sync would use."""
+    """Join the groups that a sync would use, leave them, and return their names."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     joined = open_groups(links, statuses, device=device, timeout_s=JOIN_TIMEOUT_S)
     await_all([], joined.leave(abort=False))
     return "; ".join(f"{group.name} (one group)" if len(group.links) > 1 else group.name for group in joined.groups)
+
+
+WITHOUT_SERVERS: dict[str, Check] = {"reachable": reachable, "model": same_model}
+CHECKS: dict[str, Check] = {
+    "reachable": reachable,
+    "state": ready,
+    "model": same_model,
+    "adapters": adapters,
+    "cuda, nccl": same_libraries,
+    "image": image,
+    "prompt": prompt,
+    "communicator": communicator,
+}

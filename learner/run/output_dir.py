@@ -150,21 +150,22 @@ def _restarted(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"training": config.training.model_copy(update=change)})
 
 
-def check_before_start(config: RunConfig, environment: Mapping[str, str]) -> None:
-    """Check, before a learner is started, that rank 0 will be able to claim the folder. Writes nothing.
+def is_same_job(config: RunConfig, environment: Mapping[str, str]) -> bool:
+    """Return True if an earlier start of the same scheduler's job has claimed the folder: the run will go on there."""
+    job = job_of(environment)
+    return job is not None and _claimed_by({job}, Path(config.training.output_dir))
 
-    Raises ConfigError, OutputError or DataError as `claim_output_dir` will.
-    """
+
+def check_claimable(config: RunConfig, environment: Mapping[str, str]) -> None:
+    """Raises ConfigError or OutputError if `claim_output_dir` would refuse the folder, before a learner is started.
+    Removes nothing."""
     run_dir = Path(config.training.output_dir)
     check_writable(config)
     if (run_dir / LOCK).is_file():
         with writing(run_dir), locked(run_dir):
             pass
-    if (job := job_of(environment)) is not None and _claimed_by({job}, run_dir):
-        return  # a restarted run goes on in its folder
-    check_resume(config)
-    check_output_dir(config)
-    check_annotations(config)
+    if not is_same_job(config, environment):
+        check_output_dir(config)
 
 
 def check_output_dir(config: RunConfig) -> None:

@@ -34,13 +34,12 @@ from learner.data.batches import Batches, ShareReader, WindowRepeater, encoder_p
 from learner.data.lengths import RowLimit, carry_overflow, fewest_tokens
 from learner.data.sampler import sampler_of
 from learner.data.splits import Split, load_split
-from learner.extensions import Task, check_extensions, loss_function, make_task, reader_of, reward_functions
+from learner.extensions import Task, loss_function, make_task, reader_of, reward_functions
 from learner.journal.answers import AnswersLog
 from learner.journal.console import Console
 from learner.journal.groups_log import GroupsLog
 from learner.journal.journal import Journal
 from learner.journal.log import MetricsLog, PhaseClock, Timeline, log_to_file, point_latest
-from learner.journal.trackers import check_trackers
 from learner.policy.load import Policy, load_policy
 from learner.policy.optim import Optimizer
 from learner.policy.parallel import Ranks, init_ranks
@@ -49,7 +48,6 @@ from learner.report.page import write_report
 from learner.rollout.backend import RolloutBackend
 from learner.rollout.hf import HfBackend
 from learner.run.additions import run_annotations
-from learner.run.best import check_kept_metric
 from learner.run.checkpoint import CheckpointStore
 from learner.run.environment import collect_as_usual
 from learner.run.files import writing
@@ -72,6 +70,7 @@ from learner.tasks.detection.prefix import without_label
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.rewards import Rewards
 from learner.trainer import Trainer
+from learner.wiring.before_start import check_parts
 from learner.wiring.connect import Backend, connect_backend, connect_sync
 from shared.config.model import shown
 from shared.errors import ConfigError, DeadlineError, OutputError
@@ -96,9 +95,7 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 def joined_ranks(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Ranks]:
     """Yield the joined ranks of a run; they part at the end of the block. Raises ConfigError before they join, if the
     user's parts, the trackers or the model's family cannot be used."""
-    check_extensions(config)
-    check_trackers(config)
-    check_kept_metric(config)
+    check_parts(config)
     check_folder(config.model.path, key="model.path", allow_untested=config.model.allow_untested_family)
     with told_before_the_first_step():
         ranks = init_ranks(environment, timeout_s=config.training.collective_timeout_s)

@@ -155,11 +155,12 @@ def run_length(config: RunConfig) -> Iterator[Mistake]:
         yield Mistake(path="training.max_steps", found="both", wanted=wanted, remedy=remedy)
 
 
-def warmup_fits(config: RunConfig) -> Iterator[Mistake]:
-    """`training.warmup_steps` is at most `training.max_steps`."""
-    warmup, steps = config.training.warmup_steps, config.training.max_steps
+def warmup_fits(config: RunConfig, num_steps: int | None = None) -> Iterator[Mistake]:
+    """`training.warmup_steps` is at most the number of the run's steps. `num_steps`: the number that follows from the
+    data, if the length is in epochs."""
+    warmup, steps = config.training.warmup_steps, config.training.max_steps or num_steps
     if steps is not None and warmup > steps:
-        wanted, remedy = f"at most training.max_steps ({steps})", "lower it"
+        wanted, remedy = f"at most the run's {steps} steps", "lower it, or train longer"
         yield Mistake(path="training.warmup_steps", found=str(warmup), wanted=wanted, remedy=remedy)
 
 

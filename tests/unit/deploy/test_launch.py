@@ -19,19 +19,22 @@ import yaml
 
 from deploy import launch
 from deploy.launch_file import LearnerLaunch, load_launch_config
+from learner.__main__ import main as learner_main
 from learner.config.load import load_config
 from learner.run.lock import locked
 from learner.run.output_dir import JOB
 from rollout_server.config import load_server_config
 from shared import waits
-from shared.addresses import free_port
+from shared.addresses import free_port, listen
+from shared.config.checks import READY
 from shared.config.model import ConfigErrors, Mistake
 from shared.config.parse import write_yaml
 from shared.errors import DeadlineError
 from shared.wire import JOB_VARIABLE
 from tests.servers import wait_gone
 from tests.tiers import slow
-from tests.unit.learner.config.examples import changed, minimal
+from tests.unit.learner.config.examples import SERVER, changed, minimal
+from tests.unit.learner.data.annotations import FINE, jsonl
 
 SAID = re.compile(r"^(\w+) pid (\d+) devices (\S+)$", re.MULTILINE)
 DEADLINE_S = 120.0
@@ -235,6 +238,70 @@ def test_r16_a_folder_that_a_run_holds_does_not_wait_for_servers(tmp_path: Path)
         run = finish(start(path), tmp_path)
     assert (run.code, run.out, run.said) == (2, "", [])
     assert f"process {os.getpid()}" in run.err
+
+
+def test_r16_all_that_keeps_a_learner_from_starting_is_reported_at_once(tmp_path: Path) -> None:
+    (tmp_path / "llava").mkdir()
+    (tmp_path / "llava" / "config.json").write_text('{"model_type": "llava"}')
+    path = files(tmp_path, ["fine"], str(tmp_path / "llava"))
+    resumed = {"training.output_dir": str(tmp_path / "run"), "training.resume_from_checkpoint": "latest"}
+    write_yaml(tmp_path / "learner.yaml", changed(yaml.safe_load((tmp_path / "learner.yaml").read_text()), resumed))
+    run = finish(start(path), tmp_path)
+    assert (run.code, run.out, run.said) == (2, "", [])
+    keys = {line.split(":")[0] for line in run.err.splitlines()}
+    assert keys == {"training.resume_from_checkpoint", "model.path"}
+
+
+# ---- --check -------------------------------------------------------------------------------------------------------
+
+
+def checked(path: Path, capsys: pytest.CaptureFixture[str]) -> tuple[int, list[str]]:
+    with pytest.raises(SystemExit) as ended:
+        launch.app(["--config", str(path), "--check"])
+    return int(ended.value.code or 0), capsys.readouterr().out.splitlines()
+
+
+def test_check_says_what_the_learners_own_check_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It starts nothing, asks no server, and knows the devices. Two processes may share one where that is allowed."""
+    path, port = files(tmp_path, ["fine"], launch={"learner.devices": [0]}), free_port()
+    path.write_text(path.read_text().replace("server_0.yaml", "server_0.yaml\n  devices: [0]", 1))
+    entry = {"base_url": f"http://127.0.0.1:{port}", "group_port": free_port()}
+    values = {
+        "model.path": str(HERE.parent / "demo" / "checkpoint"),
+        "data.train": str(jsonl(tmp_path, *[FINE] * 6)),
+        f"{SERVER}.servers": [entry],
+        f"{SERVER}.allow_shared_gpu": True,
+    }
+    write_yaml(tmp_path / "learner.yaml", changed(minimal(), values))
+    monkeypatch.setattr(launch, "launch", None)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    assert learner_main(["check", "--config", str(tmp_path / "learner.yaml")]) == 0
+    *learner, last = capsys.readouterr().out.splitlines()
+    code, told = checked(path, capsys)
+    assert (code, told[: len(learner)], told[-1][: len(last)]) == (0, learner, last)
+    assert "  devices: 1 devices" in told
+    assert "  not checked: reachable: the launch starts them" in told
+    with listen("127.0.0.1", port, what="a test"):
+        code, told = checked(path, capsys)
+    assert (code, told[-1].startswith(f"not {last}")) == (1, True)
+    (line,) = [line for line in told if line.startswith("  wrong: ")]
+    assert f"127.0.0.1:{port}" in line
+    write_yaml(tmp_path / "learner.yaml", changed(minimal(), {**values, "data.train": "nowhere.jsonl"}))
+    code, told = checked(path, capsys)
+    assert (code, any(line.startswith("wrong: data.train: ") for line in told)) == (2, True)
+
+
+def test_check_says_what_is_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    code, told = checked(files(tmp_path, ["fine"], launch={"learner.via": ["srun"]}), capsys)
+    assert (code, told[-1], "learner.via" in told[0]) == (0, READY, True)
+
+
+def test_check_is_of_this_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        launch.app(["--config", str(files(tmp_path, ["fine"])), "--check", "--to", "slurm", "--out", str(tmp_path)])
+    assert (ended.value.code, "--to" in capsys.readouterr().err) == (2, True)
 
 
 # ---- a run ---------------------------------------------------------------------------------------------------------

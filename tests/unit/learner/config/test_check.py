@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,10 @@ from hypothesis import strategies as st
 
 from learner.__main__ import main
 from learner.doctor.check import run_check
+from learner.run.lock import locked
+from learner.run.output_dir import JOB
 from shared.config.parse import dump_yaml
-from shared.wire import ErrorBody
+from shared.wire import JOB_VARIABLE, ErrorBody
 from tests.examples import examples
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, everything, minimal, stage2
 from tests.unit.learner.rollout.fakes import status
@@ -313,6 +316,20 @@ def test_a_folder_with_another_run_is_a_mistake(file: Path, tmp_path: Path, caps
     assert run_check(path) == 2
     assert capsys.readouterr().err.splitlines()[-1].startswith("training.output_dir: ")
     assert run_check(write(file, minimal(), {"training.output_dir": str(run_dir), "training.overwrite": True})) == 0
+
+
+def test_a_folder_of_a_run_that_goes_on(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run holds it; or it is of the same job, whose next start goes on there."""
+    run_dir = tmp_path / "run"
+    path = write(file, minimal(), {"training.output_dir": str(run_dir), "training.overwrite": True})
+    with locked(run_dir):
+        assert run_check(path) == 2
+    assert f"process {os.getpid()}" in capsys.readouterr().err
+    assert run_check(path) == 0
+    (run_dir / "checkpoint-5").mkdir()
+    (run_dir / JOB).write_text("job 17")
+    path = write(file, minimal(), {"training.output_dir": str(run_dir)})
+    assert [run_check(path, env={JOB_VARIABLE: job}) for job in ("17", "18")] == [0, 2]
 
 
 MODEL = {"model_type": "qwen3_vl", "architectures": ["Qwen3VLForConditionalGeneration"]}

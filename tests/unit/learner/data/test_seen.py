@@ -16,7 +16,7 @@ from learner.config.sections.model import ModelConfig
 from learner.data.prompt import PromptEncoder
 from learner.data.survey import pixel_limits, seen_by_model
 from learner.data.units import PixelLimits
-from learner.doctor.command import doctor
+from learner.doctor.check import check_machine
 from shared.config.parse import dump_yaml
 from tests.unit.learner.config.examples import ROLLOUT, changed, minimal
 
@@ -99,7 +99,7 @@ def test_check_says_it_without_max_pixels(
     assert seen.share < 0.5
     assert f"as {seen.size[0]} x {seen.size[1]}: {seen.share:.0%} of it" in told
     assert "checkpoint's own limit" in told
-    doctor(str(tmp_path / "run.yaml"), launch=None, world_size=1, environment={})
+    check_machine(str(tmp_path / "run.yaml"), world_size=1, environment={})
     assert "checkpoint's own limit" in capsys.readouterr().out
     short: dict[str, Any] = {"global_max_length": 8, f"{ROLLOUT}.decoding": {"max_new_tokens": 4}}
     (tmp_path / "run.yaml").write_text(dump_yaml(changed(minimal(), values | short)))

@@ -17,12 +17,13 @@ from packaging.requirements import Requirement
 from learner.__main__ import main
 from learner.config.load import config_of
 from learner.config.plan import resolve
-from learner.doctor import command, machine, server_checks
-from learner.doctor import look as look_module
+from learner.doctor import finding as finding_module
+from learner.doctor import machine, server_checks
+from learner.doctor.check import run_checks
 from learner.doctor.finding import Finding, SeenServer, Situation, fail, ok, skipped, warn
 from learner.doctor.server_checks import reason_not_to_join
 from learner.sync.canary import CanaryItem
-from shared.config.parse import dump_yaml
+from shared.addresses import free_port
 from shared.errors import DeadlineError, MediaError, ServerUnreachableError, UnauthorizedError
 from shared.wire import ScoreReply, ServerStatus
 from tests.unit.learner.config.examples import ROLLOUT, SERVER, changed, minimal
@@ -102,45 +103,38 @@ def test_disk_space_is_reckoned_from_the_models_files(monkeypatch: pytest.Monkey
 # ---- data, devices, ports ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("learner", "verdict"), [([3], "ok"), ([1, 3], "fail"), ([], "ok")])
-def test_devices_overlap(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, learner: list[int], verdict: str) -> None:
-    monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: 4)
-    launch = {"servers": [{"config": "s.yaml", "devices": [0, 1]}], "learner": {"config": "l", "devices": learner}}
-    path = tmp_path / "launch.yaml"
-    path.write_text(dump_yaml(launch))
-    assert machine.devices(situation(launch_path=str(path))).verdict == verdict
-    assert machine.devices(situation(launch_path=str(tmp_path / "none.yaml"))).verdict == "fail"
-    assert machine.devices(situation()).verdict == "skipped"
-
-
 @pytest.mark.parametrize(
     ("num_gpus", "visible", "verdict"), [(2, None, "ok"), (1, None, "warn"), (0, None, "warn"), (1, "0,1", "ok")]
 )
 def test_devices_that_this_machine_lacks(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None, verdict: str
+    monkeypatch: pytest.MonkeyPatch, num_gpus: int, visible: str | None, verdict: str
 ) -> None:
     """With one GPU, or none, the quickstart's launch file was said to be ready. Under CUDA_VISIBLE_DEVICES the numbers
     are others."""
-    path = tmp_path / "launch.yaml"
-    path.write_text(
-        dump_yaml({"servers": [{"config": "s", "devices": [0]}], "learner": {"config": "l", "devices": [1]}})
-    )
     monkeypatch.setattr(machine.torch.cuda, "device_count", lambda: num_gpus)
     environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    finding = machine.devices(situation(launch_path=str(path), environment=environment))
+    finding = machine.devices(situation(devices=[0, 1], environment=environment))
     assert finding.verdict == verdict
     assert (str(num_gpus) in finding.text and "colocate" in finding.remedy) == (verdict == "warn")
+    assert machine.devices(situation(devices=[])).verdict == "ok"
+    assert machine.devices(situation()).verdict == "skipped"
 
 
-def test_a_group_port_in_use() -> None:
+def test_ports_in_use() -> None:
+    """A running server has its own port, unless a launch is to start it."""
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
         other.listen()
         port = other.getsockname()[1]
-        here = situation({f"{SERVER}.servers": [{"base_url": URL, "group_port": port}]})
-        assert machine.group_ports(here).verdict == "warn"
+        group = {f"{SERVER}.servers": [{"base_url": f"http://127.0.0.1:{free_port()}", "group_port": port}]}
+        assert machine.ports(situation(group)).verdict == "warn"
+        assert machine.ports(situation(group, devices=[])).verdict == "warn"
+        own = {f"{SERVER}.servers": [{"base_url": f"http://127.0.0.1:{port}", "group_port": free_port()}]}
+        assert machine.ports(situation(own)).verdict == "ok"
+        finding = machine.ports(situation(own, devices=[]))
+        assert (finding.verdict, str(port) in finding.text) == ("fail", True)
     far = situation({f"{SERVER}.servers": [{"base_url": "http://far:1", "group_port": 5}]})
-    assert machine.group_ports(far).verdict == "skipped"
+    assert machine.ports(far).verdict == "skipped"
 
 
 def test_a_real_local_broadcast() -> None:
@@ -283,9 +277,7 @@ def test_people_read_one_line_a_check() -> None:
     """The lines come in the order of the checks, by group."""
     told: list[str] = []
     checks = {"one": lambda s: ok("[brackets]"), "two": lambda s: fail("f\ng", "r")}
-    findings = command.run_checks(
-        {"machine": checks, "servers": {"three": lambda s: skipped("s")}}, situation(), told.append
-    )
+    findings = run_checks({"machine": checks, "servers": {"three": lambda s: skipped("s")}}, situation(), told.append)
     assert told[0] == "machine:"
     assert told[1] == "  one: [brackets]"
     assert (told[2].startswith("  wrong: two: "), told[2].endswith("; r")) == (True, True)
@@ -293,7 +285,7 @@ def test_people_read_one_line_a_check() -> None:
     assert findings["servers"]["three"] == skipped("s")
 
 
-def doctor(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
+def with_machine(path: str, capsys: pytest.CaptureFixture[str], *options: str) -> tuple[int, str]:
     code = main(["check", "--machine", "--config", path, *options])
     return code, capsys.readouterr().out
 
@@ -303,28 +295,29 @@ def two_checks(monkeypatch: pytest.MonkeyPatch) -> dict[str, Finding]:
     """Return what the checks of the machine will find."""
     found = {"disk": ok("space")}
     checks = {name: lambda s, name=name: found[name] for name in found}
+    monkeypatch.setattr(machine, "CHECKS", checks)
     for name in ("CHECKS", "WITHOUT_SERVERS"):
-        monkeypatch.setattr(command, name, {"machine": checks, "servers": {"reachable": server_checks.reachable}})
+        monkeypatch.setattr(server_checks, name, {"reachable": server_checks.reachable})
     return found
 
 
-def test_doctor_says_what_check_says_and_then_looks_further(
+def test_with_machine_check_says_the_same_and_then_looks_further(
     tmp_path: Path, two_checks: dict[str, Finding], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path, custom__extra__rollout_matching__rollout_backend="hf")
     assert main(["check", "--config", path]) == 0
     *checked, _ = capsys.readouterr().out.splitlines()
-    code, told = doctor(path, capsys)
+    code, told = with_machine(path, capsys)
     assert code == 0
     assert told.splitlines()[: len(checked)] == checked
     assert told.splitlines()[-1] == "ready"
     two_checks["disk"] = warn("little space", "free some")
-    code, told = doctor(path, capsys)
+    code, told = with_machine(path, capsys)
     assert (code, "! disk: little space; free some" in told, "ready, with 1" in told) == (0, True, True)
     two_checks["disk"] = fail("no space", "free some")
-    code, told = doctor(path, capsys)
+    code, told = with_machine(path, capsys)
     assert (code, "wrong: disk: no space; free some" in told, "not ready" in told) == (1, True, True)
-    code, told = doctor(path, capsys, "--json")
+    code, told = with_machine(path, capsys, "--json")
     report = json.loads(told)
     assert (code, report["ready"], report["mistakes"], report["samples"]) == (1, False, [], {"train": 6, "val": 1})
     assert report["machine"]["disk"]["remedy"] == "free some"
@@ -334,27 +327,26 @@ def test_what_check_finds_wrong_does_not_hide_the_machine(
     tmp_path: Path, two_checks: dict[str, Finding], capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write_run(tmp_path, custom__extra__rollout_matching__rollout_backend="hf")
-    code, told = doctor(path, capsys, "data.train=nowhere.jsonl")
+    code, told = with_machine(path, capsys, "data.train=nowhere.jsonl")
     assert (code, "wrong: data.train: found" in told, "  disk: space" in told) == (2, True, True)
     assert "not ready: 1 thing" in told
 
 
-def test_doctor_and_probe_ask_the_servers_alike(
+def test_machine_and_probe_ask_the_servers_alike(
     tmp_path: Path, two_checks: dict[str, Finding], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A server that is not there is a warning for doctor, which may run before it is started."""
+    """A server that is not there is a warning with --machine, which may run before it is started."""
     # Without a network the hub is asked for the model again and again, for most of a minute.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     path = write_run(tmp_path)
     found = [seen(status=status(world_size=2))]
-    for module in (command, look_module):
-        monkeypatch.setattr(module, "look", lambda *_, **__: found)
+    monkeypatch.setattr(finding_module, "look", lambda *_, **__: found)
     assert main(["check", "--probe", "--config", path]) == 0
     assert "servers: 1 ready with 2 workers" in capsys.readouterr().out
-    code, told = doctor(path, capsys)
+    code, told = with_machine(path, capsys)
     assert (code, "servers: 1 ready with 2 workers" in told) == (0, True)
     found[0] = seen(status=None, error=ServerUnreachableError("gone"))
     assert main(["check", "--probe", "--config", path]) == 2
     capsys.readouterr()
-    code, told = doctor(path, capsys)
+    code, told = with_machine(path, capsys)
     assert (code, "! reachable: " in told) == (0, True)

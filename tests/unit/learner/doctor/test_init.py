@@ -17,7 +17,7 @@ from learner.data.check import check_split, splits
 from learner.data.formats.yolo import yolo_file
 from learner.data.survey import seen_by_model
 from learner.data.units import PixelLimits
-from learner.doctor.length import length_report
+from learner.doctor.data_report import length_report
 from learner.doctor.model_folder import other_than_trained
 from rollout_server.config import load_server_config
 from tests.unit.learner.data.annotations import jsonl, samples_of, voc, voc_object, yolo

@@ -14,7 +14,7 @@ from learner.config.load import config_of
 from learner.config.plan import Plan, resolve, steps_of_epoch
 from learner.config.schema import RunConfig
 from learner.data.sampler import DistributedSampler
-from learner.doctor.length import length_in_words, length_report
+from learner.doctor.data_report import length_in_words, length_report
 from tests.unit.learner.config.examples import REMOVE, ROLLOUT, changed, minimal, stage2
 
 GROUPS = {

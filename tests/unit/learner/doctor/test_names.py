@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from learner.config.sections.model import ModelConfig
-from learner.doctor.check import run_check
-from learner.doctor.command import doctor
+from learner.doctor.check import check_machine, run_check
 from learner.doctor.model_folder import adapter_on_tied
 from learner.doctor.names import names_that_are_wrong
 from shared.config.parse import dump_yaml
@@ -87,7 +86,7 @@ def test_a_folder_that_is_no_model_is_a_mistake(tmp_path: Path) -> None:
     assert set(wrong(tmp_path)) == {"model.path"}
 
 
-def test_check_with_probe_and_doctor_say_it(
+def test_check_says_it_with_probe_and_with_machine(
     tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     changes = {"model.path": str(tiny_text), "model.freeze": ["model.visual."], "custom.trainer_variant": "sft"}
@@ -99,5 +98,5 @@ def test_check_with_probe_and_doctor_say_it(
     assert "model.freeze" in capsys.readouterr().err
     assert run_check(path) == 0
     capsys.readouterr()
-    assert doctor(path, launch=None, world_size=1, environment={}) == 2
+    assert check_machine(path, world_size=1, environment={}) == 2
     assert "wrong: model.freeze: found" in capsys.readouterr().out
