@@ -25,7 +25,7 @@ from learner.report.records import Scene
 from learner.report.scores import classify
 from learner.tasks.detection.bins import to_bins
 from learner.tasks.detection.geometry import iou_matrix
-from learner.tasks.detection.match import assign
+from learner.tasks.detection.match import Overlaps
 
 GAPS, ALL = "gaps", "all"  # by which labels a score is
 REFERENCE, BEST = "sft", "sft, all labels"  # arms
@@ -102,9 +102,7 @@ def unlabelled(given: Sequence[DetectionObject], truth: Sequence[DetectionObject
 
 
 def pairs(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> list[tuple[int, int]]:
-    iou = iou_matrix(a, b)
-    same = np.array([[one.desc == other.desc for other in b] for one in a], dtype=bool).reshape(iou.shape)
-    return [(i, j) for i, j, _ in assign(iou, (iou >= 0.5) & same)]
+    return [(i, j) for i, j, _ in Overlaps.of(a, b).match().pairs]
 
 
 def found_of(suggestions: Sequence[Row], given: Truth, truth: Truth) -> Row:

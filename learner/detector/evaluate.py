@@ -29,22 +29,18 @@ from learner.detector.detector import Detector
 from learner.detector.evaluation import (
     DetectorResult,
     Found,
+    JudgedBoxes,
     Scored,
     evaluate_all,
-    kept_boxes,
-    threshold_of,
     without_border,
 )
-from learner.detector.evaluation_page import class_table, curves, scenes_of
+from learner.detector.evaluation_page import page_of
 from learner.detector.inputs import Anything, images_of
-from learner.detector.model import ModelFiles, find_model
+from learner.detector.model import find_model
 from learner.detector.results import REQUEST
 from learner.detector.results_in import ReadAs, box_in_sample, classes_of, read_results
 from learner.journal.retained import OWN
 from learner.records import Assignment, ParsedRollout, Sample
-from learner.report.page import TEMPLATES
-from learner.report.results import matrix_of
-from learner.report.scenes import gallery_of
 from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.ap_interval import AP, AP50
 from learner.tasks.detection.audit import require_verdicts
@@ -88,62 +84,58 @@ def evaluate(options: EvaluateOptions) -> int:
         _require_free(options.out)
     require_writable(options.out)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
+    samples, found = _found(options, console)
+    thresholds = {one.name: JudgedBoxes.of(one, samples[_VAL]).threshold() for one in found.get(_VAL, ())}
+    main, detectors = samples[_MAIN], found[_MAIN]
+    results = evaluate_all(detectors, main, thresholds)
+    compared = _compared(options, found, samples, results, thresholds)
+    why = {one.name: f"{one.reason.what}; {one.reason.remedy}" for one in detectors if one.reason is not None}
+    # Printed first: the disk may be full, and this took long.
+    console.width = max(console.width, TABLE_WIDTH)
+    console.print(_table(results))
+    for name, text in why.items():
+        console.print(f"warning: the score of {name} is near 0: {text}")
+    if compared:
+        console.print(_gains(compared))
+    kept = {one.name: JudgedBoxes.of(one, main).kept(thresholds.get(one.name)) for one in detectors}
+    ranked = _ranked(options, kept, main, console)
+    rows = _rows(results, compared, ranked, why)
+    write_atomically(options.out / EVALUATION, json.dumps(rows, indent=1) + "\n")
+    page = page_of(
+        main,
+        kept,
+        results,
+        title=Path(options.annotations).name,
+        notes=[f"The score of {name} is near 0: {text}" for name, text in why.items()],
+        compared=compared,
+        ranked=ranked,
+        chosen=f"on {options.val}" if options.val else "on other images of the same file (five parts)",
+    )
+    write_atomically(options.out / PAGE, page)
+    print(options.out / PAGE)
+    return 0
+
+
+def _found(options: EvaluateOptions, console: Console) -> tuple[dict[str, list[Sample]], dict[str, list[Found]]]:
+    """Return the samples of each annotation file, and what each detector finds in them: in the main file and in that of
+    `val` by files and models, in those of `retain` by models."""
     paths = {_MAIN: options.annotations} | ({_VAL: options.val} if options.val is not None else {})
     paths |= {_retained(name): str(path) for name, path in options.retain.items()}
     samples = {key: _samples(options, path) for key, path in paths.items()}
     given = {_MAIN: options.predictions, _VAL: options.val_predictions}
     found = {key: _read(paths[key], own, given.get(key, {}), options.read_as, console) for key, own in samples.items()}
-    for key, files in given.items():
-        for one in found.get(key, ()):
-            if not one.boxes:
-                console.print(f"warning: {files[one.name]} has no boxes: every object counts as missed")
     for name, folder in options.models.items():
         model = find_model(folder)
         tell_warnings(model, console)
         console.print(f"{name} answers {sum(map(len, samples.values()))} images: loading {model.folder}")
-        for key, one in _by_model(model, name, samples, options.asked).items():
-            found[key].append(one)
+        with Detector(model, asked=options.asked) as detector:
+            for key, own in samples.items():
+                found[key].append(_answered(detector, name, own))
     if options.ignore_border:
         for key in found:
             found[key], samples[key] = without_border(found[key], samples[key])
         console.print("boxes that touch the border of their image are left out")
-    thresholds = {one.name: _threshold(one, samples[_VAL]) for one in found.get(_VAL, ())}
-    results = evaluate_all(found[_MAIN], samples[_MAIN], thresholds)
-    compared = _compared(options, found, samples, results, thresholds)
-    # Printed first: the disk may be full, and this took long.
-    console.width = max(console.width, TABLE_WIDTH)
-    console.print(_table(results))
-    why = {one.name: f"{one.reason.what}; {one.reason.remedy}" for one in found[_MAIN] if one.reason is not None}
-    for name, text in why.items():
-        console.print(f"warning: the score of {name} is near 0: {text}")
-    if compared:
-        console.print(_gains(compared))
-    ranked = _ranked(options, found[_MAIN], samples[_MAIN], thresholds, console)
-    rows = _rows(results, compared, ranked)
-    for name, text in why.items():
-        rows[name]["reason"] = text
-    write_atomically(options.out / EVALUATION, json.dumps(list(rows.values()), indent=1) + "\n")
-    scenes = {one.name: scenes_of(one, samples[_MAIN], thresholds.get(one.name)) for one in found[_MAIN]}
-    page = TEMPLATES.get_template("evaluation.html").render(
-        title=Path(options.annotations).name,
-        facts=f"{len(samples[_MAIN])} images, {sum(len(s.objects) for s in samples[_MAIN])} objects",
-        results=results,
-        notes=[f"The score of {name} is near 0: {text}" for name, text in why.items()],
-        compared=compared,
-        ranked=ranked,
-        curves=curves(results),
-        classes=class_table(results),
-        matrices=[matrix for name, own in scenes.items() if (matrix := matrix_of(own, name)) is not None],
-        gallery=gallery_of(
-            [(name, {scene.scene_id: scene for scene in own}) for name, own in scenes.items()],
-            [Path()],
-            f"Images with what was found at the threshold. Worst and best are by F1 of {list(scenes)[:2][-1]}.",
-        ),
-        chosen=f"on {options.val}" if options.val else "on other images of the same file (five parts)",
-    )
-    write_atomically(options.out / PAGE, page.encode(errors="replace").decode())
-    print(options.out / PAGE)
-    return 0
+    return samples, found
 
 
 Compared = list[tuple[str, list[DetectorResult]]]  # the main annotations, then each of `retain`: results of the models
@@ -236,16 +228,10 @@ def _read(
             console.print(f"{path}: {note}")
         for warning in read.warnings:
             console.print(f"warning: {path}: {warning}")
+        if not read.found.boxes:
+            console.print(f"warning: {path} has no boxes: every object counts as missed")
         found.append(read.found)
     return found
-
-
-def _by_model(
-    model: ModelFiles, name: str, samples: Mapping[str, Sequence[Sample]], asked: AnswerSettings
-) -> dict[str, Found]:
-    """Return what one model, which is started once, finds in each of the annotated sets."""
-    with Detector(model, asked=asked) as detector:
-        return {key: _answered(detector, name, own) for key, own in samples.items()}
 
 
 def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found:
@@ -271,30 +257,22 @@ def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found
     return Found(name=name, boxes=boxes, reason=reason)
 
 
-def _threshold(found: Found, samples: Sequence[Sample]) -> float:
-    return threshold_of([list(found.boxes.get(s.sample_id, ())) for s in samples], samples)
-
-
 def _ranked(
-    options: EvaluateOptions,
-    found: Sequence[Found],
-    samples: Sequence[Sample],
-    thresholds: Mapping[str, float],
-    console: Console,
+    options: EvaluateOptions, kept: Mapping[str, list[list[Scored]]], samples: Sequence[Sample], console: Console
 ) -> list[RankedModel]:
     """Return the detectors' F1 where labels have gaps, and print it; [] where they show none, or cannot rank them."""
     audited = require_verdicts(options.audit) if options.audit is not None else []
-    looked_at = [samples[i] for i in drawn_places(len(samples))]
-    judge = GapJudge(looked_at, Images(ImageRules()).load, audited)
-    boxes = [[[b.object for b in own] for own in kept_boxes(one, looked_at, thresholds.get(one.name))] for one in found]
+    places = drawn_places(len(samples))
+    judge = GapJudge([samples[i] for i in places], Images(ImageRules()).load, audited)
+    boxes = [[[box.object for box in line[i]] for i in places] for line in kept.values()]
     scores = [score for own in boxes if (score := judge.score(own)) is not None]
-    if len(scores) < len(found):
+    if len(scores) < len(boxes):
         console.print(f"note: if these labels have gaps, they cannot rank models: {judge.why}")
         return []
     if not any(has_gaps(score, judge.num_labels) for score in scores):
         return []
     least, most = judge.objects(scores, boxes)
-    ranked = rank([one.name for one in found], scores, (least, most))
+    ranked = rank(list(kept), scores, (least, most))
     console.print(
         f"These labels have gaps: F1 by them favors models that learned the gaps. {ESTIMATED} is from the photographs"
         f"{' and the audit' if audited else ''}, "
@@ -310,17 +288,19 @@ def _ranked(
 
 
 def _rows(
-    results: Sequence[DetectorResult], compared: Compared, ranked: Sequence[RankedModel]
-) -> dict[str, dict[str, Any]]:
-    """Return one row a detector, by name. Those of models have their results on what is retained, as `retained`.
-    `with_gaps` is there where labels have gaps."""
+    results: Sequence[DetectorResult], compared: Compared, ranked: Sequence[RankedModel], why: Mapping[str, str]
+) -> list[dict[str, Any]]:
+    """Return one row a detector. A model's row has its results on the annotations of `retain`, as `retained`. A row has
+    `with_gaps` if the labels have gaps, and `reason` if F1 is near 0."""
     rows = {one.name: asdict(one) for one in results}
     for model in ranked:
         rows[model.name]["with_gaps"] = asdict(model)
     for data, own in compared[1:]:
         for one in own:
             rows[one.name].setdefault("retained", {})[data] = asdict(one)
-    return rows
+    for name, text in why.items():
+        rows[name]["reason"] = text
+    return list(rows.values())
 
 
 def _table(results: Sequence[DetectorResult]) -> Table:

@@ -10,6 +10,7 @@ split in five parts, and each part is scored at the threshold that is best on th
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -21,17 +22,16 @@ from learner.records import Assignment, DetectionObject, ParsedRollout, Predicte
 from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.ap_interval import AP, AP50, ApDraws, RankedBoxes, ap_of
 from learner.tasks.detection.bins import bounding_box
-from learner.tasks.detection.calibrate import Bin, auc, best_threshold, ece, reliability, right_boxes
+from learner.tasks.detection.calibrate import Bin, auc, best_threshold, ece, reliability
 from learner.tasks.detection.gaps import at_border
 from learner.tasks.detection.geometry import iou_matrix
+from learner.tasks.detection.match import Gains, Overlaps, gains
 from learner.tasks.detection.metrics import (
-    METRICS,
     CountTable,
     Interval,
     bootstrap_difference,
     bootstrap_interval,
     coco_ap,
-    columns_of,
     count_objects,
 )
 from learner.tasks.detection.parse import NO_COORDINATES
@@ -88,11 +88,56 @@ class DetectorResult:
     curves: Curves
 
 
-def kept_boxes(one: Found, samples: Sequence[Sample], threshold: float | None) -> list[list[Scored]]:
-    """Return a detector's boxes that reach the threshold, by sample; None: each part of the images has its own."""
-    line = [list(one.boxes.get(sample.sample_id, ())) for sample in samples]
-    thresholds = np.full(len(samples), threshold) if threshold is not None else fold_thresholds(line, samples)
-    return [[b for b in boxes if b.score >= t] for boxes, t in zip(line, thresholds, strict=True)]
+@dataclass(frozen=True, kw_only=True, eq=False)
+class JudgedBoxes:
+    """The N boxes that one detector found in all samples, judged at IoU 0.5 in the order of their scores."""
+
+    line: Sequence[Sequence[Scored]]  # by sample
+    samples: NDArray[np.int64]  # [N] index of each box's sample
+    scores: NDArray[np.float64]  # [N]
+    gains: Gains  # [N]
+    num_truth: NDArray[np.int64]  # [samples] number of objects
+
+    @classmethod
+    def of(cls, found: Found, samples: Sequence[Sample]) -> JudgedBoxes:
+        line = [list(found.boxes.get(sample.sample_id, ())) for sample in samples]
+        overlaps = [
+            Overlaps.of([box.object for box in boxes], sample.objects, sample.ignored)
+            for boxes, sample in zip(line, samples, strict=True)
+        ]
+        scores = np.array([box.score for boxes in line for box in boxes], dtype=np.float64)
+        return cls(
+            line=line,
+            samples=np.repeat(np.arange(len(line)), [len(boxes) for boxes in line]),
+            scores=scores,
+            gains=gains(overlaps, scores),
+            num_truth=np.array([len(sample.objects) for sample in samples], dtype=np.int64),
+        )
+
+    def threshold(self, chosen: NDArray[np.bool_] | None = None) -> float:
+        """Return the threshold with the best F1@0.5 on the `chosen` samples [samples], or on all."""
+        chosen = np.ones(len(self.line), dtype=bool) if chosen is None else chosen
+        own = chosen[self.samples]
+        found = Gains(self.gains.right[own], self.gains.judged[own])
+        return best_threshold(found, self.scores[own], int(self.num_truth[chosen].sum()))
+
+    def kept(self, threshold: float | None) -> list[list[Scored]]:
+        """Return the boxes that reach the threshold, by sample. None: the samples are split in five parts, and each
+        part has the threshold that is best on the others."""
+        others = [np.arange(len(self.line)) % FOLDS != part for part in range(FOLDS)]
+        by_part = [
+            threshold if threshold is not None else self.threshold(some if some.any() else None) for some in others
+        ]
+        return [[box for box in boxes if box.score >= by_part[i % FOLDS]] for i, boxes in enumerate(self.line)]
+
+    def f1_by_score(self) -> list[float]:
+        """Return F1@0.5 of the boxes that reach each of `GRID`."""
+        f1 = []
+        for score in GRID:
+            kept = self.scores >= score
+            judged = self.gains.judged[kept].sum() + self.num_truth.sum()
+            f1.append(float(2 * self.gains.right[kept].sum() / max(judged, 1)))
+        return f1
 
 
 def without_border(found: Sequence[Found], samples: Sequence[Sample]) -> tuple[list[Found], list[Sample]]:
@@ -128,67 +173,45 @@ def evaluate_all(
     results: list[DetectorResult] = []
     for one in found:
         threshold = (validation or {}).get(one.name)
-        line = [list(one.boxes.get(sample.sample_id, ())) for sample in samples]
-        kept = kept_boxes(one, samples, threshold)
-        assignments = [assignment_of(boxes, sample) for boxes, sample in zip(kept, samples, strict=True)]
-        table = count_objects(assignments)
-        right, scores = judged(line, samples)
-        everything = [assignment_of(boxes, sample) for boxes, sample in zip(line, samples, strict=True)]
-        all_scores = [[box.score for box in boxes] for boxes in line]
+        judged = JudgedBoxes.of(one, samples)
+        kept = judged.kept(threshold)
+        table = count_objects([assignment_of(boxes, sample) for boxes, sample in zip(kept, samples, strict=True)])
+        everything = [assignment_of(boxes, sample) for boxes, sample in zip(judged.line, samples, strict=True)]
+        all_scores = [[box.score for box in boxes] for boxes in judged.line]
         precision = ApDraws.of(everything, all_scores)
-        once = np.ones((1, len(samples)))
-        ap_by_class = {
-            one.name: {metric: float(values[0]) for metric, values in ap_of([one], once).items()}
-            for one in precision.classes
-        }
-        intervals = {metric: bootstrap_interval(table, metric) for metric in SHOWN}
         pairs = {
             name: {m: bootstrap_difference(before, table, m) for m in SHOWN[:2]}
             | {m: precision.minus(precision_before, m) for m in SHOWN_AP}
             for name, (before, precision_before) in earlier.items()
         }
+        outcomes = judged.gains.outcomes(judged.scores)
         results.append(
             DetectorResult(
                 name=one.name,
                 threshold=threshold,
-                intervals=intervals | {name: precision.interval(name) for name in SHOWN_AP},
+                intervals={metric: bootstrap_interval(table, metric) for metric in SHOWN}
+                | {name: precision.interval(name) for name in SHOWN_AP},
                 differences=next(iter(pairs.values()), {}),
                 pairs=pairs,
                 ap=coco_ap(everything, all_scores),
-                auc=auc(right, scores),
-                ece=ece(right, scores),
-                bins=reliability(right, scores),
-                classes={
-                    name: own | ap_by_class.get(name, dict.fromkeys(SHOWN_AP, 0.0))
-                    for name, own in by_class(kept, samples).items()
-                },
-                num_boxes=sum(map(len, line)),
-                curves=curves_of(precision.classes),
+                auc=auc(*outcomes),
+                ece=ece(*outcomes),
+                bins=reliability(*outcomes),
+                classes=_by_class(kept, samples, precision.classes),
+                num_boxes=len(judged.scores),
+                curves=_curves(precision.classes, judged),
             )
         )
         earlier[one.name] = (table, precision)
     return results
 
 
-def curves_of(classes: Sequence[RankedBoxes]) -> Curves:
+def _curves(classes: Sequence[RankedBoxes], judged: JudgedBoxes) -> Curves:
     """Return the curves of boxes at IoU 0.5. `precision` is COCO's: the best at this recall or a higher one."""
-    with_truth = [one for one in classes if one.truth.sum()]
-    by_class = {one.name: _precision_by_recall(one) for one in with_truth}
+    by_class = {one.name: _precision_by_recall(one) for one in classes if one.truth.sum()}
     mean = np.mean(list(by_class.values()), axis=0).tolist() if by_class else []
-    scores, right, wrong = (
-        (
-            np.concatenate([np.zeros(0), *own])
-            for own in zip(*((one.scores, one.right[0], one.wrong[0]) for one in classes), strict=True)
-        )
-        if classes
-        else (np.zeros(0),) * 3
-    )
-    truth = sum(one.truth.sum() for one in classes)
-    f1 = []
-    for score in GRID:
-        hits, misses = right[scores >= score].sum(), wrong[scores >= score].sum()
-        f1.append(float(2 * hits / max(hits + misses + truth, 1)))
-    return Curves(precision=mean, f1=f1, precision_by_class={name: own.tolist() for name, own in by_class.items()})
+    by_name = {name: own.tolist() for name, own in by_class.items()}
+    return Curves(precision=mean, f1=judged.f1_by_score(), precision_by_class=by_name)
 
 
 def _precision_by_recall(one: RankedBoxes) -> NDArray[np.float64]:
@@ -199,54 +222,28 @@ def _precision_by_recall(one: RankedBoxes) -> NDArray[np.float64]:
     return found
 
 
-def judged(
-    line: Sequence[Sequence[Scored]], samples: Sequence[Sample]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Says of each box [N] that counts if it is right, and its score."""
-    right, scores = [np.zeros(0)], [np.zeros(0)]
+def _by_class(
+    line: Sequence[Sequence[Scored]], samples: Sequence[Sample], ranked: Sequence[RankedBoxes]
+) -> dict[str, dict[str, float]]:
+    """Return F1, precision and recall at IoU 0.5, AP, AP50, and the number of objects of each class of the truth. A
+    pair has one name, so the counts of all classes add up to those of the whole."""
+    truth, judged, right = Counter[str](), Counter[str](), Counter[str]()
     for boxes, sample in zip(line, samples, strict=True):
-        own = np.array([box.score for box in boxes])
-        hits, ignored = right_boxes([box.object for box in boxes], own, sample)
-        right.append(hits[~ignored].astype(np.float64))
-        scores.append(own[~ignored])
-    return np.concatenate(right), np.concatenate(scores)
-
-
-def threshold_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> float:
-    """Return the best threshold for F1@0.5."""
-    right, scores = judged(line, samples)
-    return best_threshold(right, scores, sum(len(sample.objects) for sample in samples))
-
-
-def fold_thresholds(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> NDArray[np.float64]:
-    """Return for each image [images] the threshold that is best on the other parts."""
-    parts = np.arange(len(samples)) % FOLDS
-    found = np.zeros(len(samples))
-    for part in set(parts.tolist()):
-        others = [i for i in range(len(samples)) if parts[i] != part] or list(range(len(samples)))
-        found[parts == part] = threshold_of([line[i] for i in others], [samples[i] for i in others])
-    return found
-
-
-def by_class(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> dict[str, dict[str, float]]:
-    """Return F1, precision and recall at IoU 0.5, and objects, of each class of the truth."""
-    shown: dict[str, dict[str, float]] = {}
-    for name in sorted({obj.desc for sample in samples for obj in sample.objects}):
-        own = [
-            assignment_of(
-                [box for box in boxes if box.object.desc == name],
-                _of_class(sample, name),
-            )
-            for boxes, sample in zip(line, samples, strict=True)
-        ]
-        totals = columns_of(count_objects(own).values.sum(axis=0))
-        shown[name] = {metric: float(METRICS[metric](totals)) for metric in ("f1@0.5", "precision@0.5", "recall@0.5")}
-        shown[name]["objects"] = float(totals["truth"])
-    return shown
-
-
-def _of_class(sample: Sample, name: str) -> Sample:
-    return replace(sample, objects=tuple(obj for obj in sample.objects if obj.desc == name))
+        match = Overlaps.of([box.object for box in boxes], sample.objects, sample.ignored).match()
+        truth.update(obj.desc for obj in sample.objects)
+        judged.update(box.object.desc for box, out in zip(boxes, match.ignored, strict=True) if not out)
+        right.update(sample.objects[t].desc for _, t, _ in match.pairs)
+    ap = {one.name: ap_of([one], np.ones((1, len(samples)))) for one in ranked}
+    return {
+        name: {
+            "f1@0.5": 2 * right[name] / (judged[name] + truth[name]),
+            "precision@0.5": right[name] / max(judged[name], 1),
+            "recall@0.5": right[name] / truth[name],
+            "objects": float(truth[name]),
+            **{metric: float(ap[name][metric][0]) if name in ap else 0.0 for metric in SHOWN_AP},
+        }
+        for name in sorted(truth)
+    }
 
 
 def assignment_of(boxes: Sequence[Scored], sample: Sample) -> Assignment:

@@ -6,14 +6,17 @@ In: results of `evaluation.py`, and the boxes that reach a detector's threshold.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 
-from learner.detector.evaluation import GRID, DetectorResult, Found, kept_boxes
+from learner.detector.evaluation import GRID, DetectorResult, Scored
 from learner.records import Sample
 from learner.report.charts import Chart, Series, Table, line_chart
+from learner.report.page import TEMPLATES
 from learner.report.records import Scene
-from learner.report.results import MAX_CLASSES, short
+from learner.report.results import MAX_CLASSES, matrix_of, short
+from learner.report.scenes import gallery_of
 from learner.report.sheet import Sheet
 from learner.tasks.detection.ap_interval import AP, AP50
 
@@ -21,10 +24,10 @@ _COLORS = ("after", "other", "data", "target", "sync", "pack")
 _MOST_LINES = len(_COLORS)
 
 
-def scenes_of(found: Found, samples: Sequence[Sample], threshold: float | None) -> list[Scene]:
-    """Return each sample with the boxes that reach the threshold."""
+def scenes_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> list[Scene]:
+    """Return each sample with its boxes."""
     scenes = []
-    for sample, kept in zip(samples, kept_boxes(found, samples, threshold), strict=True):
+    for sample, kept in zip(samples, line, strict=True):
         sheet = Sheet.of(sample.sizes) if len(sample.images) > 1 else None
         width, height = sheet.size if sheet else (sample.width, sample.height)
         scenes.append(
@@ -42,6 +45,31 @@ def scenes_of(found: Found, samples: Sequence[Sample], threshold: float | None) 
             )
         )
     return scenes
+
+
+def page_of(
+    samples: Sequence[Sample],
+    kept: Mapping[str, Sequence[Sequence[Scored]]],
+    results: Sequence[DetectorResult],
+    **facts: object,
+) -> str:
+    """Return the page. `kept`: by detector, the boxes of each sample that reach the threshold. `facts`: what the
+    template shows as it is."""
+    scenes = {name: scenes_of(line, samples) for name, line in kept.items()}
+    page = TEMPLATES.get_template("evaluation.html").render(
+        facts=f"{len(samples)} images, {sum(len(sample.objects) for sample in samples)} objects",
+        results=results,
+        curves=curves(results),
+        classes=class_table(results),
+        matrices=[matrix for name, own in scenes.items() if (matrix := matrix_of(own, name)) is not None],
+        gallery=gallery_of(
+            [(name, {scene.scene_id: scene for scene in own}) for name, own in scenes.items()],
+            [Path()],
+            f"Images with what was found at the threshold. Worst and best are by F1 of {list(scenes)[:2][-1]}.",
+        ),
+        **facts,
+    )
+    return page.encode(errors="replace").decode()
 
 
 def curves(results: Sequence[DetectorResult]) -> list[Chart]:

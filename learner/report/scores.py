@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from learner.records import DetectionObject
 from learner.report.records import EvalPoint, RunRecord, Scene
-from learner.tasks.detection.geometry import iou_matrix
-from learner.tasks.detection.match import assign
+from learner.tasks.detection.match import Overlaps, assign
 from learner.tasks.detection.metrics import (
     COLUMNS,
     THRESHOLDS,
@@ -32,7 +30,6 @@ from learner.tasks.detection.metrics import (
     Interval,
     bootstrap_difference,
     bootstrap_interval,
-    ignored_shares,
 )
 
 Outcome = Literal["correct", "ignored", "wrong_class", "false_positive"]
@@ -71,11 +68,10 @@ class SceneOutcome:
 @lru_cache(maxsize=100_000)  # several sections of a page ask about the same scene
 def classify(scene: Scene) -> SceneOutcome:
     """Return what each prediction of a scene was."""
-    iou, same = _compare(scene)
-    close = iou >= IOU_THRESHOLD
-    correct = {p: t for p, t, _ in assign(iou, close & same)}
-    ignored = _ignored(scene, IOU_THRESHOLD, correct)
-    left = close & ~ignored[:, None]
+    overlaps = Overlaps.of(scene.predictions, scene.truth, scene.ignored)
+    iou, (pairs, ignored) = overlaps.iou, overlaps.match(IOU_THRESHOLD)
+    correct = {p: t for p, t, _ in pairs}
+    left = (iou >= IOU_THRESHOLD) & ~ignored[:, None]
     left[list(correct.keys()), :] = False
     left[:, list(correct.values())] = False
     confused = {p: t for p, t, _ in assign(iou, left)}
@@ -90,21 +86,6 @@ def classify(scene: Scene) -> SceneOutcome:
         found=frozenset(correct.values()),
         num_truth=len(scene.truth),
     )
-
-
-def _compare(scene: Scene) -> tuple[NDArray[np.float64], NDArray[np.bool_]]:
-    """Return two tables [predictions, truth]: IoU, and whether the descriptions are the same."""
-    iou = iou_matrix(scene.predictions, scene.truth)
-    same = [[p.desc == t.desc for t in scene.truth] for p in scene.predictions]
-    return iou, np.array(same, dtype=bool).reshape(iou.shape)
-
-
-def _ignored(scene: Scene, threshold: float, correct: Collection[int]) -> NDArray[np.bool_]:
-    """Return [predictions]: True for those that lie in an ignore region of their class and are not correct, by the
-    metric's definition."""
-    inside = ignored_shares(scene.predictions, scene.ignored)[0] >= threshold
-    inside[list(correct)] = False
-    return inside
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,11 +129,11 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
     """
     correct, said = dict.fromkeys(THRESHOLDS, 0), dict.fromkeys(THRESHOLDS, 0)
     for scene in scenes:
-        iou, same = _compare(scene)
+        overlaps = Overlaps.of(scene.predictions, scene.truth, scene.ignored)
         for threshold in THRESHOLDS:
-            hits = {p for p, *_ in assign(iou, same & (iou >= threshold))}
-            correct[threshold] += len(hits)
-            said[threshold] += len(scene.predictions) - int(_ignored(scene, threshold, hits).sum())
+            found = overlaps.match(threshold)
+            correct[threshold] += len(found.pairs)
+            said[threshold] += found.num_judged
     truth = sum(len(scene.truth) for scene in scenes)
     return {t: DetectionCounts(correct=correct[t], predictions=said[t], truth=truth) for t in THRESHOLDS}
 

@@ -1,9 +1,9 @@
 """Fits scores: makes a `Calibration` from candidates of validation images, and measures how good scores are.
 
-Candidates of an image are checked in the order of their scores. A candidate is right if it has IoU of at least 0.5 with
-an object of its name that no earlier candidate took, as COCO counts. A candidate that lies in an ignore region and hits
-no object is left out. scipy's L-BFGS minimises the penalised log loss. The penalty is the one of `PENALTIES` with the
-least log loss on held-out images (5 parts). Scores of held-out images also give the threshold and `measured`.
+A candidate is right if one more object is found with it than with the candidates of higher scores alone (`gains` in
+`match.py`, at IoU 0.5). So right boxes are those that F1 counts, at every threshold. A candidate in an ignore region
+that finds no object is left out. scipy's L-BFGS minimises the penalised log loss. The penalty is the one of `PENALTIES`
+with the least log loss on held-out images (5 parts). Scores of held-out images also give the threshold and `measured`.
 
 `auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error:
 the mean distance between the score and the share of right boxes over ten bins of equal width, weighted by the number of
@@ -12,8 +12,9 @@ boxes (Guo et al. 2017). No side effects.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -22,9 +23,8 @@ from scipy.optimize import minimize
 from scipy.stats import rankdata
 from threadpoolctl import threadpool_limits
 
-from learner.records import DetectionObject, Sample
-from learner.tasks.detection.geometry import iou_matrix
-from learner.tasks.detection.metrics import ignored_shares
+from learner.records import Sample
+from learner.tasks.detection.match import Gains, Overlaps, gains
 from learner.tasks.detection.scores import (
     FEATURES,
     Calibration,
@@ -40,7 +40,6 @@ FOLDS = 5
 BINS = 10
 NUM_KNOTS = 5  # knots of each feature's piecewise linear function
 FEWEST_IMAGES, FEWEST_BOXES = 5, 30
-RIGHT_IOU = 0.5
 Floats = NDArray[np.float64]
 
 # A fit multiplies small matrices thousands of times. Beside other programs, several BLAS threads mostly wait for each
@@ -58,76 +57,55 @@ class Bin(NamedTuple):
     number: int
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Boxes:
-    """All candidates of several images, one after the other."""
+    """All candidates of several images, one after the other. `gains` say which boxes are right: the order of scores
+    decides which of several boxes of one object is."""
 
     features: Floats  # [N, len(FEATURES)]
     names: list[str]
     images: NDArray[np.int64]  # [N] index of each box's image
-    right: Floats  # [N] 1: right, 0: wrong
+    overlaps: list[Overlaps]  # of each image
     num_truth: int
+    gains: Gains
 
+    @classmethod
+    def of(cls, found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample]) -> Boxes:
+        """Return the candidates, ranked by their raw scores. `found[i]` are the candidates of `samples[i]`."""
+        line = [one for own in found for one in own]
+        features = np.array([one.features for one in line]).reshape(-1, len(FEATURES))
+        overlaps = [
+            Overlaps.of([one.object for one in own], sample.objects, sample.ignored)
+            for own, sample in zip(found, samples, strict=True)
+        ]
+        return cls(
+            features=features,
+            names=[one.object.desc for one in line],
+            images=np.repeat(np.arange(len(found)), [len(own) for own in found]),
+            overlaps=overlaps,
+            num_truth=sum(len(sample.objects) for sample in samples),
+            gains=gains(overlaps, raw_scores(features)),
+        )
 
-def boxes_of(
-    found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], calibration: Calibration | None
-) -> Boxes:
-    """Return the candidates as boxes, right or wrong. `found[i]` are the candidates of `samples[i]`. `calibration`
-    gives the scores by which an image's candidates are sorted; None: the raw scores."""
-    features, names, images, right = [np.zeros((0, len(FEATURES)))], [], [np.zeros(0, dtype=np.int64)], [np.zeros(0)]
-    for place, (candidates, sample) in enumerate(zip(found, samples, strict=True)):
-        if not candidates:
-            continue
-        own = np.stack([one.features for one in candidates])
-        objects = [one.object for one in candidates]
-        scores = calibration.scores(own, [o.desc for o in objects]) if calibration else raw_scores(own)
-        hits, ignored = right_boxes(objects, scores, sample)
-        kept = np.flatnonzero(~ignored)
-        features.append(own[kept])
-        names += [objects[i].desc for i in kept]
-        images.append(np.full(len(kept), place))
-        right.append(hits[kept].astype(np.float64))
-    return Boxes(
-        features=np.concatenate(features),
-        names=names,
-        images=np.concatenate(images),
-        right=np.concatenate(right),
-        num_truth=sum(len(sample.objects) for sample in samples),
-    )
-
-
-def right_boxes(
-    objects: Sequence[DetectionObject], scores: Floats, sample: Sample
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
-    """Return two masks [N]: boxes that are right, and wrong boxes in ignore regions, which do not count."""
-    right = np.zeros(len(objects), dtype=bool)
-    if not objects:
-        return right, right.copy()
-    truth = sample.objects
-    if truth:
-        same = np.array([[a.desc == b.desc for b in truth] for a in objects])
-        iou = np.where(same, iou_matrix(objects, truth), 0.0)
-        free = np.ones(len(truth), dtype=bool)
-        for i in np.argsort(-scores, kind="stable"):
-            best = int(np.where(free, iou[i], -1.0).argmax())
-            if free[best] and iou[i, best] >= RIGHT_IOU:
-                right[i], free[best] = True, False
-    inside = ignored_shares(objects, sample.ignored)[0] >= RIGHT_IOU
-    return right, inside & ~right
+    def ranked(self, scores: Floats) -> Boxes:
+        """Return the boxes ranked by other scores [N]."""
+        return replace(self, gains=gains(self.overlaps, scores))
 
 
 @_one_thread
 def fit_calibration(
     found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Floats, Boxes]:
-    """Return the calibration, the held-out scores [N] for measurements, and the boxes of these scores.
+    """Return the calibration, the held-out scores [N], and the boxes ranked by these scores.
 
     Raises DataError if there is too little to learn from.
     """
     calibration, boxes = _fit_twice(found, samples, num_drawn=num_drawn)
     scores = _held_out(boxes, calibration, _best_penalty(boxes, calibration))
-    measured = {"auc": auc(boxes.right, scores), "ece": ece(boxes.right, scores)}
-    threshold = best_threshold(boxes.right, scores, boxes.num_truth)
+    boxes = boxes.ranked(scores)
+    outcomes = boxes.gains.outcomes(scores)
+    measured = {"auc": auc(*outcomes), "ece": ece(*outcomes)}
+    threshold = best_threshold(boxes.gains, scores, boxes.num_truth)
     return calibration.model_copy(update={"threshold": threshold, "measured": measured}), scores, boxes
 
 
@@ -155,34 +133,37 @@ def _fit_twice(
 
     Raises DataError if there is too little to learn from.
     """
-    boxes = boxes_of(found, samples, None)
-    _require_enough(boxes, samples)
-    boxes = boxes_of(found, samples, _fit(boxes, samples, num_drawn=num_drawn))
-    return _fit(boxes, samples, num_drawn=num_drawn), boxes
+    boxes = Boxes.of(found, samples)
+    _require_enough(boxes)
+    boxes = boxes.ranked(_fit(boxes, num_drawn=num_drawn).scores(boxes.features, boxes.names))
+    return _fit(boxes, num_drawn=num_drawn), boxes
 
 
-def _require_enough(boxes: Boxes, samples: Sequence[Sample]) -> None:
-    number, right = len(boxes.right), int(boxes.right.sum())
-    if len(samples) < FEWEST_IMAGES or number < FEWEST_BOXES or right in (0, number):
+def _require_enough(boxes: Boxes) -> None:
+    images, number, right = len(boxes.overlaps), int((boxes.gains.judged > 0).sum()), int(boxes.gains.right.sum())
+    if images < FEWEST_IMAGES or number < FEWEST_BOXES or right in (0, number):
         raise DataError(
             "too little to calibrate scores with",
-            found=f"{len(samples)} images with {number} boxes, {right} of them right",
+            found=f"{images} images with {number} boxes, {right} of them right",
             wanted=f"at least {FEWEST_IMAGES} images and {FEWEST_BOXES} boxes, some right and some wrong",
             remedy="name a larger validation set, or a model that finds more",
         )
 
 
-def _fit(boxes: Boxes, samples: Sequence[Sample], *, num_drawn: int) -> Calibration:
+def _fit(boxes: Boxes, *, num_drawn: int) -> Calibration:
+    counted = boxes.gains.judged > 0
+    names = Counter(name for name, counts in zip(boxes.names, counted, strict=True) if counts)
     empty = Calibration(
         samples=num_drawn,
-        names=sorted({name for name in boxes.names if boxes.names.count(name) >= FEWEST_BOXES}),
-        knots=_knots(boxes.features),
+        names=sorted(name for name, number in names.items() if number >= FEWEST_BOXES),
+        knots=_knots(boxes.features[counted]),
         weights=[],
         threshold=0.0,
-        num_images=len(samples),
-        num_boxes=len(boxes.right),
+        num_images=len(boxes.overlaps),
+        num_boxes=int(counted.sum()),
     )
-    weights = _regress(_design(boxes, empty), boxes.right, _best_penalty(boxes, empty))
+    columns = _design(boxes, empty)[counted]
+    weights = _regress(columns, boxes.gains.right[counted], _best_penalty(boxes, empty))
     return empty.model_copy(update={"weights": [round(float(w), 6) for w in weights]})
 
 
@@ -201,18 +182,20 @@ def _knots(features: Floats) -> dict[str, list[float]]:
 
 
 def _best_penalty(boxes: Boxes, calibration: Calibration) -> float:
-    losses = {p: log_loss(boxes.right, _held_out(boxes, calibration, p)) for p in PENALTIES}
+    losses = {p: log_loss(*boxes.gains.outcomes(_held_out(boxes, calibration, p))) for p in PENALTIES}
     return min(losses, key=lambda penalty: losses[penalty])
 
 
 def _held_out(boxes: Boxes, calibration: Calibration, penalty: float) -> Floats:
     """Return [N] scores, each from a fit without the images of its part."""
-    columns, scores = _design(boxes, calibration), np.zeros(len(boxes.right))
-    parts = boxes.images % FOLDS
+    columns, scores = _design(boxes, calibration), np.zeros(len(boxes.names))
+    parts, counted = boxes.images % FOLDS, boxes.gains.judged > 0
     for part in range(FOLDS):
         out = parts == part
         if out.any():
-            scores[out] = _probability(columns[out], _regress(columns[~out], boxes.right[~out], penalty))
+            learned = counted & ~out
+            weights = _regress(columns[learned], boxes.gains.right[learned], penalty)
+            scores[out] = _sigmoid(columns[out] @ weights)
     return scores
 
 
@@ -229,10 +212,6 @@ def _regress(columns: Floats, right: Floats, penalty: float) -> Floats:
 
     result: Floats = minimize(loss, np.zeros(columns.shape[1]), jac=True, method="L-BFGS-B", options={"maxiter": 500}).x
     return result
-
-
-def _probability(columns: Floats, weights: Floats) -> Floats:
-    return _sigmoid(columns @ weights)
 
 
 def _sigmoid(values: Floats) -> Floats:
@@ -271,14 +250,16 @@ def ece(right: Floats, scores: Floats, num_bins: int = BINS) -> float:
     return sum(abs(one.score - one.right) * one.number for one in found) / max(1, len(right))
 
 
-def best_threshold(right: Floats, scores: Floats, num_truth: int) -> float:
+def best_threshold(found: Gains, scores: Floats, num_truth: int) -> float:
     """Return the threshold with the largest F1, halfway between the last score above it and the next lower one."""
-    if not len(right):
+    if not len(scores):
         return 0.0
     order = np.argsort(-scores, kind="stable")
     ranked = scores[order]
-    f1 = 2 * right[order].cumsum() / (np.arange(1, len(right) + 1) + num_truth)
+    f1 = 2 * found.right[order].cumsum() / np.maximum(found.judged[order].cumsum() + num_truth, 1)
     last = np.append(ranked[:-1] > ranked[1:], True)  # boxes with equal scores are above or below together
     best = int(np.where(last, f1, -1.0).argmax())
-    below = ranked[best + 1] if best + 1 < len(ranked) else 0.0
-    return float(ranked[best] + below) / 2
+    least = ranked[best]
+    middle = (least + (ranked[best + 1] if best + 1 < len(ranked) else min(0.0, least))) / 2
+    # The middle of two neighbouring floats may be the lower one, whose boxes are below.
+    return float(middle if ((scores >= middle) == (scores >= least)).all() else least)

@@ -44,8 +44,7 @@ from learner.records import DetectionObject, Sample, Votes
 from learner.tasks.detection.agreement import SAME_IOU, Cluster, cluster_objects
 from learner.tasks.detection.bins import canonical_order
 from learner.tasks.detection.geometry import iou_matrix
-from learner.tasks.detection.match import assign
-from learner.tasks.detection.metrics import ignored_shares
+from learner.tasks.detection.match import Overlaps
 
 OVERLAP = 0.3  # IoU; boxes that overlap more are about the same object
 MIN_CLUSTERS = 20  # clusters that overlap labels; fewer give no estimate
@@ -87,8 +86,8 @@ def candidates(
     """Return the clusters of a sample, most votes first. Free clusters that cannot be labels are left out."""
     found = cluster_objects(answers)
     objects = [one.object._replace(votes=Votes(one.votes, len(answers))) for one in found]
-    relations = _relations(objects, sample.objects)
-    in_ignored = ignored_shares(objects, sample.ignored)[1] >= SAME_IOU
+    overlaps = Overlaps.of(objects, sample.objects, sample.ignored)
+    relations, in_ignored = _relations(overlaps), overlaps.inside_any >= SAME_IOU
     kept = [
         LabelCandidate(object=obj, relation=relation, names=one.names, agreement=_agreement(one, len(answers)))
         for one, obj, relation, ignored in zip(found, objects, relations, in_ignored, strict=True)
@@ -105,14 +104,10 @@ def _agreement(cluster: Cluster, num_answers: int) -> float:
     return max(cluster.names.values()) / num_answers * tightness
 
 
-def _relations(objects: Sequence[DetectionObject], labels: Sequence[DetectionObject]) -> list[Relation]:
-    if not objects:
-        return []
-    iou = iou_matrix(objects, labels)
-    same_name = np.array([[obj.desc == label.desc for label in labels] for obj in objects], dtype=bool)
-    confirming = {row for row, *_ in assign(iou, (iou >= SAME_IOU) & same_name.reshape(iou.shape))}
-    near = iou.max(axis=1, initial=0.0) >= OVERLAP
-    return ["confirms" if i in confirming else "contradicts" if near[i] else "free" for i in range(len(objects))]
+def _relations(overlaps: Overlaps) -> list[Relation]:
+    confirming = {row for row, *_ in overlaps.match(SAME_IOU).pairs}
+    near = overlaps.iou.max(axis=1, initial=0.0) >= OVERLAP
+    return ["confirms" if i in confirming else "contradicts" if near[i] else "free" for i in range(len(near))]
 
 
 def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:

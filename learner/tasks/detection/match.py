@@ -1,24 +1,87 @@
-"""Matches predictions to ground truth one-to-one (Hungarian), by IoU alone.
+"""Matches predictions to ground truth, for training and for every score except COCO's AP.
 
-A pair is allowed if its IoU is at least the threshold. Among all assignments of allowed pairs, one with the most pairs
-is chosen, and among those the one with the largest total IoU. Descriptions do not matter.
+Matches are one-to-one (Hungarian). A pair is allowed if its IoU is at least a threshold, and its names are equal where
+names count. Among all assignments of allowed pairs, one with the most pairs is chosen, and among those the one with the
+largest total IoU.
+
+If a prediction has no pair, and the share of its area in an ignore region (`Sample.ignored`) of its class is at least
+the threshold, the prediction is neither right nor wrong: it does not count. This is COCO's rule for crowds. No side
+effects.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linear_sum_assignment
 
-from learner.records import Assignment, ParsedRollout
-from learner.tasks.detection.geometry import iou_matrix
+from learner.records import Assignment, DetectionObject, ParsedRollout
+from learner.tasks.detection.geometry import covered_share, iou_matrix
+
+Floats = NDArray[np.float64]
+RIGHT_IOU = 0.5
+
+
+class Match(NamedTuple):
+    """`pairs` are (prediction, object, IoU), sorted by prediction. `ignored` [P] marks predictions that do not
+    count."""
+
+    pairs: list[tuple[int, int, float]]
+    ignored: NDArray[np.bool_]
+
+    @property
+    def num_judged(self) -> int:
+        """Return how many predictions are right or wrong."""
+        return len(self.ignored) - int(np.count_nonzero(self.ignored))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Overlaps:
+    """P predictions of one sample compared with its G objects and its ignore regions."""
+
+    iou: Floats  # [P, G]
+    same: NDArray[np.bool_]  # [P, G] equal names
+    inside: Floats  # [P] the largest share of a prediction's area in one ignore region of its class
+    inside_any: Floats  # [P] the same for regions of any class
+
+    @classmethod
+    def of(
+        cls,
+        predictions: Sequence[DetectionObject],
+        truth: Sequence[DetectionObject],
+        regions: Sequence[DetectionObject] = (),
+    ) -> Overlaps:
+        names, classes = _names(predictions)[:, None], _names(regions)[None, :]
+        shares = covered_share(predictions, regions)
+        own = np.where((names == classes) | (classes == ""), shares, 0.0)
+        return cls(
+            iou_matrix(predictions, truth),
+            names == _names(truth)[None, :],
+            own.max(axis=1, initial=0.0),
+            shares.max(axis=1, initial=0.0),
+        )
+
+    def rows(self, chosen: slice | NDArray[np.int64]) -> Overlaps:
+        """Return the comparison of some of the predictions."""
+        return Overlaps(self.iou[chosen], self.same[chosen], self.inside[chosen], self.inside_any[chosen])
+
+    def match(self, threshold: float = RIGHT_IOU, *, named: bool = True) -> Match:
+        """Match the predictions at an IoU threshold. `named`: only equal names make a pair."""
+        close = self.iou >= threshold
+        pairs = assign(self.iou, close & self.same if named else close)
+        ignored = (self.inside if named else self.inside_any) >= threshold
+        ignored[[prediction for prediction, *_ in pairs]] = False
+        return Match(pairs, ignored)
 
 
 def match_objects(parsed: ParsedRollout, iou_threshold: float) -> Assignment:
-    """Match `parsed.objects` to the objects of the sample."""
+    """Match `parsed.objects` to the objects of the sample by IoU alone."""
     truth = parsed.rollout.sample.objects
-    iou = iou_matrix([p.object for p in parsed.objects], truth)
-    pairs = assign(iou, iou >= iou_threshold)
+    pairs = Overlaps.of([p.object for p in parsed.objects], truth).match(iou_threshold, named=False).pairs
     predictions, truths = {p for p, _, _ in pairs}, {t for _, t, _ in pairs}
     return Assignment(
         parsed=parsed,
@@ -28,17 +91,64 @@ def match_objects(parsed: ParsedRollout, iou_threshold: float) -> Assignment:
     )
 
 
-def assign(iou: NDArray[np.float64], feasible: NDArray[np.bool_]) -> list[tuple[int, int, float]]:
+def assign(iou: Floats, feasible: NDArray[np.bool_]) -> list[tuple[int, int, float]]:
     """Return the best one-to-one pairs (row, column, IoU) of a [P, G] matrix, sorted by row.
 
     The value of a feasible pair is its IoU plus a constant above the largest possible sum of IoUs, so one more pair
     always wins. Any other cell has value 0, as if row and column were unmatched. scipy's rectangular solver (Crouse
     2016) maximises the sum.
     """
-    if not feasible.any():
-        return []
-    value = np.where(feasible, iou + (1 + min(iou.shape)), 0.0)
-    rows, cols = linear_sum_assignment(value, maximize=True)
-    chosen = feasible[rows, cols]
-    rows, cols = rows[chosen], cols[chosen]
+    rows, cols = np.nonzero(feasible)
+    if len(set(rows.tolist())) < len(rows) or len(set(cols.tolist())) < len(cols):
+        rows, cols = linear_sum_assignment(np.where(feasible, iou + (1 + min(iou.shape)), 0.0), maximize=True)
+        chosen = feasible[rows, cols]
+        rows, cols = rows[chosen], cols[chosen]
     return list(zip(rows.tolist(), cols.tolist(), iou[rows, cols].tolist(), strict=True))
+
+
+class Gains(NamedTuple):
+    """What each of N predictions adds to the counts of its sample, if predictions are added by falling score. So the
+    match of all predictions with a score of at least s has `right[scores >= s].sum()` pairs, and judges
+    `judged[scores >= s].sum()` predictions."""
+
+    right: Floats  # [N] 0 or 1
+    judged: Floats  # [N] 0 for a prediction that does not count
+
+    def outcomes(self, scores: Floats) -> tuple[Floats, Floats]:
+        """Return of each prediction that counts whether it is right (1 or 0), and its score."""
+        counted = self.judged > 0
+        return self.right[counted], scores[counted]
+
+
+def gains(samples: Sequence[Overlaps], scores: Floats) -> Gains:
+    """Return the gains at IoU 0.5 of all samples' predictions, one sample after the other, as are `scores` [N]."""
+    right, judged = np.zeros(len(scores)), np.ones(len(scores))
+    ends = np.cumsum([len(one.inside) for one in samples])
+    for one, end in zip(samples, ends.tolist(), strict=True):
+        own = slice(end - len(one.inside), end)
+        right[own], judged[own] = _gains(one, np.argsort(-scores[own], kind="stable"))
+    return Gains(right, judged)
+
+
+def _gains(one: Overlaps, order: NDArray[np.int64]) -> tuple[Floats, Floats]:
+    number = len(order)
+    feasible, inside = (one.iou >= RIGHT_IOU) & one.same, one.inside >= RIGHT_IOU
+    if (inside & feasible.any(axis=1)).any():
+        # IoU decides whether such a prediction or another one has the pair, so every set is matched by itself.
+        matches = [one.rows(np.sort(order[:k])).match() for k in range(number + 1)]
+        counts = np.array([(len(found.pairs), found.num_judged) for found in matches], dtype=float)
+        steps = np.empty((number, 2))
+        steps[order] = np.diff(counts, axis=0)
+        return steps[:, 0], steps[:, 1]
+    # The sets of predictions that can all have a pair are a matroid. So a set of largest weight has the most pairs
+    # among the first k predictions, for every k, if weights fall with the order (Edmonds 1971).
+    weights = np.empty(number)
+    weights[order] = np.arange(number, 0, -1)
+    right = np.zeros(number)
+    rows, cols = linear_sum_assignment(np.where(feasible, weights[:, None], 0.0), maximize=True)
+    right[rows[feasible[rows, cols]]] = 1.0
+    return right, (~inside).astype(np.float64)
+
+
+def _names(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
+    return np.array([obj.desc for obj in objects], dtype=object)

@@ -59,9 +59,8 @@ from pycocotools.cocoeval import COCOeval
 
 from learner.records import Assignment, DetectionObject, DropReason, ParsedRollout
 from learner.tasks.detection.bins import bounding_box
-from learner.tasks.detection.geometry import covered_share, iou_matrix
 from learner.tasks.detection.grammar import NUM_BINS
-from learner.tasks.detection.match import assign
+from learner.tasks.detection.match import Overlaps
 from shared.errors import DataError
 
 THRESHOLDS = tuple(t / 100 for t in range(50, 100, 5))  # IoU, 0.50 to 0.95
@@ -127,42 +126,17 @@ def _count_answer(row: NDArray[np.float64], parsed: ParsedRollout) -> None:
 
 def _count_matches(row: NDArray[np.float64], parsed: ParsedRollout) -> None:
     predictions, sample = [p.object for p in parsed.objects], parsed.rollout.sample
-    descs = _descriptions(predictions)
-    iou = iou_matrix(predictions, sample.objects)
-    same_desc = descs[:, None] == _descriptions(sample.objects)[None, :]
-    ignored, ignored_any = ignored_shares(predictions, sample.ignored)
+    overlaps = Overlaps.of(predictions, sample.objects, sample.ignored)
     for threshold in THRESHOLDS:
-        name = f"{threshold:.2f}"
-        pairs, pairs_any = assign(iou, (iou >= threshold) & same_desc), assign(iou, iou >= threshold)
-        row[_COLUMN[f"tp@{name}"]] = len(pairs)
-        row[_COLUMN[f"tp_any@{name}"]] = len(pairs_any)
-        if sample.ignored:
-            row[_COLUMN[f"ignored@{name}"]] = _count_unmatched(ignored >= threshold, pairs)
-            row[_COLUMN[f"ignored_any@{name}"]] = _count_unmatched(ignored_any >= threshold, pairs_any)
-        if threshold == THRESHOLDS[0]:
-            row[_COLUMN["iou_sum"]] = sum(pair_iou for _, _, pair_iou in pairs)
-    alike = (iou_matrix(predictions, predictions) >= DUPLICATE_IOU) & (descs[:, None] == descs[None, :])
-    row[_COLUMN["duplicates"]] = np.count_nonzero(np.tril(alike, k=-1).any(axis=1))
-
-
-def _descriptions(objects: Sequence[DetectionObject]) -> NDArray[np.object_]:
-    return np.array([obj.desc for obj in objects], dtype=object)
-
-
-def ignored_shares(
-    predictions: Sequence[DetectionObject], regions: Sequence[DetectionObject]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """Return two arrays [P]: the largest share of each prediction's area in one ignore region, of its class and of any
-    class."""
-    if not regions:
-        return np.zeros(len(predictions)), np.zeros(len(predictions))
-    shares, classes = covered_share(predictions, regions), _descriptions(regions)
-    applies = (_descriptions(predictions)[:, None] == classes[None, :]) | (classes == "")[None, :]
-    return np.where(applies, shares, 0.0).max(axis=1), shares.max(axis=1)
-
-
-def _count_unmatched(inside: NDArray[np.bool_], pairs: Sequence[tuple[int, int, float]]) -> int:
-    return int(np.count_nonzero(np.delete(inside, [prediction for prediction, *_ in pairs])))
+        for suffix, named in (("", True), ("_any", False)):
+            found = overlaps.match(threshold, named=named)
+            row[_COLUMN[f"tp{suffix}@{threshold:.2f}"]] = len(found.pairs)
+            row[_COLUMN[f"ignored{suffix}@{threshold:.2f}"]] = np.count_nonzero(found.ignored)
+            if named and threshold == THRESHOLDS[0]:
+                row[_COLUMN["iou_sum"]] = sum(iou for _, _, iou in found.pairs)
+    among = Overlaps.of(predictions, predictions)
+    repeats = np.tril((among.iou >= DUPLICATE_IOU) & among.same, k=-1)
+    row[_COLUMN["duplicates"]] = np.count_nonzero(repeats.any(axis=1))
 
 
 Totals = Mapping[str, NDArray[np.float64]]  # column name -> sums, all of one shape [...]

@@ -26,9 +26,8 @@ from scipy.optimize import linear_sum_assignment
 
 from learner.extensions import PrefixRewards
 from learner.records import Assignment, ParsedRollout
-from learner.tasks.detection.geometry import iou_matrix
-from learner.tasks.detection.match import assign
-from learner.tasks.detection.metrics import THRESHOLDS, ignored_shares
+from learner.tasks.detection.match import Overlaps
+from learner.tasks.detection.metrics import THRESHOLDS
 from learner.tasks.tokens import TokenPieces, TokenText
 
 BY_OBJECT = ("f1", "f1_miou", "soft_iou", "count", "class_only")  # rewards that are known after each object
@@ -68,10 +67,7 @@ def _ends(parsed: ParsedRollout, text: TokenText) -> NDArray[np.int64]:
 class _RewardView:
     """The P predictions and G true objects of an answer, as rewards need them."""
 
-    iou: NDArray[np.float64]  # [P, G]
-    same: NDArray[np.bool_]  # [P, G] same image and description
-    ignored: NDArray[np.float64]  # [P] largest share of the area in one ignore region of the class
-    ignored_any: NDArray[np.float64]  # [P] largest share of the area in one ignore region of any class
+    overlaps: Overlaps
     predicted: tuple[tuple[int | None, str], ...]  # (image, description) of each prediction
     true: tuple[tuple[int | None, str], ...]
 
@@ -79,41 +75,35 @@ class _RewardView:
     def of(cls, parsed: ParsedRollout) -> _RewardView:
         sample, predictions = parsed.rollout.sample, [p.object for p in parsed.objects]
         predicted, true = (tuple((obj.image, obj.desc) for obj in those) for those in (predictions, sample.objects))
-        ignored, ignored_any = ignored_shares(predictions, sample.ignored)
-        same = np.array([[p == t for t in true] for p in predicted], dtype=bool).reshape(len(predicted), len(true))
-        iou = np.asarray(iou_matrix(predictions, sample.objects)).reshape(same.shape)
-        return cls(iou, same, ignored, ignored_any, predicted, true)
+        return cls(Overlaps.of(predictions, sample.objects, sample.ignored), predicted, true)
 
     def reward(self, name: str, number: int) -> float:
         """Return the reward of the first `number` predictions."""
+        first = self.overlaps.rows(slice(number))
         if name == "f1":
-            return self._f1(number, THRESHOLDS[0])
+            return self._f1(first, THRESHOLDS[0])
         if name == "f1_miou":
-            return float(np.mean([self._f1(number, threshold) for threshold in THRESHOLDS]))
-        return {"soft_iou": self._soft_iou, "count": self._count, "class_only": self._class_only}[name](number)
+            return float(np.mean([self._f1(first, threshold) for threshold in THRESHOLDS]))
+        return {"soft_iou": self._soft_iou, "count": self._count, "class_only": self._class_only}[name](first)
 
-    def _f1(self, number: int, threshold: float) -> float:
-        iou = self.iou[:number]
-        pairs = assign(iou, (iou >= threshold) & self.same[:number])
-        matched = [row for row, *_ in pairs]
-        counted = number - int(np.count_nonzero(np.delete(self.ignored[:number] >= threshold, matched)))
-        return _ratio(2 * len(pairs), counted + len(self.true))
+    def _f1(self, first: Overlaps, threshold: float) -> float:
+        found = first.match(threshold)
+        return _ratio(2 * len(found.pairs), found.num_judged + len(self.true))
 
-    def _soft_iou(self, number: int) -> float:
-        value = np.where(self.same[:number], self.iou[:number], 0.0)
+    def _soft_iou(self, first: Overlaps) -> float:
+        value = np.where(first.same, first.iou, 0.0)
         rows, columns = linear_sum_assignment(value, maximize=True)
-        overlaps = value[rows, columns]
-        matched = rows[overlaps > 0]
-        counted = number - int(np.count_nonzero(np.delete(self.ignored[:number] >= THRESHOLDS[0], matched)))
-        return _ratio(2 * float(overlaps.sum()), counted + len(self.true))
+        overlaps, ignored = value[rows, columns], first.inside >= THRESHOLDS[0]
+        ignored[rows[overlaps > 0]] = False
+        return _ratio(2 * float(overlaps.sum()), len(ignored) - int(np.count_nonzero(ignored)) + len(self.true))
 
-    def _count(self, number: int) -> float:
-        inside = (self.ignored_any[:number] >= THRESHOLDS[0]) & ~(self.iou[:number] > 0).any(axis=1)
-        found, wanted = number - int(np.count_nonzero(inside)), len(self.true)
+    def _count(self, first: Overlaps) -> float:
+        inside = (first.inside_any >= THRESHOLDS[0]) & ~(first.iou > 0).any(axis=1)
+        found, wanted = len(inside) - int(np.count_nonzero(inside)), len(self.true)
         return 1.0 - abs(found - wanted) / max(found, wanted, 1)
 
-    def _class_only(self, number: int) -> float:
-        inside = (self.ignored[:number] >= THRESHOLDS[0]) & ~(self.iou[:number] > 0).any(axis=1)
+    def _class_only(self, first: Overlaps) -> float:
+        inside = (first.inside >= THRESHOLDS[0]) & ~(first.iou > 0).any(axis=1)
         names = [name for name, skipped in zip(self.predicted, inside, strict=False) if not skipped]
         common = Counter(names) & Counter(self.true)
         return _ratio(2 * common.total(), len(names) + len(self.true))

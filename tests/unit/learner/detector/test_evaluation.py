@@ -192,6 +192,26 @@ def test_the_threshold_is_that_of_validation(truth: Path) -> None:
     assert found["intervals"]["precision@0.5"]["estimate"] == 0.5
 
 
+@pytest.mark.parametrize("val", [True, False], ids=["validation", "five parts"])
+def test_the_threshold_is_best_for_the_f1_that_is_shown(truth: Path, val: bool) -> None:
+    """Each image has two cells that overlap. The first box lies on both, the second on the first cell alone. One-to-one
+    matching pairs both boxes; a match by score gives the first cell to the first box, and leaves the second box out."""
+    content, file = json.loads(truth.read_text()), truth.parent / "crossed.json"
+    for one in content["annotations"]:
+        one.update(bbox=[100 + 40 * (one["id"] % 2), 100, 100, 100], category_id=7)
+    truth.write_text(json.dumps(content))
+    rows = results_of(truth)
+    for i, row in enumerate(rows):
+        row.update(bbox=[(115, 70)[i % 2], 100, 100, 100], score=(0.9, 0.8)[i % 2])
+    wrong = [{**row, "bbox": [300, 10, 40, 40], "score": 0.7} for row in rows[::2]]
+    file.write_text(json.dumps(rows + wrong))
+    options = ("--val", str(truth), "--val-predictions", f"a={file}") if val else ()
+    (found,) = evaluated(truth, "--predictions", f"a={file}", *options)
+    assert found["intervals"]["f1@0.5"]["estimate"] == 1.0
+    assert found["threshold"] == (pytest.approx(0.75) if val else None)
+    assert max(found["curves"]["f1"]) == 1.0
+
+
 @pytest.mark.parametrize("change", [{"image_id": 5}, {"category_id": 9}, {"bbox": [1, 2]}])
 def test_results_of_other_annotations_are_refused(
     truth: Path, change: dict[str, Any], capsys: pytest.CaptureFixture[str]

@@ -6,11 +6,14 @@ import itertools
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
+from scipy.optimize import linear_sum_assignment
 
-from learner.tasks.detection.match import assign
+from learner.records import DetectionObject
+from learner.tasks.detection.calibrate import best_threshold
+from learner.tasks.detection.match import Overlaps, assign, gains
 from tests.unit.learner.tasks.fakes import box, make_rollout, make_task
 
 MATRICES = hnp.arrays(
@@ -73,3 +76,67 @@ def test_either_side_may_be_empty(truth: int, predicted: int) -> None:
     assert assignment.pairs == ()
     assert assignment.missed == tuple(range(truth))
     assert assignment.spurious == tuple(range(predicted))
+
+
+# ---- F1 by score ---------------------------------------------------------------------------------------------------
+
+# Boxes of one row, each 100 wide: many lie on several objects.
+BOXES = st.tuples(st.sampled_from("ab"), st.integers(0, 40)).map(
+    lambda drawn: box(drawn[0], 7 * drawn[1], 0, 7 * drawn[1] + 100, 50)
+)
+REGIONS = st.tuples(st.sampled_from(["a", ""]), st.integers(0, 300)).map(
+    lambda drawn: box(drawn[0], drawn[1], 0, drawn[1] + 150, 60)
+)
+SCORES = st.one_of(st.sampled_from([0.5, 0.25, -1.0]), st.floats(0, 1))
+IMAGES = st.lists(
+    st.tuples(
+        st.lists(st.tuples(BOXES, SCORES), max_size=7), st.lists(BOXES, max_size=4), st.lists(REGIONS, max_size=1)
+    ),
+    min_size=1,
+    max_size=3,
+)
+Image = tuple[list[tuple[DetectionObject, float]], list[DetectionObject], list[DetectionObject]]
+
+
+def shared(a: DetectionObject, b: DetectionObject) -> float:
+    (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.bins, b.bins
+    return max(0, min(ax2, bx2) - max(ax1, bx1)) * max(0, min(ay2, by2) - max(ay1, by1))
+
+
+def area(a: DetectionObject) -> float:
+    return shared(a, a)
+
+
+def counted(image: Image, threshold: float) -> tuple[int, int]:
+    """Return the numbers of right and of judged boxes with this score or more, by one assignment of these boxes."""
+    scored, truth, regions = image
+    kept = [one for one, score in scored if score >= threshold]
+    iou = np.array([[shared(p, t) / (area(p) + area(t) - shared(p, t)) for t in truth] for p in kept])
+    iou = iou.reshape(len(kept), len(truth))
+    fits = np.array([[p.desc == t.desc for t in truth] for p in kept], dtype=bool).reshape(iou.shape) & (iou >= 0.5)
+    rows, columns = linear_sum_assignment(np.where(fits, iou + 1 + min(iou.shape), 0.0), maximize=True)
+    right = {p for p, t in zip(rows, columns, strict=True) if fits[p, t]}
+    ignored = [
+        i
+        for i, p in enumerate(kept)
+        if i not in right and any(r.desc in (p.desc, "") and shared(p, r) >= 0.5 * area(p) for r in regions)
+    ]
+    return len(right), len(kept) - len(ignored)
+
+
+@given(IMAGES)
+@settings(deadline=None, max_examples=300)
+def test_gains_add_up_to_the_match_of_every_threshold(images: list[Image]) -> None:
+    """R43: the counts of any threshold, and the threshold with the best F1, as one assignment a threshold has them."""
+    overlaps = [Overlaps.of([one for one, _ in scored], truth, regions) for scored, truth, regions in images]
+    scores = np.array([score for scored, _, _ in images for _, score in scored])
+    found, num_truth = gains(overlaps, scores), sum(len(truth) for _, truth, _ in images)
+
+    def f1(threshold: float) -> float:
+        right, judged = (sum(each) for each in zip(*(counted(image, threshold) for image in images), strict=True))
+        kept = scores >= threshold
+        assert (found.right[kept].sum(), found.judged[kept].sum()) == (right, judged)
+        return 2 * right / max(judged + num_truth, 1)
+
+    best = max(map(f1, scores.tolist()), default=0.0)
+    assert f1(best_threshold(found, scores, num_truth)) == pytest.approx(best)

@@ -18,15 +18,15 @@ from learner.records import DetectionObject, Rollout, Sample
 from learner.tasks.detection import calibrate
 from learner.tasks.detection.calibrate import (
     FOLDS,
+    Boxes,
     auc,
     best_threshold,
-    boxes_of,
     cross_fitted,
     ece,
     fit_calibration,
     reliability,
-    right_boxes,
 )
+from learner.tasks.detection.match import Gains, Overlaps, gains
 from learner.tasks.detection.scores import (
     FEATURES,
     Calibration,
@@ -126,9 +126,9 @@ def test_the_better_of_two_boxes_is_right_and_ignored_ones_do_not_count() -> Non
         truth._replace(desc="b"),
         crowd._replace(bins=(600, 9, 700, 99)),
     ]
-    right, ignored = right_boxes(objects, np.array([0.5, 0.9, 0.8, 0.7]), sample)
-    assert right.tolist() == [False, True, False, False]
-    assert ignored.tolist() == [False, False, False, True]
+    found = gains([Overlaps.of(objects, sample.objects, sample.ignored)], np.array([0.5, 0.9, 0.8, 0.7]))
+    assert found.right.tolist() == [0, 1, 0, 0]
+    assert found.judged.tolist() == [1, 1, 1, 0]
 
 
 @given(LISTS)
@@ -145,7 +145,8 @@ def test_auc_and_threshold_are_what_counting_says(pairs: list[tuple[bool, float]
         kept = right[scores >= threshold]
         return float(2 * kept.sum() / (len(kept) + len(right)))
 
-    assert f1(best_threshold(right, scores, len(right))) == pytest.approx(max(f1(s) for s in scores), abs=1e-6)
+    found = Gains(right, np.ones(len(right)))
+    assert f1(best_threshold(found, scores, len(right))) == pytest.approx(max(f1(s) for s in scores), abs=1e-6)
 
 
 @given(LISTS)
@@ -164,16 +165,43 @@ def test_bins_of_a_reliability_diagram_hold_every_box(pairs: list[tuple[bool, fl
 def test_a_fit_is_calibrated_on_images_that_it_has_not_seen(tmp_path: Path) -> None:
     calibration, held_out, boxes = fit_calibration(*simulated(300, seed=1), num_drawn=4)
     found, samples = simulated(300, seed=2)
-    new = boxes_of(found, samples, calibration)
+    new = Boxes.of(found, samples)
     scores = calibration.scores(new.features, new.names)
-    assert auc(new.right, scores) > 0.8
-    assert ece(new.right, scores) < 0.05
-    assert calibration.measured["auc"] == pytest.approx(auc(boxes.right, held_out))
+    outcomes = new.ranked(scores).gains.outcomes(scores)
+    assert auc(*outcomes) > 0.8
+    assert ece(*outcomes) < 0.05
+    assert calibration.measured["auc"] == pytest.approx(auc(*boxes.gains.outcomes(held_out)))
     (tmp_path / CALIBRATION_NAME).write_text(CalibrationFile(calibrations=[calibration]).to_json())
     again = read_calibration(tmp_path, samples=8)
     assert again is not None
     assert again.scores(new.features, new.names).tolist() == scores.tolist()
     assert read_calibration(tmp_path, samples=0) is None, "drawn answers are no greedy ones"
+
+
+def test_the_threshold_of_a_fit_is_best_for_the_match_that_f1_has() -> None:
+    """Two objects overlap. A box on both and a box on the first one alone are two right boxes, one-to-one; a match by
+    score gives the first object to the box on both. So the second box must not look wrong."""
+    rng, found, samples = np.random.default_rng(7), [], []
+    truth = box("a", 100, 0, 200, 100), box("a", 140, 0, 240, 100)
+    places = {"both": (115, 0, 215, 100), "first": (70, 0, 170, 100), "nothing": (600, 0, 700, 100)}
+    shares = {"both": 0.9, "first": 0.7, "nothing": 0.4}
+    for i in range(40):
+        own = []
+        for name, place in places.items():
+            features = np.zeros(len(FEATURES))
+            features[FEATURES.index("share")] = shares[name] + rng.uniform(-0.3, 0.1)
+            own.append(ScoreCandidate(box("a", *place), True, 1, features))
+        found.append(own)
+        samples.append(Sample(sample_id=str(i), messages=(), images=("x",), objects=truth, width=9, height=9))
+    calibration, scores, boxes = fit_calibration(found, samples, num_drawn=4)
+
+    def f1(threshold: float) -> float:
+        kept = [np.flatnonzero(scores[boxes.images == i] >= threshold) for i in range(len(samples))]
+        matches = [one.rows(rows).match() for one, rows in zip(boxes.overlaps, kept, strict=True)]
+        return 2 * sum(len(one.pairs) for one in matches) / (sum(one.num_judged for one in matches) + boxes.num_truth)
+
+    assert f1(calibration.threshold) == max(f1(score) for score in scores)
+    assert f1(calibration.threshold) > 0.85, "both boxes are right"
 
 
 def test_no_image_is_scored_by_a_fit_that_saw_its_labels() -> None:
