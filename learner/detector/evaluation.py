@@ -31,7 +31,6 @@ from learner.tasks.detection.metrics import (
     Interval,
     bootstrap_difference,
     bootstrap_interval,
-    coco_ap,
     count_objects,
 )
 from learner.tasks.detection.parse import NO_COORDINATES
@@ -177,8 +176,7 @@ def evaluate_all(
         kept = judged.kept(threshold)
         table = count_objects([assignment_of(boxes, sample) for boxes, sample in zip(kept, samples, strict=True)])
         everything = [assignment_of(boxes, sample) for boxes, sample in zip(judged.line, samples, strict=True)]
-        all_scores = [[box.score for box in boxes] for boxes in judged.line]
-        precision = ApDraws.of(everything, all_scores)
+        precision = ApDraws.of(everything, [[box.score for box in boxes] for boxes in judged.line])
         pairs = {
             name: {m: bootstrap_difference(before, table, m) for m in SHOWN[:2]}
             | {m: precision.minus(precision_before, m) for m in SHOWN_AP}
@@ -193,7 +191,7 @@ def evaluate_all(
                 | {name: precision.interval(name) for name in SHOWN_AP},
                 differences=next(iter(pairs.values()), {}),
                 pairs=pairs,
-                ap=coco_ap(everything, all_scores),
+                ap=precision.whole,
                 auc=auc(*outcomes),
                 ece=ece(*outcomes),
                 bins=reliability(*outcomes),

@@ -13,9 +13,17 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from pycocotools.cocoeval import COCOeval
 
 from learner.records import Assignment
-from learner.tasks.detection.metrics import Interval, coco_matches, draws, interval_of, samples_of_images
+from learner.tasks.detection.metrics import (
+    Interval,
+    coco_matches,
+    coco_stats,
+    draws,
+    interval_of,
+    samples_of_images,
+)
 
 AP, AP50 = "coco/ap", "coco/ap50"
 DRAWS = 500
@@ -36,20 +44,14 @@ class RankedBoxes:
     truth: NDArray[np.float64]  # [samples] number of objects that count
 
 
-def ranked_boxes(assignments: Sequence[Assignment], scores: Sequence[Sequence[float]]) -> list[RankedBoxes]:
-    """Return the ranked boxes of each class; [] without ground truth or without predictions."""
-    evaluation = coco_matches(assignments, scores)
+def _ranked_boxes(evaluation: COCOeval | None, owners: Sequence[int]) -> list[RankedBoxes]:
+    """Return the ranked boxes of each class; [] without matches. `owners` has the sample of each image."""
     if evaluation is None:
         return []
-    owners, areas = samples_of_images(assignments), len(evaluation.params.areaRng)
     number = len(owners)
     return [
-        _of_class(category["name"], evaluation.evalImgs[first : first + number], owners)  # the first area: all sizes
-        for category, first in zip(
-            evaluation.cocoGt.dataset["categories"],
-            range(0, len(evaluation.evalImgs), number * areas),
-            strict=True,
-        )
+        _of_class(category["name"], evaluation.evalImgs[i * number : (i + 1) * number], owners)
+        for i, category in enumerate(evaluation.cocoGt.dataset["categories"])
     ]
 
 
@@ -110,7 +112,7 @@ def _average(
 
 @dataclass(frozen=True, slots=True)
 class ApDraws:
-    """AP and AP50 of one detector, over all samples (`whole`) and for each draw (`drawn`)."""
+    """COCO's AP and AR of one detector over all samples (`whole`), and AP and AP50 of each draw (`drawn`)."""
 
     whole: Mapping[str, float]
     drawn: Mapping[str, NDArray[np.float64]]
@@ -121,10 +123,10 @@ class ApDraws:
         cls, assignments: Sequence[Assignment], scores: Sequence[Sequence[float]], *, n: int = DRAWS, seed: int = 0
     ) -> ApDraws:
         """Draw `n` times. Equal `n`, `seed` and number of samples give equal draws."""
-        classes = ranked_boxes(assignments, scores)
-        whole = ap_of(classes, np.ones((1, len(assignments))))
+        evaluation = coco_matches(assignments, scores)
+        classes = _ranked_boxes(evaluation, samples_of_images(assignments))
         weights = np.concatenate(list(draws(len(assignments), n, seed))).astype(np.float64)
-        return cls({name: float(values[0]) for name, values in whole.items()}, ap_of(classes, weights), classes)
+        return cls(coco_stats(evaluation), ap_of(classes, weights), classes)
 
     def interval(self, name: str) -> Interval:
         return interval_of(self.whole[name], self.drawn[name], _CONFIDENCE)

@@ -9,7 +9,7 @@ import pytest
 
 from learner.detector.evaluation import Scored, assignment_of
 from learner.records import DetectionObject, Sample
-from learner.tasks.detection.ap_interval import AP, AP50, ApDraws, ap_of, ranked_boxes
+from learner.tasks.detection.ap_interval import AP, AP50, ApDraws, ap_of
 from learner.tasks.detection.metrics import coco_ap
 
 NAMES = ("red", "white", "rare")
@@ -45,7 +45,7 @@ def assigned(scenes: list[tuple[Sample, list[Scored]]]) -> tuple[list, list]:
 def test_a_draw_counts_as_copies_of_its_images(draw: list[int]) -> None:
     copies = [one for one, times in zip(SCENES, draw, strict=True) for _ in range(times)]
     wanted = coco_ap(*assigned(copies))
-    found = ap_of(ranked_boxes(*assigned(SCENES)), np.array([draw], dtype=float))
+    found = ap_of(ApDraws.of(*assigned(SCENES)).classes, np.array([draw], dtype=float))
     assert {name: values[0] for name, values in found.items()} == pytest.approx({n: wanted[n] for n in (AP, AP50)})
     assert 0 < found[AP][0] < 1
 
@@ -64,3 +64,9 @@ def test_differences_are_on_the_same_draws() -> None:
 def test_without_truth_or_boxes_it_is_0() -> None:
     empty = [(sample, []) for sample, _ in SCENES]
     assert ApDraws.of(*assigned(empty)).interval(AP50).high == 0.0
+
+
+def test_the_draws_of_every_sample_once_are_the_whole() -> None:
+    drawn = ApDraws.of(*assigned(SCENES))
+    once = ap_of(drawn.classes, np.ones((1, len(SCENES))))
+    assert {name: values[0] for name, values in once.items()} == pytest.approx({n: drawn.whole[n] for n in (AP, AP50)})

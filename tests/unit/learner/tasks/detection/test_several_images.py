@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from learner.config.sections.loss import LossConfig
 from learner.records import Assignment, DetectionObject
 from learner.tasks.detection.agreement import cluster_objects
-from learner.tasks.detection.ap_interval import ap_of, ranked_boxes
+from learner.tasks.detection.ap_interval import ApDraws, ap_of
 from learner.tasks.detection.bins import canonical_order
 from learner.tasks.detection.metrics import coco_ap, count_objects
 from learner.tasks.detection.task import DetectionTask
@@ -135,8 +135,8 @@ def test_average_precision_is_that_of_all_images(several: list[Scene], random: o
         for k in IMAGES
     ]
     assert coco_ap(wholes, scores) == pytest.approx(coco_ap(parts, by_image))
-    whole = ap_of(ranked_boxes(wholes, scores), np.ones((1, len(wholes))))
-    apart = ap_of(ranked_boxes(parts, by_image), np.ones((1, len(parts))))
+    whole = ap_of(ApDraws.of(wholes, scores).classes, np.ones((1, len(wholes))))
+    apart = ap_of(ApDraws.of(parts, by_image).classes, np.ones((1, len(parts))))
     assert {name: values[0] for name, values in whole.items()} == pytest.approx(
         {name: values[0] for name, values in apart.items()}
     )
