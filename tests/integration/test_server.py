@@ -34,6 +34,7 @@ from transformers import AutoProcessor, Qwen3VLForConditionalGeneration
 
 from bench import demo_model
 from bench.listening import tcp_listeners, unix_listeners
+from learner.rollout.hf import repeats
 from shared.addresses import free_port
 from shared.errors import CommunicatorError, DeadlineError
 from shared.sync import buckets as weights
@@ -254,6 +255,20 @@ def test_greedy_tokens_and_prompt_ids_equal_transformers(learner: Learner, folde
     assert outputs[0]["prompt_token_ids"] == learner.encode(TEXT, None)["input_ids"][0].tolist()
     assert outputs[1]["prompt_token_ids"] == learner.encode(PICTURE, image)["input_ids"][0].tolist()
     assert outputs[1]["response"]["choices"][0]["message"]["content"] == learner.processor.decode(of_picture)
+
+
+def test_an_answer_that_repeats_itself_is_ended(learner: Learner) -> None:
+    """`stop_repetitions`: the same answers, each up to its third equal part, counted as cut off."""
+    long = {"max_tokens": 160, "temperature": 0.0}
+    requests = [{"messages": [{"role": "user", "content": f"name digit {i}"}]} for i in range(8)]
+    whole = [output["response_token_ids"] for output in learner.infer(requests, **long).json()]
+    expected = [next((ids[:n] for n in range(len(ids)) if repeats(ids[:n], 3)), ids) for ids in whole]
+    assert any(len(cut) < len(ids) for cut, ids in zip(expected, whole, strict=True)), "nothing repeats itself"
+    found = learner.infer(requests, stop_repetitions=3, **long).json()
+    assert [output["response_token_ids"] for output in found] == expected
+    for output, cut, ids in zip(found, expected, whole, strict=True):
+        if len(cut) < len(ids):
+            assert output["response"]["choices"][0]["finish_reason"] == "length"
 
 
 def test_pictures_of_other_shapes_are_other_pictures_to_the_caches(learner: Learner, folder: Path) -> None:
