@@ -23,7 +23,8 @@ from shared.reading import is_file
 
 
 def write_lists(path: str, out: Path, overrides: Sequence[str] = ()) -> int:
-    """Returns the exit code. Raises ConfigErrors for a configuration or annotations that are wrong, OutputError."""
+    """Write the lists into the folder `out`, and return the exit code. Raises ConfigErrors for a wrong configuration or
+    wrong annotations, and OutputError."""
     data = load_config(path, overrides=overrides)
     checked = {split: check_split(data, split, named) for split, named in splits(data).items()}
     if mistakes := [mistake for found in checked.values() for mistake in found.mistakes]:
@@ -48,7 +49,7 @@ def write_lists(path: str, out: Path, overrides: Sequence[str] = ()) -> int:
 
 
 def _write(file: Path, text: str) -> None:
-    """Raises OutputError if there is another file of that name."""
+    """Raises OutputError if a file of that name with another text is there."""
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
         remedy = "give another folder with --out, or move the file away"
         raise OutputError("a file would be replaced", found=str(file), wanted="no such file", remedy=remedy)

@@ -1,7 +1,7 @@
 """Compares a configuration with the files in the folder of its model. Imports no torch.
 
-In: the configuration. Out: what the model cannot do, and what it was not trained for. Nothing is said of a model that
-is not on this machine.
+In: the configuration. Out: what the model cannot do, and what it was not trained for. A model that is not on this
+machine is not checked.
 """
 
 from __future__ import annotations
@@ -23,8 +23,7 @@ _TIED, _PATHS = ("lm_head", "embed_tokens"), ("", "model.", "model.language_mode
 
 
 def no_room_for_prompts(config: RunConfig) -> list[Mistake]:
-    """Return a mistake if the longest answer is as long as prompt and answer may be, where the model itself rolls out
-    (`rollout_backend: hf`)."""
+    """Return a mistake if the longest answer leaves no room for a prompt, with `rollout_backend: hf`."""
     rollout = config.rollout_matching
     if rollout.rollout_backend != "hf" or not needs_rollouts(config):
         return []
@@ -42,7 +41,7 @@ def no_room_for_prompts(config: RunConfig) -> list[Mistake]:
 
 
 def limits_of_images(config: RunConfig) -> list[Mistake]:
-    """Return a mistake for each limit of images of a model that takes none."""
+    """Return a mistake for each limit of pixels that is set for a model without images."""
     kind = text_only(config.model.path)
     given = {name: getattr(config.model, name) for name in ("min_pixels", "max_pixels")}
     return [
@@ -58,8 +57,8 @@ def limits_of_images(config: RunConfig) -> list[Mistake]:
 
 
 def images_without_eyes(config: RunConfig, read: Mapping[str, Sequence[Sample]]) -> list[Mistake]:
-    """Return a mistake for each split with images, if the model takes none. `read`: samples by the key that names
-    them."""
+    """Return a mistake for each split with images, if the model takes none. `read`: the samples of each split, by the
+    key of its annotations."""
     kind = text_only(config.model.path)
     return [
         Mistake(
@@ -105,14 +104,14 @@ def _is_tied(folder: Path) -> bool:
 
 
 def other_than_trained(config: RunConfig) -> str | None:
-    """Return a warning if the run asks the model otherwise than the run that trained it."""
+    """Return a warning if prompt, form of answers or limits of pixels are not those that the model was trained with."""
     if not (Path(config.model.path) / _SETTINGS).is_file():
         return None
     from learner.config.inference import prompt_messages, read_settings  # imported here: `check` of keys loads no numpy
 
     try:
         trained = read_settings(Path(config.model.path))
-    except ConfigError:  # only `predict` and `evaluate` need it
+    except ConfigError:  # a damaged file is an error of `predict` and `evaluate` only
         return None
     if trained is None:
         return None

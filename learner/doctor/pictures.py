@@ -1,6 +1,7 @@
 """`check --draw N`: training photographs with their labels, and beside each what `data.augment` makes of it.
 
-In: a configuration and training samples. Out: one JPEG per sample, for people. Pictures are those of the first epoch.
+In: a configuration and training samples. Out: one JPEG per sample, for people, with the augmentation of the
+first epoch.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ from shared.images import Images
 
 OPTION = "--draw"
 LABEL, IGNORED = (0, 170, 70), (240, 130, 0)
-_SIDE = 640  # pixels, of each picture
+_SIDE = 640  # longest side of a picture, in pixels
 _QUALITY = 90
 
 
 def draw_pictures(config: RunConfig, samples: Sequence[Sample], number: int, out: Path) -> list[Path]:
     """Draw `number` samples, evenly spread over `samples`, into the folder `out`. Raises OutputError, and
-    ConfigErrors if they can't be drawn."""
+    ConfigErrors if they cannot be drawn."""
     if config.task.type != "detection":
         remedy = f"leave {OPTION} out"
         mistake = Mistake(path=OPTION, found=f"task.type: {config.task.type}", wanted="detection", remedy=remedy)
