@@ -21,7 +21,6 @@ from learner.config.sections.augment import stays_upright
 from learner.config.sections.model import ModelConfig
 from learner.data.splits import Split
 from learner.data.survey import (
-    Seen,
     Survey,
     lines_of,
     photographs,
@@ -38,8 +37,8 @@ from shared.config.model import ConfigErrors, Mistake
 from shared.reading import json_of
 
 _MAX_NAMED = 12
-_LITTLE = 0.5  # share of a photograph's pixels
-_WARM_UP_STEPS = 3  # they compile
+_LITTLE = 0.5  # a smaller share of a photograph's pixels is a warning
+_WARM_UP_STEPS = 3  # no part of the median, because these steps compile
 _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 
 
@@ -51,9 +50,11 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
     about = {split: survey(found) for split, found in read.items() if found.samples}
     _check_rows(config, about)
     learned = about["train"].classes if "train" in about else {}
-    report: dict[str, Any] = {
-        "data": {split: _of_split(config, split, found, learned) for split, found in about.items()}
-    }
+    limits = pixel_limits(config.model)
+    data = {split: of_split(found, split, learned, limits) for split, found in about.items()}
+    for split, found in about.items():
+        data[split]["warnings"] += _little_seen(config.model, limits, found)
+    report: dict[str, Any] = {"data": data}
     if "train" in about:
         report["data"]["train"]["warnings"] += _kept_upright(config, about["train"].classes)
         report["labels"] = _completeness(config)
@@ -77,25 +78,31 @@ def _completeness(config: RunConfig) -> str:
     )
 
 
-def _of_split(config: RunConfig, split: str, found: Survey, learned: Collection[str]) -> dict[str, list[str]]:
+def of_split(found: Survey, split: str, learned: Collection[str], limits: PixelLimits | None) -> dict[str, list[str]]:
+    """Return `about`, what is in a split, and `warnings`. `learned`: the classes of `train`. `limits`: the pixels that
+    the model sees; None: not known."""
     lines, warned = lines_of(found), warnings_of(found, split, learned)
-    limits = pixel_limits(config.model)
     if limits is not None:
         seen = seen_by_model(found.sizes[2], limits)
         lines.append(seen_in_words(seen))
-        warned += filter(None, [_little_seen(config.model, limits, seen), small_boxes(found, seen)])
+        warned += filter(None, [small_boxes(found, seen)])
     return {"about": lines, "warnings": warned}
 
 
-def _little_seen(model: ModelConfig, limits: PixelLimits, seen: Seen) -> str | None:
+def split_in_words(name: str, report: Mapping[str, list[str]]) -> list[str]:
+    """Return the lines of one split for people."""
+    return [name, *(f"  {line}" for line in report["about"]), *(f"  ! {line}" for line in report["warnings"])]
+
+
+def _little_seen(model: ModelConfig, limits: PixelLimits | None, found: Survey) -> list[str]:
     """Return a warning if the model sees less than half of the largest photograph."""
-    if seen.share >= _LITTLE:
-        return None
+    if limits is None or (share := seen_by_model(found.sizes[2], limits).share) >= _LITTLE:
+        return []
     whose = "model.max_pixels" if model.max_pixels is not None else "the checkpoint's own limit"
-    return (
-        f"the model sees {seen.share:.0%} of the largest photograph, because {whose} is {limits.most} pixels: "
+    return [
+        f"the model sees {share:.0%} of the largest photograph, because {whose} is {limits.most} pixels: "
         "set a larger model.max_pixels, here and in the server's file"
-    )
+    ]
 
 
 def _kept_upright(config: RunConfig, classes: Iterable[str]) -> list[str]:
@@ -144,7 +151,7 @@ def _earlier_steps(run_dir: Path) -> list[float]:
                 with suppress(ValueError, AttributeError):  # the last line of a run that was killed
                     if b'"event": "step"' in line:
                         seconds.append(json_of(line).get("step_s"))
-    except OSError:  # no run is there, and a folder that cannot be read is another check's to report
+    except OSError:  # there is no run, or another check reports that the folder cannot be read
         return []
     return [s for s in seconds[_WARM_UP_STEPS:] if isinstance(s, float) and 0 < s < float("inf")]
 
@@ -176,8 +183,7 @@ def data_in_words(report: Mapping[str, Any]) -> list[str]:
     lines: list[str] = []
     for split, number in report.get("samples", {}).items():
         found = report.get("data", {}).get(split, {"about": [f"{number} samples"], "warnings": []})
-        lines += [f"{split}:", *(f"  {line}" for line in found["about"])]
-        lines += [f"  ! {warning}" for warning in found["warnings"]]
+        lines += split_in_words(f"{split}:", found)
     lines += [f"! {photographs(number)} in both of {pair}" for pair, number in report.get("shared_images", {}).items()]
     return [*lines, *length_in_words(report), memory_in_words(report, report["packing_length"])]
 

@@ -14,6 +14,7 @@ import shlex
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from learner.config.inference import InferenceSettings, prompt_messages, read_settings
@@ -25,19 +26,9 @@ from learner.data.formats.hf_datasets import split_names
 from learner.data.formats.parts import Part
 from learner.data.formats.source import photographs_below
 from learner.data.splits import Split, annotations_of, read_split
-from learner.data.survey import (
-    LEAST_HELD_OUT,
-    Survey,
-    lines_of,
-    photographs,
-    seen_by_model,
-    seen_in_words,
-    shared_images,
-    small_boxes,
-    survey,
-    warnings_of,
-)
+from learner.data.survey import LEAST_HELD_OUT, Survey, photographs, shared_images, survey
 from learner.data.units import PixelLimits
+from learner.doctor.data_report import of_split, split_in_words
 from learner.records import Sample
 from learner.run.files import write_atomically
 from learner.tasks.detection.write import validate_sample
@@ -46,17 +37,17 @@ from shared.families import check_folder, text_only
 from shared.reading import is_file
 
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
-LARGEST_PART = 4  # at most a quarter is held out, if that is less than LEAST_HELD_OUT
+LARGEST_PART = 4  # at most a quarter of few photographs is held out
 _PERCENTS = (*range(10, 100), *range(9, 0, -1))  # the first one that holds out enough is taken
 _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # memory of a GPU for a 4B model with LoRA beside vLLM
-_EVALUATIONS = 10  # of a run, about; fewer if steps are few
-_LEAST_STEPS = 8  # from one evaluation to the next: a recipe ends `sft` after two that are no better
-_MOST_EVALUATED = 500  # photographs each time
+_EVALUATIONS = 10  # about so many in a run, fewer in a short one
+_LEAST_STEPS = 8  # between two evaluations, because a recipe ends `sft` after two evaluations without a gain
+_MOST_EVALUATED = 500  # photographs of an evaluation
 _MAX_ERRORS = 5
-_LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records that cost a photograph
+_LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records whose photograph is left out
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,9 +70,12 @@ class Machine:
 
 
 def init(folder: Path, out: Path, *, image_root: Path | None = None, model: str | None = None) -> int:
-    """`model`: a folder or a name on the hub; None: one that fits the machine. Returns the exit code: 2 if records
-    cannot be used. Raises DataError if the folder has no annotations that are known, ConfigError if the model cannot
-    be trained on photographs, OutputError if one of the files exists."""
+    """Print what is in the folder, and write the two files. Returns the exit code: 2 if records cannot be used.
+
+    `model`: a folder or a name on the hub; None: a model that fits the machine. Raises DataError if the folder has no
+    annotations that are known, ConfigError if the model cannot be trained on photographs, OutputError if one of the
+    files exists.
+    """
     run_file, server_file = out / "run.yaml", out / "server.yaml"
     for file in (run_file, server_file):
         if file.exists():
@@ -109,8 +103,8 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None, model: str 
 
 
 def _trained(model: str) -> InferenceSettings | None:
-    """Return how a model that was trained here is asked; None for others. Raises ConfigError for one that no run could
-    train on photographs, as `check` does."""
+    """Return the prompt and the limits that a model was trained with; None if it was not trained here. Raises
+    ConfigError for a model that no run could train on photographs."""
     check_folder(model, key="--model", allow_untested=False)
     if kind := text_only(model):
         raise ConfigError(
@@ -132,7 +126,7 @@ def _data_in(folder: Path, image_root: Path | None) -> DataConfig:
     else:
         layout = splits_in(folder)
         if "train" not in layout and "" not in layout:
-            locate(DataConfig(train=str(folder)), str(folder), "train")  # says what is missing
+            locate(DataConfig(train=str(folder)), str(folder), "train")  # raises DataError, which says what is missing
         paths = {split: f"{folder}:{split}" for split in layout if split}
     if "train" not in paths:
         paths = {"train": str(folder)}
@@ -146,7 +140,8 @@ def _data_in(folder: Path, image_root: Path | None) -> DataConfig:
 
 
 def _with_part_held_out(data: DataConfig, samples: Sequence[Sample]) -> DataConfig:
-    """Divide `train`, whose samples are given, in `train` and `val`. Raises DataError if that leaves one empty."""
+    """Return `data` with its `train`, which has these samples, divided in `train` and `val`. Raises DataError if one of
+    the two would be empty."""
     ids = [sample.sample_id for sample in samples]
     wanted = min(LEAST_HELD_OUT, -(-len(ids) // LARGEST_PART))
     numbers = {percent: sum(map(Part(first=100 - percent).has, ids)) for percent in _PERCENTS}
@@ -182,11 +177,8 @@ def _splits_of_data_set(folder: Path) -> dict[str, str]:
 
 def _read_all(data: DataConfig) -> dict[str, Split]:
     paths = {"train": data.train, "val": data.val, "test": data.test}
-    return {split: _read(data, path) for split, path in paths.items() if isinstance(path, str)}
-
-
-def _read(data: DataConfig, path: str) -> Split:
-    return read_split(data, path, WithoutTokenizer(lambda sample: validate_sample(sample, pieces=None)))
+    task = WithoutTokenizer(partial(validate_sample, pieces=None))
+    return {split: read_split(data, path, task) for split, path in paths.items() if isinstance(path, str)}
 
 
 def _print_found(folder: Path, data: DataConfig, found: dict[str, Split], *, divided: bool) -> None:
@@ -201,15 +193,12 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split], *, div
     limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # as run.yaml has them
     learned = survey(found["train"]).classes
     for split, read in found.items():
-        about = survey(read)
-        print(f"\n{split} ({getattr(data, split)})")
-        lines = lines_of(about) if about.num_samples else ["no photograph can be used"]
-        seen = seen_by_model(about.sizes[2], limits)
-        if about.num_samples:
-            lines.append(seen_in_words(seen))
-        warned = [*warnings_of(about, split, learned), *filter(None, [small_boxes(about, seen)])]
-        warned = warned if about.num_samples and not read.bad.num_errors else []
-        print("".join(f"  {line}\n" for line in lines) + "".join(f"  ! {line}\n" for line in warned), end="")
+        report = {"about": ["no photograph can be used"], "warnings": []}
+        if (about := survey(read)).num_samples:
+            report = of_split(about, split, learned, limits)
+        if read.bad.num_errors:
+            report["warnings"] = []
+        print("\n".join(["", *split_in_words(f"{split} ({getattr(data, split)})", report)]))
     for (first, second), images in shared_images({split: read.samples for split, read in found.items()}).items():
         print(f"  ! {photographs(len(images))} in {first} and in {second}, for example {images[0]}")
     if unused := _without_annotations(folder, found):
@@ -217,7 +206,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split], *, div
 
 
 def _print_errors(found: dict[str, Split]) -> None:
-    """Print what cannot be read, once: parts of the same file have the same mistakes."""
+    """Print each error of reading once: splits that are parts of one file have the same errors."""
     errors = list(dict.fromkeys(str(error) for split in found.values() for error in split.bad.errors))
     print("\nThis cannot be read:")
     print("".join(f"  {error}\n" for error in errors[:_MAX_ERRORS]), end="")
@@ -226,8 +215,8 @@ def _print_errors(found: dict[str, Split]) -> None:
 
 
 def _survey_of_all(found: dict[str, Split]) -> Survey:
-    """Return what is trained on, with the largest photograph and the most boxes of all splits: the limits that are
-    written hold for evaluations too."""
+    """Return the survey of `train`, with the largest photograph and the most boxes of all splits, because the limits
+    in run.yaml hold for evaluations too."""
     parts = [survey(split) for split in found.values()]
     large = max((part.sizes[2] for part in parts), key=lambda size: size[0] * size[1])
     most = max(part.boxes_per_image[2] for part in parts)
@@ -237,7 +226,7 @@ def _survey_of_all(found: dict[str, Split]) -> Survey:
 
 
 def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:
-    """Return the images below the folder that no record names; [] if the records of some were left out."""
+    """Return the images below the folder that no record names; [] if some of these records were left out."""
     if any(split.bad.num_errors or not _LEFT_OUT.isdisjoint(split.bad.summary()) for split in found.values()):
         return []
     named = {Path(image).resolve() for split in found.values() for one in split.samples for image in one.images}
@@ -245,13 +234,13 @@ def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:
 
 
 def pixels_for(found: Survey) -> int:
-    """Return `model.max_pixels`: the largest photograph, at most what a row can hold well."""
+    """Return `model.max_pixels`: the pixels of the largest photograph, within limits."""
     width, height = found.sizes[2]
     return min(_MAX_PIXELS, max(_LEAST_PIXELS, width * height))
 
 
 def new_tokens_for(found: Survey) -> int:
-    """Return `max_new_tokens`: half as many boxes again as the fullest photograph has."""
+    """Return `max_new_tokens`: enough for one and a half times the boxes of the fullest photograph, within limits."""
     return min(4096, max(256, -(-found.boxes_per_image[2] * _TOKENS_PER_BOX * 3 // 2 // 256) * 256))
 
 
@@ -273,8 +262,8 @@ def _images_folder(found: dict[str, Split]) -> str:
 
 
 def _quoted(text: str | None) -> str:
-    """Return a text as our YAML has it: `${` as it is, and no variable. JSON's escapes of an emoji are two of YAML's,
-    which make no character."""
+    """Return a text quoted for our YAML, in which `$${` is a literal `${`. Emoji are not escaped: the two escapes of
+    one in JSON make no character in YAML."""
     return json.dumps(text, ensure_ascii=False).replace("${", "$${")
 
 

@@ -15,6 +15,7 @@ import httpx
 import torch
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 
 from learner.config.memory import FILLED, engine_share, needed_bytes, of_run
 from learner.config.modes import uses_servers
@@ -42,14 +43,16 @@ def python_version(situation: Situation) -> Finding:
 
 def library_versions(situation: Situation) -> Finding:
     """Compare installed distributions with the ranges in pyproject.toml. Extras may be missing."""
-    installed = {_canonical(dist.name): dist.version for dist in metadata.distributions() if dist.name}
+    installed: dict[str, str] = {
+        canonicalize_name(dist.name): dist.version for dist in metadata.distributions() if dist.name
+    }
     return compare_libraries([Requirement(text) for text in metadata.requires(DISTRIBUTION) or ()], installed)
 
 
 def compare_libraries(requirements: list[Requirement], installed: Mapping[str, str]) -> Finding:
     wrong = []
     for requirement in requirements:
-        found = installed.get(_canonical(requirement.name))
+        found = installed.get(canonicalize_name(requirement.name))
         is_extra = requirement.marker is not None and "extra" in str(requirement.marker)
         if found is None:
             if not is_extra:
@@ -115,10 +118,6 @@ def gpu_memory(situation: Situation) -> Finding:
     return warn(f"{text}: it may not fit", remedy)
 
 
-def _canonical(name: str) -> str:
-    return name.lower().replace("_", "-").replace(".", "-")
-
-
 def _size(num_bytes: float) -> str:
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.0f} MiB"
 
@@ -129,7 +128,7 @@ def devices(situation: Situation) -> Finding:
         return skipped("the file of a launch names them: rollout-launch --config launch.yaml --check")
     num_gpus = torch.cuda.device_count()
     missing = [str(device) for device in situation.devices if device >= num_gpus]
-    if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:  # it gives the numbers another meaning
+    if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:  # this variable numbers them anew
         text = f"launch.yaml names device {', '.join(missing)}, and this machine has {num_gpus} GPUs"
         return warn(text, "correct devices, use the machine that has them, or one GPU for both (vllm.mode: colocate)")
     return ok(f"{len(situation.devices)} devices" if situation.devices else "no devices named: everything on CPU")
