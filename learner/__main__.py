@@ -209,8 +209,7 @@ def recipe(
         raise typer.BadParameter("--json goes with --only-measure")
 
     def measure() -> int:
-        from learner.predict.command import predict_gain
-        from learner.predict.measure import MeasureSettings
+        from learner.predict.measure import MeasureSettings, predict_gain
 
         asked = MeasureSettings(num_samples=samples, num_generations=generations)
         return predict_gain(config, overrides or (), asked=asked, json_path=json)

@@ -222,19 +222,14 @@ With vLLM, as a server:
 vllm serve {repo}
 ```
 
-With `rollout-learner predict`, which knows the prompt, reads the answers, and draws{_boxes(settings)}:
+With `rollout-learner predict`, which knows the prompt, reads the answers, and draws the boxes (the coordinates in an
+answer are {"tokens, " if settings.task.coordinates == "tokens" else ""}0 to 999 over the image's width and height):
 
 ```bash
 hf download {repo} --local-dir model
 rollout-learner predict --model model --out found photographs/
 ```
 """
-
-
-def _boxes(settings: InferenceSettings) -> str:
-    if settings.task.coordinates == "tokens":
-        return " the boxes (the coordinates in an answer are tokens, 0 to 999 over the image's width and height)"
-    return " the boxes (the coordinates in an answer are 0 to 999 over the image's width and height)"
 
 
 def _pixels(settings: InferenceSettings) -> str:

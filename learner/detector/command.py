@@ -137,7 +137,9 @@ def shown_from(detector: Detector, options: Options) -> float:
 
 def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, skipped: Sequence[str]) -> Path:
     predictions, conf, known = store.predictions(), shown_from(detector, options), detector.calibration
-    write_results(options.out, predictions, _categories(detector, inputs), conf)
+    classes = detector.model.settings.classes
+    # COCO results have the annotation file's ids, else numbers from 1 in the order of the model's classes.
+    write_results(options.out, predictions, inputs.categories or {name: i for i, name in enumerate(classes, 1)}, conf)
     score_note = (
         f"A score is the probability that the box is right, calibrated on {known.num_images} validation images."
         if known is not None
@@ -157,13 +159,8 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
         conf=conf,
         score_note=score_note,
         skipped=skipped,
-        classes=detector.model.settings.classes,
+        classes=classes,
     )
-
-
-def _categories(detector: Detector, inputs: Inputs) -> dict[str, int]:
-    """Return the annotation file's ids, else numbers from 1 in the order of the model's classes."""
-    return dict(inputs.categories) or {name: i for i, name in enumerate(detector.model.settings.classes, 1)}
 
 
 def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Reader | None]:

@@ -68,10 +68,13 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
     for text in inputs:
         files = _files(text)
         if files is not None:
-            bad += [*_of_other_kinds(files), *_without_name(files)]
+            bad += _of_other_kinds(files)
             for file in _photographs(files):
-                if is_utf8(str(file.absolute())):
-                    sources.setdefault(str(file.absolute()), _name(file, Path(text)))
+                if is_utf8(source := str(file.absolute())):
+                    # A path inside the given folder keeps files of equal names apart.
+                    sources.setdefault(source, str(file.relative_to(text)) if Path(text).is_dir() else file.name)
+                else:
+                    bad.append(f"{str(file)!a}: its name is not UTF-8; rename the file or folder")
             continue
         annotated, wrong = _annotated(text, data or DataConfig(train=text), reader)
         bad += wrong
@@ -89,11 +92,6 @@ def coco_categories(inputs: Sequence[str]) -> dict[str, int]:
             continue
         return category_ids(Path(text))
     return {}
-
-
-def _name(file: Path, given: Path) -> str:
-    """Return the file's path in the folder that was given: files of equal names stay apart."""
-    return str(file.relative_to(given)) if given.is_dir() else file.name
 
 
 def _numbered(sources: Mapping[str, InputImage | str]) -> Iterator[InputImage]:
@@ -137,12 +135,6 @@ def _of_any_kind(paths: Iterable[Path]) -> list[Path]:
 
 def _photographs(paths: Iterable[Path]) -> list[Path]:
     return [path for path in paths if path.suffix.lower() in SUFFIXES]
-
-
-def _without_name(files: Sequence[Path]) -> list[str]:
-    """Return a line for each photograph that no file of results can name."""
-    nameless = [str(file) for file in _photographs(files) if not is_utf8(str(file.absolute()))]
-    return [f"{name!a}: its name is not UTF-8; rename the file or folder" for name in nameless]
 
 
 def _of_other_kinds(files: Sequence[Path]) -> list[str]:

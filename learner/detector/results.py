@@ -46,15 +46,16 @@ class Store:
         if a file there would be replaced that no such command wrote."""
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
-            written, wanted = out / REQUEST, json.dumps(request, indent=1, sort_keys=True)
+            written, lines, wanted = out / REQUEST, out / LINES, json.dumps(request, indent=1, sort_keys=True)
             if overwrite:
-                (out / LINES).unlink(missing_ok=True)
+                lines.unlink(missing_ok=True)
             elif not written.is_file():
                 _require_free(out)
-            elif _has_lines(out) and (found := _read_request(written)) != json.loads(wanted):
+            # A command that failed before its first answer left no line: its files may be replaced.
+            elif lines.is_file() and lines.stat().st_size and (found := _read_request(written)) != json.loads(wanted):
                 raise _another_request(out, found, request)
             write_atomically(written, wanted)
-            return cls(dict(_read(out / LINES)), AppendedLines(out / LINES))
+            return cls(dict(_read(lines)), AppendedLines(lines))
 
     def add(self, place: int, prediction: Prediction) -> None:
         """Raises OutputError."""
@@ -115,11 +116,6 @@ def _read_request(file: Path) -> dict[str, object]:
     )
 
 
-def _has_lines(out: Path) -> bool:
-    """Return True if `out` has answers. Files of a command that failed before its first answer may be replaced."""
-    return (out / LINES).is_file() and (out / LINES).stat().st_size > 0
-
-
 def _require_free(out: Path) -> None:
     there = [name for name in (LINES, COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES) if (out / name).exists()]
     if there:
@@ -158,14 +154,13 @@ def _flat(request: Mapping[str, object]) -> dict[str, object]:
 
 def write_results(out: Path, predictions: Sequence[Prediction], categories: Mapping[str, int], conf: float) -> None:
     """Write the COCO results of all boxes, and the CSV of those with a score of at least `conf`. Raises OutputError."""
-    rows = coco_rows((found for one in predictions for found in _found(one)), categories)
-    write_atomically(out / COCO_NAME, coco_text(rows))
+    found = [
+        FoundBox(one.id, one.name, box.name, box.score, box.box, box.outline)
+        for one in predictions
+        for box in one.boxes
+    ]
+    write_atomically(out / COCO_NAME, coco_text(coco_rows(found, categories)))
     write_atomically(out / CSV_NAME, _csv(predictions, conf))
-
-
-def _found(one: Prediction) -> Iterable[FoundBox]:
-    for box in one.boxes:
-        yield FoundBox(one.id, one.name, box.name, box.score, box.box, tuple(box.outline))
 
 
 def _csv(predictions: Sequence[Prediction], conf: float) -> str:

@@ -25,8 +25,8 @@ from starlette.concurrency import run_in_threadpool
 
 from learner.data.formats.parts import part_of
 from learner.data.splits import load_samples
+from learner.detector.inputs import Anything
 from learner.missing.suggest import AUDIT, DECISIONS, read_folder
-from learner.records import Sample
 from learner.report.web import html, page_app, photograph, serve_page
 from learner.run.additions import Addition, write_with
 from learner.run.files import write_atomically
@@ -181,11 +181,6 @@ def save_verdicts(folder: Path, decisions: Decisions) -> int:
     return len(decisions)
 
 
-class _Anything:
-    def validate(self, sample: Sample) -> None:
-        return
-
-
 def added_in_words(number: int, folder: Path) -> str:
     """Return what `write` added: nothing is most often a review that nobody made yet."""
     if number:
@@ -212,6 +207,6 @@ def write_reviewed(folder: Path, out: Path) -> int:
             x1, y1, x2, y2 = found["box"]
             addition = Addition(one.name, (x1, y1, x2, y2), found["votes"], found["answers"])
             added[found["sample_id"]].append(addition)
-    samples = load_samples(data, data.train, _Anything())
+    samples = load_samples(data, data.train, Anything())
     write_with(data, data.train, samples, added, out)
     return sum(map(len, added.values()))

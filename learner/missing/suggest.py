@@ -198,10 +198,6 @@ def _answers(answers: Answers, samples: Sequence[Sample], tell: Callable[[str], 
         tell(f"{min(start + size, len(samples))} of {len(samples)} images")
 
 
-def _reason(error: Exception) -> str:
-    return error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-
-
 def key_of(folder: Path) -> str:
     """Return the key under `data` that the next run names what `write` made with. Raises DataError."""
     key = _content(folder).get("key")
@@ -237,7 +233,8 @@ def _unreadable(folder: Path, error: Exception) -> DataError:
         found, wanted = first_wrong(error, "the file")
         reason = f"{found} (wanted: {wanted})"
     else:
-        reason = _reason(error)
+        told = error.strerror if isinstance(error, OSError) else None
+        reason = told or f"{type(error).__name__}: {error}"
     return DataError(
         "no suggestions can be read",
         found=f"{folder / SUGGESTIONS}: {reason}",

@@ -1,6 +1,6 @@
 """The measurements as numbers by name: the features that recommend a method and predict its gain.
 
-In: `Measured`. Out: `estimates`, each number with its 95% interval over scenes, and `features`, the numbers alone. F1
+In: `Measured`. Out: each number with its 95% interval over scenes. F1
 is that of the evaluation: IoU 0.5, the same description, summed over scenes. Intervals are percentile bootstrap
 intervals: scenes are drawn with replacement, the same scenes for all numbers of a split. What labels lack is judged by
 `labels.complete`'s own estimate (`learner.tasks.detection.gaps`), made once. Pure, deterministic.
@@ -79,13 +79,8 @@ class FeatureEstimate:
     high: float
 
 
-def features(measured: Measured) -> dict[str, float]:
-    """Return the numbers by name, as MEANINGS explains them. What was not measured is missing."""
-    return {name: found.value for name, found in estimates(measured).items()}
-
-
 def estimates(measured: Measured) -> dict[str, FeatureEstimate]:
-    """Return the same with intervals, in the order of MEANINGS."""
+    """Return the numbers with their intervals, in the order of MEANINGS. Numbers that were not measured are missing."""
     train = _train(measured)
     if measured.validation is not None:
         train |= _validation(measured.validation, train)

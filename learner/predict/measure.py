@@ -1,32 +1,42 @@
-"""Run a model over a sample of its data, as `recipe --only-measure` needs it.
+"""`rollout-learner recipe --only-measure`: runs a model over a sample of its data, and prints features, a method, and
+the method's reasons.
 
-In: a run's configuration (`model`, `data`, `task`, decoding). Out: `Measured`, all of it scene by scene, so that
-intervals can be drawn over scenes, and what `labels.complete` would know of the labels. The training data are what
-training would see, so answers are drawn there. A validation file adds greedy answers and nats, to show overfitting.
-Uses a GPU if there is one.
+In: the configuration of the planned run. Its model, data, task and decoding matter; trainer variant, servers and
+lengths of training do not. Out: `Measured` by scene, so that intervals can be drawn over scenes, and what
+`labels.complete` would know of the labels. Answers are drawn on the training data, which training would see. A
+validation file adds greedy answers and nats, to show overfitting. Uses a GPU if there is one. Writes only `--json`.
 """
 
 from __future__ import annotations
 
+import json
+import logging
 import random
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
 
+from learner.config.load import load_config
 from learner.config.schema import RunConfig
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.config.split import as_read_for
 from learner.data.splits import load_samples
-from learner.extensions import reader_of, task_class
+from learner.extensions import check_extensions, reader_of, task_class
 from learner.policy.load import Policy, load_policy
 from learner.predict.exposure import KINDS, compare, teacher_forced
-from learner.predict.features import Measured, MeasuredSplit
+from learner.predict.features import MEANINGS, FeatureEstimate, Measured, MeasuredSplit, estimates
+from learner.predict.recommend import Recommendation, recommend
 from learner.records import Assignment, Sample
 from learner.rollout.hf import HfBackend
+from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.appearance import crops_of, share_of
 from learner.tasks.detection.completion import CompletionEstimate, candidates
 from learner.tasks.detection.gaps import estimate_gaps
@@ -43,6 +53,52 @@ class MeasureSettings:
 
     num_samples: int = 100
     num_generations: int = 8
+
+
+def predict_gain(
+    config_path: str,
+    overrides: Sequence[str] = (),
+    *,
+    asked: MeasureSettings,
+    json_path: Path | None = None,
+) -> int:
+    """Measure, print, and write `json_path`. Returns the exit code.
+
+    Raises ConfigErrors, ConfigError, DataError, RolloutError, OutputError.
+    """
+    logging.disable(logging.WARNING)  # prints the findings, and not what libraries log
+    transformers.utils.logging.disable_progress_bar()
+    config = load_config(config_path, overrides=overrides)
+    check_extensions(config)
+    if json_path is not None:
+        require_writable(json_path.parent)
+    console = Console(highlight=False, soft_wrap=True, markup=False)
+    measured, known = measure(config, asked, tell=console.print)
+    found = estimates(measured)
+    recommendation = recommend(found, known)
+    _report(console, found, recommendation)
+    if json_path is not None:
+        content = {
+            "features": {name: estimate.value for name, estimate in found.items()},
+            "intervals": {name: [estimate.low, estimate.high] for name, estimate in found.items()},
+            "labels": known.to_json(),
+            "recommendation": recommendation.method,
+            "rules": [asdict(rule) for rule in recommendation.rules],
+            "asked": asdict(asked),
+        }
+        write_atomically(json_path, json.dumps(content, indent=2) + "\n")
+    return 0
+
+
+def _report(console: Console, found: Mapping[str, FeatureEstimate], recommendation: Recommendation) -> None:
+    """Print the features and the rules."""
+    shown = Table("feature", "value [95% interval]", "meaning", box=None, padding=(0, 2, 0, 0))
+    for name, one in found.items():
+        shown.add_row(name, f"{one.value:6.3f} [{one.low:.3f}, {one.high:.3f}]", MEANINGS[name])
+    console.print(shown)
+    console.print(f"\nRecommended: {recommendation.method}")
+    for rule in recommendation.rules:
+        console.print(f"  {'yes' if rule.holds else 'no ':3}  {rule.method}: {rule.reason}")
 
 
 def measure(

@@ -73,9 +73,13 @@ def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Sc
     """Return the candidates of one image. `answers[0]` is the greedy answer."""
     drawn = len(answers) - 1
     objects = [[predicted.object for predicted in answer.objects] for answer in answers]
-    clusters = cluster_objects(objects) if drawn else [_alone(place, obj) for place, obj in enumerate(objects[0])]
+    clusters = (
+        cluster_objects(objects)
+        if drawn
+        else [Cluster(members=(ClusterMember(0, i, obj),), object=obj) for i, obj in enumerate(objects[0])]
+    )
     told = [told_of(answer, pieces) for answer in answers]
-    chosen = [_object(cluster) for cluster in clusters]
+    chosen = [cluster.object for cluster in clusters]
     shares = np.array([len(cluster.members) / len(answers) for cluster in clusters])
     overlaps = _overlaps(chosen, shares)
     count = np.log1p(np.mean([len(one) for one in objects]))
@@ -106,15 +110,6 @@ def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[ObjectLogprobs]:
         each = [by_token[slots.start[i] : slots.end[i]].sum() for i in predicted.slots]
         found.append(ObjectLogprobs(float(name.sum()), float(np.mean(each)), float(min(each)), place))
     return found
-
-
-def _alone(place: int, obj: DetectionObject) -> Cluster:
-    return Cluster(members=(ClusterMember(0, place, obj),), object=obj)
-
-
-def _object(cluster: Cluster) -> DetectionObject:
-    """Return the object on which the answers agree."""
-    return cluster.object
 
 
 def _votes(cluster: Cluster) -> tuple[bool, int]:

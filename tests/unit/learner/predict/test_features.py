@@ -10,7 +10,7 @@ import pytest
 
 from learner.predict import recommend as rules
 from learner.predict.exposure import KINDS
-from learner.predict.features import KIND_NAMES, MEANINGS, FeatureEstimate, Measured, MeasuredSplit, estimates, features
+from learner.predict.features import KIND_NAMES, MEANINGS, FeatureEstimate, Measured, MeasuredSplit, estimates
 from learner.predict.recommend import recommend
 from learner.records import Assignment, DetectionObject
 from learner.tasks.detection.completion import CompletionEstimate
@@ -28,6 +28,10 @@ def answer(
 ) -> Assignment:
     rollout = make_rollout(TOKENIZER.encode(TASK.serialize(predicted, after=None).text), truth)
     return TASK.match(TASK.parse(replace(rollout, sample=replace(rollout.sample, ignored=tuple(ignored)))))
+
+
+def features(found: Measured) -> dict[str, float]:
+    return {name: one.value for name, one in estimates(found).items()}
 
 
 def measured(
