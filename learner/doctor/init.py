@@ -42,7 +42,8 @@ _PERCENTS = (*range(10, 100), *range(9, 0, -1))  # the first one that holds out 
 _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
-_LARGE_GIB = 30  # memory of a GPU for a 4B model with LoRA beside vLLM
+_LARGE_GIB = 30  # memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
+_MIDDLE_GIB = 20  # the same, if the model and the optimizer's moments are in host memory while vLLM generates
 _EVALUATIONS = 10  # about so many in a run, fewer in a short one
 _LEAST_STEPS = 8  # between two evaluations, because a recipe ends `sft` after two evaluations without a gain
 _MOST_EVALUATED = 500  # photographs of an evaluation
@@ -62,8 +63,21 @@ class Machine:
     def model(self) -> str:
         if self.named is not None:
             return self.named
-        large = self.num_gpus and self.memory_gib >= _LARGE_GIB
+        large = self.num_gpus and self.memory_gib >= _MIDDLE_GIB
         return "Qwen/Qwen3-VL-4B-Instruct" if large else "Qwen/Qwen3-VL-2B-Instruct"
+
+    def rollouts(self, max_model_len: int) -> str:
+        """Return the lines of run.yaml that say what generates, with what lets it fit this GPU's memory."""
+        if not self.num_gpus:
+            return "      rollout_backend: hf     # without a GPU; slow, enough to try\n"
+        small = self.memory_gib < _LARGE_GIB
+        share, sleep = ("0.5", "sleep: always, ") if small else ("0.4", "")
+        vllm = f"mode: colocate, tensor_parallel_size: 1, gpu_memory_utilization: {share}, {sleep}"
+        lines = f"      vllm: {{{vllm}max_model_len: {max_model_len}}}\n"
+        if small and self.memory_gib >= _MIDDLE_GIB:
+            lines += "      # while vLLM generates, the trained model is in host memory, so that it fits this GPU\n"
+            lines += "      offload: {enabled: true, offload_model: true, offload_optimizer: true}\n"
+        return lines
 
     def __str__(self) -> str:
         return f"{self.num_gpus} GPU(s) of {self.memory_gib:.0f} GiB" if self.num_gpus else "no GPU"
@@ -314,12 +328,6 @@ def run_yaml(
     batch = min(16, max(1, found.num_samples))
     num_steps = epochs * -(-found.num_samples // batch)
     dtype, amp = ("bfloat16", "true") if machine.num_gpus else ("float32", "false")
-    backend = (
-        "      vllm: {mode: colocate, tensor_parallel_size: 1, gpu_memory_utilization: 0.4, "
-        f"max_model_len: {prompt_tokens + new_tokens}}}\n"
-        if machine.num_gpus
-        else "      rollout_backend: hf     # without a GPU; slow, enough to try\n"
-    )
     return f"""\
 # Written by `rollout-learner init` for {found.num_samples} photographs and {machine}. Every key is explained in the
 # reference of the configuration; `rollout-learner check --config run.yaml` says what this file does.
@@ -351,7 +359,7 @@ custom:
     rollout_matching:
       decode_batch_size: 64
       decoding: {{max_new_tokens: {new_tokens}}}   # the fullest photograph has {found.boxes_per_image[2]} boxes
-{backend}
+{machine.rollouts(prompt_tokens + new_tokens)}
 global_max_length: {row}     # tokens of a packed row: two photographs with their answers
 """
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shlex
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 from learner.__main__ import main
 from learner.config.load import load_config
+from learner.config.memory import FILLED, GIB, needed_bytes, of_run
 from learner.config.plan import resolve
 from learner.config.sections.training import kept_metric
 from learner.data.check import check_split, splits
@@ -20,6 +22,7 @@ from learner.data.units import PixelLimits
 from learner.doctor.data_report import length_report
 from learner.doctor.model_folder import other_than_trained
 from rollout_server.config import load_server_config
+from tests.unit.learner.config.model_sizes import MODELS
 from tests.unit.learner.data.annotations import jsonl, samples_of, voc, voc_object, yolo
 from tests.unit.learner.data.fakes import draw
 
@@ -51,6 +54,31 @@ def test_the_files_are_valid_and_read_every_photograph_once(
     assert all(split.num_samples for split in found.values())
     server = load_server_config(tmp_path / "out/server.yaml", has_token=False)
     assert (server.model, server.max_pixels) == (config.model.path, config.model.max_pixels)
+
+
+@pytest.mark.parametrize(
+    ("mib", "size", "offload"),
+    [(16_000, "2B", False), (23_034, "4B", True), (32_607, "4B", False), (81_559, "4B", False)],
+)
+def test_settings_fit_the_gpu_at_hand(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mib: int, size: str, offload: bool
+) -> None:
+    """By the estimate of `check`, which was within 8% of runs on such cards (bench.cards)."""
+    smi = tmp_path / "bin" / "nvidia-smi"
+    smi.parent.mkdir()
+    smi.write_text(f"#!/bin/sh\necho {mib}\n")
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{smi.parent}:{os.environ['PATH']}")
+    assert main(["init", str(folder), "--out", str(tmp_path / "out")]) == 0
+    written = load_config(str(tmp_path / "out/run.yaml"), world_size=1, env={})
+    assert (f"-{size}-" in written.model.path, written.rollout_matching.offload.enabled) == (True, offload)
+    (tmp_path / "config.json").write_text(json.dumps(MODELS[size]))
+    config = load_config(tmp_path / "out/run.yaml", world_size=1, env={}, overrides=[f"model.path={tmp_path}"])
+    learning = of_run(config, 1)
+    assert learning is not None
+    assert needed_bytes(config, learning, mib << 20) <= FILLED * (mib << 20)
+    weights = learning.weights + 2 * GIB  # and some room for the engine's cache
+    assert weights <= config.rollout_matching.vllm.gpu_memory_utilization * (mib << 20)
 
 
 def test_names_with_spaces_and_emoji_can_be_copied(
