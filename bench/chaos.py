@@ -452,7 +452,7 @@ def write_table(model: Path, samples: Path, table: Path, config: Any) -> None:
     """Write what the engine answers: each sample's prompt as the learner encodes it, and its first objects."""
     from learner.policy.load import load_policy
     from learner.tasks.detection.task import DetectionTask
-    from learner.wiring.build import load_data
+    from learner.wiring.steps import load_data
 
     policy = load_policy(config.model, device=torch.device("cpu"))
     task = DetectionTask(config.task, policy.tokenizer)

@@ -83,7 +83,8 @@ class World:
         from learner.policy.parallel import init_ranks
         from learner.rollout.backend import MicroStep
         from learner.rollout.colocate import ColocateBackend
-        from learner.wiring.build import build, load_data
+        from learner.wiring.build import build
+        from learner.wiring.steps import load_data
 
         settings = learner_settings(race, run_dir)
         settings["custom"]["extra"]["rollout_matching"]["vllm"] |= vllm
@@ -92,9 +93,9 @@ class World:
         stack.callback(ranks.close)
         self.trainer = build(config, resolve(config, 1), ranks, token=None, stack=stack)
         self._run_dir = run_dir
-        assert isinstance(self.trainer.backend, ColocateBackend)
-        self.backend, self.engine = self.trainer.backend, self.trainer.backend.engine
-        samples = load_data(config, self.trainer.task, self.trainer.policy.encoder).train[: race.photographs]
+        assert isinstance(self.trainer.evaluations.backend, ColocateBackend)
+        self.backend, self.engine = self.trainer.evaluations.backend, self.trainer.evaluations.backend.engine
+        samples = load_data(config, self.trainer.basis.task, self.trainer.policy.encoder).train[: race.photographs]
         together = [sample for sample in samples for _ in range(GROUP)]
         self._window = [MicroStep(samples=together, micro_step_idx=0, first_req_idx=0)]
         self._samples = together

@@ -19,35 +19,27 @@ import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 from learner.config.inference import CALIBRATION_NAME
-from learner.config.schema import RunConfig
 from learner.config.sections.training import kept_metric
-from learner.data.splits import category_ids_of
-from learner.extensions import Task
 from learner.journal.journal import Ending, Journal
-from learner.journal.retained import RETAIN
-from learner.policy.load import Policy
 from learner.policy.loss import is_out_of_memory
 from learner.policy.optim import Optimizer
-from learner.policy.parallel import Ranks
-from learner.records import LearnedRow, PackedRow, Sample, StepResult
+from learner.records import LearnedRow, PackedRow, StepResult
 from learner.rollout.backend import RolloutBackend
 from learner.run.best import BestEvaluation, only_worse
 from learner.run.callbacks import Callbacks
 from learner.run.checkpoint import STATE, Cadence, CheckpointStore, Generators, TrainerState, damaged
 from learner.run.files import write_atomically
 from learner.run.stopping import Stopped, StopRequest, TimeLimit
+from learner.steps.basis import Basis
 from learner.steps.completing import LabelCompletion
-from learner.steps.evaluation import Evaluation, GapMetrics, Retained, evaluate, write_evaluation
-from learner.steps.pictures import draw_scenes
+from learner.steps.evaluation import Evaluations, GapMetrics
 from learner.steps.source import StepSource, in_lockstep, padded
 from learner.steps.syncs import StepSyncs
 from learner.steps.totals import StepTotals
 from learner.sync.sync import Sync
-from learner.tasks.rewards import Rewards
 from shared.errors import CallbackError, CheckpointError, OutOfMemoryError
 
 MAX_REASON = 400  # characters of an error in the log
@@ -116,19 +108,11 @@ class Trainer:
 
     def __init__(
         self,
+        basis: Basis,
         *,
-        config: RunConfig,
         total_steps: int,
-        ranks: Ranks,
-        policy: Policy,
         optimizer: Optimizer,
         source: StepSource,
-        task: Task,
-        rewards: Rewards,
-        train_samples: list[Sample],
-        eval_samples: list[Sample],
-        test_samples: list[Sample],
-        retained: Sequence[Retained] = (),
         backend: RolloutBackend | None,
         sync: Sync | None,
         checkpoints: CheckpointStore,
@@ -137,24 +121,18 @@ class Trainer:
         labels: LabelCompletion | None = None,
         gaps: GapMetrics | None = None,
     ) -> None:
-        self.config, self.total_steps, self.ranks = config, total_steps, ranks
-        self.run_dir = Path(config.training.output_dir)
-        self.policy, self.optimizer, self.source = policy, optimizer, source
-        self.task, self.rewards = task, rewards
-        self.train_samples = train_samples  # training samples, with completed labels if the run completes labels
-        self.eval_samples, self.test_samples, self.backend = eval_samples, test_samples, backend
-        self.checkpoints, self.stop, self.journal, self.clock = checkpoints, stop, journal, journal.clock
-        self.labels, self.gaps, self.retained = labels, gaps, retained
-        self.syncs = StepSyncs(sync, source, journal, rolls_out=backend is not None, is_sharded=policy.is_sharded)
-        training = config.training
+        self.basis, self.config, self.ranks, self.policy = basis, basis.config, basis.ranks, basis.policy
+        self.total_steps = total_steps
+        self.optimizer, self.source, self.checkpoints, self.stop = optimizer, source, checkpoints, stop
+        self.journal, self.clock, self.labels = journal, journal.clock, labels
+        self.syncs = StepSyncs(sync, source, journal, rolls_out=backend is not None, is_sharded=self.policy.is_sharded)
+        self.evaluations = Evaluations(basis, backend, source, self.syncs, stop, journal, gaps)
+        training, ranks = self.config.training, self.ranks
         self.cadence = Cadence(ranks, save_steps=training.save_steps, save_minutes=training.save_minutes)
-        self.best = BestEvaluation.of(kept_metric(config), training, ranks)
+        self.best = BestEvaluation.of(kept_metric(self.config), training, ranks)
         self.time_limit = TimeLimit(ranks, training.max_minutes, ends_by_evaluating=training.eval_on_end)
-        self.callbacks = Callbacks(config, ranks)
+        self.callbacks = Callbacks(self.config, ranks)
         self.state = TrainerState()
-        self._evaluated_at: int | None = None
-        self._evaluation: Evaluation | None = None  # the evaluation of step `_evaluated_at`
-        self._calibration: tuple[int, str | None] | None = None  # a step, and the calibration fitted on its evaluation
         self._saved_at: int | None = None
         self._best_alone: Path | None = None  # a checkpoint that is kept only as the best one
         self._boundary: Boundary | None = None  # None: the present weights are not those at the end of a step
@@ -216,7 +194,7 @@ class Trainer:
             self.journal.note(f"{self.callbacks.ended_by} ended the run after step {self.state.global_step}")
         if training.eval_on_end:
             self.evaluate()
-            self.test()
+            self.evaluations.test(self.state.global_step)
         if training.save_on_end:
             self.save()
         if self.ranks.is_main and (worse := only_worse(self.best.root)) is not None:
@@ -297,27 +275,13 @@ class Trainer:
         self.journal.labels(completion.to_json(), str(completion), step=step)
 
     def evaluate(self) -> None:
-        """Roll out the evaluation samples with the present weights; once per step at most. The best weights so far are
-        saved."""
-        if self._evaluated_at == self.state.global_step:
+        """Evaluate the present weights, once per step at most. The best weights so far are saved."""
+        step = self.state.global_step
+        if self.evaluations.step == step:
             return
-        began_s, step, data = time.monotonic(), self.state.global_step, self.config.data
-        self.journal.note(f"evaluating {len(self.eval_samples)} samples at step {step}")
-        evaluation = self.score(
-            self.eval_samples,
-            f"step_{step:06d}.jsonl",
-            "test" if data.val is None else "val",
-            calibrated=self.task.calibrated if data.val is not None else None,
-        )
-        self._evaluated_at, self._evaluation = step, evaluation
-        own = dict(evaluation.metrics) | (self.gaps.of(evaluation) if self.gaps is not None else {})
-        if self.gaps is not None and self.gaps.note:
-            self.journal.note(self.gaps.note)
-            self.gaps.note = ""
-        metrics = {**own, **self.score_retained()}
+        began_s = time.monotonic()
+        own, metrics = self.evaluations.evaluate(step)
         self.time_limit.evaluated(time.monotonic() - began_s)
-        self.journal.evaluation(metrics, step=step, reason=self.task.reason(evaluation.assignments, metrics))
-        self.journal.pictures(partial(draw_scenes, evaluation, self.config.data.image_rules), step=step)
         verdict = self.best.add(step, own)
         if verdict.is_best and step > 0:
             self.keep_best(is_due=self._saved_at == step)
@@ -325,15 +289,6 @@ class Trainer:
         if verdict.gives_up:
             self.journal.early_stop(self.best.metric, best_step=self.best.best_step, step=step)
         self.callbacks.evaluation(step, metrics)
-
-    def score_retained(self) -> dict[str, float]:
-        """Return metrics of `data.retain` with the present weights, as `retain/NAME/METRIC`."""
-        found = {}
-        for one in self.retained:
-            file = f"retain_{one.name}_{self.state.global_step:06d}.jsonl"
-            scored = self.score(one.samples, file, None, task=one.task, calibrated=one.task.calibrated).metrics
-            found.update({f"{RETAIN}{one.name}/{metric}": value for metric, value in scored.items()})
-        return found
 
     def keep_best(self, *, is_due: bool) -> None:
         """Save the present weights as the best ones. The last best checkpoint is removed if it was kept only as that.
@@ -343,47 +298,6 @@ class Trainer:
         self._best_alone = None if is_due else path
         if before is not None:
             self.checkpoints.remove(before)
-
-    def test(self) -> None:
-        """Score `data.test` once, if `data.val` is given too. The scores of its boxes are calibrated on `data.val`."""
-        if self.test_samples:
-            fitted = self.calibration()
-            calibrated = partial(self.task.calibrated, calibration=fitted) if fitted is not None else None
-            evaluation = self.score(self.test_samples, "test.jsonl", "test", calibrated=calibrated)
-            reason = self.task.reason(evaluation.assignments, evaluation.metrics)
-            self.journal.test(evaluation.metrics, step=self.state.global_step, reason=reason)
-
-    def score(
-        self,
-        samples: list[Sample],
-        file: str,
-        split: str | None,
-        *,
-        task: Task | None = None,
-        calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
-    ) -> Evaluation:
-        """Roll out `samples` of the split `data.SPLIT` with the present weights. Write their scenes to `eval/FILE`, and
-        COCO results beside it. `task`: the samples' task if it differs from the run's; then the run's rewards are not
-        computed. `calibrated`: as for `evaluate`."""
-        assert self.backend is not None
-        self.stop.check()
-        step = self.state.global_step
-        # The fence lasts until the rollouts have ended: the servers hold no more requests than those of one call.
-        with self.source.fence() as fence:
-            self.syncs.behind(fence, step)
-            with self.clock.phase("eval"):
-                evaluation = evaluate(
-                    self.backend,
-                    samples,
-                    task or self.task,
-                    self.ranks,
-                    global_step=step,
-                    rewards=self.rewards if task is None else None,
-                    calibrated=calibrated,
-                )
-        if self.ranks.is_main:
-            write_evaluation(evaluation, self.run_dir / "eval" / file, category_ids_of(self.config.data, split))
-        return evaluation
 
     def mark_boundary(self) -> None:
         """Remember what a checkpoint of this step needs, in case the next step does not end. Collective."""
@@ -405,16 +319,6 @@ class Trainer:
         self.callbacks.save(self.state.global_step, path)
         return path
 
-    def calibration(self) -> str | None:
-        """Return the calibration of scores of the present weights, fitted on `data.val`. None: the weights were not
-        evaluated there, or the answers are too few to fit."""
-        step = self.state.global_step
-        if self.config.data.val is None or self._evaluation is None or self._evaluated_at != step:
-            return None
-        if self._calibration is None or self._calibration[0] != step:
-            self._calibration = step, self.task.calibration(self._evaluation.assignments)
-        return self._calibration[1]
-
     def save_calibration(self) -> None:
         """Save the calibration of scores in the checkpoint of this step. Does nothing until the step was both evaluated
         on `data.val` and saved, in either order."""
@@ -422,7 +326,7 @@ class Trainer:
         file = folder / CALIBRATION_NAME
         if not self.ranks.is_main or not is_saved or file.is_file() or not folder.is_dir():
             return
-        if (text := self.calibration()) is not None:
+        if (text := self.evaluations.calibration(self.state.global_step)) is not None:
             write_atomically(file, text)
             self.journal.note(f"scores are calibrated on data.val: {file.parent.name}/{file.name}")
 
@@ -453,7 +357,7 @@ class Trainer:
             raise damaged(Path(where), f"{STATE}: the place in the data: {type(error).__name__}: {error}") from error
         self._saved_at = self.state.global_step
         if self.labels is not None:
-            self.labels.restore(self.state.global_step, self.run_dir if where == "latest" else Path(where).parent)
+            self.labels.restore(self.state.global_step, self.best.root if where == "latest" else Path(where).parent)
         self.best.restore(self.state.global_step)
         self.journal.note(f"resumed at step {self.state.global_step}; {len(self.waiting())} carried samples come again")
 

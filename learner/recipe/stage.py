@@ -50,10 +50,10 @@ def prepare(trainer: Trainer) -> bool:
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
     assert record is not None, "a stage is begun by its recipe"
     name, sft_dir = trainer.config.custom.trainer_variant, run_dir.parent / SFT
-    if not any(sample.objects for sample in trainer.eval_samples):
+    if not any(sample.objects for sample in trainer.basis.data.evaluation):
         raise DataError(
             "recipe: validation can't decide",
-            found=f"{len(trainer.eval_samples)} samples in data.val, none with an object",
+            found=f"{len(trainer.basis.data.evaluation)} samples in data.val, none with an object",
             wanted="samples with labelled objects: every score is 0 without",
             remedy="name other annotations (data.val), or label some",
         )
@@ -90,9 +90,9 @@ def _known(run_dir: Path) -> dict[str, FeatureEstimate] | None:
 
 def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
     """Estimate `MEASURED` for the present weights, on at most `SAMPLES` training samples. Collective."""
-    every = trainer.train_samples
+    every = trainer.basis.data.train
     chosen = [every[i] for i in sorted(random.Random(0).sample(range(len(every)), min(SAMPLES, len(every))))]
-    greedy = trainer.score(chosen, "headroom.jsonl", None).assignments
+    greedy = trainer.evaluations.score(chosen, "headroom.jsonl", None, step=0).assignments
     groups = _drawn(trainer, chosen)
     measured = Measured(
         train=MeasuredSplit(greedy=count_objects(greedy).values, nats=np.zeros((len(chosen), 2))),
@@ -105,13 +105,13 @@ def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
 
 def _drawn(trainer: Trainer, samples: Sequence[Sample]) -> list[list[Assignment]]:
     """Return `GENERATIONS` sampled answers to each sample. Each rank generates for its share of samples. Collective."""
-    ranks, task = trainer.ranks, trainer.task
-    assert trainer.backend is not None
+    ranks, task = trainer.ranks, trainer.basis.task
+    assert trainer.evaluations.backend is not None
     share = -(-len(samples) // ranks.world_size)
     line = [sample for sample in samples[ranks.rank * share :][:share] for _ in range(GENERATIONS)]
     window = [MicroStep(samples=line, micro_step_idx=_MICRO_STEP, first_req_idx=ranks.rank * share * GENERATIONS)]
     with trainer.source.fence():
-        (rollouts,) = trainer.backend.generate_window(window, global_step=0, temperature=1.0)
+        (rollouts,) = trainer.evaluations.backend.generate_window(window, global_step=0, temperature=1.0)
     own = [task.match(task.parse(rollout)) for rollout in rollouts]
     found = [assignment for part in ranks.all_gather_object(own) for assignment in part]
     return [found[i : i + GENERATIONS] for i in range(0, len(found), GENERATIONS)]

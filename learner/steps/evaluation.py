@@ -1,7 +1,8 @@
 """Evaluation by rollouts: the current policy answers held-out samples greedily, and the task scores the answers.
 
-In: a backend that serves the current weights, samples, a task. Out: metrics over the set, and one record per sample
-(kept as JSONL for the report). Every rank rolls out a contiguous share, and all ranks get the whole result.
+In: a backend that serves the current weights, samples, a task. Out: metrics over the set, one record per sample (kept
+as JSONL for the report), pictures for trackers, and the calibration of scores that belongs to a step's weights. Every
+rank rolls out a contiguous share, and all ranks get the whole result.
 """
 
 from __future__ import annotations
@@ -9,24 +10,39 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+from PIL import Image
+
 from learner.config.sections.training import ESTIMATED
+from learner.data.drawing import draw_object, side_by_side
+from learner.data.splits import category_ids_of
 from learner.data.views import shown_sizes
 from learner.extensions import Task
+from learner.journal.journal import Journal
+from learner.journal.retained import RETAIN
 from learner.policy.parallel import Ranks
-from learner.records import Rollout, Sample
+from learner.records import GeometryKind, Rollout, Sample
 from learner.rollout.backend import RolloutBackend
 from learner.run.files import write_atomically
+from learner.run.stopping import StopRequest
+from learner.steps.basis import Basis
+from learner.steps.source import StepSource
+from learner.steps.syncs import StepSyncs
 from learner.tasks.detection.appearance import Open
 from learner.tasks.detection.audit import AuditedFind
 from learner.tasks.detection.bins import to_pixels
 from learner.tasks.detection.coco_results import FoundBox, coco_rows, coco_text, image_id
 from learner.tasks.detection.ranking import GapJudge, drawn_places, has_gaps
 from learner.tasks.rewards import Rewards
+from shared.errors import MediaError
+from shared.images import ImageRules, Images
 
 _OBJECTS = ("truth", "ignored", "predictions")
+NUM_PICTURES, MAX_SIDE = 4, 640  # pictures of an evaluation for trackers; pixels of a side
+TRUTH, PREDICTED = (0, 150, 60), (230, 90, 0)
 _NAME_CHARS = 200  # an image string is cut here: it may be a picture in base64
 
 
@@ -42,13 +58,111 @@ class Evaluation:
     scenes: tuple[Mapping[str, Any], ...]
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Retained:
-    """One entry of `data.retain`: samples that each evaluation scores too, with a task of their own."""
+class Evaluations:
+    """All that a run scores. Methods are collective; `step` is the number of updates in the present weights.
 
-    name: str
-    task: Task
-    samples: list[Sample]
+    `backend` None: nothing is ever scored. `gaps`: metrics for labels with gaps, if they may rank the weights."""
+
+    def __init__(
+        self,
+        basis: Basis,
+        backend: RolloutBackend | None,
+        source: StepSource,
+        syncs: StepSyncs,
+        stop: StopRequest,
+        journal: Journal,
+        gaps: GapMetrics | None = None,
+    ) -> None:
+        self.step: int | None = None  # the step that was evaluated last
+        self._basis, self.backend, self._source, self._syncs = basis, backend, source, syncs
+        self._stop, self._journal, self._gaps = stop, journal, gaps
+        self._last: Evaluation | None = None  # the evaluation of `step`
+        self._calibration: tuple[int, str | None] | None = None  # a step, and the calibration fitted on its evaluation
+
+    def evaluate(self, step: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
+        """Score the evaluation samples and those of `data.retain`; return the metrics of the former, and all."""
+        basis, data = self._basis, self._basis.config.data
+        self._journal.note(f"evaluating {len(basis.data.evaluation)} samples at step {step}")
+        evaluation = self.score(
+            basis.data.evaluation,
+            f"step_{step:06d}.jsonl",
+            "test" if data.val is None else "val",
+            step=step,
+            calibrated=basis.task.calibrated if data.val is not None else None,
+        )
+        self.step, self._last = step, evaluation
+        own = dict(evaluation.metrics)
+        if self._gaps is not None:
+            own |= self._gaps.of(evaluation)
+            if self._gaps.note:
+                self._journal.note(self._gaps.note)
+                self._gaps.note = ""
+        metrics = {**own, **self._retained(step)}
+        self._journal.evaluation(metrics, step=step, reason=basis.task.reason(evaluation.assignments, metrics))
+        self._journal.pictures(partial(draw_scenes, evaluation, data.image_rules), step=step)
+        return own, metrics
+
+    def _retained(self, step: int) -> dict[str, float]:
+        """Return metrics of `data.retain` as `retain/NAME/METRIC`."""
+        found = {}
+        for one in self._basis.data.retained:
+            file = f"retain_{one.name}_{step:06d}.jsonl"
+            scored = self.score(one.samples, file, None, step=step, task=one.task, calibrated=one.task.calibrated)
+            found.update({f"{RETAIN}{one.name}/{metric}": value for metric, value in scored.metrics.items()})
+        return found
+
+    def test(self, step: int) -> None:
+        """Score `data.test` once, if `data.val` is given too. The scores of its boxes are calibrated on `data.val`."""
+        task = self._basis.task
+        if self._basis.data.test:
+            fitted = self.calibration(step)
+            calibrated = partial(task.calibrated, calibration=fitted) if fitted is not None else None
+            evaluation = self.score(self._basis.data.test, "test.jsonl", "test", step=step, calibrated=calibrated)
+            reason = task.reason(evaluation.assignments, evaluation.metrics)
+            self._journal.test(evaluation.metrics, step=step, reason=reason)
+
+    def score(
+        self,
+        samples: Sequence[Sample],
+        file: str,
+        split: str | None,
+        *,
+        step: int,
+        task: Task | None = None,
+        calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
+    ) -> Evaluation:
+        """Roll out `samples` of the split `data.SPLIT`. Write their scenes to `eval/FILE`, and COCO results beside it.
+        `task`: the samples' task if it differs from the run's; then the run's rewards are not computed. `calibrated`:
+        as for `evaluate`."""
+        basis = self._basis
+        assert self.backend is not None
+        self._stop.check()
+        # The fence lasts until the rollouts have ended: the servers hold no more requests than those of one call.
+        with self._source.fence() as fence:
+            self._syncs.behind(fence, step)
+            with self._journal.clock.phase("eval"):
+                evaluation = evaluate(
+                    self.backend,
+                    samples,
+                    task or basis.task,
+                    basis.ranks,
+                    global_step=step,
+                    rewards=basis.rewards if task is None else None,
+                    calibrated=calibrated,
+                )
+        if basis.ranks.is_main:
+            path = Path(basis.config.training.output_dir) / "eval" / file
+            write_evaluation(evaluation, path, category_ids_of(basis.config.data, split))
+        return evaluation
+
+    def calibration(self, step: int) -> str | None:
+        """Return the calibration of scores of the present weights, fitted on `data.val`. None: the weights were not
+        evaluated there, or the answers are too few to fit."""
+        if self._basis.config.data.val is None or self._last is None or self.step != step:
+            return None
+        if self._calibration is None or self._calibration[0] != step:
+            self._calibration = step, self._basis.task.calibration(self._last.assignments)
+        return self._calibration[1]
 
 
 def evaluate(
@@ -191,3 +305,33 @@ def _line(rollout: Rollout, scene: Mapping[str, object], counts: Mapping[str, fl
         "ver": rollout.ver,
         "counts": dict(counts),
     }
+
+
+def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Image.Image]]:
+    """Return (sample id, picture) of the first NUM_PICTURES scenes that have an image that can be read, with the ground
+    truth in green and predictions in orange. A picture has at most MAX_SIDE pixels a side; several images of a scene
+    stand side by side. The report draws more, and better: it knows which prediction is right."""
+    images = Images(rules)
+    drawn: list[tuple[str, Image.Image]] = []
+    for rollout, scene in zip(evaluation.rollouts, evaluation.scenes, strict=True):
+        sample = rollout.sample
+        if len(drawn) == NUM_PICTURES or "predictions" not in scene or not sample.images:
+            break
+        try:
+            pictures = [images.load(image).convert("RGB") for image in sample.images]
+        except MediaError:
+            continue
+        for number, picture in enumerate(pictures, start=1):
+            picture.thumbnail((MAX_SIDE, MAX_SIDE))
+            _draw(picture, number, scene)
+        drawn.append((sample.sample_id, side_by_side(pictures)))
+    return drawn
+
+
+def _draw(picture: Image.Image, number: int, scene: Mapping[str, Any]) -> None:
+    """Draw what a scene has in its image with this number."""
+    for objects, color in ((scene["truth"], TRUTH), (scene["predictions"], PREDICTED)):
+        for item in objects:
+            kind: GeometryKind = "bbox_2d" if "bbox_2d" in item else "poly"
+            if item.get("image", number) == number:
+                draw_object(picture, str(item["desc"]), kind, item[kind], color)

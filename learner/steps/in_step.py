@@ -25,7 +25,7 @@ from learner.data.batches import MicroBatch
 from learner.records import PackedRow, Segment
 from learner.rollout.backend import MicroStep
 from learner.steps.packing import ArrivingRows
-from learner.steps.segments import SegmentStream, StreamingSource
+from learner.steps.segments import RolloutSource, SegmentStream
 from learner.steps.source import Fence
 from learner.steps.stage2 import CLOSE_S, DEADLINE_KEY, CallTotals, RankMetrics, Stage2Parts, Stage2Steps, call_metrics
 from shared.errors import DeadlineError, RolloutError
@@ -39,7 +39,7 @@ class Overlap:
     """The parts of learning rows while others roll out. `capacity` of a row is in tokens; `in_order` and
     `share_prompts`: see `ArrivingRows`."""
 
-    rollouts: StreamingSource
+    rollouts: RolloutSource
     capacity: int
     in_order: bool
     share_prompts: bool = False

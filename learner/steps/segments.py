@@ -48,12 +48,6 @@ class SegmentStream(Protocol):
         ...
 
 
-class StreamingSource(Protocol):
-    def stream(self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int) -> SegmentStream:
-        """Return the segments of `SegmentSource.segments`, each as it becomes ready."""
-        ...
-
-
 class GroundTruthSource(SegmentSource):
     """Teacher forcing on the ground truth in canonical order; no rollout."""
 
@@ -73,7 +67,7 @@ class GroundTruthSource(SegmentSource):
             ]
 
 
-class RolloutSource(SegmentSource, StreamingSource):
+class RolloutSource(SegmentSource):
     """The policy's own answers, corrected by the task and scored by `rewards`. `begin_window` rolls out several
     micro-steps together; without it, `segments` rolls out its own. `stream` needs a backend that hands on its rollouts
     as they end."""
@@ -125,6 +119,7 @@ class RolloutSource(SegmentSource, StreamingSource):
         return rollouts
 
     def stream(self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int) -> SegmentStream:
+        """Return what `segments` returns, each as it becomes ready."""
         backend = self._backend
         assert isinstance(backend, StreamingBackend), "only servers hand on rollouts as they end"
         return self._stream_of(backend.stream([step], global_step=global_step), prompts)

@@ -299,7 +299,7 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
                 monkeypatch.setattr(build, "connect_backend", connect_backend)
             monkeypatch.setattr(build, "connect_sync", connect_sync)
             monkeypatch.setattr(checkpoint, "load_weights", _load_alone)
-            monkeypatch.setattr(build.Policy, "broadcast", lambda *_: None)
+            monkeypatch.setattr(Policy, "broadcast", lambda *_: None)
             monkeypatch.setattr(build, "log_to_file", lambda *_: None)  # a process' logging is not a test's to change
             made = build.build(config, resolve(config, ranks.world_size), ranks, token=None, stack=stack)
         made.policy.backward = _told(made, seen)  # type: ignore[method-assign]

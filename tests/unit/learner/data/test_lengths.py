@@ -21,7 +21,7 @@ from learner.records import DetectionObject, Segment
 from learner.steps.packing import CarriedRows
 from learner.tasks.detection.target import ground_truth_target
 from learner.tasks.detection.task import DetectionTask
-from learner.wiring.build import check_packing_buffer, load_data
+from learner.wiring.steps import check_packing_buffer, load_data
 from shared.errors import ConfigError, DataError
 from tests.unit.learner.data.fakes import draw, make_run
 from tests.unit.learner.policy.rows import image, sample

@@ -15,7 +15,7 @@ from learner.config.split import as_read_for
 from learner.data.splits import category_ids_of
 from learner.detector.command import reading
 from learner.extensions import check_extensions
-from learner.wiring import build
+from learner.wiring import steps
 from shared.config.model import ConfigErrors
 from shared.config.parse import write_yaml
 from tests.unit.learner.config.examples import changed, minimal
@@ -65,7 +65,7 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunConfig:
 def test_every_split_is_read_by_its_own_keys(config: RunConfig, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "--json", "--config", "run.yaml"]) == 0
     assert json.loads(capsys.readouterr().out)["samples"] == {"train": 2, "val": 1, "test": 3}
-    found = {split: build._load(config, split, AnyTask()).samples for split in ("train", "val", "test")}  # type: ignore[arg-type]
+    found = {split: steps._load(config, split, AnyTask()).samples for split in ("train", "val", "test")}  # type: ignore[arg-type]
     assert {split: len(samples) for split, samples in found.items()} == {"train": 2, "val": 1, "test": 3}
     assert [found[split][0].messages[0]["content"] for split in found] == [
         "<image>?",

@@ -16,13 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from learner import trainer as trainer_module
 from learner.config.load import config_of, load_config
 from learner.config.schema import RunConfig
 from learner.policy.load import Policy
 from learner.recipe.command import recipe
 from learner.recipe.record import Record, read_record
 from learner.recipe.stage import train_stage
+from learner.steps import evaluation
 from learner.tasks.detection.ranking import GapJudge, GapScore
 from learner.trainer import Trainer
 from learner.wiring import build
@@ -43,7 +43,7 @@ def run_stage(path: Path) -> int:
 def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mapping[int, float]]:
     """Put the servers of `trainer_world` in place; the scores that evaluations of each stage have, by step."""
     said: dict[str, Mapping[int, float]] = dict(GAINS)
-    evaluate = trainer_module.evaluate
+    evaluate = evaluation.evaluate
 
     def connect_backend(config: RunConfig, policy: Policy, **_: Any) -> FakeBackend:
         return FakeBackend(config, policy, Seen())
@@ -66,7 +66,7 @@ def scores(monkeypatch: pytest.MonkeyPatch) -> dict[str, Mapping[int, float]]:
     monkeypatch.setattr(build, "connect_backend", connect_backend)
     monkeypatch.setattr(build, "connect_sync", connect_sync)
     monkeypatch.setattr(build, "log_to_file", lambda *_: None)
-    monkeypatch.setattr(trainer_module, "evaluate", scored)
+    monkeypatch.setattr(evaluation, "evaluate", scored)
     return said
 
 

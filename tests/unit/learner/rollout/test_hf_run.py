@@ -51,7 +51,7 @@ def test_rollouts_are_made_by_the_present_weights(
         tiny_text, tmp_path / "a", max_steps=3, effective_batch_size=2, eval_on_start=True, eval_on_end=True
     )
     with trainer(config, Ranks(), monkeypatch, seen := Seen()) as made:
-        assert isinstance(made.backend, HfBackend)
+        assert isinstance(made.evaluations.backend, HfBackend)
         assert not made.syncs.waits
         made.run()
     assert len(seen.learned) == 6

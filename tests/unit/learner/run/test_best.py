@@ -30,7 +30,7 @@ def config_with(model: Path, folder: Path, **training: Any) -> RunConfig:
 
 def scored(monkeypatch: pytest.MonkeyPatch, values: list[float]) -> None:
     """The task says `values[step]` of the evaluation after `step`."""
-    from learner import trainer as module
+    from learner.steps import evaluation as module
 
     evaluate = module.evaluate
 

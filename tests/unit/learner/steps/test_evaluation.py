@@ -19,8 +19,7 @@ from learner.config.sections.task import TaskConfig
 from learner.policy.parallel import Ranks
 from learner.records import DetectionObject, Rollout, Sample
 from learner.steps import evaluation as evaluation_module
-from learner.steps.evaluation import Evaluation, evaluate, write_evaluation
-from learner.steps.pictures import draw_scenes
+from learner.steps.evaluation import Evaluation, draw_scenes, evaluate, write_evaluation
 from learner.tasks.detection.scores import CalibrationFile, scored_objects, token_scores
 from learner.tasks.detection.task import DetectionTask
 from learner.tasks.tokens import pieces_of
