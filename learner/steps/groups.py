@@ -10,13 +10,24 @@ rollout's own tokens, the stop token included. Its labels are those tokens, and 
 Invariants: one segment per place, in order. A group is scored when all of its rollouts are there, so a stream hands on
 its segments together. Advantages do not depend on micro-batches or ranks (D21): what `advantage: batch` compares with
 is the mean over the whole step on all ranks, agreed on before the first segment is made.
+
+An advantage is a reward minus what was to be expected: rollouts above it are made more likely, those below it less.
+`group`: the group's mean (GRPO, arXiv:2402.03300). `rloo`: the mean of the group's other rollouts (arXiv:2402.14740),
+which is the same times K / (K - 1). `batch`: the mean of all rollouts of the optimizer step, on all ranks.
+
+Objects. After j objects an answer with n of them has earned V[j]; what is still to come is V[n] - V[j], and 0 once it
+closes. This reward to go is compared, object by object, with the mean of those of the group's other answers that came
+so far. The mean depends on the others and on the place alone, so it favours no token. Where no other came so far there
+is nothing to compare, and the advantage is 0: the longest answer of a group learns nothing from its last objects. An
+object that adds nothing is made less likely where others found something at its place, and so is closing where others
+went on and gained.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +40,6 @@ from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PolicyTokens, Rollout, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream
-from learner.steps.advantages import object_advantages, sequence_advantages
 from learner.steps.segments import RolloutSource, SegmentStream, in_groups
 from learner.tasks.rewards import Rewards
 from learner.tasks.supervision import build_segment, own_target
@@ -37,6 +47,7 @@ from shared.errors import ConfigError
 from shared.pixels import ImageProcessing
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
+Baseline = Literal["group", "rloo", "batch"]
 _ROUNDING = 1e-9  # advantages below it count as none: the mean of equal rewards may differ from them in the last bit
 
 
@@ -230,3 +241,27 @@ def _policy_tokens(segment: Segment, advantages: NDArray[np.float64], logprobs: 
     if logprobs is not None:
         aligned[1][start:] = logprobs
     return PolicyTokens(advantages=aligned[0], rollout_logprobs=aligned[1], first_logprobs=aligned[2])
+
+
+def sequence_advantages(
+    rewards: NDArray[np.float64], baseline: Baseline, *, step_mean: float = 0.0
+) -> NDArray[np.float64]:
+    """[G, K] rewards of G groups to [G, K] advantages. `step_mean`: what `batch` compares with."""
+    if baseline == "batch":
+        return rewards - step_mean
+    advantages = rewards - rewards.mean(axis=1, keepdims=True)
+    return advantages * rewards.shape[1] / (rewards.shape[1] - 1) if baseline == "rloo" else advantages
+
+
+def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
+    """Return per rollout the advantage [n + 1] of each object, and of closing. `values`: V[0..n] of each rollout of a
+    group."""
+    longest = max(map(len, values))
+    to_go = np.full((len(values), longest), np.nan)
+    for row, value in zip(to_go, values, strict=True):
+        row[: len(value)] = value[-1] - value
+    came = ~np.isnan(to_go)
+    others = came.sum(axis=0) - came
+    totals = np.nansum(to_go, axis=0) - np.where(came, to_go, 0.0)
+    expected = np.divide(totals, others, out=np.where(came, to_go, 0.0), where=others > 0)  # alone: nothing to tell
+    return [(row - wanted)[: len(value)] for row, wanted, value in zip(to_go, expected, values, strict=True)]

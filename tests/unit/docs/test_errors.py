@@ -38,7 +38,7 @@ from learner.run.checkpoint import CheckpointStore, TrainerState
 from learner.run.files import AppendedLines
 from learner.steps.packing import check_length
 from learner.sync.fitness import check_adapter, check_architecture
-from learner.sync.update_checks import check_sent
+from learner.sync.server_delivery import check_sent
 from learner.tasks.rewards import Rewards
 from learner.tasks.supervision import Target, build_segment
 from learner.trainer import memory_errors

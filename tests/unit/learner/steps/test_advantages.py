@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from learner.steps.advantages import Baseline, object_advantages, sequence_advantages
+from learner.steps.groups import Baseline, object_advantages, sequence_advantages
 
 REWARDS = hnp.arrays(
     np.float64, st.tuples(st.integers(1, 4), st.integers(2, 8)), elements=st.integers(-10, 10).map(lambda v: v / 7)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from learner.policy.weights import checksum
-from learner.sync.update_checks import check_reply, check_sent, digest_of, sizes
+from learner.sync.server_delivery import check_reply, check_sent, digest_of, sizes
 from shared.errors import SyncError
 from shared.wire import Bucket, ScoreReply, TensorSpec, UpdateWeightsReply
 
