@@ -21,7 +21,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from rollout_server.config import ServerConfig
 from rollout_server.openai_api import OpenAICall, OpenAILayer, given_back, image_parts, texts
@@ -164,7 +164,6 @@ class VllmEngine:
         self._caches_prefixes = bool(self._llm.vllm_config.cache_config.enable_prefix_caching)
         self._stop_ids = stop_token_ids(model_config, self._renderer.tokenizer)
         self._ids = itertools.count()
-        self._sends = _Sends(self._llm.engine_core)
         self._adapter: LoRARequest | None = None
         self._openai = OpenAILayer(
             self._llm, model=config.model_name, renderer=self._renderer, adapter=lambda: self._adapter
@@ -312,28 +311,37 @@ class VllmEngine:
             yield
             return
         answers = [len(item.response_token_ids) for item in items]
-        number = sum(1 + (len(cached_positions(n)) if self._caches_prefixes else 0) for n in answers)
-        sent = self._sends.expect(number)
+        left = sum(1 + (len(cached_positions(n)) if self._caches_prefixes else 0) for n in answers)
+        sent, send = asyncio.Event(), core.add_request_async
+
+        async def counted(request: object) -> None:  # because `AsyncLLM` does not report what it has sent
+            nonlocal left
+            await send(request)
+            left -= 1
+            if left == 0:
+                sent.set()
+
+        async def go_on() -> None:
+            with contextlib.suppress(TimeoutError):
+                async with time_limit(_MOST_HELD_S):
+                    await sent.wait()
+            # Sent even while the engine stalls: when it answers again, it must not stay paused.
+            resuming = asyncio.ensure_future(core.resume_scheduler_async())
+            with self._vllm_errors():
+                async with self._stalls.guard():
+                    await asyncio.shield(asyncio.gather(resuming, holding))
+
+        core.add_request_async = counted
         # The engine runs calls in order, so the answer need not be awaited. False: no caches are cleared.
         holding = asyncio.ensure_future(core.pause_scheduler_async("keep", False))
-        going_on = asyncio.create_task(self._go_on(sent, holding))
+        going_on = asyncio.create_task(go_on())
         try:
             await asyncio.sleep(0)  # lets the pause be sent before any request
             yield
         finally:
+            core.add_request_async = send
             sent.set()
             await asyncio.shield(going_on)  # a paused engine would serve nobody
-
-    async def _go_on(self, sent: asyncio.Event, holding: asyncio.Future[None]) -> None:
-        """Resume the engine once `sent` is set, at the latest after `_MOST_HELD_S`."""
-        with contextlib.suppress(TimeoutError):
-            async with time_limit(_MOST_HELD_S):
-                await sent.wait()
-        # Sent even while the engine stalls: when it answers again, it must not stay paused.
-        resuming = asyncio.ensure_future(self._llm.engine_core.resume_scheduler_async())
-        with self._vllm_errors():
-            async with self._stalls.guard():
-                await asyncio.shield(asyncio.gather(resuming, holding))
 
     def serve_adapter(self, name: str | None) -> None:
         """From now on, answer requests with the adapter that the workers hold; None: without an adapter."""
@@ -410,27 +418,6 @@ class VllmEngine:
                 wanted=f"0 to {self.vocab_size - 1}",
                 remedy="serve the model that the learner trains",
             )
-
-
-class _Sends:
-    """Counts the requests that are sent to the engine, because `AsyncLLM` does not report it."""
-
-    def __init__(self, core: Any) -> None:
-        self._send = core.add_request_async
-        core.add_request_async = self._count
-        self._left = 0
-        self._sent = asyncio.Event()
-
-    def expect(self, number: int) -> asyncio.Event:
-        """Return an event that is set once `number` more requests were sent."""
-        self._left, self._sent = number, asyncio.Event()
-        return self._sent
-
-    async def _count(self, request: object) -> None:
-        await self._send(request)
-        self._left -= 1
-        if self._left == 0:
-            self._sent.set()
 
 
 def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:

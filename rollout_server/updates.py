@@ -301,34 +301,26 @@ async def load_and_score(
         pass
     loaded_at = time.monotonic()
     await engine.reset_caches()
-    async with engine.together(call.canary):
-        return replies[0], await _score(engine, call), loaded_at
+    return replies[0], await _score(engine, call), loaded_at
 
 
 async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
     """Return the canary's scores. Raises NotFiniteError if they are not finite even with a cleared cache."""
-    try:
-        return await score(engine, call.canary, call.ver, through_cache=True)
-    except NotFiniteError:
-        await gather([engine.on_workers("sync_clear_cache"), engine.reset_caches()])
-        return await score(engine, call.canary, call.ver, through_cache=True)
+    async with engine.together(call.canary):
+        try:
+            return await score(engine, call.canary, call.ver, through_cache=True)
+        except NotFiniteError:
+            await gather([engine.on_workers("sync_clear_cache"), engine.reset_caches()])
+            return await score(engine, call.canary, call.ver, through_cache=True)
 
 
-async def _score_behind(
-    engine: Engine,
-    call: UpdateWeightsCall,
-) -> tuple[WorkerReply, ScoreReply, float] | None:
+async def _score_behind(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply, float] | None:
     """Return what `load_and_score` returns, or None if the load takes longer than a slice."""
-
-    async def score_then() -> ScoreReply:
-        async with engine.together(call.canary):
-            return await _score(engine, call)
-
     tasks: list[asyncio.Future[Any]] = []
     try:
         tasks.append(loading := asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S)))
         await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
-        tasks.append(scoring := asyncio.create_task(score_then()))
+        tasks.append(scoring := asyncio.create_task(_score(engine, call)))
         replies, loaded_at = await loading, time.monotonic()
         return (replies[0], await scoring, loaded_at) if _all_done(replies) else None
     finally:

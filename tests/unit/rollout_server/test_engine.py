@@ -23,7 +23,7 @@ from vllm.v1.engine.exceptions import EngineGenerateError
 
 from rollout_server.config import ServerConfig
 from rollout_server.decoding import Decoders, PixelShare
-from rollout_server.engine import END_S, VllmEngine, WorkerReply, _Sends, graph_args
+from rollout_server.engine import END_S, VllmEngine, WorkerReply, graph_args
 from rollout_server.stalls import StallWatch
 from shared.addresses import free_port
 from shared.errors import PromptTooLongError, RequestError, ServerBusyError, ServerError
@@ -228,7 +228,6 @@ def _holding(core: HeldCore, num_sent: int, *, items: list[ScoreItem], error: bo
     """Return what the engine has been sent when the caller has sent `num_sent` requests, and then in all."""
     engine = object.__new__(VllmEngine)
     engine._stalls, engine._llm, engine._caches_prefixes = StallWatch(60.0), SimpleNamespace(engine_core=core), True
-    engine._sends = _Sends(core)
 
     async def run() -> list[str]:
         before: list[str] = []
