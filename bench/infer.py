@@ -29,13 +29,14 @@ from deploy.launch import supervised
 from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.records import Sample
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.server_backend import LoopThread, ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from rollout_server.__main__ import _prepare_environment
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.engine import VllmEngine
 from rollout_server.service import RolloutService
 from shared.addresses import free_port
+from shared.aio import LoopThread
 from shared.seeds import offset_seed
 from shared.wire import InferCall, RequestConfig, RolloutInferRequest, RolloutOutput
 

@@ -1,9 +1,11 @@
-"""Helpers that run coroutines and collect their results and errors."""
+"""Helpers that run coroutines, also from other threads, and collect their results and errors."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterable
+from concurrent.futures import Future
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -46,3 +48,49 @@ async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, No
     finally:
         working.cancel()
         await asyncio.wait({working})
+
+
+class LoopThread:
+    """An event loop in a thread of its own. `run` returns or raises exactly what the coroutine did. A caller that is
+    interrupted cancels what it started."""
+
+    def __init__(self, name: str) -> None:
+        self._loop = asyncio.new_event_loop()
+        # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
+        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
+        self._thread.start()
+
+    @property
+    def closed(self) -> bool:
+        return self._loop.is_closed()
+
+    def submit(self, coroutine: Coroutine[object, None, T]) -> Future[T]:
+        """Start `coroutine` on the loop. Cancelling the future cancels it there."""
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
+
+    def run(self, coroutine: Coroutine[object, None, T]) -> T:
+        """Run `coroutine` to its end. The coroutine has its own deadlines."""
+        future = self.submit(coroutine)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+    def close(self, timeout_s: float) -> None:
+        """Cancel what still runs and end the thread within `timeout_s`. A second call does nothing."""
+        if self.closed:
+            return
+        self.submit(_cancel_others()).result(timeout_s)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(timeout_s)
+        # asyncio refuses to close a loop that runs.
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)

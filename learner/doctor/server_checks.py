@@ -28,10 +28,10 @@ from learner.doctor.finding import (
     warn,
 )
 from learner.rollout.client import ServerClient, Timeouts
-from learner.rollout.server_backend import LoopThread
 from learner.sync.broadcast_groups import ServerLink, await_all, open_groups
 from learner.sync.canary import CanaryItem
 from learner.sync.fitness import check_adapter, check_architecture, check_prompt
+from shared.aio import LoopThread
 from shared.checkpoint import signature
 from shared.errors import DeadlineError, MediaError, ProjectError, ServerUnreachableError
 from shared.tokens import read_token

@@ -15,7 +15,6 @@ import functools
 import logging
 import math
 import ssl
-from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ import httpx
 from pydantic import BaseModel, TypeAdapter
 
 from learner.config.sections.servers import SERVER, WAY_OUT
-from learner.rollout.replies import RETRY_AFTER_S, Answers, error_of, read_reply, retry_after_s
+from learner.rollout.replies import RETRY_AFTER_S, Answers, Pace, error_of, read_reply, retry_after_s
 from shared.answers import PLAIN, bounded, is_packed
 from shared.errors import (
     DeadlineError,
@@ -65,23 +64,11 @@ REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that t
 # Two seconds are below uvicorn's 5: an idle connection is dropped here before the server closes it under a new request.
 KEEPALIVE_S = 2.0
 
-# Without infer_timeout_s, these constants set the deadline of an /infer/ call (D16).
-MAX_INFER_S = 600.0
-MIN_INFER_S = 120.0  # a weight update or a compilation may hold up one call
-PACE_CALLS = 32
-PACE_MARGIN = 4.0
-
 # The bytes of an answer are bounded. For each token it has a text, the id twice, and a log-probability.
 MAX_REPLY_BYTES = 64 << 20
 _ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # bytes of an `/infer/` answer: all but its tokens; per token
 _MOST_TOKENS = 1 << 17  # most tokens of an answer whose request sets no limit
 _MOST_BYTES = "most_bytes"  # key of the bound in an httpx request's extensions
-
-
-def _most_bytes(call: InferCall) -> int:
-    """Return a bound on the answer to the call, its errors included."""
-    of_one = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
-    return MAX_REPLY_BYTES + len(call.infer_requests) * of_one
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,24 +113,6 @@ class Patience:
     silent_s: float  # while `/health/` does not answer
     broken_s: float  # after a connection broke, while `/health/` does not answer
     has_others: bool
-
-
-class Pace:
-    """The pace at which a server has answered: tokens per second of the longest answer in each of the last calls."""
-
-    def __init__(self) -> None:
-        self._rates: deque[float] = deque(maxlen=PACE_CALLS)
-
-    def saw(self, num_tokens: int, seconds: float) -> None:
-        """Note a call that was answered in `seconds`; its longest answer has `num_tokens`."""
-        self._rates.append(max(1, num_tokens) / max(1e-6, seconds))
-
-    def deadline_s(self, max_new_tokens: int | None) -> float:
-        """Return `PACE_MARGIN` times the seconds for `max_new_tokens` at the pace of the slowest of the last calls,
-        within MIN_INFER_S and MAX_INFER_S. Before the first answer, or if answers have no limit: MAX_INFER_S."""
-        if not self._rates or max_new_tokens is None:
-            return MAX_INFER_S
-        return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))
 
 
 @functools.cache
@@ -256,7 +225,8 @@ class ServerClient:
         self, call: InferCall, deadline_s: float, answers: Answers, patience: Patience
     ) -> httpx.Response:
         """Send one call and return the response. `answers` has read its body if the call succeeded."""
-        read_s, most_bytes = deadline_s + REPLY_GRACE_S, _most_bytes(call)
+        answer_bytes = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
+        read_s, most_bytes = deadline_s + REPLY_GRACE_S, MAX_REPLY_BYTES + len(call.infer_requests) * answer_bytes
         try:
             async with self._errors("/infer/", read_s), self._stream("/infer/", call, read_s, most_bytes) as response:
                 await (answers.read(response) if response.is_success else response.aread())
@@ -313,18 +283,16 @@ class ServerClient:
         await self._http.aclose()
 
     async def _look(self, path: str) -> None:
-        response = await self._send("GET", path, read_s=min(HEALTH_TIMEOUT_S, self.timeouts.read_s))
-        if not response.is_success:
-            raise error_of(response, self.base_url)
+        await self._send_once(path, read_s=min(HEALTH_TIMEOUT_S, self.timeouts.read_s))
 
     async def _get(self, path: str, reply: type[T]) -> T:
-        response = await self._send("GET", path)
-        if not response.is_success:
-            raise error_of(response, self.base_url)
+        response = await self._send_once(path)
         return read_reply(response.content, TypeAdapter(reply), self.base_url, path)
 
-    async def _send_once(self, path: str, body: BaseModel, *, read_s: float | None = None) -> httpx.Response:
-        response = await self._send("POST", path, body, read_s=read_s)
+    async def _send_once(
+        self, path: str, body: BaseModel | None = None, *, read_s: float | None = None
+    ) -> httpx.Response:
+        response = await self._send("GET" if body is None else "POST", path, body, read_s=read_s)
         if not response.is_success:
             raise error_of(response, self.base_url)
         return response
@@ -346,12 +314,7 @@ class ServerClient:
             await asyncio.sleep(wait_s)
 
     async def _send(
-        self,
-        method: str,
-        path: str,
-        body: BaseModel | None = None,
-        *,
-        read_s: float | None = None,
+        self, method: str, path: str, body: BaseModel | None = None, *, read_s: float | None = None
     ) -> httpx.Response:
         """Send one call and return the response, whatever its status; `read_s` None: `timeouts.read_s`. Raises
         DeadlineError or ServerUnreachableError."""

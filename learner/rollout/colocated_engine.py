@@ -20,17 +20,14 @@ import gc
 import itertools
 import logging
 import os
-import random
-import shutil
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
 import torch
 
 from learner.config.modes import ROLLOUT
@@ -38,7 +35,13 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.policy.loss import is_out_of_memory
 from learner.policy.offload import Offload
 from learner.policy.parallel import Ranks
-from learner.rollout.engine_start import inspecting_here, unread_weights
+from learner.rollout.engine_start import (
+    all_told_by,
+    inspecting_here,
+    keeping_compiler_variables,
+    keeping_random_state,
+    unread_weights,
+)
 from shared.checkpoint import model_folder
 from shared.engine_images import EngineImages
 from shared.errors import ConfigError, ProjectError, PromptTooLongError, RolloutError, SyncError
@@ -72,8 +75,6 @@ if TYPE_CHECKING:
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
     from vllm.v1.worker.gpu_worker import Worker
 
-# vLLM sets them for the whole process: its compiled model has a folder that is named after the engine's settings.
-COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 log = logging.getLogger("learner.rollout")
 ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 
@@ -110,13 +111,14 @@ class ColocatedEngine:
         self._num_loads = 0
         self._reads_weights = reads_weights
         folder = model_folder(model, "model.path")
-        with offload.away(), _keeping_random_state(ranks.device), _keeping_compiler_variables():
+        with offload.away(), keeping_random_state(ranks.device), keeping_compiler_variables():
             self._llm = self._start(folder)
             # Removes what the engine of a killed run left in shared memory. The next start does so for this engine.
             left = locked_folder("engine-", Path(tempfile.gettempdir()), leave=remove_semaphores)
             note_processes(left, [os.getpid()])
             # The first sleep takes longest, because it allocates memory on the host.
-            self._stays_awake = self._may_stay_awake() and self._has_room_for(learning_bytes)
+            if self._sleeps and learning_bytes is not None and self._may_stay_awake():
+                self._stays_awake = self._has_room(int(SURPLUS * learning_bytes))
             self._rest()
         model_config = self._llm.llm_engine.model_config
         self.max_model_len = int(model_config.max_model_len)
@@ -151,7 +153,7 @@ class ColocatedEngine:
     def awake(self, *, after_update: bool = False) -> Iterator[None]:
         """Keep the engine ready to load, generate and score inside this block. `after_update`: training may have
         computed since the last block."""
-        with self._offload.away(), _keeping_random_state(self._ranks.device):
+        with self._offload.away(), keeping_random_state(self._ranks.device):
             if self._asleep:
                 measures = after_update and self._num_loads > 0 and self._may_stay_awake()
                 held = torch.cuda.memory_reserved(self._ranks.device) if measures else 0
@@ -276,7 +278,7 @@ class ColocatedEngine:
         if self.max_lora_rank:
             adapt_linear_layers_only()
         try:
-            with _all_told_by("vllm"), inspecting_here():
+            with all_told_by("vllm"), inspecting_here():
                 return LLM(**self._engine_args(folder))
         except Exception as error:  # vLLM raises errors of any type
             raise ConfigError(
@@ -319,11 +321,6 @@ class ColocatedEngine:
 
     def _may_stay_awake(self) -> bool:
         return self._config.vllm.sleep == "auto" and not self._offload.moves
-
-    def _has_room_for(self, estimated_bytes: int | None) -> bool:
-        if estimated_bytes is None or not self._sleeps:
-            return False
-        return self._has_room(int(SURPLUS * estimated_bytes))
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
         """Return True if the device has `needed_bytes` free beside the engine, and the part ROOM of its memory for
@@ -417,60 +414,3 @@ def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tup
             piece = []
     if piece:
         yield piece
-
-
-@contextmanager
-def _keeping_random_state(device: torch.device) -> Iterator[None]:
-    """Restore every random generator: vLLM seeds all of them at its start, and sometimes draws from torch's."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
-
-
-@contextmanager
-def _keeping_compiler_variables() -> Iterator[None]:
-    """Restore COMPILER_VARIABLES. Otherwise the learner's compiled layers would go to the folder of vLLM's model, and a
-    run with other settings of the engine would compile them again.
-
-    vLLM sets Triton's folder only when it compiles its model. A run that finds the model compiled looks for the other
-    kernels in this process's folder, so they are copied there: to compile them again took 11 s."""
-    before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
-    try:
-        yield
-    finally:
-        own, vllm = before["TRITON_CACHE_DIR"], os.environ.get("TRITON_CACHE_DIR")
-        if own and vllm and own != vllm:
-            with suppress(OSError):  # then the next run compiles them
-                _copy_kernels(Path(vllm), Path(own))
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
-
-
-def _copy_kernels(source: Path, folder: Path) -> None:
-    """Copy Triton's kernels, a folder each, that `folder` lacks. Other processes may read and add meanwhile."""
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=folder) as scratch:
-        for kernel in source.iterdir():
-            if not (folder / kernel.name).exists():
-                shutil.copytree(kernel, Path(scratch) / kernel.name)
-                with suppress(OSError):  # another process was first
-                    (Path(scratch) / kernel.name).rename(folder / kernel.name)
-
-
-@contextmanager
-def _all_told_by(name: str) -> Iterator[None]:
-    """Log all messages of a library inside this block: no metric has vLLM's times of loading, compiling, capturing."""
-    logger = logging.getLogger(name)
-    level = logger.level
-    logger.setLevel(logging.INFO)
-    try:
-        yield
-    finally:
-        logger.setLevel(level)

@@ -7,6 +7,7 @@ own error text reaches the caller, and where there is none, the HTTP status deci
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -27,6 +28,12 @@ from shared.wire import NDJSON, TOKEN_VARIABLE, AnswerLine, ErrorBody, RolloutOu
 
 T = TypeVar("T")
 RETRY_AFTER_S = 1.0  # pause before the next call of a busy server that sends no Retry-After
+# Without infer_timeout_s, these constants set the deadline of an /infer/ call (D16).
+MAX_INFER_S = 600.0
+MIN_INFER_S = 120.0  # a weight update or a compilation may hold up one call
+PACE_CALLS = 32
+PACE_MARGIN = 4.0
+
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 
 
@@ -78,6 +85,24 @@ def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
         wanted="a 2xx answer",
         remedy=remedy,
     )
+
+
+class Pace:
+    """The pace at which a server has answered: tokens per second of the longest answer in each of the last calls."""
+
+    def __init__(self) -> None:
+        self._rates: deque[float] = deque(maxlen=PACE_CALLS)
+
+    def saw(self, num_tokens: int, seconds: float) -> None:
+        """Note a call that was answered in `seconds`; its longest answer has `num_tokens`."""
+        self._rates.append(max(1, num_tokens) / max(1e-6, seconds))
+
+    def deadline_s(self, max_new_tokens: int | None) -> float:
+        """Return `PACE_MARGIN` times the seconds for `max_new_tokens` at the pace of the slowest of the last calls,
+        within MIN_INFER_S and MAX_INFER_S. Before the first answer, or if answers have no limit: MAX_INFER_S."""
+        if not self._rates or max_new_tokens is None:
+            return MAX_INFER_S
+        return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))
 
 
 class Answers:

@@ -8,17 +8,15 @@ then on, if `min_servers` allows it (D15), and its unanswered requests go to the
 failure at the next agreement. Until then a server may exceed its cap by the requests that this rank moves to it.
 
 All clients of a process live on one asyncio event loop in a thread of its own (`LoopThread`), so rollouts and the
-weight sync may be called from any thread. Invariants: `run` returns or raises exactly what the coroutine did; a caller
-that is interrupted cancels what it started; `close` is bounded in time.
+weight sync may be called from any thread.
 """
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Collection, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -48,7 +46,7 @@ from learner.rollout.distribution import (
 )
 from learner.rollout.membership import Member, Membership
 from learner.rollout.requests import Decodings, asks_pixels, infer_request, read_rollout, sent_pictures
-from shared.aio import gather
+from shared.aio import LoopThread, gather
 from shared.errors import ConfigError, ProjectError, ServerMismatchError
 from shared.images import ImageRules, Images
 from shared.wire import (
@@ -65,51 +63,6 @@ T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
 CLOSE_S = 10.0
-
-
-class LoopThread:
-    """An event loop in a thread of its own."""
-
-    def __init__(self, name: str) -> None:
-        self._loop = asyncio.new_event_loop()
-        # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
-        self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
-        self._thread.start()
-
-    @property
-    def closed(self) -> bool:
-        return self._loop.is_closed()
-
-    def submit(self, coroutine: Coroutine[object, None, T]) -> Future[T]:
-        """Start `coroutine` on the loop. Cancelling the future cancels it there."""
-        return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-
-    def run(self, coroutine: Coroutine[object, None, T]) -> T:
-        """Run `coroutine` to its end. The coroutine has its own deadlines."""
-        future = self.submit(coroutine)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
-
-    def close(self, timeout_s: float) -> None:
-        """Cancel what still runs and end the thread within `timeout_s`. A second call does nothing."""
-        if self.closed:
-            return
-        self.submit(_cancel_others()).result(timeout_s)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(timeout_s)
-        # asyncio refuses to close a loop that runs.
-        if not self._thread.is_alive():
-            self._loop.close()
-
-
-async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

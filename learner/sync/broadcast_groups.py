@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import torch
 
 from learner.rollout.client import Patience, ServerClient
-from learner.rollout.server_backend import LoopThread
+from shared.aio import LoopThread
 from shared.errors import CommunicatorError, DeadlineError, ProjectError, SyncError
 from shared.sync.buckets import seal_key
 from shared.sync.calls import Operation

@@ -19,11 +19,12 @@ import uvicorn
 
 from learner.rollout.backend import MicroStep
 from learner.rollout.distribution import distribute
-from learner.rollout.server_backend import LoopThread, ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from rollout_server.app import create_app
 from rollout_server.config import ServerConfig
 from rollout_server.service import RolloutService
 from shared.addresses import free_port
+from shared.aio import LoopThread
 from shared.generation import Generation
 from shared.wire import RequestConfig, RolloutInferRequest
 from tests.unit.learner.rollout.fakes import config, sample

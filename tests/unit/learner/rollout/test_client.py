@@ -407,7 +407,7 @@ def test_a_swallowed_reply_is_given_up_while_health_answers(
     respx_mock: respx.MockRouter, monkeypatch: pytest.MonkeyPatch, infer_timeout_s: float | None
 ) -> None:
     """D16: the deadline holds whatever /health/ says; the error names server, age and phase. Nothing is repeated."""
-    monkeypatch.setattr(client_module, "MAX_INFER_S", 0.3)
+    monkeypatch.setattr(replies, "MAX_INFER_S", 0.3)
     sent: list[httpx.Request] = []
 
     async def swallow(request: httpx.Request) -> httpx.Response:
@@ -455,15 +455,15 @@ def test_bytes_that_trickle_in_do_not_move_the_deadline() -> None:
 
 def test_the_derived_deadline_follows_the_server_s_pace() -> None:
     """D16: from max_new_tokens and the rate that the server has shown, and never above ten minutes."""
-    pace = client_module.Pace()
+    pace = replies.Pace()
     assert pace.deadline_s(512) == 600.0
     pace.saw(512, 32.0)  # 16 tokens per second
     assert pace.deadline_s(512) == pytest.approx(4 * 32.0)
-    assert pace.deadline_s(64) == client_module.MIN_INFER_S
+    assert pace.deadline_s(64) == replies.MIN_INFER_S
     pace.saw(512, 64.0)  # the slowest counts
     assert pace.deadline_s(512) == pytest.approx(4 * 64.0)
     assert pace.deadline_s(10**6) == 600.0
-    for _ in range(client_module.PACE_CALLS):  # newer calls take its place
+    for _ in range(replies.PACE_CALLS):  # newer calls take its place
         pace.saw(512, 32.0)
     assert pace.deadline_s(512) == pytest.approx(4 * 32.0)
 
@@ -479,7 +479,7 @@ def test_a_quick_answer_shortens_the_deadline_of_the_next_call(respx_mock: respx
 
     use(twice, gone_s=240.0)
     limits = [one.request.extensions["timeout"]["read"] - client_module.REPLY_GRACE_S for one in route.calls]
-    assert limits == [client_module.MAX_INFER_S, client_module.MIN_INFER_S]
+    assert limits == [replies.MAX_INFER_S, replies.MIN_INFER_S]
 
 
 @pytest.mark.parametrize(("infer_timeout_s", "read"), [(None, 610.0), (0.0, 610.0), (-1.0, 610.0), (7.0, 17.0)])

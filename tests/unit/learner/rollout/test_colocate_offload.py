@@ -31,7 +31,8 @@ from learner.policy.parallel import Ranks
 from learner.records import RolloutCallLog
 from learner.rollout.backend import MicroStep
 from learner.rollout.colocate import ColocateBackend
-from learner.rollout.colocated_engine import COMPILER_VARIABLES, ColocatedEngine
+from learner.rollout.colocated_engine import ColocatedEngine
+from learner.rollout.engine_start import COMPILER_VARIABLES
 from learner.sync.canary import Canary
 from learner.sync.colocated import EngineDelivery
 from learner.sync.sync import Sync

@@ -21,7 +21,8 @@ from learner.records import RolloutCallLog, Sample
 from learner.rollout import client as client_module
 from learner.rollout.backend import MicroStep, Requests
 from learner.rollout.requests import infer_request, request_config
-from learner.rollout.server_backend import LoopThread, ServerBackend
+from learner.rollout.server_backend import ServerBackend
+from shared.aio import LoopThread
 from shared.errors import (
     ConfigError,
     DataError,

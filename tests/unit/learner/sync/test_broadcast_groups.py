@@ -9,9 +9,9 @@ from typing import Any, cast
 import pytest
 
 from learner.rollout.client import ServerClient
-from learner.rollout.server_backend import LoopThread
 from learner.sync import broadcast_groups as module
 from learner.sync.broadcast_groups import ServerGroup, ServerLink, await_all, of_one_machine
+from shared.aio import LoopThread
 from shared.errors import CommunicatorError, CoverageError, DeadlineError, ProjectError, ServerError, SyncError
 from shared.wire import ServerStatus
 from tests.unit.learner.rollout import fakes

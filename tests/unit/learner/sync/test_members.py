@@ -16,9 +16,10 @@ import respx
 from learner.records import ServerChange
 from learner.rollout.client import ServerClient
 from learner.rollout.membership import Member, Membership, State
-from learner.rollout.server_backend import LoopThread, ServerBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.sync import members as members_module
 from learner.sync.members import Members, ReturnWatch
+from shared.aio import LoopThread
 from shared.errors import DeadlineError, ServerUnreachableError, UnauthorizedError
 from shared.wire import ServerStatus
 from tests.syncs import ONE_RANK
