@@ -1,6 +1,6 @@
 """The source of rollouts: one protocol for rollout servers, colocated vLLM and Hugging Face `generate`.
 
-`RolloutBackend` is the protocol; a `StreamingBackend` also hands on each rollout as it ends. `Requests` is what a
+`RolloutBackend` is the protocol. `Requests` is what a
 backend is asked for, with the seed of each request. A `RolloutCallLog` tells what one `generate_window` did, for the
 step's metrics and the log (R15, R30): each call with its seed, its time and its error. Backends write it, the trainer
 reads it.
@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import NamedTuple, Protocol
 
 from learner.config.sections.decoding import DecodingConfig
 from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
@@ -94,6 +94,10 @@ class RolloutBackend(Protocol):
         (rollouts,) = self.generate_window(window, global_step=global_step, greedy=greedy)
         return rollouts
 
+    def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
+        """Begin the rollouts of `generate_window`, which other processes make meanwhile."""
+        raise AssertionError("only servers hand on rollouts as they end")
+
     def close(self) -> None: ...
 
 
@@ -105,15 +109,6 @@ class RolloutStream(Protocol):
 
     def close(self) -> None:
         """Cancel the rollouts that have not ended; the iteration ends. Any thread may call this at any time."""
-        ...
-
-
-@runtime_checkable
-class StreamingBackend(RolloutBackend, Protocol):
-    """A backend whose rollouts other processes make, while this process can do other work."""
-
-    def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
-        """Begin the rollouts of `generate_window`."""
         ...
 
 

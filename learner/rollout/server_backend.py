@@ -29,8 +29,8 @@ from learner.records import CallRecord, Rollout, RolloutCallLog
 from learner.rollout.backend import (
     MicroStep,
     Requests,
+    RolloutBackend,
     RolloutStream,
-    StreamingBackend,
     begin_record,
     recorded,
     split_window,
@@ -102,7 +102,7 @@ class _Rollouts(RolloutStream):
         self._future.cancel()
 
 
-class ServerBackend(StreamingBackend):
+class ServerBackend(RolloutBackend):
     """`token`: the bearer token. `vocab_size`: the learner's; the servers' must be equal. `pixel_share`: share of the
     samples whose learned rollouts ask for pixels. `images` reads the photographs of augmented pictures. `on_call` gets
     the record of every `stream`, in the thread that iterated it. `membership` has the servers that the ranks agreed on,
@@ -260,7 +260,7 @@ class ServerBackend(StreamingBackend):
         return split_window(window, [ended[i] for i in range(len(ended))])
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
-        """See `StreamingBackend`. Ranks may bring different numbers of samples, at different times."""
+        """See `RolloutBackend`. Ranks may bring different numbers of samples, at different times."""
         share = 0.0 if greedy else self._pixel_share
         return self._stream(window, self._decoding.of(greedy=greedy), global_step=global_step, share=share)
 

@@ -40,7 +40,7 @@ from learner.journal.log import PhaseClock
 from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, PolicyTokens, Rollout, Segment, Target
 from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream
-from learner.steps.segments import RolloutSource, SegmentStream, in_groups
+from learner.steps.segments import RolloutSource, in_groups
 from learner.tasks.rewards import Rewards
 from learner.tasks.supervision import build_segment, own_target
 from shared.errors import ConfigError
@@ -188,25 +188,11 @@ class GroupSource(RolloutSource):
                 step_mean = self._mean_of_step(groups) if self.grpo.advantage == "batch" else 0.0
             return self._reinforced(groups, prompts, step_mean)
 
-    def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:
+    def _as_ready(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> Iterator[tuple[int, Segment]]:
+        """Yield the segments of a group together, when its last rollout has ended."""
         assert self.grpo.advantage != "batch", "a step's mean is known when its last rollout has ended"
-        return _GroupStream(self, rollouts, prompts)
-
-
-class _GroupStream(SegmentStream):
-    """The segments of a group, when its last rollout has ended."""
-
-    def __init__(self, source: GroupSource, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> None:
-        self._source, self._rollouts, self._prompts = source, rollouts, prompts
-
-    def __iter__(self) -> Iterator[tuple[int, Segment]]:
-        for places, group in in_groups(
-            self._rollouts, size=self._source.grpo.num_generations, number=len(self._prompts)
-        ):
-            yield from zip(places, self._source.reinforced(group, [self._prompts[i] for i in places]), strict=True)
-
-    def close(self) -> None:
-        self._rollouts.close()
+        for places, group in in_groups(rollouts, size=self.grpo.num_generations, number=len(prompts)):
+            yield from zip(places, self.reinforced(group, [prompts[i] for i in places]), strict=True)
 
 
 def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:

@@ -14,7 +14,7 @@ from learner.data.prompt import PromptCheck
 from learner.extensions import Task
 from learner.journal.log import PhaseClock
 from learner.records import Channel, EncodedPrompt, Rollout, Segment, Target
-from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream, StreamingBackend
+from learner.rollout.backend import MicroStep, RolloutBackend, RolloutStream
 from learner.tasks.rewards import Rewards
 from learner.tasks.supervision import build_segment
 from shared.pixels import ImageProcessing
@@ -37,15 +37,20 @@ class SegmentSource(Protocol):
         ...
 
 
-class SegmentStream(Protocol):
+class SegmentStream:
     """Segments as they become ready: the place of each among the samples, and the segment. One thread iterates it,
     once. The iteration raises what ended the rollouts."""
 
-    def __iter__(self) -> Iterator[tuple[int, Segment]]: ...
+    def __init__(self, rollouts: RolloutStream, segments: Iterator[tuple[int, Segment]]) -> None:
+        """`segments` are made of `rollouts`, by the thread that iterates."""
+        self._rollouts, self._segments = rollouts, segments
+
+    def __iter__(self) -> Iterator[tuple[int, Segment]]:
+        return self._segments
 
     def close(self) -> None:
         """Give up what is not ready; the iteration ends. From any thread, at any time."""
-        ...
+        self._rollouts.close()
 
 
 class GroundTruthSource(SegmentSource):
@@ -120,12 +125,12 @@ class RolloutSource(SegmentSource):
 
     def stream(self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int) -> SegmentStream:
         """Return what `segments` returns, each as it becomes ready."""
-        backend = self._backend
-        assert isinstance(backend, StreamingBackend), "only servers hand on rollouts as they end"
-        return self._stream_of(backend.stream([step], global_step=global_step), prompts)
+        rollouts = self._backend.stream([step], global_step=global_step)
+        return SegmentStream(rollouts, self._as_ready(rollouts, prompts))
 
-    def _stream_of(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> SegmentStream:
-        return _Segments(self, rollouts, prompts)
+    def _as_ready(self, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> Iterator[tuple[int, Segment]]:
+        for place, rollout in rollouts:
+            yield place, self.segment(rollout, prompts[place])
 
     def segment(self, rollout: Rollout, prompt: EncodedPrompt) -> Segment:
         """Return the segment of one rollout. Raises PromptMismatchError or ServerMismatchError if the engine's prompt
@@ -141,20 +146,6 @@ class RolloutSource(SegmentSource):
         if self._on_answer is not None:
             self._on_answer(assignment, target)
         return build_segment(prompt, target, sample_id=rollout.sample.sample_id, ver=rollout.ver, stats=stats)
-
-
-class _Segments(SegmentStream):
-    """A segment of each rollout as it ends, made by the thread that iterates."""
-
-    def __init__(self, source: RolloutSource, rollouts: RolloutStream, prompts: Sequence[EncodedPrompt]) -> None:
-        self._source, self._rollouts, self._prompts = source, rollouts, prompts
-
-    def __iter__(self) -> Iterator[tuple[int, Segment]]:
-        for place, rollout in self._rollouts:
-            yield place, self._source.segment(rollout, self._prompts[place])
-
-    def close(self) -> None:
-        self._rollouts.close()
 
 
 def in_groups(

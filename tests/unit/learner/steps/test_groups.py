@@ -327,7 +327,7 @@ def test_a_stream_hands_on_whole_groups_in_any_order_of_arrival(seed: int) -> No
     order = random.Random(seed).sample(range(6), 6)
     arriving = Arriving(backend.generate(samples, **PLACE), order)
     places, met = [], []
-    for place, segment in source._stream_of(arriving, prompts):
+    for place, segment in source._as_ready(arriving, prompts):
         places.append(place)
         met.append((place, segment))
         group = range(place - place % 2, place - place % 2 + 2)

@@ -19,6 +19,7 @@ from learner.records import PackedRow, Segment
 from learner.steps import in_step
 from learner.steps.in_step import StepRollouts
 from learner.steps.packing import ArrivingRows, fifo, pack_lengths
+from learner.steps.segments import SegmentStream
 from shared.errors import DataError, DeadlineError, RolloutError
 from tests.waits import wait_until
 
@@ -142,7 +143,7 @@ def test_a_segment_longer_than_a_row_is_refused_as_it_arrives() -> None:
 # ---- the thread ----------------------------------------------------------------------------------------------------
 
 
-class Stream:
+class Stream(SegmentStream):
     """Segments that are handed on when the test says so; ends when it is closed."""
 
     def __init__(self, lengths: Sequence[int], *, error: Exception | None = None) -> None:
