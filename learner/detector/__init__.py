@@ -1,6 +1,6 @@
 """The way from photographs to scored boxes: `predict`, `calibrate`, `evaluate`, and `Detector` for Python.
 
-(`learner.predict` is something else: it predicts what training would gain.)
+`learner.predict` is another package: it measures what training would gain.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ __all__ = ["Detector"]
 
 
 def __getattr__(name: str) -> object:
-    """`Detector` is loaded when it is asked for: parts of this package are quick to import."""
+    """Load `Detector` on first use, so that the other modules of this package import quickly."""
     if name == "Detector":
         from learner.detector.detector import Detector
 

@@ -1,9 +1,8 @@
 """Answers to images: one greedy answer and K drawn ones of each, by any of a run's backends.
 
-`Answers` is vLLM in this process (the default), transformers' `generate` (`hf`), or a rollout server that runs already.
-Answers carry the log-probabilities of their tokens. A drawn answer's seed follows from the image's place and the
-number of the draw, so it does not depend on how many images are asked for at once, or on what was done before an
-interruption.
+`Answers` asks vLLM in this process (the default), transformers' `generate` (`hf`), or a running rollout server. Answers
+carry the log-probabilities of their tokens. A drawn answer's seed follows from the image's place and the number of the
+draw. So the seed does not depend on how many images are answered at once, or on an interruption.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from shared.wire import ServerStatus
 Backend = Literal["vllm", "hf"]
 SEED = 0
 ON_CPU, ON_CUDA = 32, 128  # sequences that are decoded at once
-REACHABLE_S = 10.0  # that a server has to answer at all; it runs already
-GPU_SHARE = 0.85  # share of a GPU's memory: nothing is trained beside the engine
-MOST_PARTS = 4096  # an image's parts, each with seeds of its own
-_TEXT_MARGIN = 64  # tokens, beyond the longest prompt that is foreseen
+REACHABLE_S = 10.0  # seconds until a server's first answer; the server already runs
+GPU_SHARE = 0.85  # of a GPU's memory: nothing is trained beside the engine
+MOST_PARTS = 4096  # of an image; each part has seeds of its own
+_TEXT_MARGIN = 64  # tokens, added to the longest expected prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """The making of answers. `server`: the URL of a rollout server, which serves the same model; another text raises
+    """Settings for answers. `server` is the URL of a rollout server with the same model; another text raises
     ConfigErrors."""
 
     backend: Backend = "vllm"
@@ -81,7 +80,7 @@ class Answers:
 
     @property
     def images_at_once(self) -> int:
-        """Return how many images keep the backend busy. What was answered is kept after each so many."""
+        """Return how many images keep the backend busy. Answers are saved after each such number of images."""
         return max(1, self._config().decode_batch_size // max(1, self.asked.samples))
 
     def __enter__(self) -> Self:
@@ -99,8 +98,8 @@ class Answers:
         self._stack.close()
 
     def of(self, groups: Mapping[int, Sequence[Sample]]) -> dict[int, list[list[Rollout]]]:
-        """The answers to the samples of each image, by the image's place in the whole line; of each sample the greedy
-        answer first. Raises what a run's rollouts raise."""
+        """Return the answers to the samples of each image, by the image's place in the whole line. Each sample's greedy
+        answer comes first. Raises what a run's rollouts raise."""
         greedy = self._generate(groups, 1, greedy=True)
         self._require_same_prompt(greedy)
         drawn = self._generate(groups, self.asked.samples, greedy=False) if self.asked.samples else {}
@@ -113,7 +112,7 @@ class Answers:
     def _generate(
         self, groups: Mapping[int, Sequence[Sample]], number: int, *, greedy: bool
     ) -> dict[int, list[Rollout]]:
-        """`number` answers to each sample, those of a sample in a row."""
+        """Return `number` answers to each sample, one sample after the other."""
         assert self._backend is not None, "inside the block only"
         window = [
             MicroStep(
@@ -127,7 +126,7 @@ class Answers:
         return dict(zip(groups, rollouts, strict=True))
 
     def _require_same_prompt(self, greedy: Mapping[int, Sequence[Rollout]]) -> None:
-        """A server may have other limits of images than the model's settings: the first prompt shows it (R03)."""
+        """Check a server's first prompt (R03): the server may have other limits of images than the model's settings."""
         if self.asked.server is None or self._prompt_is_checked:
             return
         first = next(rollout for rollouts in greedy.values() for rollout in rollouts)
@@ -166,8 +165,9 @@ class Answers:
         return backend
 
     def _require_same_weights(self, url: str, status: ServerStatus) -> None:
-        """Scores and prompt are those of one model. Weights that a run has synced cannot be compared with files, nor an
-        adapter with the model that it was merged into."""
+        """Raises ServerMismatchError if the server has other weights than the model, to which scores and prompt belong.
+        Weights that a run has synced cannot be compared with files. An adapter cannot be compared with the merged
+        model."""
         if status.ver or not status.weights or self._model.has_adapter:
             return
         if checkpoint_digest(str(self._model.folder)) != status.weights:
@@ -219,7 +219,7 @@ class Answers:
         return torch.bfloat16 if self.device.type == "cuda" else torch.float32
 
     def _config(self, changes: dict[str, object] | None = None) -> RolloutMatchingConfig:
-        """Return a configuration as a run's, with the run's own vLLM settings if they are known."""
+        """Return the rollout section of a configuration, with the run's own vLLM settings if the run is known."""
         asked, settings = self.asked, self._model.settings
         run: RunConfig | None = self._model.run
         vllm: dict[str, object] = {"gpu_memory_utilization": GPU_SHARE, "max_model_len": self._longest()}

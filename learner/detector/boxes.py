@@ -1,8 +1,8 @@
 """Predicted objects in pixels, and what is found in the tiles of large photographs, merged.
 
-A `Prediction` is all that was found in one image. Tiles overlap, so an object that one tile cuts is whole in the next,
-if it is smaller than the overlap. `merge` keeps the best of each: a box goes if a better one of its class overlaps it,
-or if a tile's edge cut it and a better one covers it. Pure.
+A `Prediction` has all boxes of one image. Tiles overlap. So an object that one tile cuts is whole in the next tile, if
+the object is smaller than the overlap. `merge` leaves out a box if a better box of its class overlaps it, or if a
+tile's edge cut the box and a better box covers it. No side effects.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ _EDGE = 2.0  # pixels from a tile's edge at which a box counts as cut
 
 
 class ScoredBox(NamedTuple):
-    """`box` is x1, y1, x2, y2 in pixels. `outline` is x1, y1, x2, y2, ... of a polygon, or (). `votes` are the drawn
-    answers that have the object; None: none were drawn."""
+    """`box` is x1, y1, x2, y2 in pixels. `outline` is x1, y1, x2, y2, ... of a polygon, or (). `votes` counts the
+    drawn answers that have the object; None: no answers were drawn."""
 
     name: str
     score: float
@@ -62,7 +62,7 @@ def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, flo
 def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height: int) -> list[ScoredBox]:
     """Return the boxes of all tiles, each object once, best first."""
     found = [(box, _is_cut(box, tile, width, height)) for tile, boxes in parts for box in boxes]
-    found.sort(key=lambda entry: (entry[1], -entry[0].score))  # whole ones first
+    found.sort(key=lambda entry: (entry[1], -entry[0].score))  # whole boxes first
     kept: list[ScoredBox] = []
     for box, cut in found:
         same = [other.box for other in kept if other.name == box.name]
@@ -72,7 +72,7 @@ def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height:
 
 
 def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) -> bool:
-    """True if one of `others` [N, 4] is the same object."""
+    """Return True if a box of `others` [N, 4] is the same object."""
     x1, y1, x2, y2 = box
     width = np.minimum(x2, others[:, 2]) - np.maximum(x1, others[:, 0])
     height = np.minimum(y2, others[:, 3]) - np.maximum(y1, others[:, 1])
@@ -84,7 +84,7 @@ def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) 
 
 
 def _is_cut(box: ScoredBox, tile: Tile, width: int, height: int) -> bool:
-    """Return True if it touches an edge of its tile that is inside the image."""
+    """Return True if the box touches an edge of its tile that is inside the image."""
     x1, y1, x2, y2 = box.box
     return (
         (tile.left > 0 and x1 <= tile.left + _EDGE)

@@ -1,8 +1,7 @@
 """`rollout-learner calibrate`: answers to annotated validation images in, `calibration.json` beside the model out.
 
-The images are answered once, greedily and by as many drawn answers as the largest number asked for. Each smaller number
-is fitted on the first of them. The images must be ones that the model was not trained on: answers to training images
-look too good.
+Each image gets a greedy answer, and as many drawn answers as the largest of `samples`. Smaller numbers are fitted on
+the first drawn answers. The model must not have been trained on the images: answers to training images look too good.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class CalibrateOptions:
 
 
 def calibrate(options: CalibrateOptions) -> int:
-    """Returns the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
+    """Calibrate, write the file, and return the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     model = find_model(options.model, config=options.config)
@@ -70,14 +69,14 @@ def calibrate(options: CalibrateOptions) -> int:
 
 
 def asked_as(model: ModelFiles, samples: Sequence[Sample]) -> list[Sample]:
-    """The samples with the model's own prompt."""
+    """Return the samples with the model's own prompt."""
     return [replace(sample, messages=tuple(model.settings.messages)) for sample in samples]
 
 
 def _answered(
     answers: Answers, samples: Sequence[Sample], task: DetectionTask, console: Console
 ) -> Iterator[list[ParsedRollout]]:
-    """The parsed answers to each sample, in order."""
+    """Yield the parsed answers to each sample, in order."""
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with answers, Progress(*columns, console=console) as bar:
         line = bar.add_task("images", total=len(samples))

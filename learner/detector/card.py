@@ -1,8 +1,8 @@
 """The model card of an export: what the model is, what it was measured to do, and how to ask it.
 
 In: a checkpoint's folder, the settings by which it is asked, and the run that trained it, if it is a checkpoint of one.
-Out: the text of `README.md`, whose first lines the Hugging Face hub reads. Nothing in it is a path of this machine but
-the last two parts of the training data's.
+Out: the text of `README.md`, whose first lines the Hugging Face hub reads. The text has no path of this machine, except
+the last two parts of the training data's path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.reading import bytes_beside
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_MAX_METRICS = 8  # a task without F1 shows no more
+_MAX_METRICS = 8  # most metrics of a task without F1
 _MAX_CLASSES = 100
 METHODS = {
     "sft": "supervised fine-tuning on the labels (`sft`)",
@@ -57,7 +57,8 @@ def notes_of(
 
 
 def card_of(model: ModelFiles, name: str) -> str:
-    """Return the text of README.md. `name`: the model's name for people; the owner writes that of the repository."""
+    """Return the text of README.md. `name` is the model's name for people. The owner of the repository
+    replaces OWNER in its text."""
     origin = trained_by(model.folder) if model.run is not None else None  # a configuration that may be read (D24)
     run, step = (read_run(origin[0]), origin[1]) if origin else (None, None)
     measured = _measured(run, step) if run else ()
@@ -79,7 +80,7 @@ def _base_of(run: RunRecord | None) -> str | None:
 
 
 def _measured(run: RunRecord, step: int | None) -> tuple[EvalPoint, ...]:
-    """Return the evaluation before the first step, and that of these weights, as far as there are any with metrics."""
+    """Return the evaluations with metrics among two: before the first step, and of these weights."""
     points = [point for point in run.evals if point.metrics]
     return tuple(point for point in points if point.global_step in (0, step))
 
@@ -144,7 +145,7 @@ def _figures(run: RunRecord, measured: Sequence[EvalPoint]) -> str:
 
 
 def _names(points: Sequence[EvalPoint]) -> list[str]:
-    """Return the metrics that a card shows: those of detection, or the first of another task."""
+    """Return the metrics that a card shows: detection's, or another task's first metrics."""
     known = dict.fromkeys(name for point in points for name in point.metrics)
     shown = [name for name in (*SHOWN, "coco/ap", "coco/ap50") if name in known]
     return shown or [name for name in known if "/" not in name][:_MAX_METRICS]
@@ -243,7 +244,7 @@ def _prompt(settings: InferenceSettings) -> str:
 
 
 def _messages(settings: InferenceSettings) -> str:
-    """The turns as Python, the image as a file to open."""
+    """Return the turns as Python source, in which the image is a file to open."""
     turns = []
     for turn in settings.messages:
         before, image, after = str(turn["content"]).partition(IMAGE)
@@ -255,7 +256,7 @@ def _messages(settings: InferenceSettings) -> str:
     return "[\n" + "".join(turns) + "]"
 
 
-# ---- names of others, which are no markup and no code --------------------------------------------------------------
+# ---- names from others, made safe in Markdown and code -------------------------------------------------------------
 
 
 def _text(value: str) -> str:
@@ -269,7 +270,7 @@ def _code(value: str) -> str:
 
 
 def _block(text: str) -> str:
-    """Return a text as a block of code, whose fence is longer than any in it."""
+    """Return a text as a block of code with a fence longer than any fence in the text."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}text\n{text}\n{fence}"
 

@@ -1,7 +1,7 @@
 """`rollout-learner predict --model DIR INPUT... --out DIR`.
 
-Prints a line per unreadable image and a progress bar to stderr, and at the end where the results are. Exit code 1 if an
-image was skipped. A command that was interrupted goes on where it stopped.
+Prints a line per unreadable image and a progress bar to stderr, and at the end where the results are. The exit code is
+1 if an image was skipped. If a command was interrupted, the same command continues where it stopped.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from learner.detector.results import Store, write_results
 from learner.extensions import Reader, reader_of
 from shared.images import ImageRules, Images
 
-LEAST_SCORE = 0.001  # COCO results without --conf have no lower one
+LEAST_SCORE = 0.001  # of boxes in COCO results without --conf
 
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line's options. `conf` None: the pictures and the CSV show what the calibration finds best, the COCO
-    results have everything."""
+    """The command line's options. `conf` None: pictures and CSV have the boxes that reach the calibration's
+    threshold, COCO results have all boxes."""
 
     model: Path
     inputs: Sequence[str]
@@ -51,7 +51,8 @@ class Options:
 
 
 def predict(options: Options) -> int:
-    """Returns the exit code. Raises ConfigError, DataError, ServerError, RolloutError, OutputError."""
+    """Predict, write the results, and return the exit code. Raises ConfigError, DataError, ServerError, RolloutError,
+    OutputError."""
     quiet()
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     model = find_model(options.model, config=options.config, prompt=options.prompt, classes=options.classes)
@@ -92,8 +93,8 @@ def tell_warnings(model: ModelFiles, console: Console) -> None:
 
 @dataclass(kw_only=True)
 class Work:
-    """The work that a command did itself. `num_before`: images that an earlier one had done. `skipped`: one line an
-    image. `seconds`: without the start of the backend."""
+    """The work of one command. `num_before` counts the images of earlier commands. `skipped` has a line for each
+    skipped image. `seconds` is without the start of the backend."""
 
     num_images: int
     num_before: int = 0
@@ -165,7 +166,7 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
 
 def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Reader | None]:
     """Decide how annotation files are read: as the run reads them if its configuration is `named`, else by the
-    defaults. A configuration that was only found says nothing here: a reader of it would be imported (D24)."""
+    defaults. A configuration that was only found is not used: its reader would be imported (D24)."""
     run = model.run
     if run is None or not named:
         return None, None
@@ -176,7 +177,7 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
 
 
 def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, object]:
-    """Return what must be the same for a command to go on."""
+    """Return the values that must be equal if a command continues an earlier command."""
     sources = hashlib.sha256("\n".join(image.source for image in line.values()).encode()).hexdigest()[:16]
     asked = {key: value for key, value in asdict(options.asked).items() if key != "token"}
     return {

@@ -6,8 +6,9 @@
         for prediction in detector.predict(["a.jpg", "b.jpg"]):
             print(prediction.name, prediction.boxes)
 
-The model is asked as training asked it (`inference.json` beside its weights). Every box has a score: the probability
-that it is right, if the model has a calibration; else it only ranks boxes, by the probability of their tokens.
+The model is asked as training asked it (`inference.json` beside its weights). Every box has a score. If the model has a
+calibration, the score is the probability that the box is right. Otherwise the score only ranks boxes: it rises with the
+probability of their tokens.
 """
 
 from __future__ import annotations
@@ -39,27 +40,27 @@ from shared.images import ImageRules, Images
 from shared.wire import Turn
 
 Photograph = str | Path | Image.Image
-MOST_BYTES = 64 << 20  # images of one call of a server
+MOST_BYTES = 64 << 20  # of images in one call to a server
 MOST_PATH = 4096  # characters
 
 
 class Parts(NamedTuple):
-    """An image's tiles, and a sample of each; or the images of a record, each as one tile, and one sample."""
+    """The tiles of an image and a sample for each tile; or the images of a record, each as one tile, and one sample."""
 
     tiles: list[Tile]
     samples: list[Sample]
 
 
 class Ask(NamedTuple):
-    """The images that are asked together: an image, or the images of a record. `places` are theirs in the whole
-    line."""
+    """Images that are asked together: one image, or the images of a record. `places` are the images' places in the
+    whole line."""
 
     places: list[int]
     parts: Parts | MediaError
 
 
 class Detector:
-    """A model that answers images. Opens its backend at the first prediction; `close` it, or use it in a `with`."""
+    """A model that answers images. The first prediction opens the backend; `close` the detector, or use a `with`."""
 
     def __init__(
         self,
@@ -72,10 +73,9 @@ class Detector:
         calibration: Calibration | None = None,
         **options: Any,
     ) -> None:
-        """`options` are fields of `AnswerSettings`, such as `samples=4` or `backend="hf"`. `conf`: boxes with a lower
-        score are left out. `classes`: only these; () for all. A model
-        that was not trained here is asked for them. `tile`: side of the tiles of larger photographs, in
-        pixels.
+        """`options` are fields of `AnswerSettings`, such as `samples=4` or `backend="hf"`. Boxes with a score below
+        `conf` are left out, and so are boxes of other classes than `classes`, unless `classes` is (). A model that was
+        not trained here is asked for `classes`. `tile` is the side of the tiles of larger photographs, in pixels.
 
         Raises ConfigError."""
         self.model = path if isinstance(path, ModelFiles) else find_model(path, classes=classes)
@@ -91,7 +91,7 @@ class Detector:
         self._first = FirstReader(self.model.folder, settings, unit, self._pieces) if unit is not None else None
         self._images = Images(ImageRules())
         self._is_open = False
-        self.heard: Callable[[ParsedRollout], object] | None = None  # gets each greedy answer, as it was read
+        self.heard: Callable[[ParsedRollout], object] | None = None  # is called with each parsed greedy answer
 
     def __enter__(self) -> Self:
         if not self._is_open:
@@ -120,9 +120,9 @@ class Detector:
         return found
 
     def predictions(self, line: Mapping[int, InputImage]) -> Iterator[tuple[int, Prediction | MediaError]]:
-        """Yield one prediction an image, some images at a time. If an image cannot be used, the error comes instead.
-        `line` has images by their places in the whole line, on which their drawn answers depend; those of a record
-        stand side by side. Raises ConfigError if the model cannot be asked about them."""
+        """Yield one prediction an image, some images at a time. If an image cannot be used, its MediaError is yielded
+        instead. `line` has images by their places in the whole line; drawn answers depend on these places. Images of
+        one record stand side by side. Raises ConfigError if the model cannot be asked about the images."""
         self._require_askable(line.values())
         self.__enter__()
         waiting: dict[int, Ask] = {}
@@ -146,7 +146,7 @@ class Detector:
             )
 
     def _is_enough(self, waiting: Collection[Ask]) -> bool:
-        """True if these keep the backend busy, or are as much as should be sent at once."""
+        """Return True if these images keep the backend busy, or have as many bytes as one call should send."""
         samples = [sample for one in waiting if isinstance(one.parts, Parts) for sample in one.parts.samples]
         sent = sum(len(image) for sample in samples for image in sample.images) * max(1, self.asked.samples)
         return len(samples) >= self.answers.images_at_once or sent >= MOST_BYTES
@@ -173,7 +173,7 @@ class Detector:
                 sources = [self._sent(image.source), *(_png(picture.crop(tile)) for tile in tiles[1:])]
                 named = zip(sources, tiles, strict=True)
                 samples = [self._sample(str(image.id), source, tile) for source, tile in named]
-            self.answers.encoder.num_tokens(samples[0])  # raises if the model cannot take its shape
+            self.answers.encoder.num_tokens(samples[0])  # raises if the model cannot take the shape of the image
         except MediaError as error:
             return error
         except DataError as error:  # the sample that the image became is wrong
@@ -186,7 +186,7 @@ class Detector:
         return Parts(tiles, samples)
 
     def _whole_record(self, record: Sample) -> Parts:
-        """Ask with the model's own prompt if it is for so many images, else the record's."""
+        """Return a record with the model's own prompt if that prompt is for as many images, else with the record's."""
         sizes = [self._images.load(source).size for source in record.images]
         messages: Sequence[Turn] = self.model.settings.messages
         try:
@@ -205,7 +205,8 @@ class Detector:
         return Parts([Tile(0, 0, *size) for size in sizes], [sample])
 
     def _sent(self, source: str) -> str:
-        """A server may be on another machine, or may not read this folder: it gets the file's bytes."""
+        """Return an image as it is sent. A server gets the file's bytes: it may be on another machine, or may not read
+        this folder."""
         path = Path(source.removeprefix("file://")) if len(source) < MOST_PATH else None
         if self.asked.server is None or path is None or not path.is_file():
             return source
@@ -240,9 +241,9 @@ class Detector:
         )
 
     def _boxes(self, tile: Tile, answers: Sequence[Rollout], number: int | None = None) -> list[ScoredBox]:
-        """Return the boxes, best first. `number`: the image that they are of, if the answers are to several."""
+        """Return the boxes, best first. `number` is the image of the boxes, if the answers are to several images."""
         parsed = [self.task.parse(answer) for answer in answers]
-        if self._first is not None:  # of a model that was not trained here
+        if self._first is not None:  # a model that was not trained here
             size = tile.right - tile.left, tile.bottom - tile.top
             found = [ScoredObject(obj, score, None) for obj, score in self._first.objects(answers[0], size)]
             own = tuple(PredictedObject(one.object, range(0)) for one in found)
@@ -260,8 +261,8 @@ class Detector:
 
 
 def _asks(line: Mapping[int, InputImage]) -> dict[int, list[int]]:
-    """Return the places of what is asked together, by the place of the first image of it in the whole line. That one
-    may be missing here, if a command was interrupted within a record."""
+    """Return the places of images that are asked together, by the place of the first of these images. The first image
+    may be missing in `line`, if a command was interrupted within a record."""
     found: dict[int, list[int]] = {}
     for place, image in line.items():
         found.setdefault(place - (image.number - 1), []).append(place)

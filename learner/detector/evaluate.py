@@ -1,7 +1,7 @@
 """`rollout-learner evaluate ANNOTATIONS --predictions NAME=FILE ... --model NAME=DIR ... --retain NAME=FILE ...`.
 
-Compares detectors on an annotation file, files first, then models, in the order of the command line: each is compared
-with all before it. Prints a table, and writes `evaluation.json` and `index.html`.
+Compares detectors on an annotation file: files first, then models, in the order of the command line. Each detector is
+compared with all earlier detectors. Prints a table, and writes `evaluation.json` and `index.html`.
 
 The models answer the annotation files of `--retain` too. What each gained and lost there is compared with the first
 model, beside what it gained on the main file.
@@ -53,7 +53,7 @@ from shared.reading import json_of
 
 EVALUATION, PAGE = "evaluation.json", "index.html"
 _MAIN, _VAL = "main", "val"
-TABLE_WIDTH = 110  # characters: where nobody looks, as in a log, lines are not broken
+TABLE_WIDTH = 110  # characters, at least: lines of a log are not broken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,7 +77,7 @@ class EvaluateOptions:
 
 
 def evaluate(options: EvaluateOptions) -> int:
-    """Returns the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
+    """Compare, write both files, and return the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
     quiet()
     _require_detectors(options)
     if not options.overwrite:
@@ -148,10 +148,10 @@ def _compared(
     results: list[DetectorResult],
     thresholds: Mapping[str, float],
 ) -> Compared:
-    """Return the comparisons; [] if nothing is retained. Differences are from the first model everywhere."""
+    """Return the comparisons; [] if nothing is retained. All differences are from the first model."""
     if not options.retain:
         return []
-    if options.predictions:  # they are not models: `results` has differences from the first file
+    if options.predictions:  # `results` has differences from the first file, which is no model
         models = found[_MAIN][len(options.predictions) :]
         results = evaluate_all(models, samples[_MAIN], thresholds)
     others = [(name, _retained(name)) for name in options.retain]
@@ -184,7 +184,7 @@ def _require_detectors(options: EvaluateOptions) -> None:
 
 
 def _require_free(out: Path) -> None:
-    """Raises OutputError if a file there would be replaced that `evaluate` did not write."""
+    """Raises OutputError if `out` has a file that `evaluate` would replace and did not write."""
     own = _is_evaluation(out / EVALUATION) and not (out / REQUEST).is_file()
     if there := [name for name in (EVALUATION, PAGE) if (out / name).exists() and not own]:
         raise OutputError(
@@ -196,7 +196,7 @@ def _require_free(out: Path) -> None:
 
 
 def _is_evaluation(file: Path) -> bool:
-    """Return True if the file is as `_rows` has it; its page was written after it."""
+    """Return True if `evaluate` wrote the file. So it also wrote the page, which comes later."""
     try:
         rows = json_of(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -205,7 +205,7 @@ def _is_evaluation(file: Path) -> bool:
 
 
 def _retained(name: str) -> str:
-    """Keeps the names of a user apart from those of this module."""
+    """Return the key of an annotation file of `retain`, which differs from the keys of other files."""
     return f"retain {name}"
 
 
@@ -220,7 +220,7 @@ def _samples(options: EvaluateOptions, path: str) -> list[Sample]:
 def _read(
     annotations: str, samples: Sequence[Sample], predictions: Mapping[str, Path], read_as: ReadAs, console: Console
 ) -> list[Found]:
-    """Read results, and say how they were read and what may be wrong with them."""
+    """Read results. Print how the results were read, and what may be wrong with them."""
     classes, found = classes_of(annotations), []
     for name, path in predictions.items():
         read = read_results(path, name, samples, classes, read_as)
@@ -260,7 +260,7 @@ def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found
 def _ranked(
     options: EvaluateOptions, kept: Mapping[str, list[list[Scored]]], samples: Sequence[Sample], console: Console
 ) -> list[RankedModel]:
-    """Return the detectors' F1 where labels have gaps, and print it; [] where they show none, or cannot rank them."""
+    """Return and print the detectors' F1 if labels have gaps; [] if labels show no gaps, or cannot rank detectors."""
     audited = require_verdicts(options.audit) if options.audit is not None else []
     places = drawn_places(len(samples))
     judge = GapJudge([samples[i] for i in places], Images(ImageRules()).load, audited)

@@ -5,7 +5,8 @@ threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval,
 Boxes are compared in pixels, without rounding.
 
 The threshold is the one with the best F1@0.5 on a validation set, if its results are given. Otherwise the images are
-split in five parts, and each part is scored at the threshold that is best on the others: so no image chooses its own.
+split in five parts, and each part is scored at the threshold that is best on the others. So no image has a say in its
+own threshold.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class Scored(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Found:
-    """The boxes that one detector found, by sample id. `reason`: why a model's are near F1 0, if anything is known."""
+    """The boxes that one detector found, by sample id. `reason` explains an F1 near 0, if a reason is known."""
 
     name: str
     boxes: Mapping[str, Sequence[Scored]]
@@ -60,8 +61,8 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Values at IoU 0.5 at each of `GRID`: precision by recall, mean over classes and of each; F1 of all boxes with a
-    score of at least so much. Empty without objects."""
+    """Values at IoU 0.5 at each of `GRID`: precision by recall, as the mean over classes and by class, and F1 of the
+    boxes with at least this score. Precision is empty without objects."""
 
     precision: Sequence[float]
     f1: Sequence[float]
@@ -70,8 +71,8 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorResult:
-    """`threshold` None: one for each part of the images. `pairs`: differences from each earlier detector by its name,
-    by metric; `differences` are those from the first, {} for the first itself."""
+    """The scores of one detector. `threshold` None: each part of the images has its own. `pairs` has the differences
+    from each earlier detector, by its name and metric. `differences` are from the first detector; {} for the first."""
 
     name: str
     threshold: float | None
@@ -140,8 +141,8 @@ class JudgedBoxes:
 
 
 def without_border(found: Sequence[Found], samples: Sequence[Sample]) -> tuple[list[Found], list[Sample]]:
-    """Return both without what touches the photograph's border. Labels there become ignore regions, and boxes there
-    count only if they are on another label."""
+    """Return boxes and samples without the objects that touch the border of their photograph. Labels at the border
+    become ignore regions. Boxes at the border count only if they are on another label."""
     line, inside = list(found), []
     for sample in samples:
         touching = _touching(sample.objects)
@@ -245,7 +246,7 @@ def _by_class(
 
 
 def assignment_of(boxes: Sequence[Scored], sample: Sample) -> Assignment:
-    """The boxes as if an answer had them, for the metrics of answers."""
+    """Return the boxes as an answer that has these objects, for the metrics of answers."""
     rollout = Rollout(sample=sample, prompt_token_ids=(), response_token_ids=(), finish_reason="stop", ver=0, seed=None)
     parsed = ParsedRollout(
         rollout=rollout,

@@ -1,7 +1,8 @@
 """What the page of `evaluate` draws: curves, a table of classes, and scenes for the matrices and the gallery of the
 run's report.
 
-In: results of `evaluation.py`, and the boxes that reach a detector's threshold. Out: records of `learner.report`. Pure.
+In: results of `evaluation.py`, and the boxes that reach a detector's threshold. Out: records of `learner.report`, and
+the page. No side effects.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """First boxes of a vision-language model that nobody trained here (R50): class names in, boxes out.
 
 The prompt is made from the classes, in the words that the model's family knows, and its answer is read as that family
-writes: objects of JSON with `bbox_2d` and `label`, or names and boxes between marks. Other text around them is passed
-over. Coordinates are thousandths, or pixels of the copy that the model sees (Qwen2.5-VL).
+writes: objects of JSON with `bbox_2d` and `label`, or names and boxes between marks. Other text is skipped. Coordinates
+are thousandths, or pixels of the copy that the model sees (Qwen2.5-VL).
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def first_settings(folder: Path, classes: Sequence[str]) -> tuple[InferenceSetti
 
 
 class FirstReader:
-    """Reads the answers of one model. `unit`: of its boxes."""
+    """Reads the answers of one model, whose boxes are in `unit`."""
 
     def __init__(self, folder: Path, settings: InferenceSettings, unit: Unit, pieces: TokenPieces) -> None:
         self._unit, self._pieces, self._classes = unit, pieces, settings.classes
@@ -82,7 +82,7 @@ class FirstReader:
         self._limits = pixel_limits(limits)
 
     def objects(self, answer: Rollout, size: Size) -> list[FirstBox]:
-        """Return the boxes in an answer to an image of `size`; of classes that were asked for."""
+        """Return the boxes of the requested classes in an answer to an image of `size`."""
         across, down = self._sides(size)
         scale = (NUM_BINS - 1) / across, (NUM_BINS - 1) / down
         found = []
@@ -116,7 +116,7 @@ class FirstReader:
                     yield one["desc"], values, score
 
     def _class_of(self, name: str) -> str | None:
-        """Return the class that a model means: in other letters, or in the plural."""
+        """Return the class of a name that may be in capitals or in the plural; None if there is none."""
         folded = name.strip().casefold()
         same = (one for one in self._classes if one.casefold() in (folded, folded.removesuffix("s")))
         return next(same, None)

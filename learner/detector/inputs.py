@@ -28,8 +28,9 @@ _WANTED = "a photograph, a folder of photographs, a pattern such as 'photos/*.jp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class InputImage:
-    """`id` is the annotation's, or a number. `source` is an image string. `name` is what a person calls it. `record`:
-    the sample whose images are looked at together, if it has several, and `number`, which of them this is, from 1."""
+    """An image to answer. `id` is the annotation's id, or a number. `source` is an image string, `name` is for people.
+    If a sample has several images, which the model sees together, `record` is the sample, and `number` is the place of
+    this image among them, from 1."""
 
     id: int | str
     source: str
@@ -39,13 +40,13 @@ class InputImage:
 
     @property
     def image(self) -> int | None:
-        """Return what an object of it has as its `image`."""
+        """Return the `image` of objects in this image."""
         return None if self.record is None else self.number
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Inputs:
-    """`bad`: what was wrong with records of annotation files, one line each; they are left out."""
+    """The images, without bad records of annotation files. `bad` has a line for each bad record."""
 
     images: list[InputImage]
     bad: list[str] = field(default_factory=list)
@@ -53,17 +54,17 @@ class Inputs:
 
 
 class Anything:
-    """Takes every sample: objects do not matter here."""
+    """Accepts every sample: objects do not matter to predictions."""
 
     def validate(self, sample: Sample) -> None: ...
 
 
 def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: Reader | None = None) -> Inputs:
-    """Find all images of `inputs`. `data` says how annotation files are read; None: as the defaults do.
+    """Find all images of `inputs`. `data` says how annotation files are read; None: by the defaults.
 
-    Raises DataError if an input is nothing of the kind, or if there is no image at all.
+    Raises DataError if an input is neither a photograph, a folder, a pattern nor annotations, or if there is no image.
     """
-    sources: dict[str, InputImage | str] = {}  # keys tell what each is, in order; a photograph has its name only
+    sources: dict[str, InputImage | str] = {}  # in order; a photograph has its name as its value
     bad: list[str] = []
     for text in inputs:
         files = _files(text)
@@ -86,7 +87,7 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
 
 
 def coco_categories(inputs: Sequence[str]) -> dict[str, int]:
-    """Ids of class names, if one of the inputs is COCO's."""
+    """Return the ids of class names of the first input that is a COCO file; {} without one."""
     for text in inputs:
         if not Path(text).is_file() or not _is_annotated(text) or format_of(DataConfig(train=text), text) != "coco":
             continue
@@ -95,7 +96,7 @@ def coco_categories(inputs: Sequence[str]) -> dict[str, int]:
 
 
 def _numbered(sources: Mapping[str, InputImage | str]) -> Iterator[InputImage]:
-    """Yield photographs with the numbers that annotations do not use."""
+    """Yield the images. Photographs get numbers that are no id of an annotated image."""
     taken = {image.id for image in sources.values() if isinstance(image, InputImage)}
     number = 0
     for source, image in sources.items():
@@ -108,8 +109,8 @@ def _numbered(sources: Mapping[str, InputImage | str]) -> Iterator[InputImage]:
 
 
 def _files(text: str) -> list[Path] | None:
-    """Return the photographs that an input names, of any kind; None if it is an annotation file. Raises DataError if it
-    is nothing."""
+    """Return the photographs of any kind that an input names; None for an annotation file. Raises DataError for other
+    inputs."""
     path = Path(text)
     if path.is_file():
         return _of_any_kind([path]) or None
@@ -166,7 +167,7 @@ def _nothing(text: str, found: str) -> list[Path]:
 
 
 def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list[InputImage], list[str]]:
-    """Return the images of an annotation file. Its objects do not matter, so bad ones are no mistake."""
+    """Return the images of an annotation file, and a line for each bad record. Bad objects are no mistake here."""
     lenient = {kind: "error" if kind in ("image_missing", "image_shape") else "drop" for kind in data.bad_records}
     changed = {"train": text, "on_bad_record": lenient}
     try:
@@ -186,8 +187,8 @@ def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list
 
 
 def images_of(sample: Sample) -> list[InputImage]:
-    """Return one for each image of a sample. Those of several have its id and `#1`, `#2`, as in a run's COCO
-    results."""
+    """Return an input for each image of a sample. If there are several, the sample's id is followed by `#1`, `#2`, as
+    in a run's COCO results."""
     several = len(sample.images) > 1
     return [
         InputImage(

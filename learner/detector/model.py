@@ -3,8 +3,8 @@
 `MODEL` is a checkpoint, an export, a committed model, or a run's folder, whose newest checkpoint is taken. A checkpoint
 with an adapter is merged into a folder of its own first: engines serve whole models.
 
-Whoever can write beside the weights may have put a `config.yaml` there. So it gives data only (D24): prompt, task and
-limits. How annotations are read, what is imported and what a variable holds needs a configuration that was named.
+Anyone who can write beside the weights may have put a `config.yaml` there. So only data are taken from this file (D24):
+prompt, task and limits. Readers, imports and variables need a configuration that the user named.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 ADAPTER = "adapter_config.json"
 BESIDE = "config.yaml beside the model"
-_FIRST_RECORDS = 200  # that are read to find the prompt, if only a configuration says it
+_FIRST_RECORDS = 200  # are read to find the prompt, if only a configuration says it
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelFiles:
+    """A model's folder, and how the model is asked."""
+
     folder: Path
     settings: InferenceSettings
     run: RunConfig | None = None  # the run that wrote it, if it is known
     prompted: bool = False  # True: asked with another prompt than that of training
-    writes: Unit | None = None  # it was not trained here, and writes boxes as its family does, in this unit
+    writes: Unit | None = None  # the unit of boxes of a model that was not trained here, and writes as its family does
     warnings: tuple[str, ...] = ()  # why `run` is None although there is one, and why the weights may be poor
 
     @property
@@ -62,10 +64,10 @@ class ModelFiles:
 def find_model(
     path: str | Path, *, config: str | None = None, prompt: str | None = None, classes: Sequence[str] = ()
 ) -> ModelFiles:
-    """Find the files of a model. One that nothing says how to ask is asked for `classes`, in the words of its family;
-    then it may be a name on the Hugging Face hub, too.
+    """Find the files of a model. If no file says how to ask the model, it is asked for `classes`, in the words of its
+    family. With `classes`, `path` may also be a name on the Hugging Face hub.
 
-    Raises ConfigError if it is no model, or nothing says how to ask it."""
+    Raises ConfigError if `path` is no model, or no file says how to ask it."""
     folder = model_folder(_downloaded(path) if classes else Path(path))
     worse = only_worse(Path(path))
     warnings = [f"{path}: {worse}; its newest weights are asked, {folder.name}"] if worse is not None else []
@@ -99,8 +101,8 @@ def find_model(
 
 
 def _downloaded(path: str | Path) -> Path:
-    """Return the folder of a model that is named as on the Hugging Face hub, which is fetched if it has to be; any
-    other path as it is. Raises ConfigError."""
+    """Return the folder of a model with a name on the Hugging Face hub, which is downloaded if necessary. Any other
+    path is returned unchanged. Raises ConfigError."""
     name = str(path)
     if Path(path).exists() or not _ON_HUB.fullmatch(name):
         return Path(path)
@@ -108,7 +110,7 @@ def _downloaded(path: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(name))
-    except Exception as error:  # the hub's client and what is below it raise all kinds
+    except Exception as error:  # the hub's client and its libraries raise all kinds
         raise ConfigError(
             "there is no model",
             found=f"{name}: no such folder, and from the hub: {type(error).__name__}: {str(error)[:200]}",
@@ -118,8 +120,8 @@ def _downloaded(path: str | Path) -> Path:
 
 
 def _found_run(folder: Path, *, needed: bool) -> tuple[RunConfig | None, str]:
-    """Return the data of the configuration beside the model, and a warning that says what was left out. Raises
-    ConfigError if it is needed and wrong."""
+    """Return the data of the configuration beside the model, and a warning about the parts that were left out. Raises
+    ConfigError if the configuration is needed and wrong."""
     if (file := _config_beside(folder)) is None:
         return None, ""
     try:
@@ -144,7 +146,7 @@ def name_of(path: Path, folder: Path) -> str:
 
 
 def require_boxes(model: ModelFiles) -> None:
-    """Raises ConfigError if the model's answers have none."""
+    """Raises ConfigError if the model's answers have no boxes."""
     if model.settings.task.type != "detection":
         raise ConfigError(
             "predict finds boxes, and this model's task has none",
@@ -155,7 +157,7 @@ def require_boxes(model: ModelFiles) -> None:
 
 
 def require_one_image_prompt(model: ModelFiles) -> None:
-    """Raises ConfigError if the prompt is for several images, as that of a model of pages or views is."""
+    """Raises ConfigError if the prompt is for several images, as prompts for pages or views are."""
     try:
         render_messages(model.settings.messages, 1)
     except RequestError as error:
@@ -168,7 +170,7 @@ def require_one_image_prompt(model: ModelFiles) -> None:
 
 
 def require_classes(model: ModelFiles, classes: Sequence[str]) -> None:
-    """Raises ConfigError for classes that the model was not trained on, unless it is asked another prompt."""
+    """Raises ConfigError for classes that the model was not trained on, unless the user gave a prompt."""
     known = model.settings.classes
     unknown = [name for name in classes if name not in known]
     if known and unknown and not model.prompted:
@@ -181,13 +183,13 @@ def require_classes(model: ModelFiles, classes: Sequence[str]) -> None:
 
 
 def trained_by(checkpoint: Path) -> tuple[Path, int] | None:
-    """Return the run that wrote a checkpoint, and after which optimizer step; None if it is no checkpoint of a run."""
+    """Return the run that wrote a checkpoint, and its optimizer step; None if the folder is no checkpoint of a run."""
     folder = checkpoint.resolve()
     named = _CHECKPOINT.fullmatch(folder.name)
     return (folder.parent, int(named[1])) if named and _config_beside(folder) else None
 
 
-# These are the files that transformers, vLLM and `predict` read, as patterns of their names.
+# Patterns of the names of all files that transformers, vLLM and `predict` read.
 BELONGS = (
     *("*.safetensors", "*.safetensors.index.json", "config.json", "generation_config.json", "chat_template.*"),
     *("adapter_config.json", "*processor_config.json", "tokenizer.json", "tokenizer_config.json", "tokenizer.model"),
@@ -200,8 +202,8 @@ TEMPLATES = "additional_chat_templates"  # the one folder of a model
 
 
 def model_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the files of a model's folder that belong to it, by their paths inside, and what is left out, in words: a
-    stranger, or a link that leaves the folder. Hidden files and the learner's own are neither."""
+    """Return the paths of the files that belong to a model, inside its folder, and the files that are left out, in
+    words: strangers, and links that leave the folder. Hidden files and the learner's own files are in neither list."""
     files, left_out = [], []
     templates = () if (folder / TEMPLATES).is_symlink() else folder.glob(f"{TEMPLATES}/*")
     for path in sorted([*folder.glob("*"), *templates]):
@@ -219,8 +221,8 @@ def model_files(folder: Path) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def only_its_files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder that shows only the files that belong to the model in `folder`, and what was left out, in words.
-    Raises ConfigError if what says which model it is was left out."""
+    """Yield a folder with only the files that belong to the model in `folder`, and the files that are left out, in
+    words. Raises ConfigError if neither the model's nor an adapter's configuration belongs to it."""
     files, left_out = model_files(folder)
     if not {"config.json", ADAPTER} & {*files}:
         raise ConfigError(
@@ -239,7 +241,8 @@ def only_its_files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
 
 @contextmanager
 def merged(model: ModelFiles) -> Iterator[Path]:
-    """Yield a folder with the whole model. That of an adapter is written for the time of the block."""
+    """Yield a folder with the whole model. A model with an adapter is merged into a folder that the block's end
+    deletes."""
     if not model.has_adapter:
         yield model.folder
         return
@@ -257,8 +260,8 @@ def merged(model: ModelFiles) -> Iterator[Path]:
 
 
 def model_folder(path: Path) -> Path:
-    """Return `path` if it is a model, or the best or newest checkpoint of a run. Raises ConfigError, also for one that
-    a link has elsewhere: whoever can write the folder would choose what is read."""
+    """Return `path` if it is a model, else the best or newest checkpoint of a run. Raises ConfigError without a model,
+    and if the checkpoint is a link that leaves the run's folder: anyone who can write there would choose the model."""
     if _is_model(path):
         return path
     steps = {
@@ -288,7 +291,7 @@ def _is_model(folder: Path) -> bool:
 
 
 def can_be_asked(folder: Path) -> bool:
-    """Return True if the checkpoint, or its run, says how it is asked."""
+    """Return True if a checkpoint, or its run, says how the model is asked."""
     return (folder / INFERENCE_NAME).is_file() or _config_beside(folder) is not None
 
 
@@ -298,7 +301,7 @@ def _config_beside(folder: Path) -> Path | None:
 
 
 def _first_samples(data: DataConfig, run: RunConfig) -> list[Sample]:
-    """Some training samples, for their prompt and classes; [] if they cannot be read now."""
+    """Return some training samples, for their prompt and classes; [] if they cannot be read now."""
     lenient = data.model_copy(update={"on_bad_record": "drop"})
     try:
         geometry = run.task.geometry

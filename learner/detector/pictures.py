@@ -1,8 +1,8 @@
 """Photographs with their boxes drawn, and the page that shows them.
 
-Pictures are JPEG, at most `LONGEST` pixels a side. Small photographs are enlarged, so that names do not hide what they
-name. A class has one color on all of them. The page is one file without
-scripts; it names the pictures by relative paths, so that the folder can be moved or served.
+Pictures are JPEG, at most `LONGEST` pixels a side. Small photographs are enlarged, so that names do not hide objects. A
+class has one color on all pictures. The page is one file without scripts. It names the pictures by relative paths, so
+that the folder can be moved or served.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from learner.detector.results import COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES
 from learner.run.files import write_atomically, writing
 
 LONGEST = 1600
-SMALL = 640  # pixels: a photograph that is not half as large is enlarged to that
+SMALL = 640  # pixels; a photograph of less than half of this is enlarged to it
 _QUALITY = 88
-_GOLDEN = 0.618034  # hues a golden ratio apart are far from all earlier ones
-_SHOWN_BOXES = 40  # a picture's list on the page has no more
+_GOLDEN = 0.618034  # hues a golden ratio apart are far from all earlier hues
+_SHOWN_BOXES = 40  # in a picture's list on the page, at most
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.ChoiceLoader([jinja2.PackageLoader("learner.detector"), jinja2.PackageLoader("learner.report")]),
@@ -38,12 +38,11 @@ TEMPLATES = jinja2.Environment(
 
 @dataclass(frozen=True, kw_only=True)
 class DrawnPicture:
-    """One picture as the page shows it. `file` is relative to the page; empty if the photograph is not there any
-    more."""
+    """One picture on the page. `file` is relative to the page, and empty if the picture is gone."""
 
     prediction: Prediction
     file: str
-    boxes: Sequence[ScoredBox]  # those that are drawn
+    boxes: Sequence[ScoredBox]  # the boxes that are drawn
 
     @property
     def counts(self) -> list[tuple[str, int]]:
@@ -53,7 +52,7 @@ class DrawnPicture:
 def color_of(name: str, classes: Sequence[str]) -> tuple[int, int, int]:
     """Return the color of a class: bright, and far from the others' colors."""
     place = classes.index(name) if name in classes else len(classes)
-    lightness = 0.6 if place // 5 % 2 == 0 else 0.4  # hues that are close have another
+    lightness = 0.6 if place // 5 % 2 == 0 else 0.4  # close hues differ in lightness
     red, green, blue = colorsys.hls_to_rgb((0.58 + place * _GOLDEN) % 1.0, lightness, 0.9)
     return round(255 * red), round(255 * green), round(255 * blue)
 
@@ -65,7 +64,7 @@ def picture_name(place: int, prediction: Prediction) -> str:
 
 
 def draw(picture: Image.Image, boxes: Sequence[ScoredBox], classes: Sequence[str]) -> Image.Image:
-    """A copy of a size to look at, with the boxes, names and scores."""
+    """Return a copy in a size for people, with boxes, names and scores."""
     longest = max(picture.size)
     scale = min(1.0, LONGEST / longest) if 2 * longest > SMALL else SMALL / longest
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
@@ -73,7 +72,7 @@ def draw(picture: Image.Image, boxes: Sequence[ScoredBox], classes: Sequence[str
     canvas = ImageDraw.Draw(drawn)
     line = max(1, round(max(size) / 350))
     font = ImageFont.load_default(max(9, round(max(size) / 45)))  # the page shows pictures at about half their size
-    for box in sorted(boxes, key=lambda one: one.score):  # the best on top
+    for box in sorted(boxes, key=lambda one: one.score):  # the best box on top
         _draw_box(canvas, box, scale, color_of(box.name, classes), line, font)
     return drawn
 
@@ -103,7 +102,7 @@ def _draw_box(
 
 
 def save_picture(out: Path, name: str, picture: Image.Image) -> None:
-    """Raises OutputError."""
+    """Write a picture as JPEG. Raises OutputError."""
     folder = out / PICTURES
     with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -121,7 +120,7 @@ def write_page(
     skipped: Sequence[str],
     classes: Sequence[str],
 ) -> Path:
-    """Raises OutputError."""
+    """Write the page, and return its path. Raises OutputError."""
     drawings = []
     for place, one in sorted(predictions.items()):
         name = picture_name(place, one)

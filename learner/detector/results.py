@@ -4,10 +4,10 @@
     predictions.json    COCO results: image_id, category_id, bbox, score, with the names of class and file
     predictions.csv     one line a box
     pictures/           each photograph with its boxes
-    index.html          all of them on a page
+    index.html          all pictures on a page
 
-Invariant: a line is written whole, after its picture. What a command did not finish, the next one with the same request
-does; a command with another request is refused.
+Invariant: a line is written whole, after its picture. The next command with the same request does the images that are
+left. A command with another request is refused.
 """
 
 from __future__ import annotations
@@ -42,8 +42,9 @@ class Store:
 
     @classmethod
     def open(cls, out: Path, request: Mapping[str, object], *, overwrite: bool = False) -> Store:
-        """Raises ConfigError if the folder has the results of another request, OutputError if it cannot be written, or
-        if a file there would be replaced that no such command wrote."""
+        """Open the folder of a request. Raises ConfigError if the folder has the results of another request. Raises
+        OutputError if the folder cannot be written, or has a file that would be replaced and `predict` did not
+        write."""
         with writing(out):
             out.mkdir(parents=True, exist_ok=True)
             written, lines, wanted = out / REQUEST, out / LINES, json.dumps(request, indent=1, sort_keys=True)
@@ -58,7 +59,7 @@ class Store:
             return cls(dict(_read(lines)), AppendedLines(lines))
 
     def add(self, place: int, prediction: Prediction) -> None:
-        """Raises OutputError."""
+        """Append a prediction. Raises OutputError."""
         self.done[place] = prediction
         self.lines.append(json.dumps({"place": place, **asdict(prediction)}))
 
@@ -86,8 +87,8 @@ class _Line(BaseModel):
 
 
 def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
-    """Yield what was done. A line that is none is left out, so that its image is done again: the last one of a command
-    that was killed, and what a disk or a person damaged."""
+    """Yield the predictions that were done, with their places. A damaged line is left out, so that its image is done
+    again. A killed command may leave half a line, and a disk or a person may damage any line."""
     if not file.is_file():
         return
     for _, text in lines_in(file):
@@ -100,7 +101,7 @@ def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
 
 
 def _read_request(file: Path) -> dict[str, object]:
-    """Raises OutputError."""
+    """Return the content of `request.json`. Raises OutputError."""
     try:
         found = json_in(file)
         if isinstance(found, dict):
@@ -140,8 +141,8 @@ def _another_request(out: Path, found: Mapping[str, object], wanted: Mapping[str
 
 
 def _flat(request: Mapping[str, object]) -> dict[str, object]:
-    """Return the options by their own names, those of `asked` too. The model's settings have names apart: some are
-    options as well, such as `classes`."""
+    """Return all options by their own names, without the level of `asked`. Names of the model's settings get a prefix,
+    because some, such as `classes`, are names of options too."""
     flat: dict[str, object] = {}
     for key, value in request.items():
         prefix = "the model's " if key == "settings" else ""
@@ -153,7 +154,7 @@ def _flat(request: Mapping[str, object]) -> dict[str, object]:
 
 
 def write_results(out: Path, predictions: Sequence[Prediction], categories: Mapping[str, int], conf: float) -> None:
-    """Write the COCO results of all boxes, and the CSV of those with a score of at least `conf`. Raises OutputError."""
+    """Write the COCO results of all boxes, and a CSV of boxes with a score of at least `conf`. Raises OutputError."""
     found = [
         FoundBox(one.id, one.name, box.name, box.score, box.box, box.outline)
         for one in predictions
@@ -176,5 +177,5 @@ def _csv(predictions: Sequence[Prediction], conf: float) -> str:
 
 
 def _cell(value: str | int) -> str | int:
-    """Return a name as a table's cell: after an apostrophe, if a spreadsheet took it for a formula."""
+    """Return a name as a table's cell, with an apostrophe before a name that a spreadsheet takes for a formula."""
     return f"'{value}" if isinstance(value, str) and value.lstrip()[:1] in _FORMULA else value

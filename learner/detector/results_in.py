@@ -1,12 +1,12 @@
 """COCO results of any detector, as boxes of the samples of an annotation file, checked before they are scored (R52).
 
 A result names its image by the annotation file's id, or by the file's name with or without its ending (as Ultralytics
-writes it). If it has a `file_name`, as those of `predict` do, that counts. It names its class by the annotation file's
-category id; by `category` or `category_name`; or, if the annotations have no ids, by its place in the names, from 0 or
-from 1. YOLO's names have an order of their own, that of data.yaml; others are sorted.
+writes it). A `file_name`, which results of `predict` have, is tried first. A result names its class by the annotation
+file's category id; by `category` or `category_name`; or, if the annotations have no ids, by the class's place in the
+names, from 0 or from 1. YOLO's names have the order of data.yaml; other names are sorted.
 
-What the annotations say settles what is right: boxes that lie on their objects only if they are read in another unit
-are refused, and a numbering by which they lie on objects of another name is told with the one that fits.
+The annotated objects show mistakes. If the boxes lie on the objects only in another unit, the results are refused. If
+most boxes on an object have another name than the object, a warning says which numbering or names would fit.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from shared.validation import fault_of
 
 BoxFormat = Literal["xywh", "xyxy"]
 _ON = 0.5  # IoU of a box that lies on an object
-_CLEAR = 1.3  # times as well: then another reading of the boxes is right
+_CLEAR = 1.3  # times the overlap shows that another reading of the boxes is right
 _MOST_OUTSIDE = 0.25  # a share of the boxes
 _LEAST = 3  # boxes on objects, before names are doubted
 _MAX_NAMED = 5
@@ -66,8 +66,8 @@ _RESULTS = TypeAdapter(list[CocoResult])
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAs:
-    """How results are read. `names`: what a class's number or name in them is in the annotations, "" for none of
-    these; `listed`: the names of the numbers, in their order."""
+    """How results are read. `names` maps a class's number or name in the results to its name in the annotations; ""
+    leaves the class out. `listed` has the names of the numbers, in order."""
 
     unit: Unit = "pixels"
     box_format: BoxFormat = "xywh"
@@ -76,7 +76,7 @@ class ReadAs:
 
     @classmethod
     def of(cls, names: str, unit: Unit = "pixels", box_format: BoxFormat = "xywh") -> ReadAs:
-        """`names`: `helmet,vest` or `0=helmet,Vest=vest`."""
+        """Return the settings. `names` is a text such as `helmet,vest` or `0=helmet,Vest=vest`."""
         parts = [part.strip() for part in names.split(",") if part.strip()]
         pairs = [part.partition("=") for part in parts]
         mapping = {plain_name(old): plain_name(new) for old, equals, new in pairs if equals}
@@ -102,7 +102,7 @@ class Classes:
 
 
 class Results(NamedTuple):
-    """`notes` say how they were read, `warnings` what may be a mistake."""
+    """`notes` say how the results were read, `warnings` what may be a mistake."""
 
     found: Found
     notes: list[str]
@@ -110,7 +110,7 @@ class Results(NamedTuple):
 
 
 class _Row(NamedTuple):
-    """A result of an image of a sample. `image`: which of several."""
+    """A result and its sample. `image` is the image's number, if the sample has several."""
 
     result: CocoResult
     sample: Sample
@@ -118,7 +118,7 @@ class _Row(NamedTuple):
 
 
 def classes_of(annotations: str) -> Classes:
-    """Raises DataError."""
+    """Return the classes of an annotation file. Raises DataError."""
     found = annotations_of(DataConfig(train=annotations), annotations)
     if found.format == "coco":
         return Classes(ids=category_ids(Path(found.path)))
@@ -131,8 +131,8 @@ def classes_of(annotations: str) -> Classes:
 def read_results(
     path: Path, name: str, samples: Sequence[Sample], classes: Classes, read_as: ReadAs | None = None
 ) -> Results:
-    """Raises DataError if the file is none, if it names images or classes that the annotations lack, or if its boxes
-    are in another unit."""
+    """Read and check COCO results. Raises DataError if the file has no results, if it names images or classes that the
+    annotations lack, or if its boxes are in another unit."""
     read_as = read_as or ReadAs()
     results, by_key = _rows(path), _samples_by_key(samples)
     places = [by_key.get(Path(row.file_name or "").name) or by_key.get(str(row.image_id)) for row in results]
@@ -160,7 +160,7 @@ def read_results(
 
 
 def _doubts(rows: Sequence[_Row], samples: Sequence[Sample], flat: int, outside: int) -> Iterator[str]:
-    """Yield what is wrong with boxes, and with what they are of."""
+    """Yield warnings about boxes, and about pictures without results."""
     if flat:
         yield f"{flat} of {len(rows)} boxes have no area, and are left out"
     if outside > _MOST_OUTSIDE * len(rows):
@@ -246,7 +246,7 @@ def _names_below(rows: Sequence[_Row], way: ReadAs) -> list[set[str]]:
 
 
 class _Naming:
-    """What the classes of results are in the annotations."""
+    """Finds which class of the annotations each class of the results is."""
 
     def __init__(
         self,
@@ -262,7 +262,7 @@ class _Naming:
         self.numbered = self._numberings(classes)
 
     def _numberings(self, classes: Classes) -> dict[str, Mapping[int, str]]:
-        """Return what numbers may mean, the likeliest first."""
+        """Return the possible meanings of class numbers, the likeliest first."""
         if classes.ids and not self.read_as.listed:
             return {
                 "the annotations' category ids": {number: name for name, number in classes.ids.items()}
@@ -305,7 +305,7 @@ class _Naming:
         return [name or "" for name in named], notes, warnings
 
     def _named(self, way: str) -> list[str | None]:
-        """Return the names by a numbering; None: unknown, "": left out."""
+        """Return each result's name by a numbering; None: the name is unknown, "": the result is left out."""
         numbers, mapped = self.numbered[way], self.read_as.names
         found: list[str | None] = []
         for row in self.rows:
@@ -333,8 +333,8 @@ class _Naming:
         return f"--names {','.join(f'{key}={name}' for key, name in sorted(names.items()))}", fitting
 
     def _refuse_strangers(self, path: Path, named: Sequence[str | None]) -> None:
-        """Raises DataError for numbers without a name, names that a closed list lacks, names that are known otherwise
-        written, and if no name is known."""
+        """Raises DataError for numbers without a name, names that a closed list lacks, and names that the annotations
+        spell otherwise; also if no name is known."""
         alike = {_folded(name): name for name in self.known}
         strange: Counter[str] = Counter()
         for row, name in zip(self.rows, named, strict=True):
@@ -387,8 +387,8 @@ def _found(error: OSError | ValidationError) -> str:
 
 
 def _samples_by_key(samples: Sequence[Sample]) -> dict[str, tuple[Sample, int | None]]:
-    """Return the sample that each image is in, and its number if there are several: by the image's id, and where it is
-    unambiguous by its name and stem."""
+    """Return each image's sample, and the image's number if the sample has several. Keys are the image's id, and the
+    name and the stem of its file if no other image has the same."""
     places = [(one, (sample, one.image)) for sample in samples for one in images_of(sample)]
     found = {str(one.id): place for one, place in places}
     for key in (lambda path: path.name, lambda path: path.stem):
@@ -402,8 +402,8 @@ def _samples_by_key(samples: Sequence[Sample]) -> dict[str, tuple[Sample, int | 
 
 
 def box_in_sample(box: Sequence[float], desc: str, sample: Sample, image: int | None = None) -> DetectionObject:
-    """Return a box x1, y1, x2, y2 in pixels, in the scale of bins, but not rounded to them. `image`: which of several
-    it is in."""
+    """Return a box x1, y1, x2, y2 in pixels as an object in bins that are not rounded. `image` is the number of its
+    image, if the sample has several."""
     width, height = sample.size_of(image)
     scale = ((NUM_BINS - 1) / width, (NUM_BINS - 1) / height)
     corners: Any = tuple(value * scale[i % 2] for i, value in enumerate(box))

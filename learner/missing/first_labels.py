@@ -30,7 +30,8 @@ PHOTOGRAPHS, FOLDER = "photographs.json", "labels"
 
 
 def label(folder: Path, out: Path, model: Path, classes: Sequence[str], asked: AnswerSettings) -> int:
-    """Returns the exit code. Raises ConfigError, DataError, OutputError, and what the model raises."""
+    """Suggest labels, and return the exit code. Raises ConfigError, DataError, OutputError, and what the model
+    raises."""
     if not classes:
         remedy = "name them: --classes raccoon,dog"
         raise ConfigError("--label-with needs classes", found="no --classes", wanted="names to look for", remedy=remedy)
@@ -80,7 +81,7 @@ def _predicted(
 
 
 def _suggestions(one: Prediction) -> list[Suggestion]:
-    """One answer has each of them: its score ranks."""
+    """Return the boxes as suggestions. One answer has all of them, so scores rank them."""
     return [
         Suggestion(
             sample_id=str(one.id),
@@ -100,7 +101,7 @@ def _suggestions(one: Prediction) -> list[Suggestion]:
 
 
 def _coco(found: Sequence[tuple[Prediction, object]], classes: Sequence[str], beside: Path) -> str:
-    """Return the photographs as COCO without annotations, named from the file's folder."""
+    """Return the photographs as COCO without annotations. Their names are relative to the folder `beside`."""
     images = [
         {
             "id": one.id,

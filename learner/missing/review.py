@@ -3,8 +3,8 @@
 In: a folder with `suggestions.json`. Out: `decisions.json` in it, saved after each decision, and by `write` a new
 annotation file. A decision is `accept` with a name, or `reject`, by the suggestion's place in the list. An audit shows
 some suggestions, drawn by chance; its verdicts are in `audit.json`, which runs read (`labels.complete.audit`). The
-browser keeps a copy, so that nothing is lost while the server is away. Who reaches the page is decided by
-`learner.report.web`.
+browser keeps a copy, so that nothing is lost while the server is away. `learner.report.web` decides who reaches the
+page.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shared.validation import first_wrong
 
 LONGEST_NAME = 200  # characters
 _DECISION_BYTES = 100 + 12 * LONGEST_NAME  # of one decision as JSON; a character may be written as two `\\u0000`
-_MOST_BYTES = 4 << 20  # 70,000 decisions with names as people write them
+_MOST_BYTES = 4 << 20  # enough for 70,000 decisions with names of usual length
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("learner.missing"), autoescape=True, undefined=jinja2.StrictUndefined
 )
@@ -57,7 +57,7 @@ _DECISIONS: TypeAdapter[Decisions] = TypeAdapter(Decisions)
 
 
 def read_decisions(folder: Path) -> Decisions:
-    """Raises DataError."""
+    """Return the decisions so far. Raises DataError."""
     path = folder / DECISIONS
     if not path.is_file():
         return {}
@@ -74,15 +74,18 @@ def read_decisions(folder: Path) -> Decisions:
 
 
 def make_app(folder: Path, audit: int | None = None) -> FastAPI:
-    """`/` the page, `/state` suggestions and decisions, `/image/N` the photograph of suggestion N, `PUT /decisions` all
-    decisions. `audit`: draw so many suggestions, if none were drawn yet, and show these. Raises DataError."""
+    """Return the app: `/` is the page, `/state` has suggestions and decisions, `/image/N` is the photograph of
+    suggestion N, `PUT /decisions` saves all decisions. If `audit` is a number, only the suggestions of the folder's
+    audit are shown; so many are drawn if it has no audit yet. Raises DataError."""
     _, suggestions = read_folder(folder)
     if audit is None:
         read_decisions(folder)
     else:
         suggestions = [suggestions[one.place] for one in audited(folder, audit)]
     names = sorted({s["name"] for s in suggestions} | {name for s in suggestions for name, _ in s["labels"]})
-    digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[:16]  # names what the browser keeps
+    digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[
+        :16
+    ]  # the browser keeps its copy by this name
     app = page_app(body_bytes=min(_MOST_BYTES, (1 + len(suggestions)) * _DECISION_BYTES))
     images, lock = Images(ImageRules()), threading.Lock()
 
@@ -141,7 +144,7 @@ _VERDICTS: dict[str, Verdict] = {
 
 
 def audited(folder: Path, number: int) -> list[AuditedFind]:
-    """Return the finds of the folder's audit; `number` are drawn if it has none yet. Raises DataError."""
+    """Return the finds of the folder's audit. Without an audit, `number` finds are drawn. Raises DataError."""
     path, suggestions = folder / AUDIT, read_folder(folder)[1]
     if path.is_file():
         found = read_audit(path)
@@ -161,7 +164,7 @@ def audited(folder: Path, number: int) -> list[AuditedFind]:
 
 
 def verdicts_of(folder: Path, shown: Sequence[Mapping[str, Any]]) -> Decisions:
-    """Return the verdicts as the page has them."""
+    """Return the verdicts as decisions of the page."""
     names = {verdict: name for name, verdict in _VERDICTS.items()}
     found = enumerate(zip(read_audit(folder / AUDIT), shown, strict=True))
     return {
@@ -172,7 +175,7 @@ def verdicts_of(folder: Path, shown: Sequence[Mapping[str, Any]]) -> Decisions:
 
 
 def save_verdicts(folder: Path, decisions: Decisions) -> int:
-    """Write what the page has. A verdict that was taken back goes."""
+    """Write the page's decisions as verdicts, and return their number. A verdict that was taken back is removed."""
     found = [
         one._replace(verdict=_VERDICTS[decisions[i].decision] if i in decisions else None)
         for i, one in enumerate(read_audit(folder / AUDIT))
@@ -182,7 +185,7 @@ def save_verdicts(folder: Path, decisions: Decisions) -> int:
 
 
 def added_in_words(number: int, folder: Path) -> str:
-    """Return what `write` added: nothing is most often a review that nobody made yet."""
+    """Return in words what `write` added. If it added nothing, most often nobody has reviewed yet."""
     if number:
         return f"{number} new object{'s' if number > 1 else ''}"
     decided = len(read_decisions(folder))
@@ -191,14 +194,15 @@ def added_in_words(number: int, folder: Path) -> str:
 
 
 def to_train_on(folder: Path, out: Path) -> str:
-    """Return `data.train` for what `write` made: all annotations are in it, so the part that was learned is named
-    again."""
+    """Return `data.train` for the annotations that `write` made. They are complete, so the part that the run learned is
+    named again."""
     train = read_folder(folder)[0].train
     return f"{out}{train.removeprefix(part_of(train)[0])}"
 
 
 def write_reviewed(folder: Path, out: Path) -> int:
-    """Write the annotations with the accepted objects; returns their number. Raises OutputError if `out` exists."""
+    """Write the annotations with the accepted objects, and return the number of these objects. Raises OutputError if
+    `out` exists."""
     data, suggestions = read_folder(folder)
     added: dict[str, list[Addition]] = defaultdict(list)
     for place, one in sorted(read_decisions(folder).items()):

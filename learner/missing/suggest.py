@@ -1,9 +1,9 @@
 """Suggestions of missing labels: `rollout-learner find-missing suggest`.
 
 In: a model, annotations, and K answers to each image. Out: a folder with `suggestions.json`, the suspected objects.
-Those that are right most probably come first, by how they look and by their votes (`learner.tasks.detection.gaps`).
-Where looks say too little, those with the most agreement do, times the score if the model has a calibration
-(`calibration.json`). A folder that has suggestions is not overwritten.
+Suggestions are sorted by the probability that they are right, from looks and votes (`learner.tasks.detection.gaps`). If
+looks say too little, they are sorted by agreement, times the score if the model has a calibration (`calibration.json`).
+A folder that has suggestions is not overwritten.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ SUGGESTIONS, DECISIONS, AUDIT = "suggestions.json", "decisions.json", "audit.jso
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """A suspected object. `box` is x1, y1, x2, y2 in pixels; `names` are what answers call it, the most frequent first;
-    `labels` are the annotated boxes of its image, to be shown beside it. `score` is the probability that box and name
-    are right by the model's calibration, `probability` that by looks and votes; None: not known."""
+    """A suspected object. `box` is x1, y1, x2, y2 in pixels; `names` are its names in the answers, the most frequent
+    first; `labels` are the annotated boxes of its image, which are shown beside it. `score` is the probability that box
+    and name are right by the model's calibration, `probability` the same by looks and votes; None: not known."""
 
     sample_id: str
     image: str
@@ -64,7 +64,7 @@ class Suggestion:
 
     @property
     def rank(self) -> float:
-        """The largest is reviewed first."""
+        """Return the value by which suggestions are sorted: the largest is reviewed first."""
         if self.probability is not None:
             return self.probability
         return self.agreement if self.score is None else self.agreement * self.score
@@ -175,8 +175,8 @@ def of_sample(
 
 
 def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
-    """Return the score of the same object: the one of its name that overlaps it most, else of another name. 0: there is
-    none. Scores are of clusters that the greedy answer is in, too, so the boxes may differ a little."""
+    """Return the score of the scored object that overlaps `obj` most, one of the same name if there is any; 0 without
+    such an object. Boxes may differ a little, because clusters of scored objects include the greedy answer."""
     overlaps = iou_matrix([obj], [one.object for one in scored])[0] if scored else []
     same = [
         (one.object.desc == obj.desc, float(overlap), one.score)
@@ -187,7 +187,7 @@ def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
 
 
 def _answers(answers: Answers, samples: Sequence[Sample], tell: Callable[[str], None]) -> Iterator[list[Rollout]]:
-    """The answers to each sample, the greedy one first."""
+    """Yield the answers to each sample, the greedy answer first."""
     size = answers.images_at_once
     for start in range(0, len(samples), size):
         part = samples[start : start + size]
@@ -199,7 +199,7 @@ def _answers(answers: Answers, samples: Sequence[Sample], tell: Callable[[str], 
 
 
 def key_of(folder: Path) -> str:
-    """Return the key under `data` that the next run names what `write` made with. Raises DataError."""
+    """Return the key under `data` for the annotations that `write` makes. Raises DataError."""
     key = _content(folder).get("key")
     return key if key in ("val", "test") else "train"
 

@@ -46,7 +46,8 @@ class Compared:
     kinds: NDArray[np.str_]  # [N]
 
     def sums(self, kind: Kind) -> NDArray[np.float64]:
-        """Return [3]: nats after its own words, nats after the truth's, and tokens, of one kind."""
+        """Return [3] for one kind of token: nats after the model's own words, nats after the truth's, number of
+        tokens."""
         mask = np.full(len(self.kinds), True) if kind == "all" else self.kinds == kind
         return np.array([self.own[mask].sum(), self.truth[mask].sum(), mask.sum()])
 
@@ -58,8 +59,8 @@ def teacher_forced(policy: Policy, task: DetectionTask, sample: Sample) -> Teach
 
 
 def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced: TeacherForced) -> Compared | None:
-    """Compare the two; None if nothing of the answer is usable, or if the two number objects with different numbers of
-    tokens."""
+    """Compare the ground truth's tokens after the answer's own words with the same tokens after the ground truth's.
+    None if no part of the answer is usable, or if object numbers take different numbers of tokens."""
     own = build_target(assignment, task, policy.tokenizer, loss=LOSS)
     length = len(own.token_ids) - own.prefix_length
     if not own.prefix_length or length > len(forced.target.token_ids):

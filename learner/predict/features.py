@@ -88,7 +88,7 @@ def estimates(measured: Measured) -> dict[str, FeatureEstimate]:
 
 
 def _train(measured: Measured) -> dict[str, Floats]:
-    """Each number [1 + draws]: over all scenes, and over each draw of scenes."""
+    """Return each number [1 + draws]: over all scenes, and over each draw of scenes."""
     sampled, greedy = measured.sampled, measured.train.greedy
     sums = _sums_of(len(greedy))
     of_greedy = columns_of(sums(greedy))
@@ -123,7 +123,7 @@ def _train(measured: Measured) -> dict[str, Floats]:
 
 
 def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Its scenes are drawn independently of the training scenes."""
+    """Return the numbers of the validation sample. Its scenes are drawn independently of the training scenes."""
     sums = _sums_of(len(split.greedy), seed=1)
     nats = sums(split.nats)
     found = {"f1_val": METRICS[F1](columns_of(sums(split.greedy))), "nats_val": _ratio(nats[:, 0], nats[:, 1])}
@@ -134,7 +134,7 @@ def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, 
 
 
 def _sums_of(num_scenes: int, seed: int = 0) -> Callable[[Floats], Floats]:
-    """A function from values per scene [N, ...] to their sums [1 + draws, ...]: over all scenes, and over each draw."""
+    """Return a function from values per scene [N, ...] to sums [1 + draws, ...]: over all scenes, and each draw."""
     share = np.full(num_scenes, 1 / num_scenes)
     drawn = np.random.default_rng(seed).multinomial(num_scenes, share, size=NUM_DRAWS)
     weights = np.concatenate([np.ones((1, num_scenes)), drawn])

@@ -49,7 +49,7 @@ DECODED_AT_ONCE = 64  # sequences, if the run does not say
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSettings:
-    """`num_samples` of each split, and `num_generations` answers to each."""
+    """`num_samples` are drawn from each split, and `num_generations` answers to each sample."""
 
     num_samples: int = 100
     num_generations: int = 8
@@ -66,7 +66,7 @@ def predict_gain(
 
     Raises ConfigErrors, ConfigError, DataError, RolloutError, OutputError.
     """
-    logging.disable(logging.WARNING)  # prints the findings, and not what libraries log
+    logging.disable(logging.WARNING)  # print only findings, not what libraries log
     transformers.utils.logging.disable_progress_bar()
     config = load_config(config_path, overrides=overrides)
     check_extensions(config)
@@ -164,8 +164,8 @@ class _Model:
         return [self._task.match(self._task.parse(rollout)) for rollout in rollouts]
 
     def gaps(self, groups: Sequence[Sequence[Assignment]]) -> tuple[CompletionEstimate, NDArray[np.float64] | None]:
-        """Return what is known of the labels, and of each scene labels, finds without one, and how many of these are
-        right; None if that is not known."""
+        """Return the estimate of missing labels, and for each scene the numbers of labels, of finds without a label,
+        and of right finds among these; None if the numbers are not known."""
         began = time.monotonic()
         samples = [group[0].parsed.rollout.sample for group in groups]
         answers = [[[p.object for p in one.parsed.objects] for one in group] for group in groups]
@@ -183,7 +183,7 @@ class _Model:
         return known, np.array([(len(s.objects), len(own), sum(own)) for s, own in zip(samples, free, strict=True)])
 
     def split(self, greedy: Sequence[Assignment]) -> tuple[MeasuredSplit, NDArray[np.float64]]:
-        """Counts and nats, and the exposure of each scene; zeros where the two can't be compared."""
+        """Return counts and nats, and the exposure of each scene: zeros if an answer cannot be compared."""
         began = time.monotonic()
         nats, exposure = np.zeros((len(greedy), 2)), np.zeros((len(greedy), len(KINDS), 3))
         for i, assignment in enumerate(greedy):

@@ -73,7 +73,7 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """`method` is that of the first rule that holds."""
+    """`method` is the method of the first rule that holds."""
 
     method: str
     rules: Sequence[Rule]
@@ -117,7 +117,7 @@ def _by_heart(found: Mapping[str, FeatureEstimate]) -> Rule:
 
 
 def _gaps(found: Mapping[str, FeatureEstimate], known: CompletionEstimate) -> Rule:
-    """Labels have gaps: a sign shows it, or the whole interval of what they lack lies above MISSING."""
+    """Return the rule for labels with gaps: a sign shows gaps, or the interval of missing labels lies above MISSING."""
     missing = found.get("missing_labels")
     seen = [known.not_random] if known.not_random else []
     seen += [f"{_shown(missing)} of the objects found have no label"] if missing is not None else []
@@ -145,8 +145,8 @@ def _finds_all(found: Mapping[str, FeatureEstimate], gaps: Rule) -> Rule:
 
 
 def better_places(found: Mapping[str, FeatureEstimate], *, least_low: float = HEADROOM) -> Rule:
-    """Return True if rollouts can still teach: the best of K answers is better in places, and K answers differ. The
-    interval must lie above `least_low`, the estimate above HEADROOM."""
+    """Return the rule for rollouts that can still teach: the best of K answers is better in places, and K answers
+    differ. The interval must lie above `least_low`, the estimate above HEADROOM."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
         f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "

@@ -115,7 +115,7 @@ class Gains(NamedTuple):
     judged: Floats  # [N] 0 for a prediction that does not count
 
     def outcomes(self, scores: Floats) -> tuple[Floats, Floats]:
-        """Return of each prediction that counts whether it is right (1 or 0), and its score."""
+        """Return two arrays with an entry for each prediction that counts: 1 if it is right or 0, and its score."""
         counted = self.judged > 0
         return self.right[counted], scores[counted]
 
