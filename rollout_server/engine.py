@@ -336,7 +336,7 @@ class VllmEngine:
         holding = asyncio.ensure_future(core.pause_scheduler_async("keep", False))
         going_on = asyncio.create_task(go_on())
         try:
-            await asyncio.sleep(0)  # lets the pause be sent before any request
+            await asyncio.sleep(0)  # the pause must be sent before any request, and its task begins only now
             yield
         finally:
             core.add_request_async = send

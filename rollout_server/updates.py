@@ -319,7 +319,8 @@ async def _score_behind(engine: Engine, call: UpdateWeightsCall) -> tuple[Worker
     tasks: list[asyncio.Future[Any]] = []
     try:
         tasks.append(loading := asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S)))
-        await asyncio.sleep(0)  # the load is the engine's next task, the canary the one after
+        # The engine runs calls in the order in which they come: this lets the load be sent before the canary.
+        await asyncio.sleep(0)
         tasks.append(scoring := asyncio.create_task(_score(engine, call)))
         replies, loaded_at = await loading, time.monotonic()
         return (replies[0], await scoring, loaded_at) if _all_done(replies) else None

@@ -240,7 +240,9 @@ def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[
     return [one(position) for position in cached_positions(len(response_token_ids))]
 
 
-TRIES = 5  # max tries of a request that the engine gives back (`was_given_back`)
+# Max tries of a request that the engine gives back (`was_given_back`). No `Retry`: the next try follows at once, and
+# brings what the engine lacked.
+TRIES = 5
 
 
 def was_given_back(output: RequestOutput) -> bool:

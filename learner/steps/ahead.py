@@ -152,6 +152,7 @@ class Stage2Ahead(Stage2Steps):
         during the call, because the weights change at the step's end only."""
         if self._producer is None or self.is_quiet():
             return False
+        # From here on no new call starts: `is_quiet` has asked for the fence. It is asked again between two rows.
         if scheduled_channel(global_step, self._parts.b_ratio) == "A":
             self._is_postponed = True
         else:
@@ -166,9 +167,10 @@ class Stage2Ahead(Stage2Steps):
     @contextmanager
     def fence(self) -> Iterator[Fence]:
         """No call is in flight on any rank inside. Collective. The first fence with a sync starts the producer."""
+        # A Channel-B step learned while the sync waits counts for the next one: this one brings the weights before it.
         producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
-            fences = [Fence()]
+            fences = [Fence()]  # without a producer nothing is in flight; otherwise the producer's own fence follows
             if producer is not None:
                 with self._clock.phase("wait"):
                     enter = producer.fence(self._deadline_s, counts=counts)
