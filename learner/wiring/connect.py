@@ -28,8 +28,7 @@ from learner.policy.parallel import Ranks
 from learner.records import RolloutCallLog, Sample
 from learner.rollout.colocate import ColocateBackend
 from learner.rollout.colocated_engine import ColocatedEngine
-from learner.rollout.control import ServerControl
-from learner.rollout.discovery import Discovery
+from learner.rollout.control import Discovery, ServerControl
 from learner.rollout.hf import HfBackend
 from learner.rollout.server_backend import ServerBackend
 from learner.sync.canary import CANARY_SAMPLES, CANARY_SIDE, CANARY_TOKENS, Canary, CanaryItem

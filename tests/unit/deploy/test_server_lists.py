@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from learner.rollout.discovery import read
+from learner.rollout.control import read
 from shared.errors import ConfigError
 from tests.unit.deploy.manifests import DEPLOY
 

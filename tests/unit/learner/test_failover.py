@@ -31,8 +31,7 @@ from learner.policy.parallel import Ranks
 from learner.records import EncodedPrompt, Segment, ServerChange
 from learner.rollout import client
 from learner.rollout.backend import MicroStep
-from learner.rollout.control import ServerControl, ServerRequest, ask, read_state
-from learner.rollout.discovery import Discovery
+from learner.rollout.control import Discovery, ServerControl, ServerRequest, ask, read_state
 from learner.rollout.server_backend import ServerBackend
 from learner.steps.ahead import Stage2Ahead
 from learner.steps.packing import CompleteRows

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from learner.config.sections.servers import FileOrCommand
-from learner.rollout import discovery
-from learner.rollout.discovery import MAX_BYTES, Discovery, ServerRequest, parse, read
+from learner.rollout import control
+from learner.rollout.control import MAX_BYTES, Discovery, ServerRequest, parse, read
 from learner.rollout.membership import Member, Membership
 from shared.errors import ConfigError, DeadlineError
 from tests.servers import wait_gone
@@ -135,7 +135,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path: Path) -> None:
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_command_that_never_stops_talking_is_ended(stream: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """946 MB were read in 3 s, before the limit was looked at."""
-    monkeypatch.setattr(discovery, "COMMAND_S", 2.0)
+    monkeypatch.setattr(control, "COMMAND_S", 2.0)
     program = f"import sys\nwhile True: sys.{stream}.write('x' * 65536)"
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     with pytest.raises(ConfigError if stream == "stdout" else DeadlineError):
@@ -157,7 +157,7 @@ def test_a_file_that_is_too_long_is_no_list(tmp_path: Path) -> None:
 def test_a_command_that_does_not_end_is_ended_with_its_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(discovery, "COMMAND_S", 1.0)
+    monkeypatch.setattr(control, "COMMAND_S", 1.0)
     child = tmp_path / "child"
     start = "import subprocess; p = subprocess.Popen(['sleep', '60'])"
     program = f"{start}; open({str(child)!r}, 'w').write(str(p.pid)); p.wait()"
