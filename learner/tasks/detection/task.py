@@ -183,13 +183,17 @@ def object_json(item: DetectionObject) -> dict[str, object]:
 
 def coordinate_token_ids(tokenizer: Tokenizer) -> list[int]:
     """Return the ids of the thousand `<|coord_k|>` tokens. Raises ConfigError if the tokenizer lacks one of them."""
+    texts = [f"<|coord_{value}|>" for value in range(NUM_BINS)]
+    together = tokenizer.encode("".join(texts), add_special_tokens=False)
+    if len(together) == len(set(together)) == NUM_BINS:  # one call instead of a thousand
+        return list(together)
     token_ids: list[int] = []
-    for value in range(NUM_BINS):
-        ids = tokenizer.encode(f"<|coord_{value}|>", add_special_tokens=False)
+    for text in texts:
+        ids = tokenizer.encode(text, add_special_tokens=False)
         if len(ids) != 1:
             raise ConfigError(
                 "task.coordinates is `tokens`, but the tokenizer lacks some of them",
-                found=f"<|coord_{value}|> is {len(ids)} tokens",
+                found=f"{text} is {len(ids)} tokens",
                 wanted="one token for each <|coord_k|>, k in 0..999",
                 remedy="add them to the tokenizer and train their embeddings, or set task.coordinates: digits",
             )

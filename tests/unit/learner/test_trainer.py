@@ -88,7 +88,7 @@ def test_what_a_run_s_start_made_is_left_out_of_later_collections(
 
     monkeypatch.setattr(Trainer, "step", watched)
     run(make_config(tiny_text, tmp_path, per_device_train_batch_size=2, max_steps=3), monkeypatch)
-    assert min(frozen[1:]) > frozen[0] + 10_000
+    assert min(frozen[1:]) > frozen[0] + 100
     assert gc.get_freeze_count() == 0
 
 

@@ -12,17 +12,21 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from transformers import AutoTokenizer
 
 from deploy.demo.scenes import DIGIT_WORDS
 from learner.config.load import config_of
 from learner.config.plan import resolve
 from learner.config.schema import RunConfig
+from learner.data import prompt
 from learner.policy.load import Policy
 from learner.policy.loss import RowLoss
 from learner.policy.parallel import Ranks
@@ -301,6 +305,9 @@ def trainer(config: RunConfig, ranks: Ranks, monkeypatch: pytest.MonkeyPatch, se
             monkeypatch.setattr(checkpoint, "load_weights", _load_alone)
             monkeypatch.setattr(Policy, "broadcast", lambda *_: None)
             monkeypatch.setattr(build, "log_to_file", lambda *_: None)  # a process' logging is not a test's to change
+            monkeypatch.setattr(
+                prompt, "AutoTokenizer", SimpleNamespace(from_pretrained=partial(_tokenizer, ranks.rank))
+            )
             made = build.build(config, resolve(config, ranks.world_size), ranks, token=None, stack=stack)
         made.policy.backward = _told(made, seen)  # type: ignore[method-assign]
         _tell_gradients(made, seen)
@@ -331,6 +338,12 @@ def run(config: RunConfig, monkeypatch: pytest.MonkeyPatch, world_size: int = 1)
     if causes or any(failures):
         raise next(iter(causes or [failure for failure in failures if failure]))
     return seen
+
+
+@lru_cache(maxsize=8)
+def _tokenizer(rank: int, path: str) -> Any:
+    """Ranks work at the same time, so each has its own; runs come one after the other."""
+    return AutoTokenizer.from_pretrained(path)
 
 
 _BUILDING = threading.Lock()
