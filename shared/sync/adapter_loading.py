@@ -163,9 +163,6 @@ class BaseWeightLoad(WeightLoad):
     def close(self) -> None:
         """Finish every layer's reload, and put the LoRA wrappers back. May be called again."""
         super().close()
-        self._put_back()
-
-    def _put_back(self) -> None:
         for parent, name, wrapper in self._wrappers:
             setattr(parent, name, wrapper)
         self._wrappers = []

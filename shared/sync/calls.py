@@ -190,19 +190,9 @@ def _end_in_time(operation: Operation[T]) -> None:
 def _watch() -> None:
     while True:
         with _changed:
-            overdue = _overdue()
+            overdue = [operation for operation in _under_way if operation.deadline.is_over()]
+            _under_way.difference_update(overdue)
             if not overdue:
-                _changed.wait(_until_next_s())
+                _changed.wait(min((operation.deadline.left_s() for operation in _under_way), default=None))
         while overdue:  # `pop`, because no reference to an ended operation may stay
             overdue.pop().expire()
-
-
-def _overdue() -> list[Operation[Any]]:
-    found = [operation for operation in _under_way if operation.deadline.is_over()]
-    _under_way.difference_update(found)
-    return found
-
-
-def _until_next_s() -> float | None:
-    """Return the seconds until the next deadline; None without operations."""
-    return min((operation.deadline.left_s() for operation in _under_way), default=None)

@@ -170,7 +170,8 @@ class _Door:
                     self._let_in()
                 else:
                     self._hear(key.data)
-            self._drop_the_slow()
+            for guest in [guest for guest in self._guests.values() if guest.until.is_over()]:
+                self._drop(guest)
         cards = [card, *(self._members[rank].card for rank in ranks)]
         for rank in ranks:
             self._answer(rank, b"".join(cards), wait)
@@ -242,10 +243,6 @@ class _Door:
         # Small messages must not wait until earlier ones are acknowledged.
         to.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         to.link.sendall(cards + _proof(self._member, b"rank 0", rank, to.challenge, to.answer, cards))
-
-    def _drop_the_slow(self) -> None:
-        for guest in [guest for guest in self._guests.values() if guest.until.is_over()]:
-            self._drop(guest)
 
     def _drop(self, guest: _Guest) -> None:
         global _num_strangers
