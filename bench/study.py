@@ -20,9 +20,9 @@ In `--out`: `results/REGIME/ARM-SEED.json`, the answers in `answers/`, the label
 `study.json` and `study.md` are the report. What is there is not done again, so the study goes on with a second command,
 on another machine too. When `--minutes` are over, everything has ended and is reported. `--work` is scratch.
 `--only-rank` reads the answers, and says whether F1 that is estimated by labels with gaps ranks models as all labels do
-(`ranked.json`). `--only-estimate` trains nothing: the start answers the photographs to learn from eight times, and what
-a run would estimate of labels with gaps is compared with all labels (`estimated.json`, `estimated.md`); with `--draws`
-also, how many draws of random gaps are called not random (`alarms-*.jsonl`).
+(`ranked.json`). `--only-estimate` trains nothing: the start answers the digits to learn from, and the cells to score
+by, eight times. What a run would estimate of labels with gaps is compared with all labels (`estimated.json`,
+`estimated.md`). With `--draws` also: how many draws of random gaps are called not random (`alarms-*.jsonl`).
 """
 
 from __future__ import annotations
@@ -272,9 +272,9 @@ def estimate_regimes(study: Study, regimes: Sequence[Regime], draws: int) -> Non
     found: dict[str, Any] = json.loads(path.read_text())["regimes"] if path.is_file() else {}
     for regime in regimes:
         write_data(study, regime)
-        given, everything = (read_rows(study.rows(regime, "train", labels)) for labels in ("gaps", "all"))
-        photographs = DIGITS if regime.name.startswith(DIGITS) else CELLS
-        kept, rows = study.out / "answers" / f"{photographs}.jsonl", study.rows(regime, "train", "all")
+        photographs, split = (DIGITS, "train") if regime.name.startswith(DIGITS) else (CELLS, "score")
+        given, everything = (read_rows(study.rows(regime, split, labels)) for labels in ("gaps", "all"))  # type: ignore[arg-type]
+        kept, rows = study.out / "answers" / f"{photographs}.jsonl", study.rows(regime, split, "all")  # type: ignore[arg-type]
         drawn = estimated.drawn_answers(regime.setting.base, rows, kept)
         if regime.name not in found and time.monotonic() < study.deadline:
             found[regime.name] = estimated.estimated(given, everything, drawn)

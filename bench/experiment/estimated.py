@@ -149,8 +149,8 @@ def estimated(given: Sequence[Row], everything: Sequence[Row], drawn: Drawn) -> 
         "labels": sum(map(len, labels.values())),
         "objects": sum(map(len, truth.values())),
         "finds": [int((votes >= least).sum()) for least in VOTES],
-        "right": [round(float(is_right[votes >= least].mean()), 3) for least in VOTES],
-        "estimated": [round(float(probable[votes >= least].mean()), 3) for least in VOTES],
+        "right": [_share(is_right[votes >= least]) for least in VOTES],
+        "estimated": [_share(probable[votes >= least]) for least in VOTES],
         "source": known.source,
         "auc": known.auc and round(known.auc, 3),
         "not_random": known.not_random,
@@ -162,6 +162,10 @@ def estimated(given: Sequence[Row], everything: Sequence[Row], drawn: Drawn) -> 
         },
         "found": _found(samples, found, drawn, labels, truth),
     }
+
+
+def _share(of: Any) -> float | None:
+    return round(float(of.mean()), 3) if len(of) else None
 
 
 def _found(
@@ -200,7 +204,10 @@ def report(found: Mapping[str, Row]) -> str:
         [
             name,
             f"{one['labels']} of {one['objects']}",
-            *(f"{true:.2f} / {said:.2f}" for true, said in zip(one["right"], one["estimated"], strict=True)),
+            *(
+                "no find" if true is None else f"{true:.2f} / {said:.2f}"
+                for true, said in zip(one["right"], one["estimated"], strict=True)
+            ),
             one["not_random"] or "no",
             ", ".join(str(one["net"][key]) for key in ("probability", "auto", "best votes")),
             *(f"{one['found'][key]:.2f}" for key in ("in all", *ORDERS)),

@@ -6,7 +6,7 @@ looks the same with and without a label.
 
 1. *Examples.* A labelled box is moved. With IoU >= 0.55 it is still on its object and an example of a right box. With
    IoU 0.08 to 0.45 it is beside the object and an example of a misplaced box. Edges at the photograph's border are not
-   moved. Boxes of other classes are examples of a wrong name.
+   moved. Boxes of other classes are examples of a wrong name, unless only places are judged.
 2. *Scores.* A logistic regression with an L2 penalty separates right from wrong examples by the pixels in and around
    the box. A class with `OWN_CLASS` labels has its own classifier. The other classes share one, which does not use
    names. A photograph is scored by a classifier that was fitted without it (`FOLDS` parts).
@@ -220,13 +220,15 @@ class _Line:
 class Looks:
     """Learns from some samples how objects and their surroundings look. Classifiers are fitted when first needed."""
 
-    def __init__(self, samples: Sequence[SampleCrops]) -> None:
+    def __init__(self, samples: Sequence[SampleCrops], *, names: bool = True) -> None:
+        """`names`: probabilities are those of a right name and box; else of a right box."""
+        self._names = names
         self._on, self._beside = (
             _Line.of((i, crop) for i, own in enumerate(samples) for crop in getattr(own, kind))
             for kind in ("on", "beside")
         )
-        names, counts = np.unique(self._on.names, return_counts=True)
-        self._own_class = set(names[counts >= OWN_CLASS].tolist())
+        kinds, counts = np.unique(self._on.names, return_counts=True)
+        self._own_class = set(kinds[counts >= OWN_CLASS].tolist())
         self._groups: dict[str | None, _Group] = {}
 
     @_one_thread
@@ -247,7 +249,7 @@ class Looks:
             if name is None and not (of_find.any() or _in_group(self._on.names, None, own_class).any()):
                 continue
             if name not in self._groups:
-                self._groups[name] = _Group.of(self._on, self._beside, name, own_class)
+                self._groups[name] = _Group.of(self._on, self._beside, name, own_class, names=self._names)
             group = self._groups[name]
             aucs.append((group.auc(), len(group.on)))
             scores = group.scores(line.pixels[of_find], line.part[of_find])
@@ -280,13 +282,13 @@ class _Group:
     wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # (scores, border): of boxes beside objects, of other classes
 
     @classmethod
-    def of(cls, on: _Line, beside: _Line, name: str | None, own: set[str]) -> _Group:
+    def of(cls, on: _Line, beside: _Line, name: str | None, own: set[str], *, names: bool) -> _Group:
         """Fit a class's classifiers and score its examples. The shared classifier (name None) is fitted on all
         classes."""
         everywhere = name is None
         fit_on = np.ones(len(on), bool) if everywhere else on.names == name
         fit_beside = np.ones(len(beside), bool) if everywhere else beside.names == name
-        others = np.zeros(len(on), bool) if everywhere else on.names != name
+        others = on.names != name if names and not everywhere else np.zeros(len(on), bool)
         by_part: list[Callable[[Pixels], Floats]] = []
         for part in range(FOLDS):
             kinds = [

@@ -21,7 +21,7 @@ r is the number of objects without a label per labelled one. If labels are missi
 votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. A few clusters with many votes
 may be chance. So r is f / (c + d) over the clusters with most votes: over `ENOUGH` of them, and over all that half of
 the answers have. A model invents fewer boxes that many of its answers have, so p and s do not fall with v, and are
-fitted so (`_not_falling`). This removes most of the noise of small counts. p s is an upper bound: boxes that the model
+fitted so (`not_falling`). This removes most of the noise of small counts. p s is an upper bound: boxes that the model
 invents as surely as it finds real objects look like real ones. `auto` takes the number of votes for which most labels
 are gained: estimated right ones minus wrong ones. Nothing is completed if complete labels could have given the same
 clusters.
@@ -227,8 +227,8 @@ def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
     if not len(enough):
         return None
     top, half = int(enough[-1]), (len(near) - 1) // 2
-    of_near, num_near = _not_falling(_joined(confirms, top), _joined(near, top))
-    of_all, num_all = _not_falling(_joined(near, top), _joined(near + free, top))
+    of_near, num_near = not_falling(_joined(confirms, top), _joined(near, top))
+    of_all, num_all = not_falling(_joined(near, top), _joined(near + free, top))
     is_right, is_near = (of_near + 0.5) / (num_near + 1), (of_all + 0.5) / (num_all + 1)
     counted = max(min(half, top), int(np.flatnonzero(from_top >= ENOUGH).max(initial=0)))
     ratio = float((free[counted:].sum() + 0.5) / (near[counted:].sum() + 0.5))
@@ -244,7 +244,7 @@ def _joined(counts: Counts, top: int) -> Counts:
     return np.append(counts[:top], counts[top:].sum())
 
 
-def _not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
+def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
     """Add up neighbours until the shares parts / wholes do not fall. These are the likeliest shares that do not fall
     (isotonic regression by pooling adjacent violators)."""
     blocks: list[tuple[float, float, int]] = []

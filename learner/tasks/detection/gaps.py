@@ -3,9 +3,11 @@
 In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and free clusters
 (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
-Pixels give the best estimate, for any kind of gap. If labels are too few, or a classifier cannot separate objects from
-their surroundings, only votes are left. They are misleading if labels are not missing at random, because a model that
-learned labels has learned their gaps (D22). Two signs show it, among clusters that half of the answers have:
+Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. Its name is right as
+often as names at labels are, with as many votes and with the same agreement on the name. If labels are too few, or a
+classifier cannot separate objects from their surroundings, only votes are left. They are misleading if labels are not
+missing at random, because a model that learned labels has learned their gaps (D22). Two signs show it, among clusters
+that half of the answers have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, place and class, on held-out photographs
@@ -16,7 +18,7 @@ learned labels has learned their gaps (D22). Two signs show it, among clusters t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -24,6 +26,7 @@ from numpy.typing import NDArray
 from scipy.stats import chi2, mannwhitneyu
 
 from learner.records import Sample
+from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.appearance import FOLDS, Looks, SampleCrops, logistic
 from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.bins import bounding_box
@@ -33,8 +36,10 @@ from learner.tasks.detection.completion import (
     Source,
     best_threshold,
     estimate,
+    not_falling,
     tally,
 )
+from learner.tasks.detection.geometry import iou_matrix
 
 PROBABLE = 0.5  # probability; above it a new label helps more than it harms
 _FEWEST = 20  # clusters with a label, and clusters without one; with fewer the signs are not tested
@@ -58,8 +63,14 @@ def estimate_gaps(
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
-    looks = Looks(crops).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
-    probabilities: Sequence[Sequence[float]] = looks.probabilities
+    looks = Looks(crops, names=False).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
+    probabilities: Sequence[Sequence[float]] = ()
+    if looks.probabilities:
+        right_name = _right_names(samples, found, num_answers)
+        probabilities = [
+            [box * right_name(one) for box, one in zip(*own, strict=True)]
+            for own in zip(looks.probabilities, free, strict=True)
+        ]
     if audited:
         votes = [one.object.votes for own in free for one in own if one.object.votes is not None]
         before = np.array([p for own in probabilities for p in own]) if probabilities else None
@@ -78,6 +89,23 @@ def estimate_gaps(
         nothing = tuple(0.0 for _ in known.precision)
         known = replace(known, min_votes=None, why=why, missing=None, precision=nothing)
     return known, _with(found, [[known.precision[one.votes - 1] for one in own] for own in free])
+
+
+def _right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
+    """Return the probability that the name of a find in the right place is right: the share at labels, by votes and by
+    whether all answers that have it give the same name. It does not fall with more votes."""
+    right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))  # by agreement and votes
+    for sample, own in zip(samples, found, strict=True):
+        near = [one for one in own if one.relation in ("confirms", "contradicts")]
+        for one, overlaps in zip(near, iou_matrix([one.object for one in near], sample.objects), strict=True):
+            if overlaps.max(initial=0.0) >= SAME_IOU:
+                at = int(len(one.names) > 1), one.votes - 1
+                whole[at] += 1
+                right[at] += sample.objects[overlaps.argmax()].desc == one.object.desc
+    overall = (right.sum() + 1) / (whole.sum() + 1)
+    pooled = [not_falling(*parts) for parts in zip(right, whole, strict=True)]
+    shares = [(parts + overall) / (wholes + 1) for parts, wholes in pooled]  # few examples: near the overall share
+    return lambda one: float(shares[len(one.names) > 1][one.votes - 1])
 
 
 def _with(found: Found, probabilities: Sequence[Sequence[float]]) -> list[list[LabelCandidate]]:

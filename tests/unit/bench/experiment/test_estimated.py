@@ -60,17 +60,17 @@ def test_loss_inspection_suspects_what_is_sure_and_unlike_any_label() -> None:
 
 def test_estimates_and_draws_go_on_where_they_stopped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     one = made(tmp_path)
-    everything = study.read_rows(one.rows(study.Regime("real"), "train", "all"))
+    everything = study.read_rows(one.rows(study.Regime("real"), "score", "all"))
     for row in everything:
         Path(row["images"][0]).parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (row["width"], row["height"])).save(row["images"][0])
     kept = one.out / "answers" / "cells.jsonl"
     kept.parent.mkdir(parents=True)
     kept.write_text("".join(json.dumps(line) + "\n" for line in drawn(everything).values()))
-    assert len(drawn_answers(tmp_path / "no-model", one.rows(study.Regime("real"), "train", "all"), kept)) == 2
+    assert len(drawn_answers(tmp_path / "no-model", one.rows(study.Regime("real"), "score", "all"), kept)) == 1
     for draws in (1, 3):
         study.estimate_regimes(one, [study.Regime("real")], draws)
     alarms = study.read_rows(one.out / "alarms-cells.jsonl")
     assert [(line["draw"], line["not_random"]) for line in alarms] == [(0, ""), (1, ""), (2, "")]
     assert list(json.loads((one.out / "estimated.json").read_text())["regimes"]) == ["real"]
-    assert "| real | 2 of 4 |" in capsys.readouterr().out
+    assert "| real | 1 of 2 |" in capsys.readouterr().out

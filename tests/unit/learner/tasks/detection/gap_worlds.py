@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from PIL import Image
@@ -60,13 +60,18 @@ def world(
     invented: float = 6.0,
     labelled_more: float = 0.15,
     draw: bool = True,
+    misnamed: float = 0.0,
 ) -> World:
     """Make a world; without `draw` its photographs are grey. A find of an object has more votes than an invented one.
-    `labelled_more`: how much more often an answer has an object with a label, as a model has that learned the gaps."""
+    `labelled_more`: how much more often an answer has an object with a label, as a model has that learned the gaps.
+    `misnamed`: share of the finds with a wrong name, of ten classes that look like one of two; on these names answers
+    mostly do not agree."""
     rng = np.random.default_rng(seed)
     samples, found, right, pictures = [], [], [], {}
     for number in range(photographs):
         picture, boxes = _photograph(rng, objects, draw)
+        if misnamed:
+            boxes = [(f"{box[0]} {rng.integers(5)}", *box[1:]) for box in boxes]
         labelled = [keep(box, place, rng) for place, box in enumerate(boxes)]
         name = f"{number}.png"
         pictures[name] = picture
@@ -84,8 +89,12 @@ def world(
         own: list[tuple[LabelCandidate, bool]] = []
         for box, has in zip(boxes, labelled, strict=True):
             votes = int(rng.binomial(ANSWERS, np.clip(rng.beta(4, 2) + (labelled_more if has else 0), 0, 1)))
-            if votes:
-                own.append((_candidate(_jittered(box, rng), votes, "confirms" if has else "free"), True))
+            if votes and misnamed and rng.random() < misnamed:
+                one = _candidate(_jittered((f"{box[0]}?", *box[1:]), rng), votes, "contradicts" if has else "free")
+                own.append((_split(one, rng, 0.8), False))
+            elif votes:
+                one = _candidate(_jittered(box, rng), votes, "confirms" if has else "free")
+                own.append((_split(one, rng, 0.2) if misnamed else one, True))
         for box in _invented(rng, boxes, int(rng.poisson(invented))):
             own.append((_candidate(box, max(1, int(rng.binomial(ANSWERS, rng.beta(1, 4)))), "free"), False))
         found.append([one for one, _ in own])
@@ -96,6 +105,13 @@ def world(
 def _candidate(box: Box, votes: int, relation: Relation) -> LabelCandidate:
     obj = _object(box)._replace(votes=Votes(votes, ANSWERS))
     return LabelCandidate(object=obj, relation=relation, names={obj.desc: votes}, agreement=votes / ANSWERS)
+
+
+def _split(one: LabelCandidate, rng: np.random.Generator, chance: float) -> LabelCandidate:
+    """Let answers not agree on the name."""
+    if one.votes < 2 or rng.random() >= chance:
+        return one
+    return replace(one, names={one.object.desc: one.votes - 1, "another": 1})
 
 
 def _object(box: Box) -> DetectionObject:

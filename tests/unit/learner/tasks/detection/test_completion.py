@@ -17,10 +17,10 @@ from learner.tasks.detection.completion import (
     MIN_CLUSTERS,
     CompletionEstimate,
     LabelCandidate,
-    _not_falling,
     candidates,
     completed,
     estimate,
+    not_falling,
     tally,
     without_completed,
 )
@@ -183,7 +183,7 @@ def test_shares_that_do_not_fall_are_the_slow_reference_s(counts: list[tuple[int
     """The likeliest ones: at each place the largest, over all beginnings, of the smallest mean over all ends."""
     parts, wholes = np.array([a for a, _ in counts], float), np.array([a + b for a, b in counts], float)
     parts, wholes = parts[wholes > 0], wholes[wholes > 0]
-    of, all_ = _not_falling(parts, wholes)
+    of, all_ = not_falling(parts, wholes)
 
     def share(first: int, last: int) -> float:
         return float(parts[first : last + 1].sum() / wholes[first : last + 1].sum())

@@ -57,6 +57,18 @@ def test_photographs_say_what_is_right_in_every_kind_of_gap(kind: str) -> None:
     assert bool(known.not_random) == ("random" not in kind)
 
 
+def test_names_at_labels_say_how_often_names_are_right() -> None:
+    """Classes that look alike, each with few labels: pixels say that there is an object, not which one."""
+    made = world(1, KINDS["60% at random"], misnamed=0.3)
+    known, found = known_of(made)
+    assert known.source == "appearance"
+    probable, votes, right = line_of(made, found)
+    for least in (1, 2, 3, 4):
+        assert probable[votes >= least].mean() == pytest.approx(right[votes >= least].mean(), abs=0.10)
+    gained = 2 * right[probable >= PROBABLE].sum() - (probable >= PROBABLE).sum()
+    assert gained > 1.1 * max(2 * right[votes >= v].sum() - (votes >= v).sum() for v in range(1, ANSWERS + 1))
+
+
 def test_complete_labels_stay_as_they_are() -> None:
     made = world(2, lambda *_: True, photographs=30)
     known, found = known_of(made)
@@ -181,7 +193,7 @@ def test_photographs_of_cells_say_what_is_right(split: str) -> None:
     samples, finds, right = cells(split)
     load = Images(ImageRules()).load
     crops = [crops_of(sample, own, load) for sample, own in zip(samples, finds, strict=True)]
-    looks = Looks(crops).judge(
+    looks = Looks(crops, names=False).judge(
         [own.finds for own in crops], [[obj.votes.found for obj in own if obj.votes] for own in finds]
     )
     probable = np.array([p for own in looks.probabilities for p in own])
