@@ -30,6 +30,7 @@ from learner.tasks.detection.task import DetectionTask
 from learner.trainer import Trainer
 from shared.errors import OutOfMemoryError, PromptMismatchError
 from tests.runs import events
+from tests.tiers import slow
 from tests.unit.learner.trainer_log import all_learned, carried_at_end, events_of, everyone
 from tests.unit.learner.trainer_world import FakeBackend, Generate, Seen, make_config, run, trainer, write_data
 
@@ -42,7 +43,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 # ---- every sample once (R12) ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 @pytest.mark.parametrize("variant", ["sft", "rollout_matching_sft"])
 def test_every_sample_is_learned_once_per_epoch(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int, variant: str
@@ -116,7 +117,7 @@ def test_rows_below_the_configured_fill_are_counted(
     assert step["metrics"].get("underfilled") == wanted
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_what_is_carried_is_learned_later_or_told(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
@@ -130,7 +131,7 @@ def test_what_is_carried_is_learned_later_or_told(
     assert all_learned(seen) + Counter(left) == everyone(24)
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_the_last_step_learns_what_is_carried_where_nothing_may_be_dropped(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
@@ -146,7 +147,7 @@ def test_the_last_step_learns_what_is_carried_where_nothing_may_be_dropped(
     assert last["num_rows"] > 2 * world_size
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1)])
+@pytest.mark.parametrize(("before", "after"), [slow(1, 1), slow(2, 2), (2, 1)])
 def test_carried_segments_survive_a_resume(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
 ) -> None:
@@ -253,8 +254,8 @@ def test_rollouts_only_after_the_sync_of_the_present_weights(
     assert [line["ver"] for line in events_of(tmp_path, "step")] == [1, 2]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-@pytest.mark.parametrize("quiet_after", [1, 3, 99])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
+@pytest.mark.parametrize("quiet_after", [1, slow(3), 99])
 def test_a_sync_that_waits_for_rollouts_comes_between_two_rows(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, quiet_after: int, world_size: int
 ) -> None:
@@ -282,7 +283,7 @@ def test_a_sync_that_waits_for_rollouts_comes_between_two_rows(
             assert torch.equal(before.weights[name], tensor), name
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_seeds_follow_from_the_place_in_the_data(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
@@ -374,7 +375,9 @@ CUTS = {
 }
 
 
-@pytest.mark.parametrize("cut", CUTS)
+@pytest.mark.parametrize(
+    "cut", [slow("packed"), slow("accumulated"), "packed-accumulated", slow("ranks"), "packed-ranks"]
+)
 def test_the_step_s_gradient_does_not_depend_on_how_it_is_cut(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cut: str
 ) -> None:
@@ -434,7 +437,7 @@ def test_what_is_retained_is_scored_beside_each_evaluation(
     assert (tmp_path / "run" / "eval" / "retain_old_000002.jsonl").is_file()
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_scores_are_calibrated_on_val_and_saved_with_the_checkpoint(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:
@@ -616,7 +619,7 @@ def test_a_run_that_fails_says_why(tiny_text: Path, tmp_path: Path, monkeypatch:
     assert "OutOfMemoryError: no memory" in end["because"]
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("world_size", [slow(1), 2])
 def test_a_spike_is_written_with_the_samples_of_its_step(
     tiny_text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, world_size: int
 ) -> None:

@@ -19,6 +19,7 @@ from learner.policy.canary_scores import RepeatedLogprobs, SideStream
 from learner.policy.load import Policy
 from learner.policy.pass_graph import INDEXING, Notes, OtherPassError, PassGraph, Work, is_mask, reads
 from learner.policy.weights import as_sent, checksum, replaced_modules
+from tests.tiers import slow
 from tests.unit.learner.policy.rows import image, policy_of, sample
 from tests.unit.learner.policy.test_weights import with_trained_adapter
 
@@ -82,7 +83,7 @@ def strict(work: Callable[[], None]) -> Callable[[], None]:
     return tape.replay
 
 
-@pytest.mark.parametrize("options", [{}, {"bf16": True, "dtype": "bfloat16"}])
+@pytest.mark.parametrize("options", [slow({}), {"bf16": True, "dtype": "bfloat16"}])
 def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options: dict[str, Any]) -> None:
     """The row has an image, whose sizes are read on the host. Merging is in the graph."""
     policy = with_trained_adapter(tiny_vlm, "lora", **options)

@@ -15,6 +15,7 @@ from learner.config.sections.model import LoraConfig
 from learner.policy.load import Policy
 from learner.policy.weights import merged_weight, merges_plainly
 from shared.errors import ConfigError
+from tests.tiers import slow
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
 
@@ -84,7 +85,7 @@ def test_a_merge_is_to_the_bit_as_peft_adds_and_rounds(alpha: int, base: torch.d
     assert merges_plainly(layer)
 
 
-@pytest.mark.parametrize("kind", ["lora", "dora"])
+@pytest.mark.parametrize("kind", [slow("lora"), "dora"])
 def test_listing_weights_does_not_disturb_training(tiny_vlm: Path, kind: str) -> None:
     listed, untouched = with_trained_adapter(tiny_vlm, kind), with_trained_adapter(tiny_vlm, kind)
     list(listed.named_weights(torch.bfloat16))

@@ -29,6 +29,7 @@ from shared.errors import ConfigError, PromptTooLongError, RolloutError
 from shared.generation import sampling_params
 from shared.seeds import request_seed
 from shared.wire import RequestConfig
+from tests.tiers import slow
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, segment
 from tests.unit.learner.policy.rows import sample as sample_of
 from tests.unit.learner.rollout.hf_reference import NUM_NEW, SAMPLE, reference_beam, reference_greedy, reference_sample
@@ -75,7 +76,7 @@ def answers(backend: HfBackend, samples: Sequence[Sample], first: int = 0, **opt
 # ---- references ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("penalty", [1.0, 1.3])
+@pytest.mark.parametrize("penalty", [slow(1.0), 1.3])
 def test_greedy_is_what_the_learning_forward_says(vlm: Policy, samples: list[Sample], penalty: float) -> None:
     """R03: padded batches with images of any size, cached, at the right multimodal positions."""
     found = answers(backend_of(vlm, repetition_penalty=penalty), samples)
@@ -190,7 +191,7 @@ def test_beams_count_as_sequences(vlm: Policy, samples: list[Sample], monkeypatc
         backend_of(vlm, 2, decode_mode="beam", num_beams=3)
 
 
-@pytest.mark.parametrize("decoding", [{}, SAMPLE, {"decode_mode": "beam", "num_beams": 2}])
+@pytest.mark.parametrize("decoding", [slow({}), SAMPLE, slow({"decode_mode": "beam", "num_beams": 2})])
 def test_a_rollout_depends_on_its_prompt_and_place_only(
     vlm: Policy, samples: list[Sample], decoding: dict[str, Any]
 ) -> None:
@@ -298,7 +299,7 @@ def test_an_adapter_generates_too(tiny_vlm: Path, samples: list[Sample]) -> None
     assert found != answers(backend_of(policy_of(tiny_vlm)), samples[:3])
 
 
-@pytest.mark.parametrize("bf16", [False, True])
+@pytest.mark.parametrize("bf16", [slow(False), True])
 def test_the_precision_is_that_of_learning(tiny_vlm: Path, samples: list[Sample], bf16: bool) -> None:
     policy = policy_of(tiny_vlm, bf16=bf16)
     seen = set()

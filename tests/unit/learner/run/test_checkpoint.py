@@ -57,7 +57,7 @@ def train(policy: Policy, optimizer: Optimizer, state: TrainerState, steps: int)
     return state
 
 
-@pytest.mark.parametrize("lora", [None, LORA], ids=["full", "dora"])
+@pytest.mark.parametrize("lora", [slow(None), LORA])
 def test_resume_gives_the_uninterrupted_run_bit_for_bit(
     tiny_vlm: Path, tmp_path: Path, lora: LoraConfig | None
 ) -> None:
