@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
@@ -108,6 +108,13 @@ class Answers:
             place: [[one, *drawn.get(place, [])[i * number : (i + 1) * number]] for i, one in enumerate(answers)]
             for place, answers in greedy.items()
         }
+
+    def each(self, samples: Sequence[Sample]) -> Iterator[list[Rollout]]:
+        """Yield the answers to each sample, the greedy answer first."""
+        size = self.images_at_once
+        for start in range(0, len(samples), size):
+            found = self.of({start + i: [sample] for i, sample in enumerate(samples[start : start + size])})
+            yield from (own for (own,) in found.values())
 
     def _generate(
         self, groups: Mapping[int, Sequence[Sample]], number: int, *, greedy: bool

@@ -80,12 +80,9 @@ def _answered(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with answers, Progress(*columns, console=console) as bar:
         line = bar.add_task("images", total=len(samples))
-        size = answers.images_at_once
-        for start in range(0, len(samples), size):
-            here = {place: [samples[place]] for place in range(start, min(start + size, len(samples)))}
-            for (rollouts,) in answers.of(here).values():
-                yield [task.parse(rollout) for rollout in rollouts]
-                bar.advance(line)
+        for rollouts in answers.each(samples):
+            yield [task.parse(rollout) for rollout in rollouts]
+            bar.advance(line)
 
 
 def _table(fitted: Sequence[Calibration]) -> Table:

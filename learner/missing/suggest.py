@@ -23,7 +23,7 @@ from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.calibration import asked_as
 from learner.detector.command import reading
 from learner.detector.model import ModelFiles, require_boxes
-from learner.records import DetectionObject, Rollout, Sample
+from learner.records import DetectionObject, Sample
 from learner.run.additions import addition_of, writable_annotations
 from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.agreement import SAME_IOU
@@ -114,12 +114,15 @@ def suggest(
     load, share = Images(data.image_rules).load, share_of(sum(len(sample.objects) for sample in samples))
     tell(f"loading {model.folder} for {len(samples)} images")
     with answers:
-        for sample, rollouts in zip(samples, _answers(answers, asked_as(model, samples), tell), strict=True):
+        answered = zip(samples, answers.each(asked_as(model, samples)), strict=True)
+        for number, (sample, rollouts) in enumerate(answered, start=1):
             parsed = [task.parse(rollout) for rollout in rollouts]
             drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # the first is greedy
             scores.append(scored_objects(parsed, pieces, calibration) if calibration is not None else None)
             agreed.append(candidates(sample, drawn))
             crops.append(crops_of(sample, [one.object for one in agreed[-1] if one.relation == "free"], load, share))
+            if number % answers.images_at_once == 0 or number == len(samples):
+                tell(f"{number} of {len(samples)} images")
     known, judged = estimate_gaps(samples, agreed, crops, asked.samples)
     tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)
     own = judged if known.source != "votes" else agreed  # votes are in the agreement already
@@ -184,18 +187,6 @@ def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
         if overlap >= SAME_IOU
     ]
     return max(same, default=(False, 0.0, 0.0))[-1]
-
-
-def _answers(answers: Answers, samples: Sequence[Sample], tell: Callable[[str], None]) -> Iterator[list[Rollout]]:
-    """Yield the answers to each sample, the greedy answer first."""
-    size = answers.images_at_once
-    for start in range(0, len(samples), size):
-        part = samples[start : start + size]
-        found = answers.of({start + i: [sample] for i, sample in enumerate(part)})
-        for i in range(len(part)):
-            (own,) = found[start + i]
-            yield own
-        tell(f"{min(start + size, len(samples))} of {len(samples)} images")
 
 
 def key_of(folder: Path) -> str:

@@ -66,7 +66,10 @@ def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced:
     if not own.prefix_length or length > len(forced.target.token_ids):
         return None
     same = own.token_ids[-length:] == forced.target.token_ids[-length:]
-    kinds = _kinds(policy, forced.target)[-length:]
+    is_name = forced.target.loss_weights == NAME_WEIGHT
+    pieces = policy.tokenizer.convert_ids_to_tokens(forced.target.token_ids)
+    is_coordinate = [piece.startswith("<|coord_") for piece in pieces]
+    kinds = np.where(is_coordinate, "coordinates", np.where(is_name, "names", "structure"))[-length:]
     if not (kinds[~same] == "structure").all():  # object numbers may differ, and nothing else
         return None
     nats = _nats(policy, forced.prompt, own)
@@ -76,9 +79,3 @@ def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced:
 def _nats(policy: Policy, prompt: EncodedPrompt, target: Target) -> NDArray[np.float64]:
     (logprobs,) = policy.logprobs([(prompt, target.token_ids.tolist())])
     return -np.asarray(logprobs)
-
-
-def _kinds(policy: Policy, target: Target) -> NDArray[np.str_]:
-    is_coordinate = [piece.startswith("<|coord_") for piece in policy.tokenizer.convert_ids_to_tokens(target.token_ids)]
-    kinds = np.where(target.loss_weights == NAME_WEIGHT, "names", "structure")
-    return np.where(is_coordinate, "coordinates", kinds)

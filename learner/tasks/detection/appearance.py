@@ -93,7 +93,7 @@ class Appearance:
 def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
     """Cut examples and finds out of a sample's photographs. A share `share` of the labels is used, chosen by a hash of
     their names and places. Raises what `open_image` raises."""
-    labels = [obj for obj in sample.objects if _drawn(sample, obj) < share]
+    labels = [obj for obj in sample.objects if _seed(sample, obj) < share * 2**32]
     on: list[Crop] = []
     beside: list[Crop] = []
     found: list[Crop | None] = [None] * len(finds)
@@ -118,10 +118,6 @@ def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open,
 
 def _seed(sample: Sample, obj: DetectionObject) -> int:
     return zlib.crc32(f"{sample.sample_id} {obj.image} {obj.desc} {obj.bins}".encode())
-
-
-def _drawn(sample: Sample, obj: DetectionObject) -> float:
-    return _seed(sample, obj) / 2**32
 
 
 def share_of(num_labels: int) -> float:

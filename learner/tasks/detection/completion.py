@@ -93,7 +93,8 @@ def candidates(
         for one, obj, relation, ignored in zip(found, objects, relations, in_ignored, strict=True)
         if not ignored and (relation != "free" or can_be_label(obj))
     ]
-    free = sorted((i for i, one in enumerate(kept) if one.relation == "free"), key=lambda i: _votes_then_place(kept[i]))
+    free = [i for i, one in enumerate(kept) if one.relation == "free"]
+    free.sort(key=lambda i: (-kept[i].votes, kept[i].object.bins, kept[i].object.desc))
     apart = _apart([kept[i].object for i in free])
     repeating = {i for i, is_apart in zip(free, apart, strict=True) if not is_apart}
     return [replace(one, relation="repeats") if i in repeating else one for i, one in enumerate(kept)]
@@ -292,10 +293,6 @@ def completed(
         if one.relation == "free" and one.votes >= min_votes and (one.probability or 0.0) >= probable
     ]
     return replace(sample, objects=canonical_order([*sample.objects, *labels]))
-
-
-def _votes_then_place(one: LabelCandidate) -> tuple[int, tuple[int, ...], str]:
-    return (-one.votes, one.object.bins, one.object.desc)
 
 
 def _apart(objects: Sequence[DetectionObject]) -> list[bool]:

@@ -180,10 +180,6 @@ def _share(above: str, below: str) -> Metric:
     return lambda t: _ratio(t[above], t[below])
 
 
-def _object_parse_rate(t: Totals) -> NDArray[np.float64]:
-    return _ratio(t["predictions"], t["predictions"] + sum(t[f"drop/{reason}"] for reason in DROP_REASONS))
-
-
 METRICS: Mapping[str, Metric] = {
     "f1@0.5": _f1_at("tp", 0.5),
     "fm@0.5": _fm_at("tp", 0.5),
@@ -199,7 +195,9 @@ METRICS: Mapping[str, Metric] = {
     "usable_rate": _share("usable", "samples"),
     "unclosed_rate": _share("unclosed", "samples"),
     "truncation_rate": _share("length_stopped", "samples"),
-    "object_parse_rate": _object_parse_rate,
+    "object_parse_rate": lambda t: _ratio(
+        t["predictions"], t["predictions"] + sum(t[f"drop/{reason}"] for reason in DROP_REASONS)
+    ),
     "duplicate_rate": _share("duplicates", "predictions"),
     "objects_per_rollout": _share("predictions", "samples"),
     "truth_per_sample": _share("truth", "samples"),

@@ -338,7 +338,9 @@ def parse_rollout(
     """
     text = pieces.text(rollout.response_token_ids)
     reading = read_answer(text.data, grammar)
-    coordinates = _coordinates(text, bin_of_token, grammar) if reading.opened else NO_COORDINATES
+    coordinates = NO_COORDINATES
+    if reading.opened:
+        coordinates = digit_coordinates(text) if grammar.digits else token_coordinates(text, bin_of_token)
     outcomes = classify(reading.entries, text.data, coordinates, grammar, len(rollout.sample.images))
     drops = Counter([outcome for outcome in outcomes if isinstance(outcome, str)] + ["truncated"] * reading.truncated)
     kept, prefix_length, tail_opening = _cut(text, reading.entries, grammar)
@@ -371,10 +373,6 @@ def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> 
     if reading.truncated:
         found.append(("truncated", text.token_at(begin), len(text.ids)))
     return tuple(found)
-
-
-def _coordinates(text: TokenText, bin_of_token: NDArray[np.int64], grammar: Grammar) -> Coordinates:
-    return digit_coordinates(text) if grammar.digits else token_coordinates(text, bin_of_token)
 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:

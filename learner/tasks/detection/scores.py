@@ -86,9 +86,8 @@ def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Sc
     found = []
     for cluster, obj, overlap in zip(clusters, chosen, overlaps, strict=True):
         in_greedy, votes = _votes(cluster)
-        features = np.array(
-            [*_support(cluster, obj, told, drawn), *_shape(obj), _mean_place(cluster, told), count, *overlap]
-        )
+        place = np.mean([told[m.answer][m.place].place for m in cluster.members])
+        features = np.array([*_support(cluster, obj, told, drawn), *_shape(obj), place, count, *overlap])
         found.append(ScoreCandidate(obj, in_greedy, votes if drawn else None, features))
     return found
 
@@ -136,10 +135,6 @@ def _shape(obj: DetectionObject) -> list[float]:
     width, height, last = x2 - x1, y2 - y1, NUM_BINS - 1
     edge = min(x1, y1, last - x2, last - y2) / last
     return [float(np.log(width * height / last**2)), float(np.log(width / height)), edge]
-
-
-def _mean_place(cluster: Cluster, told: Sequence[Sequence[ObjectLogprobs]]) -> float:
-    return float(np.mean([told[m.answer][m.place].place for m in cluster.members]))
 
 
 def _overlaps(objects: Sequence[DetectionObject], shares: NDArray[np.float64]) -> NDArray[np.float64]:
