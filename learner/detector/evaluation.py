@@ -11,7 +11,6 @@ own threshold.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -20,6 +19,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from learner.records import Assignment, DetectionObject, ParsedRollout, PredictedObject, Rollout, Sample
+from learner.report.records import Scene
+from learner.report.scores import counts_by_class
+from learner.report.sheet import Sheet
 from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.ap_interval import AP, AP50, ApDraws, RankedBoxes, ap_of
 from learner.tasks.detection.bins import bounding_box
@@ -196,7 +198,7 @@ def evaluate_all(
                 auc=auc(*outcomes),
                 ece=ece(*outcomes),
                 bins=reliability(*outcomes),
-                classes=_by_class(kept, samples, precision.classes),
+                classes=_by_class(scenes_of(kept, samples), precision.classes),
                 num_boxes=len(judged.scores),
                 curves=_curves(precision.classes, judged),
             )
@@ -221,28 +223,43 @@ def _precision_by_recall(one: RankedBoxes) -> NDArray[np.float64]:
     return found
 
 
-def _by_class(
-    line: Sequence[Sequence[Scored]], samples: Sequence[Sample], ranked: Sequence[RankedBoxes]
-) -> dict[str, dict[str, float]]:
-    """Return F1, precision and recall at IoU 0.5, AP, AP50, and the number of objects of each class of the truth. A
-    pair has one name, so the counts of all classes add up to those of the whole."""
-    truth, judged, right = Counter[str](), Counter[str](), Counter[str]()
-    for boxes, sample in zip(line, samples, strict=True):
-        match = Overlaps.of([box.object for box in boxes], sample.objects, sample.ignored).match()
-        truth.update(obj.desc for obj in sample.objects)
-        judged.update(box.object.desc for box, out in zip(boxes, match.ignored, strict=True) if not out)
-        right.update(sample.objects[t].desc for _, t, _ in match.pairs)
-    ap = {one.name: ap_of([one], np.ones((1, len(samples)))) for one in ranked}
+def _by_class(scenes: Sequence[Scene], ranked: Sequence[RankedBoxes]) -> dict[str, dict[str, float]]:
+    """Return F1, precision and recall at IoU 0.5, AP, AP50, and the number of objects of each class of the truth."""
+    ap = {one.name: ap_of([one], np.ones((1, len(scenes)))) for one in ranked}
     return {
         name: {
-            "f1@0.5": 2 * right[name] / (judged[name] + truth[name]),
-            "precision@0.5": right[name] / max(judged[name], 1),
-            "recall@0.5": right[name] / truth[name],
-            "objects": float(truth[name]),
+            "f1@0.5": counts.f1,
+            "precision@0.5": counts.precision if counts.predictions else 0.0,
+            "recall@0.5": counts.recall,
+            "objects": float(counts.truth),
             **{metric: float(ap[name][metric][0]) if name in ap else 0.0 for metric in SHOWN_AP},
         }
-        for name in sorted(truth)
+        for name, counts in sorted(counts_by_class(scenes).items())
+        if counts.truth
     }
+
+
+def scenes_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> list[Scene]:
+    """Return each sample with its boxes."""
+    scenes = []
+    for sample, kept in zip(samples, line, strict=True):
+        sheet = Sheet.of(sample.sizes) if len(sample.images) > 1 else None
+        width, height = sheet.size if sheet else (sample.width, sample.height)
+        scenes.append(
+            Scene(
+                scene_id=sample.sample_id,
+                images=sample.images,
+                width=width,
+                height=height,
+                truth=sample.objects,
+                ignored=sample.ignored,
+                predictions=tuple(box.object for box in kept),
+                num_dropped=0,
+                truncated=False,
+                sheet=sheet,
+            )
+        )
+    return scenes
 
 
 def assignment_of(boxes: Sequence[Scored], sample: Sample) -> Assignment:

@@ -11,41 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from learner.detector.evaluation import GRID, DetectorResult, Scored
+from learner.detector.evaluation import GRID, DetectorResult, Scored, scenes_of
 from learner.records import Sample
 from learner.report.charts import Chart, Series, Table, line_chart
 from learner.report.page import TEMPLATES
-from learner.report.records import Scene
 from learner.report.results import MAX_CLASSES, matrix_of, short
 from learner.report.scenes import gallery_of
-from learner.report.sheet import Sheet
 from learner.tasks.detection.ap_interval import AP, AP50
 
 _COLORS = ("after", "other", "data", "target", "sync", "pack")
 _MOST_LINES = len(_COLORS)
-
-
-def scenes_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> list[Scene]:
-    """Return each sample with its boxes."""
-    scenes = []
-    for sample, kept in zip(samples, line, strict=True):
-        sheet = Sheet.of(sample.sizes) if len(sample.images) > 1 else None
-        width, height = sheet.size if sheet else (sample.width, sample.height)
-        scenes.append(
-            Scene(
-                scene_id=sample.sample_id,
-                images=sample.images,
-                width=width,
-                height=height,
-                truth=sample.objects,
-                ignored=sample.ignored,
-                predictions=tuple(box.object for box in kept),
-                num_dropped=0,
-                truncated=False,
-                sheet=sheet,
-            )
-        )
-    return scenes
 
 
 def page_of(
