@@ -1,7 +1,7 @@
 """Describes a split for people: classes, boxes, sizes, probable mistakes, and photographs that two splits share.
 
-In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files, 64 kB of
-each.
+In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files: 64 kB
+of those whose length occurs in two splits.
 """
 
 from __future__ import annotations
@@ -253,11 +253,16 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
 
 def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str], list[str]]:
     """Return photographs with equal content in two splits, by pair of splits. Names may differ."""
+    images = [
+        (split, image, sample) for split, samples in splits.items() for sample in samples for image in sample.images
+    ]
+    lengths: dict[int | str, set[str]] = {}  # the splits that have a photograph of this length
+    for split, image, _ in images:
+        lengths.setdefault(_length(image), set()).add(split)
     where: dict[str, dict[str, str]] = {}  # the photograph's name in each split, by fingerprint
-    for split, samples in splits.items():
-        for sample in samples:
-            for image in sample.images:
-                where.setdefault(_fingerprint(image), {})[split] = _called(image, sample)
+    for split, image, sample in images:
+        if len(lengths[_length(image)]) > 1:
+            where.setdefault(_fingerprint(image), {})[split] = _called(image, sample)
     found: dict[tuple[str, str], list[str]] = {}
     for names in where.values():
         present = list(names)
@@ -271,6 +276,14 @@ def _called(image: str, sample: Sample) -> str:
     """Return a photograph's path or URL. If it is encoded in its record, return the record's id."""
     named = image[:4].lower() == "http" or is_file(Path(image.removeprefix("file://")))
     return image if named else f"record {sample.sample_id}"
+
+
+def _length(image: str) -> int | str:
+    """Return the length of a local file, otherwise the whole string. Only equal lengths make it worth to read files."""
+    try:
+        return os.stat(image).st_size  # noqa: PTH116  # a path object for each would cost more
+    except (OSError, ValueError):
+        return image
 
 
 def _fingerprint(image: str) -> str:

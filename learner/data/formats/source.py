@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from threading import Lock
 
@@ -29,7 +30,7 @@ OTHER_SUFFIXES = (
 )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class Source:
     """The input of a reader."""
 
@@ -38,8 +39,8 @@ class Source:
     geometry: GeometryKind
     bad: BadRecords
 
-    @property
-    def file(self) -> Path:
+    @cached_property
+    def file(self) -> Path:  # readers ask for it at each annotation, and making it takes longer than the rest of some
         return Path(self.path)
 
     @property
