@@ -26,6 +26,7 @@ from learner.policy.parallel import Ranks
 from learner.policy.policy_gradient import PREFIX, SUMS, Bounds, PolicyInputs, policy_loss, policy_metrics
 from learner.records import PackedRow, PolicyTokens, Segment
 from learner.steps.buffered import copy_row
+from tests.examples import examples
 from tests.unit.learner.policy.rows import gradients, image, policy_of, row, sample, segment
 
 NAN = math.nan
@@ -93,7 +94,7 @@ TOKENS = st.tuples(  # (now, weight, advantage, rollout, first, reference)
 
 
 @given(drawn=st.lists(TOKENS, min_size=1, max_size=6), has_reference=st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_value_and_gradient_equal_a_loop_over_tokens(drawn: list[tuple[float, ...]], has_reference: bool) -> None:
     """Clipped and truncated tokens, taught ones between them, and log-probabilities that nobody knows."""
     now, weights, advantages, rollout, first, reference = zip(*drawn, strict=True)

@@ -18,6 +18,7 @@ from learner.tasks.detection.geometry import covered_share, iou_matrix
 from learner.tasks.detection.metrics import count_objects, evaluate_counts
 from learner.tasks.detection.rewards import BY_OBJECT, answer_rewards
 from learner.tasks.detection.task import DetectionTask
+from tests.examples import examples
 from tests.unit.learner.tasks.fakes import CuttingTokenizer, box, make_rollout, make_task, poly
 
 INDEXED, ARRAY = make_task(coordinates="digits"), make_task("array", "digits", [b'"}', b'", "', b"seven"])
@@ -71,7 +72,7 @@ def scores(*scene: Any) -> dict[str, float]:
 
 
 @given(scene=SCENES)
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=examples(120), deadline=None)
 def test_f1_is_the_evaluation_s_of_that_sample(scene: Scene) -> None:
     """The sample has ignore regions, duplicates and wrong names. An empty answer to an empty scene is right, though."""
     found = answer(*scene)
@@ -85,7 +86,7 @@ def test_f1_is_the_evaluation_s_of_that_sample(scene: Scene) -> None:
 
 
 @given(scene=SCENES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_soft_iou_is_the_best_of_all_pairings(scene: Scene) -> None:
     predicted, truth, _ = scene
     iou = np.asarray(iou_matrix(predicted, truth)).reshape(len(predicted), len(truth))
@@ -102,7 +103,7 @@ def test_soft_iou_is_the_best_of_all_pairings(scene: Scene) -> None:
 
 
 @given(scene=SCENES)
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=examples(80), deadline=None)
 def test_every_reward_is_a_share(scene: Scene) -> None:
     found = scores(*scene)
     assert found.keys() == set(DETECTION_REWARDS)
@@ -110,7 +111,7 @@ def test_every_reward_is_a_share(scene: Scene) -> None:
 
 
 @given(scene=SCENES, region=boxes(), size=st.integers(1, 3))
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(60), deadline=None)
 def test_a_prediction_in_an_ignore_region_changes_no_reward(scene: Scene, region: DetectionObject, size: int) -> None:
     """R41: wherever it touches no true object, as many as there are."""
     predicted, truth, _ = scene
@@ -192,7 +193,7 @@ def by_object(assignment: Assignment) -> float:
 
 @pytest.mark.parametrize("made", [INDEXED, ARRAY], ids=["index_map", "array"])
 @given(scene=SCENES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_after_each_object_an_answer_has_earned_what_it_would_earn_if_it_ended_there(
     made: tuple[DetectionTask, CuttingTokenizer], scene: Scene
 ) -> None:
@@ -206,7 +207,7 @@ def test_after_each_object_an_answer_has_earned_what_it_would_earn_if_it_ended_t
 
 @pytest.mark.parametrize("made", [INDEXED, ARRAY], ids=["index_map", "array"])
 @given(predicted=st.lists(st.one_of(boxes(), st.just(poly("seven", 0, 0, 50, 9, 20, 70))), max_size=5))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(40), deadline=None)
 def test_an_object_s_tokens_hold_its_name_and_its_place(
     made: tuple[DetectionTask, CuttingTokenizer], predicted: list[DetectionObject]
 ) -> None:

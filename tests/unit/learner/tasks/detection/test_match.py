@@ -14,6 +14,7 @@ from scipy.optimize import linear_sum_assignment
 from learner.records import DetectionObject
 from learner.tasks.detection.calibrate import best_threshold
 from learner.tasks.detection.match import Overlaps, assign, gains
+from tests.examples import examples
 from tests.unit.learner.tasks.fakes import box, make_rollout, make_task
 
 MATRICES = hnp.arrays(
@@ -125,7 +126,7 @@ def counted(image: Image, threshold: float) -> tuple[int, int]:
 
 
 @given(IMAGES)
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=examples(300))
 def test_gains_add_up_to_the_match_of_every_threshold(images: list[Image]) -> None:
     """R43: the counts of any threshold, and the threshold with the best F1, as one assignment a threshold has them."""
     overlaps = [Overlaps.of([one for one, _ in scored], truth, regions) for scored, truth, regions in images]
