@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Annotated
 
 from pydantic import Field
 
 from learner.config.load import load_config
 from rollout_server.config import ServerConfig, load_server_config
+from shared.config.checks import mistakes_of
 from shared.config.kinds import for_program
 from shared.config.model import ConfigErrors, Mistake, Section, key
 from shared.config.parse import load_yaml, parse
@@ -97,9 +99,13 @@ def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig
     checked too. Raises ConfigErrors."""
     document = for_program(load_yaml(path, overrides=overrides), "launcher")
     config = parse(LaunchConfig, document, rules=(rank_devices, one_machine))
-    learner = load_config(config.learner.config, world_size=config.learner.nodes * config.learner.nproc)
-    has_token = read_token(os.environ) is not None
-    servers = [load_server_config(server.config, has_token=has_token) for server in config.servers]
+    has_token, num_ranks = read_token(os.environ) is not None, config.learner.nodes * config.learner.nproc
+    load_learner = partial(load_config, config.learner.config, world_size=num_ranks)
+    load_servers = [partial(load_server_config, server.config, has_token=has_token) for server in config.servers]
+    wrong = [*mistakes_of(load_learner), *(mistake for load in load_servers for mistake in mistakes_of(load))]
+    if wrong:
+        raise ConfigErrors(f"{path} names files that are wrong", mistakes=list(dict.fromkeys(wrong)))
+    learner, servers = load_learner(), [load() for load in load_servers]
     if learner.rollout_matching.vllm.server.allow_shared_gpu:
         claims = shares_fit(config, [server.gpu_memory_utilization for server in servers])
     else:

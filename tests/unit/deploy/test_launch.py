@@ -208,6 +208,14 @@ def test_r16_the_learner_s_mistakes_do_not_wait_for_servers(tmp_path: Path) -> N
     assert [line.split(":")[0] for line in run.err.splitlines()] == ["training.seed", "training.max_steps"]
 
 
+def test_the_mistakes_of_all_files_are_listed_each_once(tmp_path: Path) -> None:
+    """The same server file may be named twice, for two devices."""
+    path = files(tmp_path, ["fine", "fine"], server={"max_model_len": "x"})
+    path.write_text(path.read_text().replace("server_1.yaml", "server_0.yaml"))
+    write_yaml(tmp_path / "learner.yaml", changed(minimal(), {"training.seed": -1}))
+    assert [mistake.path for mistake in mistakes_of(path)] == ["training.seed", "max_model_len"]
+
+
 def test_r16_a_folder_with_another_run_does_not_wait_for_servers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
