@@ -13,6 +13,7 @@ from mkdocs.exceptions import PluginError
 from PIL import Image
 
 from learner.__main__ import main
+from learner.recipe import command as recipe_command
 from learner.steps import ahead, shares
 from rollout_server.app import JSON
 from rollout_server.service import RolloutService
@@ -35,7 +36,7 @@ from tools.site import (
     whole_names,
 )
 
-LOADED = (ahead, shares)  # they define errors of their own
+LOADED = (ahead, recipe_command, shares)  # they define errors of their own
 
 
 def test_every_error_is_listed_with_its_cause_and_its_way_out() -> None:
