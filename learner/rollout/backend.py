@@ -20,6 +20,7 @@ from shared.seeds import request_seed
 
 # Requests that belong to no micro-step have a `micro_step_idx` of their own, so that no two requests share a seed.
 AHEAD_OF_STEPS = -1  # rollouts made ahead of the steps; the number of their share of samples is the `global_step`
+TELL_S = 10.0  # seconds between two lines about how far an evaluation is
 COMPLETES_LABELS = -2
 
 

@@ -45,6 +45,7 @@ from learner.policy.loss import is_out_of_memory
 from learner.policy.packed import image_token_id
 from learner.records import EncodedPrompt, Rollout, RolloutCallLog, Sample
 from learner.rollout.backend import (
+    TELL_S,
     MicroStep,
     Requests,
     RolloutBackend,
@@ -58,7 +59,6 @@ from shared.errors import ConfigError, PromptTooLongError, RolloutError
 from shared.generation import FEWEST_REPEATED, MOST_REPEATED
 
 log = logging.getLogger("learner.rollout")
-TELL_S = 10.0
 NAME = "hf"  # call records have it in place of a server's URL
 
 

@@ -27,6 +27,7 @@ from learner.config.sections.rollout_matching import RolloutMatchingConfig
 from learner.config.sections.servers import ServerEntry
 from learner.records import CallRecord, Rollout, RolloutCallLog
 from learner.rollout.backend import (
+    TELL_S,
     MicroStep,
     Requests,
     RolloutBackend,
@@ -122,6 +123,7 @@ class ServerBackend(RolloutBackend):
         images: Images | None = None,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
+        self.tell: Callable[[str], None] = lambda _: None  # gets a line every TELL_S while greedy rollouts are made
         self._images = images or Images(ImageRules())
         server = config.vllm.server
         entries: tuple[ServerEntry, ...] = tuple(server.servers or ())
@@ -254,10 +256,19 @@ class ServerBackend(RolloutBackend):
         share = self._pixel_share if not greedy and temperature is None else 0.0  # other rollouts are not learned
         rollouts = self._stream(window, how, global_step=global_step, share=share)
         try:
-            ended = dict(rollouts)
+            ended = dict(self._telling(rollouts, sum(len(step.samples) for step in window)) if greedy else rollouts)
         finally:
             rollouts.close()
         return split_window(window, [ended[i] for i in range(len(ended))])
+
+    def _telling(self, rollouts: RolloutStream, number: int) -> Iterator[tuple[int, Rollout]]:
+        """Yield the stream's rollouts. An evaluation takes minutes: say every TELL_S how many answers have ended."""
+        told_s = time.monotonic()
+        for count, ended in enumerate(rollouts, 1):
+            if time.monotonic() - told_s > TELL_S:
+                told_s = time.monotonic()
+                self.tell(f"{count}/{number} photographs answered")
+            yield ended
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
         """See `RolloutBackend`. Ranks may bring different numbers of samples, at different times."""

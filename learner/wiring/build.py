@@ -35,6 +35,7 @@ from learner.policy.parallel import Ranks, init_ranks
 from learner.records import RolloutCallLog
 from learner.report.page import write_report
 from learner.rollout.hf import HfBackend
+from learner.rollout.server_backend import ServerBackend
 from learner.run.additions import run_annotations
 from learner.run.checkpoint import CheckpointStore
 from learner.run.environment import collect_as_usual
@@ -124,7 +125,7 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     if colocates(config):
         console.note("starting vLLM")
     backend, sync = _rollouts(basis, optimizer, token, log, timeline, stack)
-    if isinstance(backend, HfBackend):
+    if isinstance(backend, HfBackend | ServerBackend):
         backend.tell = console.note
     journal = _journal(basis, log, timeline, console, stack)
     source = step_source(basis, batches, backend, total_steps, journal)

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 from learner.config.sections.decoding import DecodingConfig
 from learner.records import RolloutCallLog, Sample
 from learner.rollout import client as client_module
+from learner.rollout import server_backend
 from learner.rollout.backend import MicroStep, Requests
 from learner.rollout.requests import infer_request, request_config
 from learner.rollout.server_backend import ServerBackend
@@ -94,6 +95,20 @@ def test_requests_go_out_contiguously_with_seeds_and_come_back_in_order(router: 
         (URLS[2], seed(106), 1),
     }
     assert (logs[0].chunk, logs[0].num_requests, logs[0].splits, logs[0].ver) == (12, 7, [], 0)
+
+
+def test_it_says_how_far_an_evaluation_is(
+    router: respx.MockRouter, build: Build, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rollouts that are learned say nothing: their step does."""
+    monkeypatch.setattr(server_backend, "TELL_S", 0.0)
+    FakeServer(router, URLS[0])
+    backend, said = build(URLS[:1]), list[str]()
+    backend.tell = said.append
+    generate(backend, 3)
+    assert said == []
+    generate(backend, 3, greedy=True)
+    assert said == [f"{i}/3 photographs answered" for i in (1, 2, 3)]
 
 
 def test_no_requests_send_nothing(router: respx.MockRouter, build: Build) -> None:
