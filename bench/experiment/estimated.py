@@ -46,6 +46,7 @@ Drawn = Mapping[str, Row]  # by sample: `answers`, the objects of each, and `sco
 
 def by_loss(one: Row) -> float:
     """Return what loss inspection says of a find: its confidence times how unlike it the nearest label of its class is.
+    The confidence is the calibrated score; where none is known, the share of the answers that have it.
 
     That is the idea of cleanlab's ranking of overlooked objects, written down here, because its license is the AGPL.
     """
@@ -55,7 +56,7 @@ def by_loss(one: Row) -> float:
         if name == one["name"]
     )
     nearest = float(iou_matrix([box], labels).max()) if labels else 0.0
-    return float((one["score"] or 1.0) * one["votes"] / one["answers"] * (1 - nearest))
+    return float((one["score"] or one["votes"] / one["answers"]) * (1 - nearest))
 
 
 ORDERS: Mapping[str, Callable[[Row], float]] = {
