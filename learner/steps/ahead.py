@@ -4,22 +4,21 @@ One producer per rank makes packs while the learner learns. Packs belong to shar
 what one step learns, over all ranks. A Channel-B step takes a share whose packs all ranks have ready, and lays them in
 as few rows as they need; a row holds one version only. A Channel-A step learns a share that the producers leave alone.
 So both channels serve one stream of samples, and each sample is learned once per epoch, also across a resume, on any
-number of ranks. A sample's seed follows from its share and its place in it, so calls and ranks do not change it.
+number of ranks. A sample's seed follows from its share and its place in that share, whatever the calls and ranks are.
 
-Weights are synced before the next step whenever the producers can use them: after `sync_every` executed Channel-B
-steps, and where those are so rare that no rollout with the served weights could be learned within `max_update_lag`
-updates. With `version_window: 0` only packs made since the last sync are learned. A sync for an evaluation makes no
-pack older. Before a sync each rank stops calling, and waits for its call in flight. If the step has something to
-learn meanwhile, it is learned: the weights change at its end only, so the sync comes between two of its rows, as soon
-as no call is in flight.
+Weights are synced after `sync_every` executed Channel-B steps. They are synced earlier if rollouts with the served
+weights would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs
+made since the last sync are learned. A sync for an evaluation makes no pack older. Before a sync each rank starts no
+new call, and waits for its call in flight. If the step has a share to learn meanwhile, it learns the share: the weights
+change only at the step's end, so the sync runs between two rows of the step, as soon as no call is in flight.
 
-Where Channel-B is scheduled and no share is ready on all ranks, the step runs Channel-A, if both sides lose nothing by
-it: the share that is being made will still be fresh and wanted, and meanwhile the producers go on with others. If not,
-the step waits for the share, because the same would happen at the next step, again and again. `max_starved_steps`
-Channel-B steps in a row that ran Channel-A end the run. With `b_ratio: 1` every step waits.
+If a scheduled Channel-B step finds no share that is ready on all ranks, it runs Channel-A, provided that the share that
+is being made can still be learned later, and that the producers have other shares to make meanwhile. Otherwise the step
+waits for the share, because the next steps would not find it either. The run ends after `max_starved_steps` scheduled
+Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step waits.
 
-Invariants: those of `shares`; every rank enters a fence or none does; all ranks learn the same share. The producer's
-thread shares nothing with the thread that learns: its encoder is its own.
+Invariants: those of `shares`; every rank enters a fence, or no rank does; all ranks learn the same share. The thread of
+the producer has its own encoder, so that it shares nothing with the thread that learns.
 """
 
 from __future__ import annotations
@@ -79,10 +78,10 @@ class Sizes:
 
     @classmethod
     def of(cls, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
-        """A call is one or more whole packs: as many as the servers decode at once (`capacity` samples), or a quarter
-        of a step's packs if that is more, because within a call the servers are refilled as answers come. It is a
-        step's packs at most, because a sync waits for the call in flight. The calls of a step are about equally long.
-        Where the queue has less room beside the most urgent share, `ShareQueue` makes the call shorter."""
+        """Return the sizes. A call has as many whole packs as the servers decode at once (`capacity` samples), or a
+        quarter of a step's packs if that is more, because the servers get a call's next sample whenever an answer ends.
+        A call has at most a step's packs, because a sync waits for the call in flight. The calls of a step are about
+        equally long. If the queue has less room, `ShareQueue` makes the call shorter."""
         packs = max(1, min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step))
         calls = -(-packs_per_step // packs)
         return cls(
@@ -109,7 +108,7 @@ def common(ready: Sequence[Outlook]) -> set[int]:
 
 class Stage2Ahead(Stage2Steps):
     """`reader` reads shares for the producer. `capacity`: how many samples the servers decode at once for this rank.
-    `deadline_s` bounds the wait for a call in flight; shorter than what the ranks wait for each other."""
+    `deadline_s` bounds the wait for a call in flight. It is shorter than the time that ranks wait for each other."""
 
     def __init__(
         self,
@@ -137,11 +136,12 @@ class Stage2Ahead(Stage2Steps):
         self._learned_meanwhile = 0  # Channel-B steps learned while a sync was postponed
         self._is_postponed = False  # True: the sync that this step wants was postponed
         self._depth = 0  # packs queued when the step's channel was chosen
-        self._reported = (PackCounts(), CallTotals())  # totals that earlier steps' metrics have reported
+        self._reported = (PackCounts(), CallTotals())  # totals at the last step's metrics, to report differences
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:
-        """Return True if the producers can use the present weights, and those that they have are used up."""
+        """Return True if rollouts by the present weights could be learned in the next Channel-B step, and a sync is due
+        by `sync_every`, or rollouts by the served weights would be too old then."""
         next_b = self._shares.next_b(global_step)
         if next_b is None or self._too_far(next_b, global_step):
             return False
@@ -152,7 +152,7 @@ class Stage2Ahead(Stage2Steps):
         during the call, because the weights change at the step's end only."""
         if self._producer is None or self.is_quiet():
             return False
-        # From here on no new call starts: `is_quiet` has asked for the fence. It is asked again between two rows.
+        # `is_quiet` has requested the fence, so no new call starts. `is_quiet` is called again between two rows.
         if scheduled_channel(global_step, self._parts.b_ratio) == "A":
             self._is_postponed = True
         else:
@@ -166,11 +166,12 @@ class Stage2Ahead(Stage2Steps):
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
-        """No call is in flight on any rank inside. Collective. The first fence with a sync starts the producer."""
-        # A Channel-B step learned while the sync waits counts for the next one: this one brings the weights before it.
+        """Enclose work during which no rank has a call in flight. Collective. The first fence with a sync starts the
+        producer."""
+        # A Channel-B step that is learned while the sync waits counts for the next sync, which brings its weights.
         producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
-            fences = [Fence()]  # without a producer nothing is in flight; otherwise the producer's own fence follows
+            fences = [Fence()]  # used if there is no producer, so no call either; else the producer's fence is added
             if producer is not None:
                 with self._clock.phase("wait"):
                     enter = producer.fence(self._deadline_s, counts=counts)
@@ -215,7 +216,7 @@ class Stage2Ahead(Stage2Steps):
         return self._parts.batches.num_taken // self._parts.batches.per_epoch
 
     def _too_far(self, step: int, updates: int) -> bool:
-        """Return True if a rollout by weights of so many updates would be too old in `step`."""
+        """Return True if a rollout by weights after `updates` optimizer updates would be too old in `step`."""
         lag = self._bounds.max_update_lag
         return lag is not None and step - updates > lag
 
@@ -236,7 +237,7 @@ class Stage2Ahead(Stage2Steps):
         return choice.decision
 
     def _ready(self, global_step: int) -> Outlook:
-        """Return what this rank has for this epoch, and what to expect."""
+        """Return the outlook of this rank's queue, with the complete shares of this epoch only."""
         if self._producer is None:
             return NOTHING
         self._want(global_step)
@@ -250,8 +251,8 @@ class Stage2Ahead(Stage2Steps):
         self._producer.await_call(self._deadline_s)
 
     def _choose(self, global_step: int, ready: Sequence[Outlook]) -> StepChoice | None:
-        """Choose, of the shares that are ready on all ranks, the one with the oldest packs, else ground truth. None:
-        wait for a share."""
+        """Return the choice: of the shares that are ready on all ranks, the one with the oldest packs, else ground
+        truth. Return None if the step must wait for a share."""
         shares = common(ready)
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(shares))
         if decision.channel == "B":
@@ -262,27 +263,27 @@ class Stage2Ahead(Stage2Steps):
         return StepChoice(decision=decision, share=self._shares.of_a(global_step, self._epoch))
 
     def _waits(self, global_step: int, ready: Sequence[Outlook]) -> bool:
-        """Return True if a Channel-B step that finds no share waits for the most urgent one: nobody asks for Channel-A,
-        or it would make rollouts in vain, or it would leave the producers without work, or left them without."""
+        """Return True if a Channel-B step that finds no share waits for the most urgent one. It waits if `b_ratio` is
+        1, if the producers have had nothing to do or soon would, or if Channel-A would make rollouts useless."""
         if not any(one.is_making for one in ready):
             return False
-        # Producers that had nothing to do are not the slower side: the next share would be as late, and so on.
+        # If the producers stood still, learning is slower than they: without a wait every share would come too late.
         if all(one.stood_still for one in ready):
             return True
         bounds = self._bounds
-        # With a window of 0 nothing may be made that is learned after the next sync: the producers soon stand still.
+        # With a window of 0 no share may be made that is learned after the next sync: the producers soon stand still.
         if self._parts.b_ratio == 1 or bounds.version_window == 0 or not all(one.goes_on for one in ready):
             return True
         if any(self._shares.given_up(global_step, self._epoch) in one.begun for one in ready):
             return True
-        # The served weights, or older ones, make this share, the next one, and all that come before the next sync.
+        # All shares that are learned before the next sync are made by the served weights, or by older ones.
         behind = max(1, bounds.sync_every - self._learned_since_sync - 1)
         last = self._shares.next_b(global_step + 1, behind=behind)
         made_at = min((updates for one in ready for updates in one.begun.values()), default=self._synced_at)
         return last is None or self._too_far(last, made_at)
 
     def _want(self, step: int) -> None:
-        """Tell the producer what to make for Channel-B steps from `step` on, which comes next."""
+        """Tell the producer which shares to make for Channel-B steps from `step`, the next step, on."""
         assert self._producer is not None
         bounds = self._bounds
         through = None if bounds.max_update_lag is None else self._synced_at + bounds.max_update_lag
@@ -302,7 +303,7 @@ class Stage2Ahead(Stage2Steps):
     # ---- both channels ---------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> MicroBatch:
-        """Return the share that Channel-A learns; the ones that it will probably learn next are encoded meanwhile."""
+        """Return the share that Channel-A learns, and start to encode the shares that it will probably learn next."""
         share, batches = self._share_of_step, self._parts.batches
         behind = [other for other in batches.left(self._epoch) if other > share][:LOOK_AHEAD]
         batch = batches.take(share, then=behind)
@@ -311,7 +312,7 @@ class Stage2Ahead(Stage2Steps):
         return batch
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """Yield the rows of a share that was found ready, so the clock's phase `wait` is short."""
+        """Yield the rows of a share whose packs are ready, so that the clock's phase `wait` is short."""
         producer = self._producer
         assert producer is not None, "Channel-B before the first sync"
         with self._clock.phase("wait"):
@@ -325,13 +326,13 @@ class Stage2Ahead(Stage2Steps):
         yield from rows
 
     def _rows(self, packs: Sequence[Sequence[Segment]]) -> list[PackedRow]:
-        """Return the rows, as few as the packs of each version need (R25: no row mixes versions)."""
+        """Return as few rows as the packs of each version need. No row mixes versions (R25)."""
         by_ver = sorted(packs, key=lambda pack: pack[0].ver or 0)
         versions = groupby(by_ver, key=lambda pack: pack[0].ver)
         return [row for _, group in versions for row in self._parts.row_maker.rows([s for pack in group for s in pack])]
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return which share was learned, what was queued, how old it was, what was dropped, how long calls took."""
+        """Return the step's metrics of this rank: the queue's depth, the packs' age, the drops, the calls' seconds."""
         learned_share = {"stage2_ab/async/share": float(self._share_of_step)}
         if self._producer is None:
             return RankMetrics(means=learned_share)
@@ -339,7 +340,7 @@ class Stage2Ahead(Stage2Steps):
         self._reported = (stats.counts, stats.calls)
 
         def since(name: str) -> float:
-            """Return what was added to a count since the last step."""
+            """Return the increase of a count since the last step."""
             return float(getattr(stats.counts, name) - getattr(counts, name))
 
         means = {
@@ -367,7 +368,8 @@ class Stage2Ahead(Stage2Steps):
         return Producer(queue, stages, deadline_key=DEADLINE_KEY, close_s=CLOSE_S)
 
     def _roll_out(self, call: Call, part: MicroBatch) -> list[Segment]:
-        """A sample's seed follows from its share, which no other step learns, and its place among all ranks' in it."""
+        """Return the segments of a call. A sample's seed follows from its share, which no other step learns, and from
+        its place among all ranks' samples of the share."""
         step = MicroStep(samples=part.samples, micro_step_idx=AHEAD_OF_STEPS, first_req_idx=part.first_req_idx)
-        clock = PhaseClock()  # the trainer's own belongs to the thread that learns
+        clock = PhaseClock()  # the trainer's clock belongs to the thread that learns
         return self._parts.rollouts.segments(step, part.prompts, global_step=call.share, clock=clock)

@@ -1,7 +1,7 @@
-"""The parts of a run from which the others are made: configuration, ranks, policy, task, samples.
+"""The parts of a run that all other parts need: configuration, ranks, policy, task, samples.
 
-`learner.wiring` makes them. Each part is made once, and is the same object wherever it is used: completed labels change
-the list `data.train` itself.
+`learner.wiring` makes each part once, and every user has the same object. So when labels are completed, all users of
+the list `data.train` see them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from learner.tasks.rewards import Rewards
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Retained:
-    """One entry of `data.retain`: samples that each evaluation scores too, with a task of their own."""
+    """One entry of `data.retain`: samples that each evaluation scores too, and their task."""
 
     name: str
     task: Task
@@ -43,7 +43,7 @@ class RunData:
 
 @dataclass(frozen=True, kw_only=True)
 class Basis:
-    """The parts from which the others are made."""
+    """The parts that all other parts of a run need."""
 
     config: RunConfig
     plan: Plan

@@ -4,10 +4,10 @@ The first step of a window is its E-step: rollouts are made, matched and packed 
 kept. The window's other steps are M-steps: they learn the same rows in the same order, with no rollout, no sync and no
 packing. `WindowRepeater` hands out the window's micro-batches in every one of them, so the data never runs ahead.
 
-Invariants: the kept rows are never handed out, only copies, so nothing that a step does to its rows reaches the next.
-The packing buffer changes in E-steps only. A micro-batch that is not the one its rows were made of is an error, never
-learned. The buffer is not part of a checkpoint: a run resumed in the middle of a window begins with an E-step on all of
-it, and what was carried into the window comes again with it. Evaluations ask the backend, and never come by here.
+Invariants: steps get copies of the kept rows, so no step changes the rows of the next. The packing buffer changes in
+E-steps only. A micro-batch other than the one that the kept rows were made of raises an error. The buffer is not part
+of a checkpoint: a run resumed in the middle of a window begins with an E-step on the whole window, and on the samples
+that were carried into the window. Evaluations do not use this buffer.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ class BufferedSteps(FreshSteps):
 
     @property
     def _is_midway(self) -> bool:
-        """True if the coming step learns the kept rows."""
+        """True if the next step learns the kept rows."""
         return self._window == self._repeater.next_step.window
 
     def wants_sync(self, global_step: int) -> bool:
         return super().wants_sync(global_step) and not self._is_midway
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the window, which of its steps it is (0: the first), and how many updates its rollouts are behind (0:
-        an E-step)."""
+        """Return the window's number, the step's number in the window (from 0), and the number of updates since the
+        window's rollouts were made (0 in an E-step)."""
         return self._metrics
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -62,7 +62,7 @@ class BufferedSteps(FreshSteps):
         super().restore(state)
 
     def _begin_window(self, window: Sequence[Upcoming]) -> None:
-        """Begin the window as without a buffer if this is an E-step. An M-step makes nothing."""
+        """In an E-step, begin the window as without a buffer. In an M-step, do nothing."""
         if not self._is_midway:
             self._due_before = super()._due_on_resume()
             self._window, self._made_at, self._kept = self._repeater.next_step.window, self._global_step, []
@@ -70,11 +70,11 @@ class BufferedSteps(FreshSteps):
         self._metrics = {
             "rollout_buffer/window": float(self._repeater.next_step.window),
             "rollout_buffer/m_step": float(self._repeater.next_step.m_step),
-            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # updates since they were made
+            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # updates since the rollouts
         }
 
     def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:
-        """The step's own copies. Raises WindowMismatchError where the data went out of step."""
+        """Return copies of the rows of `batch`. Raises WindowMismatchError if the kept rows are of another batch."""
         if self._global_step == self._made_at:
             rows = super()._rows(batch, micro_step_idx)
             self._kept.append(KeptRows(fingerprint=batch.fingerprint, rows=rows))
@@ -86,7 +86,7 @@ class BufferedSteps(FreshSteps):
         return self._due_before if self._is_midway else super()._due_on_resume()
 
     def _check(self, batch: MicroBatch, micro_step_idx: int) -> None:
-        """Raise WindowMismatchError where `batch` is not what the rows at `micro_step_idx` were made of."""
+        """Raise WindowMismatchError if the rows kept at `micro_step_idx` were not made of `batch`."""
         assert batch.window_step is not None, "the dataloader does not repeat windows"
         found = (batch.window_step.window, batch.fingerprint)
         kept = self._kept[micro_step_idx].fingerprint if micro_step_idx < len(self._kept) else None
@@ -102,7 +102,8 @@ class BufferedSteps(FreshSteps):
 
 
 def copy_row(row: PackedRow) -> PackedRow:
-    """Return a row that shares no array and no tensor with `row`, except `policy`, which the first pass writes into."""
+    """Return a copy of `row`. It shares no array or tensor with `row` but `policy`, into which the first pass writes
+    for all copies."""
     return replace(row, segments=tuple(_copy_segment(segment) for segment in row.segments))
 
 

@@ -1,12 +1,12 @@
 """Completes the labels of a run's training samples by the model's own agreeing answers (`labels.complete`, R48, D20).
 
 In: the training samples, and a backend that has the weights of this step. Out: the same list, with more labels in it.
-What the samples became is a file in the run directory, `labels/step_N.json`, one per completion. With `write`, the
-annotations are written with them, too, in the format that they came in.
+Each completion writes the labels that it added to `labels/step_N.json` in the run directory. With `write`, all labels
+are also written as annotations, in the format of the annotation file.
 
-Invariants: every rank has the same labels. Labels that were annotated stay. A completion starts from them, not from
-the last completion. It happens once per due step, whatever is resumed: a run that goes on from step n has the labels
-that it had then, and files of later steps are gone. No sample grows longer than a packed row.
+Invariants: every rank has the same labels. Annotated labels stay, and each completion starts from the annotated labels,
+not from the last completion. A due step completes labels once. A run resumed from step n has the labels that it had at
+step n, and the files of later steps are removed. No sample grows longer than a packed row.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class Completion:
     rollouts: int
     accept: str
     min_votes: int | None  # None: nothing was completed
-    why: str  # nothing was completed
-    added: int  # labels
+    why: str  # reason why nothing was completed; empty otherwise
+    added: int  # number of labels added
     labels: int  # number of annotated labels
     samples: int  # samples with at least one more label
     left_out: int  # labels that would have made a sample longer than a packed row
-    right: float | None  # estimated share of right ones among those added; None: not known
+    right: float | None  # estimated fraction of the added labels that are right; None: not known
     estimate: CompletionEstimate
 
     def to_json(self) -> dict[str, object]:
@@ -85,8 +85,8 @@ class Completion:
 
 
 class LabelCompletion:
-    """`samples` are changed in place. `too_long` says of a sample whether it does not fit a packed row. Raises
-    DataError for an audit that says nothing."""
+    """The list `samples` is changed in place. `too_long` returns None for a sample that fits into a packed row. Raises
+    DataError for an audit without verdicts."""
 
     def __init__(
         self,
@@ -167,11 +167,11 @@ class LabelCompletion:
         return completion
 
     def restore(self, global_step: int, beside: Path) -> None:
-        """Have the labels again that the run had before `global_step`. `beside`: the checkpoint's run directory.
+        """Restore the labels that the run had before `global_step`. `beside`: the checkpoint's run directory.
         Collective. Raises CheckpointError."""
         (stored,) = self._ranks.broadcast_object((self._newest(global_step, beside) if self._ranks.is_main else None,))
         if stored is None:
-            return  # completed labels are new in this run
+            return  # the run had not completed labels by then
         added: Mapping[str, Any] = stored["samples"]
         for i, sample in enumerate(self._samples):
             extra = map(read_label, added.get(sample.sample_id, {}).get("objects", ()))
@@ -183,7 +183,8 @@ class LabelCompletion:
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[_Looked]:
-        """The candidates of all samples, in order. Each rank asks for its share, the ranks in step with each other."""
+        """Return the candidates of all samples, in order. Each rank gets answers to its share of the samples; ranks
+        exchange results after every part."""
         found: list[_Looked] = []
         share_of_labels = share_of(sum(len(sample.objects) for sample in annotated))
         size = _AT_ONCE * self._ranks.world_size
@@ -222,8 +223,8 @@ class LabelCompletion:
     def _completed(
         self, sample: Sample, found: Sequence[LabelCandidate], min_votes: int, probable: float
     ) -> tuple[Sample, int]:
-        """Return the sample with its new labels, and the number of those without room: the ones with the fewest
-        votes."""
+        """Return the sample with its new labels, and the number of labels left out because the sample would be too
+        long. Labels with the fewest votes are left out first."""
         full, left_out = completed(sample, found, min_votes, probable=probable), 0
         while len(full.objects) > len(sample.objects) and self._too_long(full) is not None:
             fewest = min((obj for obj in full.objects if obj.votes is not None), key=lambda obj: obj.votes)
@@ -235,7 +236,7 @@ class LabelCompletion:
         return self._folder / f"step_{global_step:06d}.json"
 
     def _write(self, completion: Completion) -> None:
-        """Rank 0 writes what all ranks have."""
+        """Write the completion's file on rank 0."""
         if not self._ranks.is_main:
             return
         samples = {sample.sample_id: added for sample in self._samples if (added := _added(sample))}
@@ -299,7 +300,7 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _added(sample: Sample) -> dict[str, list[list[object]]]:
-    """Return what a sample has besides its annotations, as JSON."""
+    """Return, as JSON, the labels that a sample has besides its annotated ones."""
     added = [
         [obj.desc, obj.kind, list(obj.bins), list(obj.votes), *([] if obj.image is None else [obj.image])]
         for obj in sample.objects
@@ -309,7 +310,7 @@ def _added(sample: Sample) -> dict[str, list[list[object]]]:
 
 
 def read_label(entry: Sequence[Any]) -> DetectionObject:
-    """Return a completed label of a run's file."""
+    """Return a completed label from its entry in `labels/step_N.json`."""
     desc, kind, bins, (found, answers, *_), *image = entry  # earlier versions wrote a weight, too
     votes = Votes(int(found), int(answers))
     return DetectionObject(str(desc), kind, tuple(map(int, bins)), votes, *map(int, image))

@@ -48,8 +48,8 @@ _NAME_CHARS = 200  # an image string is cut here: it may be a picture in base64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """`rollouts` and the task's `assignments` are in the order of the samples; `counts[i]` is what assignment i adds to
-    the metrics, and `scenes[i]` what the task says of it."""
+    """`rollouts` and the task's `assignments` are in the order of the samples. `counts[i]`: the counts that assignment
+    i adds to the metrics. `scenes[i]`: the task's description of assignment i."""
 
     metrics: Mapping[str, float]
     rollouts: tuple[Rollout, ...]
@@ -59,9 +59,9 @@ class Evaluation:
 
 
 class Evaluations:
-    """All that a run scores. Methods are collective; `step` is the number of updates in the present weights.
+    """The evaluations of a run. Methods are collective; `step` is the number of updates in the present weights.
 
-    `backend` None: nothing is ever scored. `gaps`: metrics for labels with gaps, if they may rank the weights."""
+    `backend` None: nothing is ever scored. `gaps`: metrics for labels with gaps; None: no such metrics."""
 
     def __init__(
         self,
@@ -80,7 +80,8 @@ class Evaluations:
         self._calibration: tuple[int, str | None] | None = None  # a step, and the calibration fitted on its evaluation
 
     def evaluate(self, step: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Score the evaluation samples and those of `data.retain`; return the metrics of the former, and all."""
+        """Score the evaluation samples and those of `data.retain`. Return the metrics of the evaluation samples, and
+        the metrics of both together."""
         basis, data = self._basis, self._basis.config.data
         self._journal.note(f"evaluating {len(basis.data.evaluation)} samples at step {step}")
         evaluation = self.score(
@@ -198,9 +199,10 @@ def evaluate(
 
 
 class GapMetrics:
-    """F1 of evaluations whose labels have gaps, as `ESTIMATED` and at both ends of a range of objects (R49, D22). The
-    first evaluation of a run decides whether they do, how many objects there may be, and towards which shares of right
-    finds later ones are drawn; `file` keeps this for a resume. So all values of a run are comparable."""
+    """F1 of evaluations whose labels have gaps: the estimate `ESTIMATED`, and F1 at both ends of the range of the
+    number of objects (R49, D22). The first evaluation of a run decides whether the labels have gaps, how many objects
+    there may be, and the shares of right finds towards which later shares are drawn. `file` keeps these decisions for a
+    resume, so that all values of a run are comparable."""
 
     def __init__(
         self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]
@@ -209,10 +211,10 @@ class GapMetrics:
         self._judge = GapJudge([samples[i] for i in self._places], open_image, audited)
         self._ranks, self._file, self._objects = ranks, file, list[float]()
         self._is_known = False
-        self.note = ""  # what the first evaluation says about the labels
+        self.note = ""  # a sentence on gaps in the labels, by the first evaluation
 
     def of(self, evaluation: Evaluation) -> dict[str, float]:
-        """Return {} where labels show no gaps, or cannot rank models. Collective. Raises MediaError."""
+        """Return the metrics; {} if the labels show no gaps, or cannot rank models. Collective. Raises MediaError."""
         return self._ranks.all_succeed(lambda: self._of(evaluation) if self._ranks.is_main else {})[0]
 
     def _of(self, evaluation: Evaluation) -> dict[str, float]:
@@ -247,9 +249,9 @@ class GapMetrics:
 
 
 def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str, int] | None = None) -> None:
-    """Write one JSON line per sample: images, sizes, what the task says of the answer, version, and its counts. Objects
-    have their place in bins, and as `pixels` of their image. Beside it, where the answers have objects, the predictions
-    as COCO results: `step_N.coco.json`. `categories`: ids of class names, of annotations that have some.
+    """Write one JSON line per sample: images, sizes, the task's description of the answer, version, and counts. Objects
+    have their place in bins, and as `pixels` of their image. If the answers have objects, `step_N.coco.json` beside
+    `path` has the predictions as COCO results. `categories`: the annotations' category ids by class name.
 
     In COCO results an image's id is its sample's. If a sample has several images, `#2` follows for the second."""
     lines = map(json.dumps, map(_line, evaluation.rollouts, evaluation.scenes, evaluation.counts))
@@ -308,9 +310,9 @@ def _line(rollout: Rollout, scene: Mapping[str, object], counts: Mapping[str, fl
 
 
 def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Image.Image]]:
-    """Return (sample id, picture) of the first NUM_PICTURES scenes that have an image that can be read, with the ground
-    truth in green and predictions in orange. A picture has at most MAX_SIDE pixels a side; several images of a scene
-    stand side by side. The report draws more, and better: it knows which prediction is right."""
+    """Return (sample id, picture) of the first NUM_PICTURES scenes with a readable image, with the ground truth in
+    green and predictions in orange. A picture has at most MAX_SIDE pixels a side; several images of a scene stand side
+    by side. The report's own pictures also show which predictions are right."""
     images = Images(rules)
     drawn: list[tuple[str, Image.Image]] = []
     for rollout, scene in zip(evaluation.rollouts, evaluation.scenes, strict=True):
@@ -329,7 +331,7 @@ def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Im
 
 
 def _draw(picture: Image.Image, number: int, scene: Mapping[str, Any]) -> None:
-    """Draw what a scene has in its image with this number."""
+    """Draw the objects that a scene has in its image `number`."""
     for objects, color in ((scene["truth"], TRUTH), (scene["predictions"], PREDICTED)):
         for item in objects:
             kind: GeometryKind = "bbox_2d" if "bbox_2d" in item else "poly"

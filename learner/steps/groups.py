@@ -4,23 +4,22 @@
 
 A sample comes K = `num_generations` times in a row (`data.batches`), and the K places are its group. Everything else
 is as for other rollouts: servers, sync, packing, ranks, rollouts in step or ahead. A segment is the prompt and the
-rollout's own tokens, the stop token included. Its labels are those tokens, and each has an advantage
+rollout's own tokens, with the stop token. Its labels are the rollout's tokens, and each token has an advantage
 (`target.advantages`) and the log-probability with which it was drawn. The loss is `policy.policy_gradient`.
 
-Invariants: one segment per place, in order. A group is scored when all of its rollouts are there, so a stream hands on
-its segments together. Advantages do not depend on micro-batches or ranks (D21): what `advantage: batch` compares with
-is the mean over the whole step on all ranks, agreed on before the first segment is made.
+Invariants: one segment per place, in order. A group is scored when all of its rollouts have ended, so a stream yields
+a group's segments together. Advantages do not depend on micro-batches or ranks (D21): `advantage: batch` subtracts the
+mean over the whole step on all ranks, which is computed before the first segment is made.
 
-An advantage is a reward minus what was to be expected: rollouts above it are made more likely, those below it less.
+An advantage is a reward minus a baseline: rollouts above the baseline are made more likely, those below it less likely.
 `group`: the group's mean (GRPO, arXiv:2402.03300). `rloo`: the mean of the group's other rollouts (arXiv:2402.14740),
 which is the same times K / (K - 1). `batch`: the mean of all rollouts of the optimizer step, on all ranks.
 
-Objects. After j objects an answer with n of them has earned V[j]; what is still to come is V[n] - V[j], and 0 once it
-closes. This reward to go is compared, object by object, with the mean of those of the group's other answers that came
-so far. The mean depends on the others and on the place alone, so it favours no token. Where no other came so far there
-is nothing to compare, and the advantage is 0: the longest answer of a group learns nothing from its last objects. An
-object that adds nothing is made less likely where others found something at its place, and so is closing where others
-went on and gained.
+Objects. After j of its n objects an answer has earned V[j]. Its reward to go is V[n] - V[j], and 0 after it closes. The
+baseline at place j is the mean reward to go of the group's other answers that have as many objects. This mean depends
+only on the other answers and on the place, so it favours no token. If no other answer has as many objects, the
+advantage is 0: the longest answer of a group learns nothing from its last objects. An object without reward is made
+less likely if other answers earned some at its place. Closing is made less likely if other answers went on and earned.
 """
 
 from __future__ import annotations
@@ -111,7 +110,7 @@ class GroupSource(RolloutSource):
         return groups
 
     def reinforced(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
-        """The segment of each rollout of whole groups, in order."""
+        """Return the segment of each rollout, in order. `rollouts` are whole groups."""
         return self._reinforced(self._groups(rollouts), prompts, 0.0)
 
     def _reinforced(
@@ -183,7 +182,7 @@ class GroupSource(RolloutSource):
         with clock.phase("target"):
             groups = self._scored.pop((global_step, step.micro_step_idx), None)
             step_mean = self._step_mean
-            if groups is None:  # no window has it: it is all that the step learns
+            if groups is None:  # no window was begun: this micro-step is all that the step learns
                 groups = self._groups(rollouts)
                 step_mean = self._mean_of_step(groups) if self.grpo.advantage == "batch" else 0.0
             return self._reinforced(groups, prompts, step_mean)
@@ -196,7 +195,7 @@ class GroupSource(RolloutSource):
 
 
 def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
-    """Return per group [K] what is compared rollout by rollout: the rewards without what objects earn one by one."""
+    """Return per group [K] the part of each rollout's reward that is not earned object by object."""
     return [
         np.array([one.reward - (0.0 if one.by_object is None else one.by_object.values[-1]) for one in group])
         for group in groups
@@ -204,7 +203,7 @@ def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
 
 
 def _of_tokens(step: NDArray[np.float64], one: _Scored) -> NDArray[np.float64]:
-    """The advantages of an answer's steps, [n + 1] for n objects or [1], as those of its tokens [T]."""
+    """Return the advantages of an answer's tokens [T], from those of its steps: [n + 1] for n objects, or [1]."""
     if one.by_object is None:
         return np.full(one.num_tokens, step[0])
     return step[np.searchsorted(one.by_object.ends, np.arange(one.num_tokens), side="right")]
@@ -232,7 +231,7 @@ def _policy_tokens(segment: Segment, advantages: NDArray[np.float64], logprobs: 
 def sequence_advantages(
     rewards: NDArray[np.float64], baseline: Baseline, *, step_mean: float = 0.0
 ) -> NDArray[np.float64]:
-    """[G, K] rewards of G groups to [G, K] advantages. `step_mean`: what `batch` compares with."""
+    """Return the advantages [G, K] of the rewards [G, K] of G groups. `step_mean`: the baseline of `batch`."""
     if baseline == "batch":
         return rewards - step_mean
     advantages = rewards - rewards.mean(axis=1, keepdims=True)

@@ -1,13 +1,13 @@
 """Channel-B within the step: rollouts are made, packed and learned in it, by the weights that it updates (R31, R32).
 
-Either the rank's whole share is rolled out first and learned then; or, with servers and packing, rows are learned while
-others roll out (D9): a thread of its own makes a segment of each rollout as it ends, and the thread that learns takes
-a row as soon as one is closed. Both number a step's requests over all ranks, so that a sample's seed, and its rollout,
-are the same either way, on any number of ranks.
+Either the rank's whole share is rolled out first and learned afterwards; or, with servers and packing, rows are learned
+while other samples are rolled out (D9): a second thread makes a segment of each rollout as it ends, and the thread that
+learns takes a row as soon as the row is closed. Both ways number a step's requests over all ranks, so that a sample's
+seed, and so its rollout, is the same either way, on any number of ranks.
 
-What waits between the two threads is bounded by the rank's share of the step, whose prompts are in memory anyway: no
-server ever waits for the learner. Which segments share a row depends on the order in which rollouts end, unless
-`training.deterministic` is set. What is learned in a step does not depend on it.
+The segments between the two threads are at most the rank's share of the step, whose prompts are in memory anyway. So
+no server waits for the learner. Which segments share a row depends on the order in which rollouts end, unless
+`training.deterministic` is set. Which samples a step learns does not depend on this order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ log = logging.getLogger("learner.stage2")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """The parts of learning rows while others roll out. `capacity` of a row is in tokens; `in_order` and
-    `share_prompts`: see `ArrivingRows`."""
+    """The settings for learning rows during rollouts. `capacity`: tokens of a row. `in_order` and `share_prompts`: see
+    `ArrivingRows`."""
 
     rollouts: RolloutSource
     capacity: int
@@ -46,20 +46,21 @@ class Overlap:
 
 
 class Stage2InStep(Stage2Steps):
-    """Channel-B within the step. `overlap` None: nothing overlaps. `deadline_s` bounds the wait for a row."""
+    """Channel-B within the step. `overlap` None: rows are learned after all rollouts. `deadline_s` bounds the wait for
+    a row."""
 
     def __init__(self, parts: Stage2Parts, *, overlap: Overlap | None, deadline_s: float) -> None:
         super().__init__(parts)
         self._overlap, self._deadline_s = overlap, deadline_s
         self._calls = CallTotals()  # totals of the step that was learned last
-        self._ver: int | None = None  # the servers serve this; None before the first sync
+        self._ver: int | None = None  # the version that the servers serve; None before the first sync
 
     def wants_sync(self, global_step: int) -> bool:
         return self._wanted(global_step) == "B"
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
-        """Yield the fence at once: between steps no call is in flight here."""
+        """Yield the fence at once: between steps no rollout is in flight."""
         fence = Fence()
         yield fence
         self._ver = fence.ver if fence.ver is not None else self._ver
@@ -68,7 +69,8 @@ class Stage2InStep(Stage2Steps):
         return self._share(self._parts.rollouts) if self._overlap is None else self._overlapped(self._overlap)
 
     def _overlapped(self, overlap: Overlap) -> Generator[PackedRow]:
-        """Yield rows while others roll out. The time that learning waits for rollouts is the clock's phase `wait`."""
+        """Yield rows while other samples are rolled out. The clock's phase `wait` is the time without a row to
+        learn."""
         with self._clock.phase("data"):
             batch = next(self._parts.batches)
         if not batch.samples:
@@ -91,7 +93,7 @@ class Stage2InStep(Stage2Steps):
         self._calls = CallTotals(number=1, seconds=rollouts.seconds)
 
     def _checked(self, batch: MicroBatch) -> Callable[[int, Segment], None]:
-        """Raises RolloutError for a segment of another sample or version than the step's."""
+        """Return a check that raises RolloutError for a segment of another sample or version than the step's."""
         ver = self._ver
         assert ver is not None, "Channel-B before the first sync"
 
@@ -108,7 +110,7 @@ class Stage2InStep(Stage2Steps):
         return check
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return the seconds in which rollouts of the step were under way; most of them are hidden behind learning."""
+        """Return the seconds that the step's rollouts took. During most of them rows were learned."""
         if self._overlap is None:
             return RankMetrics()
         calls, self._calls = self._calls, CallTotals()
@@ -116,26 +118,26 @@ class Stage2InStep(Stage2Steps):
 
 
 class StepRollouts:
-    """One step's segments, made by a thread of its own and packed as they arrive. To be used as a context.
+    """One step's segments, made by a second thread and packed as they arrive. To be used as a context.
 
-    Invariants: each of the step's segments is in one row, or an error is raised; the first error is what `next_row`
-    raises; every wait has a deadline.
+    Invariants: each of the step's segments is in one row, or an error is raised; `next_row` raises the first error;
+    every wait has a deadline.
     """
 
     def __init__(self, segments: SegmentStream, rows: ArrivingRows, *, check: Callable[[int, Segment], None]) -> None:
         self._segments, self._rows, self._check = segments, rows, check
-        self._changed = threading.Condition()  # guards the rows and what follows
+        self._changed = threading.Condition()  # guards the rows and the fields below
         self._ended = False
         self._error: BaseException | None = None
         self._began = time.perf_counter()
         self.seconds = 0.0  # time that the rollouts took; 0 until they have ended
-        # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
+        # A daemon, so that an interpreter that exits because of an error does not wait for an answer.
         self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
 
     def next_row(self, deadline_s: float) -> PackedRow | None:
         """Return the next row to learn; None after the last. Waits up to `deadline_s` seconds.
 
-        Raises DeadlineError, or what ended the rollouts.
+        Raises DeadlineError, or the error that ended the rollouts.
         """
         with self._changed:
             arrived = wait_for(self._changed, lambda: self._ended or self._rows.closed, deadline_s)
@@ -166,7 +168,7 @@ class StepRollouts:
             late = self._late("waiting for the rollouts to end", CLOSE_S)
             if error is None:
                 raise late
-            log.warning("%s", late)  # the first error must stay the one that is raised
+            log.warning("%s", late)  # logged only, so that the first error is raised
 
     def _produce(self) -> None:
         """Produce rows: the body of the thread."""
@@ -177,7 +179,7 @@ class StepRollouts:
                 with self._changed:
                     self._rows.add(place, segment)
                     self._changed.notify_all()
-        except BaseException as raised:  # the thread's edge: `next_row` raises it, with its type
+        except BaseException as raised:  # of any type: `next_row` raises it in the thread that learns
             error = raised
         with self._changed:
             self._error, self._ended = error, True

@@ -6,16 +6,16 @@ order of arrival.
 
 Four ways from segments to the rows that are learned (D6, D9):
 - `ArrivingRows` packs a step's segments as they arrive, and closes rows early: never more rows than FIFO makes.
-- `CompleteRows` packs all of a micro-step's: best-fit decreasing, never more rows than FIFO makes.
-- `CarriedRows` (`rollout_matching_sft`) gives one row and carries the rest to later micro-steps: the oldest segment and
-  whatever fills its row best (exact subset sum), never below FIFO's fill. As the oldest always goes, nothing waits
-  longer than the buffer is long.
+- `CompleteRows` packs all segments of a micro-step: best-fit decreasing, never more rows than FIFO makes.
+- `CarriedRows` (`rollout_matching_sft`) makes one row and carries the other segments to later micro-steps. The row has
+  the oldest segment and the segments that fill it best (exact subset sum), never below FIFO's fill. As each row takes
+  the oldest segment, a segment waits for at most as many rows as segments are carried.
 - `SingleRows` gives each segment a row of its own (`training.packing: false`).
 
-FIFO, the baseline: rows filled in order of arrival, each closed by the first segment that does not fit.
+FIFO, the baseline, fills rows in order of arrival, and closes a row at the first segment that does not fit.
 
-With `share_prompts` (`grpo`, R47) segments with the same prompt are one unit that holds it once, and units are packed
-instead of segments. A unit that is longer than a row is cut into several, each with the prompt.
+With `share_prompts` (`grpo`, R47) segments with the same prompt are one unit that holds the prompt once, and units are
+packed instead of segments. A unit that is longer than a row is cut into several units, each with the prompt.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.errors import ConfigError, DataError
 
 
 def check_length(segment: Segment, capacity: int) -> None:
-    """Raise DataError where `segment` could not be in any row."""
+    """Raise DataError if `segment` is longer than a row."""
     if len(segment) > capacity:
         raise DataError(
             f"sample {segment.sample_id} does not fit a packed row",
@@ -113,12 +113,12 @@ def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1
     """Return the indices of the subset with the largest sum up to `capacity` among those that hold the first
     `num_first`.
 
-    Exact: reachable sums are bits of one integer, so an item costs one shift. Of equal sums the one with earlier
-    items is taken, so that old segments are learned first.
+    The result is exact: reachable sums are bits of one integer, so an item costs one shift. Of subsets with equal sums
+    the one with earlier items is taken, so that old segments are learned first.
     """
     room = capacity - sum(lengths[:num_first])
     mask = (1 << (room + 1)) - 1
-    reachable = [1]  # bit s of entry i: some of the first i items behind the fixed ones make the sum s
+    reachable = [1]  # bit s of entry i is 1 if some of the first i items after `num_first` have the sum s
     for length in lengths[num_first:]:
         reachable.append((reachable[-1] | (reachable[-1] << length)) & mask)
     total = reachable[-1].bit_length() - 1
@@ -133,19 +133,20 @@ def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1
 class ArrivingRows:
     """One step's `number` segments as they arrive; `place` is a segment's index in request order.
 
-    A row is closed as soon as the segments that have arrived would fill it by FIFO, or when the last one is in. It
-    holds FIFO's segments, and whatever else has arrived and fills it best; rows of the last ones are packed together.
-    What a row takes early, FIFO has to place later, so there are never more rows than FIFO makes of the same order.
-    `in_order`: FIFO in request order, whatever arrives first, so that equal segments give equal rows.
+    A row is closed as soon as FIFO would close it with the segments that have arrived, or when the last segment has
+    arrived. It holds FIFO's segments, and those of the other arrived segments that fill it best. The segments left
+    when the last one arrives are packed together. FIFO would place the additional segments in later rows, so there
+    are never more rows than FIFO makes of the same order. `in_order`: segments are taken in request order, not in
+    order of arrival, so that equal segments give equal rows.
     """
 
     def __init__(self, capacity: int, *, number: int, in_order: bool = False, share_prompts: bool = False) -> None:
         self._capacity, self._number, self._in_order = capacity, number, in_order
         self._share_prompts = share_prompts
-        self._early: dict[int, Segment] = {}  # `in_order`: those that wait for the one at place `_next`
+        self._early: dict[int, Segment] = {}  # `in_order`: segments that wait for the segment at place `_next`
         self._next = 0
         self._waiting: list[Segment] = []
-        self._last: deque[PackedRow] = deque()  # rows of what was left when the last segment came
+        self._last: deque[PackedRow] = deque()  # rows of the segments that were left when the last one arrived
         self.num_arrived = 0
 
     @property
@@ -164,13 +165,13 @@ class ArrivingRows:
 
     @property
     def closed(self) -> bool:
-        """True if `take` gives a row now."""
+        """True if `take` would return a row now."""
         if self.complete:
             return bool(self._last or self._waiting)
         return sum(map(group_tokens, self._units())) >= self._capacity
 
     def take(self) -> PackedRow | None:
-        """Return the next closed row, oldest first; None while there is none, and after the last."""
+        """Return the next closed row, oldest first. Return None while no row is closed, and after the last row."""
         if not self.closed:
             return None
         if self.complete and not self._in_order:
@@ -205,7 +206,7 @@ class RowMaker(Protocol):
         return []
 
     def drain(self) -> list[PackedRow]:
-        """Packs all that waits; nothing waits afterwards."""
+        """Return rows of all segments that wait. No segment waits afterwards."""
         return []
 
 
@@ -232,7 +233,7 @@ class SingleRows(RowMaker):
 
 
 class CarriedRows(RowMaker):
-    """A row maker that makes one row at a time, empty where nothing waits. At most `max_segments`
+    """A row maker that makes one row at a time, an empty one if no segment waits. At most `max_segments` segments
     (`training.packing_buffer`) are carried."""
 
     def __init__(self, capacity: int, *, max_segments: int) -> None:
@@ -240,8 +241,7 @@ class CarriedRows(RowMaker):
         self._waiting: list[Segment] = []  # oldest first
 
     def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
-        """See `RowMaker`; all of `segments` are taken, or none. Raises ConfigError where more segments than allowed
-        would have to be carried on."""
+        """See `RowMaker`. Raises ConfigError, and takes no segment, if more than `max_segments` would be carried."""
         for segment in segments:
             check_length(segment, self._capacity)
         self._waiting.extend(segments)

@@ -7,12 +7,12 @@
         ranks.barrier()                                      # and now none has
         fence.synced(sync_and_broadcast_ver(), updates=step)
 
-The producer makes one generation call after another. It never waits. It works while it is permitted to and then leaves
-its thread; whoever makes room (a share taken, a fence opened) starts it again.
+The producer makes one generation call after another, and never waits between them. When no call is permitted, its
+thread ends. Taking a share or opening a fence permits calls again, and starts a new thread.
 
-Invariants: those of `ShareQueue`, of which this is the thread-safe shell; a call's segments are those of its samples,
-in order, made by the served version, or the call fails with a RolloutError; the first error of either side is what
-every later call raises; every wait has a deadline and names itself.
+Invariants: those of `ShareQueue`, to which this adds a lock; a call's segments are those of its samples, in order, made
+by the served version, or the call fails with a RolloutError; after a first error, of the producer or of the learning
+thread, every method raises it; every wait has a deadline, whose error names the wait.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _WHY = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ProducerStats:
-    """One rank's producer at one moment; totals since its start."""
+    """One rank's queue now, and its producer's totals since the start."""
 
     queued: int  # packs
     counts: PackCounts
@@ -52,17 +52,17 @@ class ProducerStats:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallStages:
-    """The two stages from a call to segments. Both run in the producer's thread, never two at once.
+    """The two stages from a call to segments. Both run in the producer's thread, one after the other.
 
-    `read(share, places)`: this rank's samples and prompts, the same at every reading. `roll_out(call, part)`: one
-    segment per sample of `part`, in order.
+    `read(share, places)` returns this rank's samples and prompts, the same at every call. `roll_out(call, part)`
+    returns one segment per sample of `part`, in order.
     """
 
     read: Callable[[int, range], MicroBatch]
     roll_out: Callable[[Call, MicroBatch], list[Segment]]
 
     def run(self, call: Call) -> list[Segment]:
-        """Raises RolloutError where samples or versions do not add up."""
+        """Return the call's segments. Raises RolloutError if their samples or versions are not the call's."""
         part = self.read(call.share, call.places)
         segments = self.roll_out(call, part)
         check_segments(call, [sample.sample_id for sample in part.samples], segments)
@@ -91,8 +91,8 @@ def check_segments(call: Call, wanted_ids: Sequence[str], segments: Sequence[Seg
 
 
 class Producer:
-    """One rank's producer. `deadline_key`: the configuration key that deadlines of waits come from. `close_s`: how long
-    the thread is waited for at the end, a constant."""
+    """One rank's producer. `deadline_key`: the configuration key of the waits' deadlines, for errors. `close_s`: how
+    long `close` waits for the thread, in seconds."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class Producer:
         self._deadline_key, self._close_s, self._clock = deadline_key, close_s, clock
         self._changed = threading.Condition()  # guards everything below and the queue
         self._segments: dict[int, list[Segment]] = {}  # keys are pack indices
-        self._thread: threading.Thread | None = None  # None: nobody is producing
+        self._thread: threading.Thread | None = None  # None: no call is permitted, so no thread runs
         self._call_started_s = 0.0
         self._calls = CallTotals()
 
@@ -120,7 +120,7 @@ class Producer:
             self._wake()
 
     def outlook(self, step: int) -> Outlook:
-        """See `ShareQueue.outlook`, for `step`, which comes next. Raises what ended the producer."""
+        """Return `ShareQueue.outlook` for `step`, the next step. Raises the error that ended the producer."""
         with self._changed:
             self._queue.check()
             self._forget(self._queue.expire(step))
@@ -128,15 +128,15 @@ class Producer:
             return self._queue.outlook()
 
     def take(self, share: int, step: int) -> list[list[Segment]]:
-        """The packs of a complete share, to be learned in `step`."""
+        """Return the packs of a complete share, to be learned in `step`."""
         with self._changed:
             packs = self._queue.take(share, step)
             self._wake()
             return [self._segments.pop(pack.index) for pack in packs]
 
     def await_call(self, deadline_s: float) -> None:
-        """Wait up to `deadline_s` seconds until a call ends, if the most urgent share lacks some. Raises DeadlineError,
-        or what ended the producer."""
+        """If the most urgent share is not complete, wait up to `deadline_s` seconds until a call ends. Raises
+        DeadlineError, or the error that ended the producer."""
         with self._changed:
             queue, ended = self._queue, self._calls.number
             if not wait_for(
@@ -149,19 +149,19 @@ class Producer:
             queue.check()
 
     def request_fence(self) -> bool:
-        """Let no call start until the next `fence` has ended; True if none is in flight. Raises what ended the
-        producer."""
+        """Let no call start until the next `fence` has ended. Return True if no call is in flight. Raises the error
+        that ended the producer."""
         with self._changed:
             self._queue.request_fence()
             return self._queue.quiet
 
     @contextmanager
     def fence(self, deadline_s: float, *, counts: bool = True) -> Iterator[Fence]:
-        """No call of this rank is in flight inside, and none starts. Waits up to `deadline_s` seconds for one that is.
-        `counts`: a sync inside is one of those that make packs older.
+        """Enclose work during which no call of this rank is in flight or starts. Waits up to `deadline_s` seconds for
+        the call in flight. `counts`: a sync inside makes packs one sync older.
 
-        Raises DeadlineError, the producer's own error, or PipelineStoppedError. An exception inside ends the producer:
-        what the servers serve is not known any more.
+        Raises DeadlineError, the producer's own error, or PipelineStoppedError. An exception inside ends the producer,
+        because the servers' version is unknown then.
         """
         with self._changed:
             queue = self._queue
@@ -193,7 +193,7 @@ class Producer:
             return ProducerStats(queued=len(self._queue.queue), counts=self._queue.counts, calls=self._calls)
 
     def describe(self) -> str:
-        """Return what it is doing, for an error."""
+        """Return the producer's state in words, for an error."""
         with self._changed:
             queue, call = self._queue, self._queue.in_flight
             flying = "no call in flight"
@@ -205,7 +205,7 @@ class Producer:
     # ---- the end ---------------------------------------------------------------------------------------------------
 
     def stop(self) -> None:
-        """Start nothing more and wait for nothing: to be called before the backend under a call in flight is closed."""
+        """Start no further call, and do not wait. To be called before the backend is closed."""
         with self._changed:
             self._queue.stop()
             self._changed.notify_all()
@@ -227,16 +227,16 @@ class Producer:
         while (call := self._begin_call()) is not None:
             try:
                 segments = self._stages.run(call)
-            except BaseException as error:  # the thread's edge: the consumer raises it, with its type
+            except BaseException as error:  # of any type: the thread that learns raises it
                 self._fail_call(error)
             else:
                 self._finish_call(call, segments)
 
     def _begin_call(self) -> Call | None:
-        """Return a permission, or None: the thread leaves, and will be started again."""
+        """Return the call to make. Return None if no call is permitted: the thread ends, and `_wake` starts another."""
         with self._changed:
             if not self._queue.may_start:
-                # This happens under the lock, so `_wake` sees a thread that will look once more, or none.
+                # Under the lock, so `_wake` sees either no thread, or a thread that will ask once more.
                 self._thread = None
                 return None
             self._call_started_s = self._clock()
@@ -260,9 +260,9 @@ class Producer:
     # ---- under the lock --------------------------------------------------------------------------------------------
 
     def _wake(self) -> None:
-        """Start a producer if there is something to do and nobody is doing it."""
+        """Start the producer's thread if a call is permitted and no thread runs."""
         if self._thread is None and self._queue.may_start:
-            # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
+            # A daemon, so that an interpreter that exits because of an error does not wait for an answer.
             self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
             self._thread.start()
 

@@ -27,7 +27,8 @@ class SegmentSource(Protocol):
     needs_rollouts: bool
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
-        """Names all that `segments` will be asked for before the weights change, so that it is rolled out at once."""
+        """Take all micro-steps that `segments` will be called with before the weights change, to roll them out
+        together."""
         return
 
     def segments(
@@ -38,8 +39,8 @@ class SegmentSource(Protocol):
 
 
 class SegmentStream:
-    """Segments as they become ready: the place of each among the samples, and the segment. One thread iterates it,
-    once. The iteration raises what ended the rollouts."""
+    """An iterator of (place of the sample, segment) pairs as segments become ready. One thread iterates, once. The
+    iteration raises the error that ended the rollouts."""
 
     def __init__(self, rollouts: RolloutStream, segments: Iterator[tuple[int, Segment]]) -> None:
         """`segments` are made of `rollouts`, by the thread that iterates."""
@@ -49,7 +50,7 @@ class SegmentStream:
         return self._segments
 
     def close(self) -> None:
-        """Give up what is not ready; the iteration ends. From any thread, at any time."""
+        """Give up the segments that are not ready, and end the iteration. Any thread may call this at any time."""
         self._rollouts.close()
 
 
@@ -74,8 +75,8 @@ class GroundTruthSource(SegmentSource):
 
 class RolloutSource(SegmentSource):
     """The policy's own answers, corrected by the task and scored by `rewards`. `begin_window` rolls out several
-    micro-steps together; without it, `segments` rolls out its own. `stream` needs a backend that hands on its rollouts
-    as they end."""
+    micro-steps together; without it, `segments` rolls out one micro-step. `stream` needs a backend that returns
+    rollouts as they end."""
 
     channel: Channel = "B"
     needs_rollouts = True
@@ -90,8 +91,8 @@ class RolloutSource(SegmentSource):
         on_answer: Callable[[Any, Target], None] | None = None,
         image_processing: ImageProcessing | None = None,
     ) -> None:
-        """`on_answer` is told of every assignment and its target, on the thread that makes the segment.
-        `image_processing`: the learner's own, for models that take images."""
+        """`on_answer` is called with every assignment and its target, on the thread that makes the segment.
+        `image_processing`: the learner's image processing, for models that take images."""
         self._backend, self._task, self._rewards, self._loss = backend, task, rewards, loss
         self._check = PromptCheck(decode=rewards.tokenizer.decode, image_processing=image_processing)
         self._on_answer = on_answer
@@ -124,7 +125,7 @@ class RolloutSource(SegmentSource):
         return rollouts
 
     def stream(self, step: MicroStep, prompts: Sequence[EncodedPrompt], *, global_step: int) -> SegmentStream:
-        """Return what `segments` returns, each as it becomes ready."""
+        """Return the segments that `segments` returns, each as it becomes ready."""
         rollouts = self._backend.stream([step], global_step=global_step)
         return SegmentStream(rollouts, self._as_ready(rollouts, prompts))
 
@@ -134,7 +135,7 @@ class RolloutSource(SegmentSource):
 
     def segment(self, rollout: Rollout, prompt: EncodedPrompt) -> Segment:
         """Return the segment of one rollout. Raises PromptMismatchError or ServerMismatchError if the engine's prompt
-        or images are others, RewardError if a reward function fails."""
+        or images differ from the learner's, RewardError if a reward function fails."""
         self._check(prompt, rollout)
         assignment = self._task.match(self._task.parse(rollout))
         stats = {
@@ -151,8 +152,8 @@ class RolloutSource(SegmentSource):
 def in_groups(
     rollouts: Iterable[tuple[int, Rollout]], *, size: int, number: int
 ) -> Iterator[tuple[range, list[Rollout]]]:
-    """Yield `number` rollouts as they end, `size` places in a row together (the last ones may be fewer) once the last
-    of them has ended: their places, and the rollouts in order."""
+    """Yield (places, rollouts) of each group of `size` neighbouring places once all rollouts of the group have ended.
+    There are `number` rollouts; the last group may be smaller. Rollouts are in the order of their places."""
     ended: dict[int, dict[int, Rollout]] = {}
     for place, rollout in rollouts:
         first = place - place % size

@@ -1,33 +1,33 @@
 """The samples that a step learns, and those that may be rolled out ahead of it (R24, R25, D11, D12). Pure: no threads,
 no clock.
 
-An epoch's order is cut into shares, one per optimizer step: what a dataloader batch of a whole step holds. Each share
-is learned in one step, as ground truth (Channel-A) or as rollouts (Channel-B), so a sample is learned once per epoch,
-whatever is dropped and wherever a run is interrupted. `Shares` says which share that is. It is a function of what was
-learned before and of the schedule, so all ranks agree without talking. Of the shares that an epoch has left, the first
-ones are for its scheduled Channel-B steps, and the others for Channel-A. A Channel-B step without packs learns one of
-the others as ground truth, so packs that are being made stay useful. If there are no others, the last of the first
-ones is `given_up`.
+An epoch's samples are cut into shares in order, one share per optimizer step. Each share is learned in one step, as
+ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, also if packs are dropped or
+the run is interrupted. `Shares` says which share a step learns. This depends only on the schedule and on the shares
+learned before, so all ranks agree without communication. Of the shares that an epoch has left, the first are for its
+scheduled Channel-B steps, and the others for Channel-A. A Channel-B step without packs learns one of the shares for
+Channel-A, so that packs that are being made can still be learned. If no share for Channel-A is left, the last share for
+Channel-B is `given_up`.
 
-`ShareQueue` is one rank's producer, queue and fence. A call rolls out a run of places of one share. Its segments wait
-in packs, until a step takes a whole share.
+`ShareQueue` is one rank's producer, queue and fence. A call rolls out neighbouring places of one share. Its segments
+wait in packs until a step takes the whole share.
 
     open --request_fence--> fenced --complete_fence--> open          fail: from open or fenced --> failed
                                                                      stop: from open or fenced --> stopped
 
 A sync over W ranks: every rank requests its fence, waits until it is `quiet` (no call in flight), and only then enters
-the collective in which rank 0 moves the weights; each rank leaves it by `complete_fence`. So while weights move no rank
-has a call in flight, and none can start one.
+the collective in which rank 0 sends the weights; afterwards each rank calls `complete_fence`. So while weights are sent
+no rank has a call in flight, and no rank can start one.
 
 Invariants, after every event:
-- a place of a share is queued, in flight, or neither, and never twice; what was dropped is made again, or learned as
-  ground truth;
-- a pack is version-pure: all of it came from one call, and no call spans two versions. Every queued pack is fresh: at
-  most `version_window` syncs old (`ServedVersion.syncs`), and `take` gives none that is more than `max_update_lag`
+- a place of a share is never queued or in flight twice; a dropped place is rolled out again, or learned as ground
+  truth;
+- a pack has one version: it comes from one call, and no call spans two versions. Every queued pack is at most
+  `version_window` syncs old (`ServedVersion.syncs`), and `take` returns no pack that is more than `max_update_lag`
   updates old;
 - the queue holds at most `keep_at_most` packs;
-- the lowest share that may be made is always completed, so ranks that drop different packs still meet in it;
-- `failed` and `stopped` are final, keep the first cause, and are seen by whoever asks for anything afterwards.
+- the lowest share that may be made is always completed, so it becomes ready on all ranks, whatever each rank drops;
+- `failed` and `stopped` are final, keep the first cause, and make every later request raise it.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ DropReason = Literal["oldest", "stale", "unwanted"]
 
 
 class Shares:
-    """`left(epoch)`: the shares of an epoch that are not learned, in order. `total_steps`: the run's length. The step
-    that is asked about comes next, and learns a share of `epoch`."""
+    """`left(epoch)` returns the shares of an epoch that are not learned, in order. `total_steps`: the run's length. In
+    all methods `step` is the next step, and learns a share of `epoch`."""
 
     def __init__(self, left: Callable[[int], list[int]], *, b_ratio: float, total_steps: int) -> None:
         self._left, self._total_steps = left, total_steps
@@ -67,21 +67,21 @@ class Shares:
         return found[:most]
 
     def of_a(self, step: int, epoch: int) -> int:
-        """Return the share that `step` learns as ground truth: the first one that no scheduled Channel-B step needs,
-        else the last."""
+        """Return the share that `step` learns as ground truth: the first share that no scheduled Channel-B step needs.
+        If every share is needed, return the last."""
         left = self._left(epoch)
         num_b = self._num_b(step, min(step + len(left), self._total_steps))
         return left[min(num_b, len(left) - 1)]
 
     def given_up(self, step: int, epoch: int) -> int:
-        """Return the share that is not learned as rollouts if `step`, a scheduled Channel-B step, learns ground truth:
-        the last one that the epoch has for Channel-B."""
+        """Return the last share that the epoch has for Channel-B. It is not learned as rollouts if `step`, a scheduled
+        Channel-B step, learns ground truth and no share for Channel-A is left."""
         left = self._left(epoch)
         return left[self._num_b(step, min(step + len(left), self._total_steps)) - 1]
 
     def next_b(self, step: int, *, behind: int = 0) -> int | None:
-        """Return the first scheduled Channel-B step from `step` on that has `behind` others before it; None: there is
-        none."""
+        """Return the first scheduled Channel-B step from `step` on, after skipping `behind` such steps. None: the run
+        has no such step left."""
         if self._ratio == 0:
             return None
         found = math.ceil((math.floor(step * self._ratio) + 1 + behind) / self._ratio) - 1
@@ -96,7 +96,7 @@ class Shares:
 
 
 class PipelineStoppedError(ProjectError):
-    """Something was asked of a pipeline that has been stopped."""
+    """A stopped pipeline was used."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,17 +104,17 @@ class Bounds:
     """Limits on how far the producer may run ahead."""
 
     start_below: int  # a call may start while fewer packs than this are queued
-    keep_at_most: int  # packs; beyond it the oldest are dropped
+    keep_at_most: int  # max queued packs; the oldest packs above this number are dropped
     version_window: int  # a pack may be learned while `pack.ver >= ver - version_window`
-    max_update_lag: int | None = None  # updates between a rollout's weights and the step that learns it; None: any
-    sync_every: int = 1  # shares that are learned as rollouts between two syncs
+    max_update_lag: int | None = None  # max updates from a rollout's weights to the step that learns it; None: any
+    sync_every: int = 1  # number of shares that are learned as rollouts between two syncs
 
     @classmethod
     def run_ahead(cls, config: AsyncActorLearnerConfig, *, packs_per_step: int) -> Bounds:
-        """Return the bounds of the asynchronous actor-learner (R25): it prefetches what is asked for, and never less
-        than a step takes (R27).
+        """Return the bounds of the asynchronous actor-learner (R25). It prefetches `prefetch_target_packs`, but at
+        least a step's packs (R27).
 
-        Raises ConfigError if prefetching would only produce packs to drop.
+        Raises ConfigError if `prefetch_target_packs` exceeds `queue_limit`: the packs above it would be dropped.
         """
         if config.prefetch_target_packs > config.queue_limit:
             raise ConfigError(
@@ -135,8 +135,8 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServedVersion:
-    """The weights that the servers have. `updates`: optimizer updates in them. `syncs`: syncs after which Channel-B's
-    steps learned; those for an evaluation only do not count."""
+    """The weights that the servers have. `updates`: number of optimizer updates in these weights. `syncs`: number of
+    syncs so far, without those that only served an evaluation."""
 
     ver: int
     updates: int
@@ -177,31 +177,32 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackCounts:
-    """Totals since the start."""
+    """Numbers of packs and samples since the start."""
 
     packs_made: int = 0
     packs_learned: int = 0
     packs_dropped_oldest: int = 0
     packs_dropped_stale: int = 0
     packs_dropped_unwanted: int = 0  # packs dropped because their share was learned as ground truth
-    samples_returned: int = 0  # drops return them: each of them costs a rollout
-    age_versions: int = 0  # summed over learned packs: the window's syncs between making and learning
-    age_updates: int = 0  # summed over learned packs: optimizer updates between making and learning
+    samples_returned: int = 0  # samples whose rollouts were dropped
+    age_versions: int = 0  # sum over learned packs of the number of syncs between rollout and learning
+    age_updates: int = 0  # sum over learned packs of the number of updates between rollout and learning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
     """The shares that one rank has, and the calls that it may still make."""
 
-    complete: Mapping[int, int]  # shares that could be learned as rollouts now; syncs of the oldest of their packs
-    is_making: bool  # the most urgent share is not complete, and a call is in flight or may start
-    goes_on: bool  # once it is complete, calls for other shares may start although no step has learned it
-    stood_still: bool  # since a share was last taken, there was nothing that might be made
-    begun: Mapping[int, int]  # shares with rollouts, also in flight; optimizer updates in the oldest weights of each
+    complete: Mapping[int, int]  # complete share -> `ServedVersion.syncs` of its oldest pack
+    is_making: bool  # True: the most urgent share is not complete, and a call is in flight or may start
+    goes_on: bool  # True: calls for other shares may start before the most urgent share is learned
+    stood_still: bool  # True: at some time since the last `take` no call was in flight or permitted
+    begun: Mapping[int, int]  # share with packs or a call in flight -> updates in the oldest weights of these
 
 
 class ShareQueue:
-    """`size(share)`: this rank's samples of a share. `served`: what the servers have now."""
+    """`size(share)` returns the number of this rank's samples of a share. `served`: the weights that the servers have
+    now."""
 
     def __init__(
         self,
@@ -217,7 +218,7 @@ class ShareQueue:
         self.bounds, self.served, self._size = bounds, served, size
         self.samples_per_pack, self.call_size, self.keep_at_most = samples_per_pack, call_size, bounds.keep_at_most
         self.phase: Literal["open", "fenced", "failed", "stopped"] = "open"
-        self.cause: BaseException | None = None  # the cause of `failed`
+        self.cause: BaseException | None = None  # the error that led to the phase `failed`
         self.wanted: tuple[int, ...] = ()  # shares that may be made, the most urgent first
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # packs in the order in which they were made
@@ -231,11 +232,12 @@ class ShareQueue:
 
     @property
     def may_start(self) -> bool:
-        """A call may start: no fence, none in flight, something to do, and room for what it brings."""
+        """True if a call may start: no fence is requested, no call is in flight, a share lacks places, and the queue
+        has room."""
         return self.phase == "open" and self.in_flight is None and self._next_run() is not None
 
     def start_call(self) -> Call:
-        """Start a call: up to `call_size` neighbours of the most urgent share that lacks some."""
+        """Start a call for up to `call_size` neighbouring places of the most urgent share that lacks places."""
         run = self._next_run() if self.in_flight is None else None
         assert run is not None, f"a call was started in phase {self.phase}"
         share, start, stop = run
@@ -243,8 +245,8 @@ class ShareQueue:
         return self.in_flight
 
     def finish_call(self) -> tuple[list[Pack], list[Drop]]:
-        """The call in flight came back: the new packs, and what was dropped for them. None are made where nobody wants
-        the share any more."""
+        """End the call in flight. Return its packs, and the drops that made room for them. Return no packs if the
+        call's share is no longer wanted."""
         call, self.in_flight = self.in_flight, None
         assert call is not None, "no call is in flight"
         if self.ended or call.share not in self.wanted:
@@ -263,13 +265,13 @@ class ShareQueue:
         return packs, [self._drop(self._least_useful(), "oldest") for _ in range(excess)]
 
     def abandon_call(self) -> None:
-        """The call in flight came back without segments. Whoever says so also says `fail`."""
+        """End the call in flight without segments. The caller also calls `fail`."""
         assert self.in_flight is not None, "no call is in flight"
         self.in_flight = None
 
     def _next_run(self) -> tuple[int, int, int] | None:
-        """Share, first place and last + 1 of what is to be made next. Beside the most urgent share, only while fewer
-        than `start_below` packs wait, and no more than fit the queue, nor what would be too many syncs old by then."""
+        """Return (share, first place, last place + 1) of the next call; None: no call. Shares other than the most
+        urgent one are made only while fewer than `start_below` packs wait, and only as many places as fit the queue."""
         for urgency, share in enumerate(self._makeable()):
             missing = self._missing(share)
             if not missing:
@@ -285,7 +287,7 @@ class ShareQueue:
         return None
 
     def _makeable(self) -> tuple[int, ...]:
-        """The wanted shares that will not be too many syncs old when they are learned."""
+        """Return the wanted shares whose packs will be at most `version_window` syncs old when they are learned."""
         every = self.bounds.sync_every
         return self.wanted[: max(0, every - self.taken) + self.bounds.version_window * every]
 
@@ -294,27 +296,27 @@ class ShareQueue:
         return [place for place in range(self._size(share)) if place not in there]
 
     def _least_useful(self) -> Pack:
-        """The oldest pack, of shares other than the most urgent one while there are any."""
+        """Return the oldest pack of the shares other than the most urgent one. If there is none, return the oldest."""
         return min(self.queue, key=lambda pack: (pack.share == self.wanted[0], pack.by.syncs, -pack.share, pack.index))
 
     # ---- the consumer's side ---------------------------------------------------------------------------------------
 
     def want(self, shares: Sequence[int]) -> list[Drop]:
-        """Allow these shares to be made from now on, the most urgent first, and no others. Returns packs of others."""
+        """From now on let only `shares` be made, the most urgent first. Drop and return the packs of other shares."""
         is_idle = self.phase == "open" and self.in_flight is None and self._next_run() is None
         self._stood_still |= is_idle and self._next_pack > 0
         self.wanted = tuple(shares)
         return [self._drop(pack, "unwanted") for pack in list(self.queue) if pack.share not in self.wanted]
 
     def expire(self, step: int) -> list[Drop]:
-        """Drop what is too many updates old for `step`, which comes next, and so for all later ones."""
+        """Drop and return the packs that are more than `max_update_lag` updates old at `step`, the next step."""
         lag = self.bounds.max_update_lag
         oldest = -1 if lag is None else step - lag
         return [self._drop(pack, "stale") for pack in list(self.queue) if pack.by.updates < oldest]
 
     def complete(self) -> dict[int, int]:
-        """Shares that could be learned as rollouts now, and the syncs of the oldest of their packs. A share in which
-        this rank has no samples is complete."""
+        """Return the complete shares, each with `ServedVersion.syncs` of its oldest pack. A share in which this rank
+        has no samples is complete."""
         found = {}
         for share in self.wanted:
             syncs = [pack.by.syncs for pack in self.queue if pack.share == share]
@@ -323,7 +325,7 @@ class ShareQueue:
         return found
 
     def outlook(self) -> Outlook:
-        """Return what there is, and what to expect. Ask for all of it at once: a call may end at any time."""
+        """Return all of the outlook as of one moment, because a call may end between two questions."""
         urgent, rest = self.wanted[:1], self._makeable()[1:]
         made = [(one.share, one.by.updates) for one in (*self.queue, self.in_flight) if one is not None]
         waiting = sum(pack.share not in urgent for pack in self.queue)
@@ -337,7 +339,8 @@ class ShareQueue:
         )
 
     def take(self, share: int, step: int) -> list[Pack]:
-        """A complete share's packs in the order of their places, learned in `step`. Raises what ended the queue."""
+        """Return a complete share's packs, in the order of their places, to be learned in `step`. Raises the error
+        that ended the queue."""
         self.check()
         packs = sorted((pack for pack in self.queue if pack.share == share), key=lambda pack: pack.places)
         assert share in self.complete(), f"share {share} is not complete"
@@ -362,19 +365,20 @@ class ShareQueue:
     # ---- the fence -------------------------------------------------------------------------------------------------
 
     def request_fence(self) -> None:
-        """Let no call start from now on. A second request changes nothing. Raises what ended the queue."""
+        """Let no call start from now on. A second request changes nothing. Raises the error that ended the queue."""
         self.check()
         self.phase = "fenced"
 
     @property
     def quiet(self) -> bool:
-        """Fenced, and no call is in flight: this rank may enter the sync's collective."""
+        """True if the fence is requested and no call is in flight: this rank may enter the sync's collective."""
         return self.phase == "fenced" and self.in_flight is None
 
     def complete_fence(self, served: ServedVersion | None) -> list[Drop]:
-        """Open again. `served`: what the completed sync brought; None: no weights moved. Returns stale packs.
+        """Let calls start again. `served`: the weights that the sync brought; None: no sync. Drop and return the packs
+        that are too old now.
 
-        Raises SyncError, and fails, where the version did not rise.
+        Raises SyncError, and fails, if the version did not rise.
         """
         self.check()
         assert self.quiet, "the fence was completed before it was quiet"
@@ -398,23 +402,23 @@ class ShareQueue:
 
     @property
     def ended(self) -> bool:
-        """Failed or stopped: nothing will be started or taken any more."""
+        """True if the queue has failed or was stopped: no call starts and no share is taken any more."""
         return self.phase in ("failed", "stopped")
 
     def fail(self, cause: BaseException) -> bool:
-        """End with `cause`. False where the queue had already ended: the first cause stays."""
+        """End with `cause`. Return False, and keep the first cause, if the queue had already ended."""
         if self.ended:
             return False
         self.phase, self.cause = "failed", cause
         return True
 
     def stop(self) -> None:
-        """End in order: nothing more will be started or taken. After a failure it changes nothing."""
+        """End without an error: no call starts and no share is taken any more. After a failure this changes nothing."""
         if self.phase != "failed":
             self.phase = "stopped"
 
     def check(self) -> None:
-        """Raise what ended the queue: the failure itself, with its type, or PipelineStoppedError."""
+        """If the queue has ended, raise the error of the failure itself, or PipelineStoppedError."""
         if self.cause is not None:
             raise self.cause
         if self.phase == "stopped":

@@ -1,19 +1,19 @@
-"""The sources of a step's rows: the one protocol that the trainer knows, and its two plainest sources.
+"""The protocol of the sources from which the trainer gets a step's rows, and the simplest source, `FreshSteps`.
 
-The trainer asks, once per optimizer step, in this order:
+The trainer calls these methods, once per optimizer step, in this order:
 
     wants_sync -> [fence, around a sync] -> begin -> shortfall -> micro_steps, each learned to its last row -> metrics
 
-A step that `postpones_sync` has its fence between two rows, as soon as `is_quiet`, or after the last one.
+If `postpones_sync` returns True, the fence comes between two rows, as soon as `is_quiet`, or after the last row.
 
-Five sources answer: `FreshSteps` with ground truth (`sft`) or with rollouts (`rollout_matching_sft`, `grpo`),
+The sources are `FreshSteps` with ground truth (`sft`) or with rollouts (`rollout_matching_sft`, `grpo`),
 `buffered.BufferedSteps`, which learns a window's rows several times, and for `stage2_ab_training`
 `in_step.Stage2InStep` and `ahead.Stage2Ahead`.
 
 Invariants: every rank calls the same methods in the same order, and has equally many micro-steps. Ranks may have
-different numbers of rows in a micro-step; `padded` and `in_lockstep` fill them up (D5). A sample that was handed out is
-learned, or named by `waiting` (R12). Rollouts of a whole optimizer step are made together, however few samples a
-micro-batch has.
+different numbers of rows in a micro-step; `padded` and `in_lockstep` add zero-weight rows (D5). A sample that was
+handed out is learned, or named by `waiting` (R12). Rollouts of a whole optimizer step are made together, however few
+samples a micro-batch has.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from learner.steps.segments import SegmentSource
 
 
 class Fence:
-    """A closed fence. Its holder says what happened behind it."""
+    """A time during which no rollout is in flight. The holder calls `synced` if a sync happened."""
 
     ver: int | None = None
     updates = 0  # optimizer updates in the weights that were synced
 
     def synced(self, ver: int, *, updates: int = 0) -> None:
-        """A sync completed, and `ver` is what every server serves now. Unsaid: no weights moved."""
+        """Note that a sync completed, and that every server now serves version `ver`."""
         self.ver, self.updates = ver, updates
 
 
@@ -51,8 +51,8 @@ class StepSource(Protocol):
         ...
 
     def postpones_sync(self, global_step: int) -> bool:
-        """Return True if this step can be learned while the sync that it wants waits for rollouts in flight. No other
-        one begins before that sync. Collective."""
+        """Return True if this step can be learned while the sync that it wants waits for rollouts in flight. Then no
+        new rollout begins before that sync. Collective."""
         return False
 
     def is_quiet(self) -> bool:
@@ -60,21 +60,21 @@ class StepSource(Protocol):
         return True
 
     def fence(self) -> AbstractContextManager[Fence]:
-        """No rollout is in flight inside, on any rank. To be held around every sync and evaluation. Collective."""
+        """Enclose a sync or an evaluation: inside, no rank has a rollout in flight. Collective."""
         return nullcontext(Fence())
 
     def begin(self, global_step: int) -> Channel:
-        """Begin a step, and say what it runs. Collective."""
+        """Begin a step, and return its channel. Collective."""
         ...
 
     def shortfall(self) -> Shortfall | None:
-        """Return the shortfall of the step that began, before its micro-steps: None if it learns as many samples as
-        others."""
+        """Return the shortfall of the step that began. None: it learns as many samples as other steps. To be called
+        before `micro_steps`."""
         return None
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
-        """Yield this rank's rows of the step that began, one micro-step after the other. Nothing of a micro-step is
-        read or made before its first row is asked for. Close a micro-step to give it up."""
+        """Yield this rank's rows of the step that began, one micro-step after the other. A micro-step's data are read
+        when its first row is asked for. Close a micro-step to give it up."""
         ...
 
     def metrics(self) -> Mapping[str, float]:
@@ -88,7 +88,7 @@ class StepSource(Protocol):
     def state(self) -> dict[str, object]:
         """The place in the data between two steps, as JSON for a checkpoint, equal on all ranks. Collective.
 
-        `batches`: the dataloader's own. `carried`: per rank, samples to learn besides those that `batches` hands out.
+        `batches`: the dataloader's state. `carried`: per rank, samples to learn besides those of the dataloader.
         `stage2`: only in `stage2_ab_training`.
         """
         ...
@@ -98,20 +98,20 @@ class StepSource(Protocol):
         ...
 
     def stop(self) -> None:
-        """Begin no further rollout, and wait for nothing. To be called before the backend is closed."""
+        """Begin no further rollout, and do not wait. To be called before the backend is closed."""
         return
 
     def close(self) -> None:
-        """Give everything back, after `stop` and after the backend was closed. Bounded in time."""
+        """Free all resources. To be called after `stop`, and after the backend was closed. Bounded in time."""
         return
 
 
 class FreshSteps(StepSource):
     """One micro-step per micro-batch, its rows made for it (`sft`, `rollout_matching_sft`).
 
-    `gradient_accumulation_steps` micro-batches are a step; the last one of an epoch may have fewer. `encoder` brings
-    back what a resume owes. After the micro-batches of step `drains_at` comes one more micro-step with
-    all segments that still wait for a row (`training.packing_drop_last: false`); None: they are not learned.
+    A step has `gradient_accumulation_steps` micro-batches; the last step of an epoch may have fewer. `encoder` encodes
+    the samples that a resumed run still has to learn. Step `drains_at` has one more micro-step, with all segments that
+    still wait for a row (`training.packing_drop_last: false`); None: these segments are not learned.
     """
 
     def __init__(
@@ -163,7 +163,7 @@ class FreshSteps(StepSource):
         return {"batches": self._batches.state(), "carried": carried}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `StepSource`. What was carried is shared out anew, so that the number of ranks may have changed."""
+        """See `StepSource`. Carried samples are divided among the present ranks, whose number may have changed."""
         self._batches.restore(state["batches"])
         carried, ranks = [sample_id for part in state["carried"] for sample_id in part], self._ranks
         owed = own_share(carried, ranks)
@@ -197,8 +197,8 @@ class FreshSteps(StepSource):
         return self._segments(step, prompts)
 
     def _owed_step(self) -> MicroStep:
-        """The samples as they were seen when they were handed out. Their requests have a micro-step of their own, so
-        that no two of all ranks' requests share a seed (R11)."""
+        """Return the owed samples, as they were handed out before the checkpoint. Their requests are a micro-step of
+        their own, so that no two requests of all ranks share a seed (R11)."""
         return MicroStep(
             samples=tuple(self._batches.seen_in(epoch, sample_id) for epoch, sample_id in self._owed),
             micro_step_idx=self._gradient_accumulation_steps,
@@ -209,7 +209,7 @@ class FreshSteps(StepSource):
         return self._source.segments(step, prompts, global_step=self._global_step, clock=self._clock)
 
     def _due_on_resume(self) -> list[str]:
-        """Samples that a run resumed from here must make segments of, besides those that its data hands out."""
+        """Return the samples that a run resumed from here must learn besides those of its dataloader."""
         return self.waiting()
 
     def _micro_step(self, micro_step_idx: int) -> Generator[PackedRow]:
@@ -224,25 +224,25 @@ class FreshSteps(StepSource):
 
 
 def own_share(sample_ids: Sequence[str], ranks: Ranks) -> list[str]:
-    """Return this rank's part of what all ranks have to learn after a resume."""
+    """Return this rank's part of `sample_ids`, which all ranks together have to learn after a resume."""
     return list(sample_ids[ranks.rank :: ranks.world_size])
 
 
 def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
-    """Yield this rank's rows, then zero-weight ones: as many as it is short of the rank that has most (D5).
+    """Yield this rank's rows, then zero-weight rows, until it has as many as the rank with the most rows (D5).
     Collective."""
     num_rows = 0
     for row in rows:
         yield row
         num_rows += 1
-    with clock.phase("learn"):  # the wait is for the learning of other ranks
+    with clock.phase("learn"):  # other ranks are learning while this rank waits
         wanted = int(ranks.all_reduce_max(num_rows))
     yield from [PackedRow(segments=(), capacity=capacity)] * (wanted - num_rows)
 
 
 def in_lockstep(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
-    """Yield this rank's rows, and zero-weight ones for as long as another rank has some (D5). Collective: ranks
-    wait for each other before every row, so all make the same number of passes."""
+    """Yield this rank's rows, then zero-weight rows while another rank still has rows (D5). Collective: ranks wait for
+    each other before every row, so all make the same number of passes."""
     remaining = iter(rows)
     while True:
         row = next(remaining, None)

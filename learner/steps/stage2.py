@@ -1,11 +1,11 @@
-"""A step of `stage2_ab_training` (R26, R31, R35): the part that both ways of rolling out have in common.
+"""A step of `stage2_ab_training` (R26, R31, R35): the common part of both ways to make rollouts.
 
-Channel-A is ground truth, packed to completion. Channel-B learns rollouts, made within the step (`in_step`) or ahead of
-the steps (`ahead`). A step is one micro-step either way: all of the rank's rows, learned before one update.
+Channel-A learns ground truth. Channel-B learns rollouts, made within the step (`in_step`) or ahead of the steps
+(`ahead`). Either way a step has one micro-step: all of the rank's rows, learned before one update.
 
-Invariants: the channel is decided on rank 0 and broadcast; it is fixed until the next `begin`. Every segment of a
-step is in exactly one of its rows; what a step took is learned in it. Where a producer failed on one rank, `begin`
-raises its error on all.
+Invariants: rank 0 decides the channel and broadcasts it; the channel is fixed until the next `begin`. Every segment
+that a step took is in exactly one of its rows, and is learned in this step. If a producer failed on one rank, `begin`
+raises its error on all ranks.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
 from learner.steps.source import StepSource, own_share
 
-# A producer's thread is given this long to end. Deadlines of waits for it come from the key.
+# Seconds that `close` waits for a producer's thread; the configuration key of the deadlines of all other waits for it.
 CLOSE_S = 10.0
 DEADLINE_KEY = "training.collective_timeout_s"
-# A step takes max(rollout, learning) plus what one call brings, so four calls leave at most a quarter of it bare.
+# Learning starts after a step's first call, so with four calls about a quarter of the rollouts is not overlapped.
 CALLS_PER_STEP = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallTotals:
-    """The generation calls that have ended since the start, failed ones too: from permission to rows."""
+    """The number and the summed seconds of the generation calls that have ended since the start, with failed calls."""
 
     number: int = 0
     seconds: float = 0.0
@@ -42,7 +42,7 @@ class CallTotals:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankMetrics:
-    """One rank's numbers of a step, by metric name: those that are averaged over ranks, and those that add up."""
+    """One rank's metrics of a step, by name. `means` are averaged over ranks, `sums` are added up."""
 
     means: Mapping[str, float] = field(default_factory=dict)
     sums: Mapping[str, float] = field(default_factory=dict)
@@ -50,12 +50,12 @@ class RankMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2Parts:
-    """The parts of both ways. `batches` gives the rank's share of a whole step at a time, in which a sample has
-    `places_per_sample` places in a row, one for each of its rollouts (`grpo`)."""
+    """The parts that both ways need. Each batch of `batches` is the rank's share of a whole step. In it, a sample comes
+    `places_per_sample` times in a row, once for each of its rollouts (`grpo`)."""
 
     b_ratio: float
     places_per_sample: int = 1
-    packs_per_step: int  # gradient_accumulation_steps: what a Channel-B step takes of a queue that was filled ahead
+    packs_per_step: int  # packs that a Channel-B step takes of the queue: gradient_accumulation_steps
     ranks: Ranks
     batches: Batches
     ground_truth: SegmentSource
@@ -72,7 +72,7 @@ class Stage2Steps(StepSource):
         self._decision: ChannelDecision | None = None
         self._global_step = 0  # the step that began last
         self._executed_b = 0  # Channel-B steps since the run began, also across resumes
-        self._carried: list[str] = []  # samples of a checkpoint of another trainer variant: nothing is carried here
+        self._carried: list[str] = []  # samples that a checkpoint of another trainer variant carried; never learned
 
     # ---- what a subclass says of Channel-B -------------------------------------------------------------------------
 
@@ -81,7 +81,8 @@ class Stage2Steps(StepSource):
         raise NotImplementedError
 
     def _decide(self, global_step: int) -> ChannelDecision:
-        """Choose the channel: equal on all ranks, so collective. Raises what ended the producer, on every rank."""
+        """Choose the channel, the same on all ranks. Collective. Raises, on every rank, the error that ended the
+        producer."""
         return self._ranks.broadcast_object(decide_channel(global_step, self._parts.b_ratio))
 
     def _next_batch(self) -> MicroBatch:
@@ -89,7 +90,7 @@ class Stage2Steps(StepSource):
         return next(self._parts.batches)
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return what the last step's rollouts took on this rank."""
+        """Return this rank's metrics of the last step's rollouts."""
         return RankMetrics()
 
     # ---- as the trainer asks ---------------------------------------------------------------------------------------
@@ -133,7 +134,7 @@ class Stage2Steps(StepSource):
         return scheduled_channel(global_step, self._parts.b_ratio)
 
     def _in_segments(self, shortfall: Shortfall | None) -> Shortfall | None:
-        """Return a step's shortfall, counted in places, in segments of its channel."""
+        """Return `shortfall`, which counts places, as a number of segments of the step's channel."""
         assert self._decision is not None, "shortfall() before begin()"
         if shortfall is None or self._decision.channel == "B":
             return shortfall
@@ -141,8 +142,8 @@ class Stage2Steps(StepSource):
         return Shortfall(size=shortfall.size // each, whole=shortfall.whole // each)
 
     def _share(self, source: SegmentSource, *, every: int = 1) -> Generator[PackedRow]:
-        """Yield the rank's whole share: read at once, made into segments of `every` n-th place, packed to completion,
-        then learned row by row."""
+        """Yield the rows of the rank's whole share. All of it is read, made into segments (one for every `every`-th
+        place), and packed before the first row."""
         with self._clock.phase("data"):
             batch = self._next_batch()
         step = MicroStep(

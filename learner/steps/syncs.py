@@ -1,7 +1,7 @@
 """The syncs of a run: before a step that needs them, between two of its rows, or for an evaluation (R10).
 
 In: a `Sync`, and the step source whose rollouts must not be in flight meanwhile. Out: the generators have the weights
-of a step, and the journal says so. Invariants: a step's weights are synced once; every rank enters a sync or none does.
+of a step, and the journal has an entry. Invariants: a step's weights are synced once; all ranks enter a sync together.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from learner.sync.sync import Sync
 
 
 class StepSyncs:
-    """`sync` None: nothing has to be synced. `rolls_out` False: nothing generates either. `is_sharded`: the weights of
-    the policy are parts, which are not gathered between two of its passes. A `step` is the number of updates so far."""
+    """`sync` None: the backend needs no sync. `rolls_out` False: the run has no rollouts. `is_sharded`: each rank has a
+    part of the weights, so no sync runs between two rows of a step. A `step` is the number of updates so far."""
 
     def __init__(
         self, sync: Sync | None, source: StepSource, journal: Journal, *, rolls_out: bool, is_sharded: bool
@@ -33,8 +33,8 @@ class StepSyncs:
         return step if self._rolls_out else 0
 
     def before(self, step: int) -> None:
-        """Sync if the step wants that and the generators do not have its weights. Where rollouts in flight would have
-        to be waited for, the step may begin first. Collective."""
+        """Sync if the step wants a sync and the generators do not have its weights. If the sync must wait for rollouts
+        in flight, it may be left to `within`. Collective."""
         self.receipt = None
         if self.sync is None or self._synced_at == step or not self._source.wants_sync(step):
             return
@@ -43,7 +43,7 @@ class StepSyncs:
             self._now(step)
 
     def within(self, step: int, *, at_once: bool = False) -> None:
-        """Run the sync that waits for rollouts in flight, if none is left or `at_once`. Collective."""
+        """Run the sync that `before` left, if no rollout is in flight any more, or `at_once`. Collective."""
         if self.waits and (at_once or self._source.is_quiet()):
             self.waits = False
             self._now(step)

@@ -12,15 +12,14 @@ from learner.policy.policy_gradient import policy_metrics
 from learner.records import Channel, LearnedRow, PackedRow, StepResult
 from learner.tasks.rewards import TOTAL, mean_rewards
 
-# Counts that are fields of `StepResult`, or part of its figures; all others are metrics under their own names.
+# Counts that are fields of `StepResult`, or used to compute them. All other counts are metrics under their names.
 _COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
 
 
 @dataclass
 class StepTotals:
-    """`counts` are by name; the segments' own statistics (matched, missed, `drop/...`) are added up beside them. Rows
-    that are filled less than `min_fill` are counted as `underfilled`; None: rows hold one segment each, and nothing is.
-    """
+    """`counts` are by name, and include the sums of the segments' statistics (matched, missed, `drop/...`). Rows that
+    are filled less than `min_fill` are counted as `underfilled`. None: no rows are, because each holds one segment."""
 
     min_fill: float | None = None
     counts: dict[str, float] = field(default_factory=dict)
@@ -50,14 +49,14 @@ class StepTotals:
         return self.counts.get("weight", 0.0)
 
     def share_of(self, shortfall: Shortfall | None) -> float:
-        """Return the part of an update that the step makes: an epoch's short last step makes as much of one as it has
-        samples, so that one sample does not count as much as a batch elsewhere. 1 for every other step."""
+        """Return the factor of the step's update. An epoch's short last step has fewer samples, and its factor is
+        smaller in proportion, so that each sample counts as much as in other steps. 1 for every other step."""
         if shortfall is None:
             return 1.0
         return min(1.0, self.counts.get("segments", 0.0) / shortfall.whole)
 
     def reduced(self, ranks: Ranks) -> StepTotals:
-        """The sums over all ranks. Ranks may have met different statistics, so they travel by name."""
+        """Return the sums over all ranks. Ranks may have different statistics, so they are exchanged by name."""
         if ranks.world_size == 1:
             return self
         total = StepTotals()
