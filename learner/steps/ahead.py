@@ -267,7 +267,7 @@ class Stage2Ahead(Stage2Steps):
         1, if the producers have had nothing to do or soon would, or if Channel-A would make rollouts useless."""
         if not any(one.is_making for one in ready):
             return False
-        # If the producers stood still, learning is slower than they: without a wait every share would come too late.
+        # Producers that stood still started this share late, and without a wait would start every later one as late.
         if all(one.stood_still for one in ready):
             return True
         bounds = self._bounds

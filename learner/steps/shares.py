@@ -6,8 +6,8 @@ ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once
 the run is interrupted. `Shares` says which share a step learns. This depends only on the schedule and on the shares
 learned before, so all ranks agree without communication. Of the shares that an epoch has left, the first are for its
 scheduled Channel-B steps, and the others for Channel-A. A Channel-B step without packs learns one of the shares for
-Channel-A, so that packs that are being made can still be learned. If no share for Channel-A is left, the last share for
-Channel-B is `given_up`.
+Channel-A, so that packs that are being made can still be learned. Then the last share for Channel-B (`given_up`) is
+learned as ground truth, by this step or a later one.
 
 `ShareQueue` is one rank's producer, queue and fence. A call rolls out neighbouring places of one share. Its segments
 wait in packs until a step takes the whole share.
@@ -74,8 +74,8 @@ class Shares:
         return left[min(num_b, len(left) - 1)]
 
     def given_up(self, step: int, epoch: int) -> int:
-        """Return the last share that the epoch has for Channel-B. It is not learned as rollouts if `step`, a scheduled
-        Channel-B step, learns ground truth and no share for Channel-A is left."""
+        """Return the last share that the epoch has for Channel-B. If `step`, a scheduled Channel-B step, learns ground
+        truth, this share is not learned as rollouts."""
         left = self._left(epoch)
         return left[self._num_b(step, min(step + len(left), self._total_steps)) - 1]
 

@@ -28,7 +28,7 @@ from learner.steps.source import StepSource, own_share
 # Seconds that `close` waits for a producer's thread; the configuration key of the deadlines of all other waits for it.
 CLOSE_S = 10.0
 DEADLINE_KEY = "training.collective_timeout_s"
-# Learning starts after a step's first call, so with four calls about a quarter of the rollouts is not overlapped.
+# A step takes the longer of rollout and learning, and one call more: with four calls, at most a quarter more.
 CALLS_PER_STEP = 4
 
 
