@@ -1,13 +1,12 @@
-"""The learner's side of the groups through which weights travel: who meets whom, joining, sending, leaving.
+"""The learner's side of the groups that broadcast weights: which servers share a group, joining, sending, leaving.
 
-In: servers, and what their status says. Out: groups that are joined, and futures of what is sent through them. Servers
-of one machine share a group, so a bucket leaves the learner's GPU once, however many servers take it: three copies of
-8 GB need 54 ms of its NVLink. Each server joins at its own configured address, so only servers with the same address
-can meet.
+In: servers and their statuses. Out: joined groups, and futures of the broadcasts. Servers of one machine share a group,
+so a bucket leaves the learner's GPU once for all of them: three copies of 8 GB would need 54 ms of its NVLink. Each
+server joins at its configured address, so only servers with the same address can share a group.
 
-Invariants: a group's ranks are its servers' workers, server by server, and the learner last, which is the source of
-every broadcast; no group has a GPU twice; every future ends by its own deadline, and nothing here adds a wait of its
-own beyond CAUSE_GRACE_S; every error that leaves this module names the servers. For one thread.
+Invariants: a group's ranks are its servers' workers, server by server, and last the learner, which is the source of
+every broadcast; no group has a GPU twice; every future ends by its own deadline, and this module waits at most
+CAUSE_GRACE_S longer; every error that leaves this module names the servers. For one thread.
 """
 
 from __future__ import annotations
@@ -31,14 +30,14 @@ from shared.waits import Deadline
 from shared.wire import CloseCommunicatorCall, InitCommunicatorCall, ServerStatus
 
 T = TypeVar("T")
-StartJoin = Callable[..., Operation[Communicator]]  # `shared.sync.group.start_join`; tests bring their own
-CAUSE_GRACE_S = 2.0  # wait after a failure on the wire, for the account of whoever broke it
+StartJoin = Callable[..., Operation[Communicator]]  # `shared.sync.group.start_join`, or a test's replacement
+CAUSE_GRACE_S = 2.0  # max wait after a broken connection for the error of the server that broke it
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ServerLink:
-    """One server's client, the loop that it lives on, its own group port, the number of its workers, and how long its
-    `/health/` may be silent (None: as long as a call may take)."""
+    """One server's client, the client's event loop, the server's group port, the number of its workers, and how long
+    its `/health/` may be silent (None: as long as a call may take)."""
 
     client: ServerClient
     loop: LoopThread
@@ -56,9 +55,9 @@ class ServerLink:
 
 
 class ServerGroup:
-    """Servers that share a group. It meets at the host and the group port of its first server."""
+    """Servers that share a group. Its ranks connect at the host and the group port of its first server."""
 
-    communicator: Communicator  # set once it is joined
+    communicator: Communicator  # set once the group is joined
 
     def __init__(self, links: Sequence[ServerLink], *, allow_shared_gpu: bool = False) -> None:
         self.links, self.allow_shared_gpu = tuple(links), allow_shared_gpu
@@ -74,7 +73,7 @@ class ServerGroup:
         return start_join(*place, secret=bytes.fromhex(secret), allow_shared_gpu=self.allow_shared_gpu)
 
     def post_inits(self, incarnation: str, secret: str, device: torch.device, timeout_s: float) -> Posts:
-        """Ask every server to join. The calls end when all ranks have joined, the learner too."""
+        """Ask every server to join. The calls end when all ranks, with the learner's, have joined."""
         posts: list[tuple[ServerLink, Future[None]]] = []
         first_rank = 0
         for link in self.links:
@@ -95,11 +94,11 @@ class ServerGroup:
 
 Post = tuple[ServerLink, Future[Any]]
 Posts = Sequence[Post]  # HTTP calls that are open
-Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts under way
+Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts that may be unfinished
 
 
 class ServerGroups:
-    """The groups of one incarnation of the learner, all joined; `open_groups` makes them."""
+    """The joined groups of one incarnation of the learner. `open_groups` makes them."""
 
     def __init__(self, groups: Sequence[ServerGroup], incarnation: str, key: bytes) -> None:
         self.groups, self.incarnation, self.seal_key = tuple(groups), incarnation, key
@@ -109,11 +108,11 @@ class ServerGroups:
         return [link for group in self.groups for link in group.links]
 
     def broadcast(self, bucket: torch.Tensor) -> Sent:
-        """Send a packed bucket to all workers of all servers, after the buckets that were given before."""
+        """Start to send a packed bucket to all workers of all servers, after the buckets of earlier calls."""
         return [(group, group.communicator.start_broadcast(bucket, group.rank).future) for group in self.groups]
 
     def leave(self, *, abort: bool, gone: Collection[str] = ()) -> Posts:
-        """Leave every group, and tell the servers but those that are `gone`; `abort` ends what is pending."""
+        """Leave every group, and tell all servers that are not in `gone`. `abort` ends pending broadcasts."""
         for group in self.groups:
             if abort:
                 group.communicator.abort()
@@ -134,12 +133,12 @@ def open_groups(
     start_join: StartJoin = start_join,
     asked: list[Post] | None = None,
 ) -> ServerGroups:
-    """Returns when all groups are joined by all. `device` is where the weights are. `asked` gets every call to a
-    server, so that the caller can see who failed.
+    """Return the groups when all servers and the learner have joined them. `device` is where the weights are. Every
+    call to a server is appended to `asked`, so that the caller can see which servers failed.
 
     Raises CommunicatorError, DeadlineError or a server's own error; no group is joined then.
     """
-    # All groups share one secret: a bucket is sealed once, whichever groups it goes to.
+    # All groups share one secret, so that a bucket is sealed once for all groups.
     incarnation, secret = uuid.uuid4().hex, secrets.token_hex(32)
     groups = [ServerGroup(members, allow_shared_gpu=allow_shared_gpu) for members in of_one_machine(links, statuses)]
     posts = [post for group in groups for post in group.post_inits(incarnation, secret, device, timeout_s)]
@@ -154,7 +153,7 @@ def open_groups(
         cancel(posts)
         for group, join in joins:
             join.cancel(CommunicatorError(f"joining {group.name} was given up"))  # frees the port for the next group
-            # A group that had joined before it could be given up.
+            # The group had joined before the join could be cancelled.
             if join.future.exception() is None:
                 join.result().abort()
         raise
@@ -164,8 +163,8 @@ def open_groups(
 
 
 def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> list[list[ServerLink]]:
-    """Groups the servers that can meet: those that the learner finds at one host, that join at one address of their
-    own, and that have no GPU in common. In configured order."""
+    """Return the servers, in configured order, as lists that can each share a group: servers whose URLs have the same
+    host, that join at the same address, and that have no GPU in common."""
     groups: list[tuple[tuple[str, str], list[ServerLink], set[str]]] = []
     for link, status in zip(links, statuses, strict=True):
         address = (link.client.host, status.group_host)
@@ -180,9 +179,9 @@ def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]
 
 
 def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
-    """Return when all that was sent has arrived, and, with `replies`, every post is answered.
+    """Return when all operations of `sent` have ended, and, with `replies`, every post is answered.
 
-    Raises the first cause of a failure. Without `replies`, an early answer is a failure.
+    Raises the first cause of a failure. Without `replies`, an answer to a post is a failure.
     """
     while True:
         _raise_cause(sent, posts)
@@ -196,21 +195,21 @@ def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
 
 
 def cancel(posts: Posts) -> None:
-    """Stop waiting for these posts. The servers may still do what the posts ask."""
+    """Stop waiting for these posts. The servers may still carry them out."""
     for _, post in posts:
         post.cancel()
 
 
 def named(error: ProjectError, who: str) -> ProjectError:
-    """Return the error with the server's name."""
+    """Return a copy of the error whose text begins with `who`."""
     again = type(error)(f"{who}: {error.what}", found=error.found, wanted=error.wanted, remedy=error.remedy)
     again.__cause__ = error
     return again
 
 
 def _raise_cause(sent: Sent, posts: Posts) -> None:
-    """Raise the error that made these fail. If a connection broke, all its ranks report only that. So wait a moment for
-    the error of the server that broke it."""
+    """Raise the error that made `sent` or `posts` fail, if any failed. If a connection broke, all its ranks report only
+    the break. So wait up to CAUSE_GRACE_S for the error of the server that broke it."""
     deadline = Deadline(CAUSE_GRACE_S)
     while errors := [*_errors(post for _, post in posts), *_errors_on_the_wire(sent)]:
         causes = [error for error in errors if not isinstance(error, CommunicatorError | DeadlineError)]
@@ -220,7 +219,7 @@ def _raise_cause(sent: Sent, posts: Posts) -> None:
 
 
 def accused(posts: Posts) -> dict[str, ProjectError]:
-    """Return the servers whose answer names a cause, and not only that they lost the other ranks."""
+    """Return the error of each server whose answer is more than a lost connection to the other ranks."""
     found = {}
     for link, post in posts:
         error = post.exception() if post.done() and not post.cancelled() else None

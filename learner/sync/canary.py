@@ -1,8 +1,8 @@
 """The check after a sync: the served model must give fixed answers the probabilities that the learner gives them.
 
 In: samples with an answer each, the learner's log-probabilities of these answers, and a generator's scores. Out: the
-gap, or a CanaryError. A sync that returned 200 with wrong tokens behind it is the worst failure this system can have.
-Whoever loads the weights checks bytes and coverage; this is the check of the whole. Pure.
+gap, or a CanaryError. The worst failure of this system is a sync that reports success while the served model is wrong.
+The loaders of the weights check bytes and coverage; this check covers the whole served model. Pure.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from shared.errors import NotFiniteError, RolloutError
 from shared.wire import ExpectScoresCall, ScoreItem, ScoreReply
 
 # A model of 5M without an adapter had mean gaps of 0.0000 in float32 and at most 0.061 in bfloat16.
-EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1  # nats per token: both sides compute in float32; any other
-# Returns the answers' scores under the weights as they are sent: (dtype or None: as trained, merged or not).
+EXACT_TOLERANCE, TOLERANCE = 0.01, 0.1  # nats per token: if both sides compute in float32; otherwise
+# Called with (dtype of the sent weights, None: as trained; are they merged). Returns the answers' scores under them.
 Scorer = Callable[[torch.dtype | None, bool], CanaryScores]
 
 CANARY_SAMPLES = 2  # prompts that learner and server both score after a sync
-CANARY_SIDE, CANARY_TOKENS = 256, 128  # pixels; tokens of an answer: the prompts fit into one CUDA graph of an engine
+CANARY_SIDE, CANARY_TOKENS = 256, 128  # max pixels; max answer tokens: the prompts fit into one CUDA graph of an engine
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class CanaryItem:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Canary:
     """`scorer` scores the answers under the learner's weights as they are sent now (D14). `tolerance`: the largest mean
-    gap, nats per token; None: by the types in which both sides compute, and `dtype` is the learner's."""
+    gap, in nats per token; None: it depends on the types in which both sides compute. `dtype`: the learner's type."""
 
     items: Sequence[CanaryItem]
     scorer: Scorer
@@ -53,7 +53,7 @@ class Canary:
         assert self.items, "a sync without a canary is not checked"
 
     def tolerance_with(self, served: torch.dtype | None) -> float:
-        """Return the tolerance with generators that compute in `served` (None: not known)."""
+        """Return the tolerance for generators that compute in type `served` (None: not known)."""
         if self.tolerance is not None:
             return self.tolerance
         return EXACT_TOLERANCE if self.dtype == served == torch.float32 else TOLERANCE
@@ -73,7 +73,7 @@ class Canary:
         return ExpectScoresCall(incarnation=incarnation, ver=ver, logprobs=logprobs, tolerance=tolerance)
 
     def compare(self, learner: Logprobs, reply: ScoreReply, who: str, served: torch.dtype | None = None) -> CanaryGap:
-        """Return the gap between both sides; `who` is the generator that gave `reply`, and computes in `served`.
+        """Return the gap between both sides. `who` names the generator that gave `reply` and computes in `served`.
 
         Raises CanaryError if the gap is above the tolerance or not a number, PromptMismatchError if the prompts differ,
         RolloutError if the reply has another shape.
@@ -103,7 +103,7 @@ def worst_gap(gaps: Sequence[CanaryGap]) -> CanaryGap:
 
 
 def score_items(items: Sequence[CanaryItem], *, pixels: bool = False) -> list[ScoreItem]:
-    """Return the items for the wire. `pixels`: asks what the vision tower is fed of their images."""
+    """Return the items for the wire. `pixels`: also ask for the vision tower's input of their images."""
     return [
         ScoreItem(request=infer_request(item.sample, pixels=pixels), response_token_ids=list(item.response_token_ids))
         for item in items

@@ -1,15 +1,15 @@
 """Delivery into colocated engines, on the device where the weights are (R08, R09, R20, R24).
 
-In: weights, by a `WeightSource`. Out: every rank's engine has them and has checked them, or the first failure, on every
-rank. Tensors go from the policy to vLLM's loader one by one; there is no wire between. Three checks, as for a server:
-(1) bytes: what each rank's loader was given has the same digest on all ranks, otherwise they would roll out with
-different weights (with one rank there is no second side to compare); (2) coverage: every served parameter was written,
-or each of the adapter's tensors has found its layer; (3) canary: each engine gives the fixed answers the learner's
-log-probabilities. No engine generates after a failure. The weights below an adapter are part of the adapter's version.
+In: weights, by a `WeightSource`. Out: every rank's engine has the weights and has checked them, or the first failure is
+raised on every rank. Tensors go from the policy to vLLM's loader one by one, in one process. There are three checks, as
+for a server: (1) bytes: the tensors that each rank's loader was given have the same digest on all ranks (with one rank
+there is nothing to compare); (2) coverage: every served parameter was written, or each of the adapter's tensors has
+found its layer; (3) canary: each engine gives the fixed answers the learner's log-probabilities. No engine generates
+after a failure. The weights below an adapter are part of the adapter's version.
 
-The learner's pass for the canary reads only the policy, which does not change during a sync. So where the engine is
-awake and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the
-learner scores first: the policy is away, or memory is short, while the engine is awake.
+The learner's pass for the canary reads only the policy, which does not change during a sync. So if the engine is awake
+and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the learner
+scores before the engine wakes, because the policy is offloaded, or memory is short, while the engine is awake.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ NAME = "the colocated engine"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Given:
-    """The weights that one rank's loader was given. `digest` is empty if there is no other rank."""
+    """Sizes and digest of the weights that one rank's loader was given. `digest` is empty if there is no other rank."""
 
     num_tensors: int
     num_bytes: int
@@ -63,7 +63,7 @@ class EngineDelivery:
         self._engine, self._canary, self._ranks = engine, canary, ranks
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
         self._same = PromptCheck(image_processing=encoder.image_processing)
-        self._learner: dict[Mode, CanaryScores] = {}  # the running sync's scores that were begun
+        self._learner: dict[Mode, CanaryScores] = {}  # the learner's scores that the running sync has begun
         self._parts: dict[str, float] = {}  # seconds of each part of the running sync
 
     def together(self, work: Callable[[], T]) -> T:
@@ -96,7 +96,7 @@ class EngineDelivery:
         with ExitStack() as stack:
             stack.callback(self._end_scores)
             if not self._scores_beside():
-                # The scores come before the engine wakes: scoring needs the policy on its device.
+                # The learner scores before the engine wakes, while the policy is on its device.
                 for mode in modes:
                     self._begin_scores(mode)
             with self._part("wake"):
@@ -107,7 +107,7 @@ class EngineDelivery:
 
     def _scores_beside(self) -> bool:
         """Return True if the learner scores at the same time as the engine."""
-        # With more ranks, the collectives of both would run at the same time, in any order.
+        # With more ranks, the collectives of learner and engine would run at the same time, in any order.
         return self._ranks.world_size == 1 and self._engine.leaves_training
 
     def _begin_scores(self, mode: Mode) -> CanaryScores:
@@ -118,7 +118,7 @@ class EngineDelivery:
         return self._learner[mode]
 
     def _end_scores(self) -> None:
-        # After a failure nobody has read them, and what changes the policy next must wait for them all the same.
+        # After a failure the scores are not read yet, but they must end before the policy changes.
         for scores in self._learner.values():
             scores.join()
 
@@ -146,7 +146,7 @@ class EngineDelivery:
         """Do nothing: a colocated engine joins no group."""
 
     def _load(self, source: WeightSource, load: Callable[[Iterable[tuple[str, torch.Tensor]]], None]) -> Given:
-        """Return the weights that every rank's engine was given."""
+        """Load the weights on every rank, and return what this rank's loader was given."""
 
         def load_counted() -> Given:
             weights = _Counted(lambda: source.named_weights(self._engine.dtype), with_digest=self._ranks.world_size > 1)
@@ -190,13 +190,13 @@ class EngineDelivery:
         expected = learner.logprobs
         waited = time.perf_counter() - began
         self._parts["scores"] += waited
-        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # is inside this part
+        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # the wait was timed inside this part
         return self._canary.compare(expected, reply, NAME, self._engine.dtype)
 
 
 class _Counted:
-    """Named tensors for a loader, which may iterate over them several times. `given`: the tensors of the last complete
-    iteration."""
+    """Named tensors for a loader, which may iterate over them several times. `given`: sizes and digest of the tensors
+    of the last complete iteration."""
 
     def __init__(self, named_weights: Callable[[], Iterator[tuple[str, torch.Tensor]]], *, with_digest: bool) -> None:
         self._named_weights, self._with_digest = named_weights, with_digest

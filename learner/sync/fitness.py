@@ -1,7 +1,7 @@
 """Checks that a rollout server fits a run: it answers, has the learner's model, and reads prompts like the learner.
 
 In: a server's status, and prompts as the learner encodes them. Out: nothing, or an error that names the server (R03,
-R08, R16). A first sync would find most of it too, but after it has overwritten the server's weights.
+R08, R16). The checks run before the first sync, which would overwrite the server's weights before it found a misfit.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ from shared.waits import time_limit
 from shared.wire import ScoreCall, ScoreReply, ServerStatus
 
 T = TypeVar("T")
-CheckServer = Callable[[ServerClient, ServerStatus], Coroutine[object, None, None]]  # raises what makes a server unfit
+CheckServer = Callable[[ServerClient, ServerStatus], Coroutine[object, None, None]]  # raises if the server does not fit
 
 
 def check_servers(backend: ServerBackend, check: CheckServer, *, ranks: SyncRanks) -> None:
-    """Check that all servers fit (R16). A first sync would find most misfits too, but only after it has overwritten the
-    servers' weights. Rank 0 asks every server; collective. Raises what `check` raises."""
+    """Check that all servers fit (R16), before a first sync overwrites their weights. Rank 0 asks every server;
+    collective. Raises the errors of `check`."""
 
     def ask_all() -> None:
         asked = zip(backend.clients, backend.statuses(), strict=True)
@@ -53,9 +53,10 @@ def server_check(
     prompts: Sequence[CanaryItem],
     image_processing: ImageProcessing | None = None,
 ) -> CheckServer:
-    """Checks that a server has the learner's model, and reads prompts and images like the learner (R03, R16, R45).
+    """Return a check that a server has the learner's model, and reads prompts and images like the learner (R03, R16,
+    R45).
 
-    What it gives raises ServerMismatchError, PromptMismatchError or MediaError, with the server named.
+    The check raises ServerMismatchError, PromptMismatchError or MediaError, with the server named.
     """
 
     same = PromptCheck(image_processing=image_processing)
@@ -64,7 +65,7 @@ def server_check(
         check_architecture(client.base_url, status, architecture)
         for item in prompts:
             if status.gate == "poisoned":
-                return  # it scores nothing before the first sync, whose own check then covers the prompt
+                return  # the server scores nothing before the first sync, whose canary then checks the prompt
             reply = await client.score(ScoreCall(items=score_items([item], pixels=True)))
             check_vision(client.base_url, item, reply, same)
             check_prompt(client.base_url, item, reply)
@@ -73,7 +74,7 @@ def server_check(
 
 
 def check_architecture(base_url: str, status: ServerStatus, architecture: Mapping[str, str]) -> None:
-    """Raises ServerMismatchError if a size of the model differs."""
+    """Raises ServerMismatchError if a size of the server's model differs from `architecture`."""
     found = differences(architecture, status.architecture)
     if found:
         raise ServerMismatchError(
@@ -97,7 +98,7 @@ def check_adapter(base_url: str, status: ServerStatus, *, rank: int) -> None:
 
 
 def check_vision(base_url: str, item: CanaryItem, reply: ScoreReply, check: PromptCheck) -> None:
-    """Raises ServerMismatchError if the server's vision tower is fed other pixels than the learner's."""
+    """Raises ServerMismatchError if the server's vision tower gets other pixels than the learner's."""
     vision, theirs = item.prompt.vision, reply.pixels[0] if reply.pixels else None
     if vision is not None and theirs is not None:
         check.pixels(vision, theirs, sample_id=item.sample.sample_id, name=base_url)
@@ -112,7 +113,7 @@ def check_prompt(base_url: str, item: CanaryItem, reply: ScoreReply) -> None:
 
 
 def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Member, ServerStatus]]) -> None:
-    """Raises ServerMismatchError if an added server is one of the others, under another URL."""
+    """Raises ServerMismatchError if an added server is the same process as one of `others`, under another URL."""
     for other, known in others:
         if member.is_new and known.server_id == status.server_id:
             raise ServerMismatchError(
@@ -124,12 +125,12 @@ def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Membe
 
 
 def is_silent(error: ProjectError) -> bool:
-    """Return True if the server may answer otherwise by itself: it does not answer, or is busy, starting or healing."""
+    """Return True if the error may pass without action: the server does not answer, or is busy, starting or healing."""
     return isinstance(error, ServerUnreachableError | DeadlineError | ServerBusyError | ServerPoisonedError)
 
 
 async def look(backend: ServerBackend, base_url: str) -> ServerStatus | ProjectError:
-    """Return a server's status now, or why it has none that fits: it does not answer soon, or is another model's."""
+    """Return a server's status now; or, if it does not answer soon or has another model, the error that says so."""
     try:
         async with time_limit(LAST_LOOK_S):
             return await backend.look(backend.client(base_url), 0.0)
@@ -146,7 +147,7 @@ async def look(backend: ServerBackend, base_url: str) -> ServerStatus | ProjectE
 
 def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
     """Run `work()` on rank 0 alone; its result, or its ProjectError, reaches every rank."""
-    # No rank may still ask for rollouts when rank 0 changes the servers' weights.
+    # The barrier ensures that no rank asks for rollouts while rank 0 changes the servers' weights.
     ranks.barrier()
     outcome: tuple[T | None, ProjectError | None] = (None, None)
     if ranks.is_main:
@@ -157,5 +158,5 @@ def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
     result, failure = ranks.broadcast_object(outcome)
     ranks.barrier()
     if failure is not None:
-        raise outcome[1] or failure  # rank 0's own has its traceback
+        raise outcome[1] or failure  # on rank 0 the error itself, which has its traceback
     return result

@@ -1,10 +1,10 @@
 """The servers that take part in syncs: the membership of a run's rollout servers, decided by rank 0 and the same on
 every rank.
 
-In: servers that a rank has lost, what the user and the cluster ask for, and servers that failed a sync. Out: the next
-`Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve and to those
-that are ready to; only who has completed it serves (D15, R40). `ReturnWatch` looks at those that are left out from
-time to time and checks new processes, so that no step waits to learn which are back, and fit.
+In: servers that a rank has lost, requests of the user and the cluster, and servers that failed a sync. Out: the next
+`Membership` on all ranks, and the changes since the last `agree`. A sync goes to the servers that serve and to the
+servers that are ready to serve; after it, only the servers that completed it serve (D15, R40). `ReturnWatch` polls the
+servers that are left out, and checks their new processes, in the background, so that no step waits for these checks.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MAX_BACK_OFF_S = 600.0
 
 
 class Members:
-    """`control` brings what the user and the cluster ask for. Methods are for rank 0, unless they are collective."""
+    """`control` brings the requests of the user and the cluster. Methods are for rank 0, unless they are collective."""
 
     def __init__(
         self,
@@ -50,16 +50,16 @@ class Members:
         self._changes: list[ServerChange] = []  # changes that `changes` has not returned yet
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work()` on rank 0, after all ranks have agreed; its result and the membership it left reach every rank.
-        Collective. Raises ServerError if too few servers are left."""
+        """Agree on the membership, then run `work()` on rank 0. Return its result, and set the membership that it left,
+        on every rank. Collective. Raises ServerError if too few servers are left."""
         self.agree()
         result, membership = on_rank_0(self._ranks, lambda: (work(), self._backend.membership))
         self._backend.adopt(membership)
         return result
 
     def changes(self) -> Sequence[ServerChange]:
-        """Changes since the last call, after all ranks have agreed. Collective. Raises ServerError if too few servers
-        are left."""
+        """Agree on the membership, and return its changes since the last call. Collective. Raises ServerError if too
+        few servers are left."""
         self.agree()
         changes, self._changes = self._changes, []
         return changes
@@ -75,7 +75,7 @@ class Members:
             raise agreed.too_few()
 
     def change_to(self, membership: Membership) -> None:
-        """Adopt the next membership, log what changed, and watch who may return."""
+        """Adopt the next membership, log its changes, and watch the servers that may return."""
         changes = membership.changes_since(self._backend.membership)
         for change in changes:
             log.warning("server %s %s, %d serve %s", change.base_url, change.what, change.serving, change.because)
@@ -100,20 +100,20 @@ class Members:
             raise membership.too_few() from error
 
     def to_reach(self) -> list[Member]:
-        """Return the servers that a sync goes to: those that serve, and those that are ready to."""
+        """Return the servers that a sync goes to: the servers that serve, and those that are ready to serve."""
         membership = self._backend.membership
         ready = self.returning.ready()
         return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]
 
     def check(self, member: Member, status: ServerStatus) -> None:
-        """Raises what makes this process of the server unfit. One that nobody has checked yet is waited for only if the
-        run cannot go on without it."""
+        """Check this process of the server, if it has not passed yet. Waits long for the check only if the run cannot
+        go on without the server. Raises the check's error, or DeadlineError."""
         is_needed = member.state == "serving" and not self._backend.membership.is_elastic
         limit_s = self._backend.timeouts.gone_s if is_needed else LAST_LOOK_S
         self._backend.loop.run(self.returning.check(self._backend.client(member.base_url), status, limit_s))
 
     def _decided(self, reports: Sequence[Mapping[str, str]]) -> Membership:
-        """Return the membership that follows from what the ranks found and from what is asked for."""
+        """Adopt and return the membership that follows from the ranks' `reports` and from the requests."""
         membership, now_s = self._backend.membership, time.time()
         for report in reports:
             for base_url, because in report.items():
@@ -134,20 +134,20 @@ class Members:
 
 
 class ReturnWatch:
-    """A server is ready when it has just answered `/status/` with a model that fits, and its process has passed
-    `check`. One that was refused is tried again later and later."""
+    """Polls servers that are left out. A server is ready if its last `/status/` answer has a model that fits, and its
+    process has passed `check`. After each refusal a server is tried again after a longer wait."""
 
     def __init__(self, backend: ServerBackend, check: CheckServer | None = None) -> None:
         self._backend, self._check = backend, check
-        self.fit: set[str] = set()  # server processes that have passed, by their ids
-        self._unfit: dict[str, str] = {}  # base_url -> why asking again would not help; empty if it may
-        self._followed: dict[str, float] = {}  # base_url -> `awake_s` before which it is not tried
+        self.fit: set[str] = set()  # ids of the server processes that have passed `check`
+        self._unfit: dict[str, str] = {}  # base_url -> reason why the server cannot join; empty if it may become ready
+        self._followed: dict[str, float] = {}  # base_url -> time (`awake_s`) before which it is not tried
         self._ready: frozenset[str] = frozenset()
-        self._watching: Future[None] | None = None  # None: no watch runs, or it has decided to end
-        self._lock = threading.Lock()  # guards the three above: the watch runs on the loop's thread
+        self._watching: Future[None] | None = None  # None: no watch runs, or the watch is about to end
+        self._lock = threading.Lock()  # guards the fields that the watch changes: it runs on the loop's thread
 
     def follow(self, members: Collection[Member]) -> None:
-        """Look at these from now on, and at no others."""
+        """From now on poll these servers, and no others."""
         with self._lock:
             kept = {member.base_url: self._followed.get(member.base_url, 0.0) for member in members}
             self._followed, self._ready = kept, self._ready & kept.keys()
@@ -155,7 +155,8 @@ class ReturnWatch:
                 self._watching = self._backend.loop.submit(self._watch())
 
     def refused(self, member: Member) -> None:
-        """Note that a server failed a sync. After a first failure it may return at once, later after a growing wait."""
+        """Note that a server failed a sync. After its first failure it may return at once, after later failures only
+        after a growing wait."""
         wait_s = back_off_s(member.failures - 1, BACK_OFF_S, MAX_BACK_OFF_S) if member.failures > 1 else 0.0
         with self._lock:
             self._followed[member.base_url] = awake_s() + wait_s
@@ -167,12 +168,13 @@ class ReturnWatch:
             return [url for url, not_before in self._followed.items() if url in self._ready and now >= not_before]
 
     def unfit(self) -> dict[str, str]:
-        """Return why servers that answer cannot join: a wrong token, another model."""
+        """Return, by URL, the reason why a server that answers cannot join: a wrong token, another model."""
         with self._lock:
             return {url: because for url, because in self._unfit.items() if because and url in self._followed}
 
     async def check(self, client: ServerClient, status: ServerStatus, limit_s: float) -> None:
-        """Raises what makes a process unfit that has not passed yet, and DeadlineError after `limit_s`."""
+        """Check a server's process, if it has not passed yet. Raises the check's error, or DeadlineError after
+        `limit_s` seconds."""
         if status.server_id in self.fit:
             return
         if self._check is not None:
@@ -196,10 +198,10 @@ class ReturnWatch:
             await asyncio.sleep(self._backend.timeouts.poll_s)
 
     def _to_look_at(self) -> tuple[str, ...]:
-        """Return the servers to look at now. If there are none, the watch ends."""
+        """Return the servers to poll now. If there are none, the watch ends."""
         with self._lock:
             if not self._followed:
-                # The future of the watch is done only a moment later. Until then `follow` would take it for running.
+                # The watch's future is done only a moment later, and until then `follow` would start no new watch.
                 self._watching = None
             return tuple(self._followed)
 

@@ -1,14 +1,15 @@
-"""Delivery to rollout servers: one update sent to all of them, by the groups that `broadcast_groups.py` opens.
+"""Delivery to rollout servers: one update sent to all servers, by the groups that `broadcast_groups.py` opens.
 
-In: weights, by a `WeightSource`. Out: all servers serve them and have checked them, or the first cause of a failure,
-with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier -> update ->
-barrier`; complete means that every server has checked bytes and coverage, and that its canary gap is within the
-tolerance. The server judges that too, by the learner's scores, and serves nothing before. A bucket is gathered, packed
-and sealed while the buckets before it travel, and the learner scores the canary while the last ones do. The weights
-below an adapter are an update of their own version, which also heals a poisoned server.
+In: weights, by a `WeightSource`. Out: all servers have checked and serve the weights, or the first cause of a failure
+is raised, with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier ->
+update -> barrier`; an update is complete when every server has checked bytes and coverage, and its canary gap is within
+the tolerance. The server also compares its scores with the learner's, and serves nothing before. A bucket is gathered,
+packed and sealed while earlier buckets are sent, and the learner scores the canary while the last buckets are sent. The
+weights below an adapter are an update with its own version, which also heals a poisoned server.
 
-`members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. A failure that
-is no single server's is repeated once. While too few servers answer, they are asked again until `timeout_s` is over.
+`members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. If no single
+server caused the failure, the sync is repeated once. While too few servers answer, they are asked again until
+`timeout_s` is over.
 """
 
 from __future__ import annotations
@@ -60,12 +61,12 @@ from shared.waits import Deadline, Retry
 from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
-GOODBYE_S = 3.0  # time for servers to hear that a failed sync is over
-# Join and update with a server that has not served yet take so long at most, or so many times the last update without
-# one; the update has a second at least. The server may try again at a later step.
+GOODBYE_S = 3.0  # max wait for the servers' answers to the call that a failed sync is over
+# If a server that has not served yet takes part, join and update share a deadline: NEWCOMER_S, or NEWCOMER_MARGIN
+# times the seconds of the last update without such a server if that is more. The update has at least LEAST_S.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
-SENT_AHEAD = 2  # buckets under way beside the one that is sent: fewer, and the wire waits; more, and memory is spent
+SENT_AHEAD = 2  # max unfinished broadcasts when another starts: with fewer the wire idles, more need more memory
 log = logging.getLogger("learner.sync")
 
 
@@ -73,8 +74,8 @@ NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 
 
 class ServerDelivery:
-    """`canary` is used on rank 0 only; `device` is where the weights are. `check` is asked about each server process
-    that was not there at the start; `control` brings what the user and the cluster ask for."""
+    """`canary` is used on rank 0 only; `device` is where the weights are. `check` is called for each server process
+    that was not there at the start; `control` brings the requests of the user and the cluster."""
 
     def __init__(
         self,
@@ -92,14 +93,14 @@ class ServerDelivery:
         self._device, self._start_join = device, start_join
         self.members = Members(backend, ranks, control=control, check=check)
         self._groups = ServerGroups((), "", b"")
-        self._statuses: dict[str, ServerStatus] = {}  # keys are URLs; statuses from when they were joined
-        self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # buckets do not change
-        self._full_weights = ""  # the digest of the last full update, while an adapter lies on it
-        self._accused: dict[str, ProjectError] = {}  # servers that made the last try fail, with the error
+        self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when its group was joined
+        self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # the same in every sync
+        self._full_weights = ""  # digest of the last full update, which is part of the digest of an adapter
+        self._accused: dict[str, ProjectError] = {}  # URL of each server that made the last try fail -> its error
         self._usual_s = 0.0  # seconds of the last update without a new server
-        self._newcomers = Deadline(0.0)  # deadline of this sync's new servers, from their join on
+        self._newcomers = Deadline(0.0)  # deadline of join and update together if new servers take part
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
-        self._parts: dict[str, float] = {}  # seconds of this sync's parts
+        self._parts: dict[str, float] = {}  # seconds that each part of this sync took
 
     def together(self, work: Callable[[], T]) -> T:
         return self.members.together(work)
@@ -120,7 +121,7 @@ class ServerDelivery:
         silent = {url: found for url, found in accused_by.items() if isinstance(found, ServerUnreachableError)}
         tried = [member for member in self._backend.membership.members if member.base_url in self._statuses]
         gone = {url: found for url, found in self._look(tried, silent).items() if isinstance(found, ProjectError)}
-        # The others can do without a server that wanted to join, whether the failure was its own or not.
+        # A new server is not needed, so it is left out of the next try, whether it caused the failure or not.
         newcomers = {m.base_url: accused_by.get(m.base_url, error) for m in tried if m.state == "out"}
         is_all = self._backend.membership.min_servers == "all"
         if is_all and not gone.keys() <= newcomers.keys():
@@ -134,7 +135,7 @@ class ServerDelivery:
         if num_repeated == 1:
             if len(accused_by) != 1 or not self._backend.membership.is_elastic:
                 return "stop"
-            # The same server failed twice. If a second one failed too, the servers would not be the cause.
+            # One server alone is accused after two tries, so it is left out. If several were, they are not the cause.
             for base_url, found in accused_by.items():
                 self.members.leave_out(base_url, found)
         return "repeat"
@@ -142,8 +143,8 @@ class ServerDelivery:
     def _look(
         self, members: Sequence[Member], silent: Mapping[str, ProjectError] = NOBODY
     ) -> dict[str, ServerStatus | ProjectError]:
-        """Return what each says now. While so few answer that the run could not go on, the silent ones are asked again,
-        until this sync's deadline. `silent`: those that were silent just now."""
+        """Return each server's status or error now. While too few servers answer for the run to go on, silent servers
+        are asked again, until this sync's deadline. `silent`: servers that were silent just now, with their errors."""
         backend, found = self._backend, dict[str, ServerStatus | ProjectError](silent)
         asked = [member.base_url for member in members if member.base_url not in found]
         retry = Retry(self._deadline.left_s(), backend.timeouts.poll_s)
@@ -166,7 +167,7 @@ class ServerDelivery:
         self._statuses = {member.base_url: status for member, status in statuses}
         self._newcomers = Deadline(max(NEWCOMER_S, NEWCOMER_MARGIN * self._usual_s))
         least = backend.membership.min_servers
-        # The group counts: it has servers that do not serve before this sync.
+        # The new servers of the group count too, although they do not serve before this sync.
         patience = backend.timeouts.patience(has_others=least != "all" and len(statuses) > least)
         links = [
             ServerLink(backend.client(m.base_url), backend.loop, m.group_port, status.world_size, patience)
@@ -192,14 +193,15 @@ class ServerDelivery:
 
     @property
     def _dtype(self) -> torch.dtype | None:
-        """The type in which weights travel; None: as trained. Servers of several types each round them for itself."""
+        """The type in which weights are sent: the servers' type. None: as trained, if servers have several types; each
+        server then rounds the weights itself."""
         dtypes = {status.dtype for status in self._statuses.values()}
         return DTYPES.get(dtypes.pop()) if len(dtypes) == 1 else None
 
     def _reach(self, members: Sequence[Member]) -> list[tuple[Member, ServerStatus]]:
-        """Return the status of each member that answers and fits. One that does not is left out if the run can go
-        on."""
-        if not self.members.returning.fit:  # everything must be there at the start, and was checked just now
+        """Return each member that answers and fits, with its status. Other members are left out. Raises ServerError if
+        too few are left."""
+        if not self.members.returning.fit:  # at the start all servers must answer, and have just been checked
             statuses = self._backend.statuses()
             self.members.returning.fit |= {status.server_id for status in statuses}
             return list(zip(members, statuses, strict=True))
@@ -218,8 +220,8 @@ class ServerDelivery:
 
     @property
     def _limit_s(self) -> float:
-        """The deadline of joining, and of an update. They share a short one where a newcomer takes part: it may be
-        slow, and a step waits."""
+        """Max seconds of joining, or of an update. If a new server takes part, both share a short deadline, because the
+        server may be slow, and a step waits for it."""
         left_s = max(LEAST_S, self._newcomers.left_s()) if self._has_newcomers else math.inf
         return min(self._config.server.timeout_s, left_s)
 
@@ -266,7 +268,7 @@ class ServerDelivery:
     def leave(self, *, abort: bool) -> None:
         groups, self._groups = self._groups, ServerGroups((), "", b"")
         out = {member.base_url for member in self._backend.membership.out}
-        # A server that is gone would only use up the wait below.
+        # Servers that do not answer get no goodbye, because the wait below would last its whole time for them.
         unreachable = {url for url, error in self._accused.items() if isinstance(error, ServerUnreachableError)}
         goodbyes = groups.leave(abort=abort, gone=out | unreachable)
         wait([goodbye for _, goodbye in goodbyes], timeout=GOODBYE_S if abort else REPLY_GRACE_S)
@@ -285,8 +287,8 @@ class ServerDelivery:
     def _send_and_switch(
         self, source: WeightSource, mode: Mode, ver: int, *, items: Sequence[CanaryItem]
     ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
-        """Replies by URL, once all servers serve the weights as version `ver` and have scored `items`, the learner's
-        own scores, and the digest that the servers must name."""
+        """Send the weights as version `ver`, and wait until all servers serve them and have scored `items`. Return the
+        replies by URL, the learner's scores, and the digest that the servers must report."""
         call = UpdateWeightsCall(
             incarnation=self._groups.incarnation,
             ver=ver,
@@ -302,7 +304,7 @@ class ServerDelivery:
         try:
             under_way, sums, seals = self._send(source, ver, posts)
             learner = NO_SCORES
-            if items:  # scored while the last buckets travel
+            if items:  # the learner scores them while the last buckets are sent
                 learner = self._canary.scorer(self._dtype, mode == "full")
                 check_sent(call.buckets, sums, learner.checksums)
                 expected = self._canary.expected(call.incarnation, ver, learner.logprobs, self._dtype)
@@ -320,8 +322,8 @@ class ServerDelivery:
         return replies, learner, self._digest(mode, seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
-        """Return the digest as the server makes it: of the seals; an adapter's together with that of the weights below
-        it."""
+        """Return the digest that the server computes: of the seals, or, for an adapter, of the digest of the weights
+        below it and of the digest of its seals."""
         digest = digest_of(seals)
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
@@ -331,7 +333,8 @@ class ServerDelivery:
     def _send(
         self, source: WeightSource, ver: int, posts: Posts
     ) -> tuple[Sent, list[torch.Tensor], list[torch.Tensor]]:
-        """Give every bucket to every group; the buckets that are still under way, every bucket's checksum and seal."""
+        """Broadcast every bucket to every group. Return the broadcasts that may be unfinished, and each bucket's
+        checksum and seal."""
         plan = [bucket.tensors for bucket in self._plan(source)]
         key, dtype = self._groups.seal_key, self._dtype
         under_way: deque[Sent] = deque()
@@ -356,10 +359,11 @@ class ServerDelivery:
 
 
 def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: Checksums) -> None:
-    """Raises SyncError unless the weights that were sent are those that the canary was scored with, bit for bit.
+    """Raises SyncError unless the sent weights are bit for bit the weights that the learner scored the canary with.
 
-    A stale tensor can change log-probabilities less than kernels do, so the canary alone cannot find it. `sums`: what
-    was sent, int64 `[]` per bucket. `scored`: per tensor; a bucket with a tensor that is not in it is not compared.
+    A stale tensor can change log-probabilities less than different kernels do, so the canary alone cannot find it.
+    `sums`: the checksum of each sent bucket, int64 `[]`. `scored`: checksums per tensor. A bucket is not compared if
+    one of its tensors has no checksum there.
     """
     known = [(i, bucket) for i, bucket in enumerate(buckets) if all(t.name in scored for t in bucket.tensors)]
     if not known:
@@ -380,7 +384,7 @@ def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: 
 
 
 def digest_of(seals: Sequence[torch.Tensor]) -> str:
-    """Return the digest of whole weights, of the seals of their buckets."""
+    """Return the digest of all weights of an update, made of the seals of its buckets."""
     return hashlib.blake2b(torch.cat(list(seals)).cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
@@ -390,7 +394,7 @@ def sizes(buckets: Sequence[Bucket]) -> tuple[int, int]:
 
 
 def check_reply(wanted: tuple[int, int, int], reply: UpdateWeightsReply, base_url: str) -> None:
-    """Raises SyncError if the server at `base_url` took another update. `wanted`: version, bytes, tensors."""
+    """Raises SyncError if the reply of the server at `base_url` is not `wanted`: (version, bytes, tensors)."""
     found = (reply.ver, reply.num_bytes, reply.num_tensors)
     if found != wanted:
         raise SyncError(

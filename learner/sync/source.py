@@ -3,11 +3,11 @@
 In: a `WeightSource` (the policy, or its adapter). Out: sealed buckets, one at a time, so that the sender decides how
 many are in memory beside the model.
 
-If the model is sharded, only rank 0 talks to servers, but tensors are gathered, and the canary is scored, by all ranks
-together. `ShardedRanks` arranges that: rank 0 announces such a call, and the other ranks, which wait for the outcome of
-rank 0's sync, make the call with it. Invariants: no rank begins a collective that rank 0 has not announced, so if rank
-0 fails anywhere, the next thing the others hear is its failure. A bucket is gathered when it is about to be packed; the
-other ranks keep nothing of it. Every wait is bounded by `training.collective_timeout_s`.
+If the model is sharded, only rank 0 talks to servers, but all ranks together gather tensors and score the canary. For
+this, `ShardedRanks` lets rank 0 announce such a call, and the other ranks, which wait for the outcome of rank 0's sync,
+make the call together with rank 0. Invariants: no rank begins a collective that rank 0 has not announced, so a failure
+of rank 0 reaches the other ranks as their next message. A bucket is gathered just before it is packed; only rank 0
+keeps its tensors. Every wait is bounded by `training.collective_timeout_s`.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ NamedWeights = Iterator[tuple[str, torch.Tensor]]
 
 
 class WeightSource(Protocol):
-    """Merged full weights under checkpoint names; both methods in the same order, floating-point tensors in `dtype`
-    (None: as trained)."""
+    """Merged full weights under checkpoint names. Both methods have the same order. Floating-point tensors have type
+    `dtype` (None: as trained)."""
 
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights: ...
 
@@ -42,7 +42,7 @@ class AdapterSource(WeightSource, Protocol):
 
     @property
     def base(self) -> WeightSource:
-        """The weights below it, which never change."""
+        """The weights below the adapter, which never change."""
 
     @property
     def rank(self) -> int: ...
@@ -96,7 +96,7 @@ def sealed_buckets(
 
 
 class SyncRanks(Protocol):
-    """The ranks' means to agree in a sync to servers: `Ranks`, or `ShardedRanks` for a sharded model."""
+    """The collectives that a sync to servers uses: `Ranks`, or `ShardedRanks` for a sharded model."""
 
     @property
     def is_main(self) -> bool: ...
@@ -117,14 +117,14 @@ class _SharedCall:
 
 
 class ShardedRanks:
-    """The ranks of a sharded model in a sync. `bucket_bytes` is the sync's, so that what is gathered at once is what is
-    packed at once. Every rank makes the same sources and shared calls, in the same order."""
+    """The ranks of a sharded model in a sync. `bucket_bytes` is the sync's bucket size, so that one bucket's tensors
+    are gathered at a time. Every rank makes the same sources and shared calls, in the same order."""
 
     def __init__(self, ranks: Ranks, *, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
         self._ranks = ranks
         self._calls: list[Callable[..., object]] = []
-        self._walk: NamedWeights = iter(())  # walks through the source that is being sent
+        self._walk: NamedWeights = iter(())  # iterator over the weights that are being sent
 
     @property
     def is_main(self) -> bool:
@@ -137,16 +137,16 @@ class ShardedRanks:
         return self._ranks.all_gather_object(value)
 
     def broadcast_object(self, value: Any) -> Any:
-        """Rank 0's value, on every rank. A rank that waits for it takes part in the shared calls that rank 0 makes
-        before. Raises CollectiveError."""
+        """Return rank 0's value, on every rank. While a rank waits for the value, it takes part in rank 0's shared
+        calls. Raises CollectiveError."""
         while isinstance(found := self._ranks.broadcast_object(value), _SharedCall):
             self._calls[found.index](*found.arguments)
-        # A walk that was broken off must not hold tensors until the next sync.
+        # An iterator that was not exhausted would hold tensors until the next sync.
         self._walk = iter(())
         return found
 
     def shared(self, call: Callable[..., T]) -> Callable[..., T]:
-        """Return `call` for rank 0 to make: every rank makes it then, with the same arguments."""
+        """Return a function for rank 0. When rank 0 calls it, every rank calls `call` with the same arguments."""
         index = len(self._calls)
         self._calls.append(call)
 
@@ -159,26 +159,26 @@ class ShardedRanks:
     def take(
         self, source: WeightSource, dtype: torch.dtype | None, is_first: bool, count: int
     ) -> list[tuple[str, torch.Tensor]]:
-        """Return the next `count` tensors of `source`, from its first one on if `is_first`; nothing on other ranks than
-        0. Collective."""
+        """Return the next `count` tensors of `source` on rank 0, and nothing on other ranks. `is_first`: begin with the
+        first tensor. Collective."""
         if is_first:
             self._walk = source.named_weights(dtype)
         taken = islice(self._walk, count)
         if self.is_main:
             return list(taken)
         for _ in taken:
-            pass  # rank 0 packs it; here it was only given
+            pass  # this rank only takes part in gathering the tensor
         return []
 
 
 class ShardedSource:
-    """A sharded model's weights, for rank 0 to walk through: a bucket's tensors are gathered at a time."""
+    """A sharded model's weights, for rank 0 to iterate over. One bucket's tensors are gathered at a time."""
 
     def __init__(self, source: WeightSource, ranks: ShardedRanks) -> None:
         self.weight_specs = source.weight_specs
         self._bucket_bytes = ranks.bucket_bytes
         self._take = ranks.shared(lambda *arguments: ranks.take(source, *arguments))
-        self._counts: dict[torch.dtype | None, list[int]] = {}  # tensors per bucket, the same in every sync
+        self._counts: dict[torch.dtype | None, list[int]] = {}  # by dtype: number of tensors of each bucket
 
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
         if dtype not in self._counts:

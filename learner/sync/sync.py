@@ -1,17 +1,17 @@
-"""Trained weights to whoever generates, in memory and checked (R08, R09, R10, R24).
+"""Sends trained weights to the generators, in memory, and checks them (R08, R09, R10, R24).
 
 In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: to rollout servers
 (`server_delivery.py`) or into colocated engines (`colocated.py`). Out: a `SyncReceipt` on every rank. Invariants:
-- `ver` rises with a completed sync and never otherwise; only rollouts of that version are accepted;
-- complete means: every generator has checked bytes and coverage, and its canary gap is within the tolerance;
-- after a failure the next try begins with new connections. Servers that are gone are left out of it; a failure that
-  is nobody's is repeated once (`Delivery.recover`). What is left is raised, the first cause on every rank.
+- `ver` rises only with a completed sync; only rollouts of that version are accepted;
+- a sync is complete when every generator has checked bytes and coverage, and its canary gap is within the tolerance;
+- after a failure the next try begins with new connections, and without the servers that are gone. If no generator
+  caused the failure, the sync is repeated once (`Delivery.recover`). Other failures raise their cause on every rank.
 
-An adapter sync sends the adapter alone. After a connection or a failure nothing is known of what a generator holds, so
-the next adapter sync sends the weights below the adapter first. If an adapter sync fails, adapter syncs end for the
-rest of the process: one warning, and full syncs from then on, the first one at once. With `fallback_to_full: false` the
-error is raised instead. It has failed once another try is not worth it, as for full syncs: a server that is gone, or a
-broken connection, says nothing of adapters. A resumed run begins with adapters again.
+An adapter sync sends the adapter alone. After a new connection or a failure a generator's weights are not known, so the
+next adapter sync sends the weights below the adapter first. If an adapter sync fails, the process logs one warning and
+makes only full syncs from then on, the first one at once. With `fallback_to_full: false` the error is raised instead.
+A lost server or a broken connection does not count as such a failure while `Delivery.recover` allows another try. A
+resumed run begins with adapter syncs again.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.errors import ProjectError, SyncError
 
 T = TypeVar("T")
 Mode = Literal["full", "adapter"]
-# After a failed try: raise its error; try again as it was; or try again because other generators take part now.
+# After a failed try: "stop" raises its error; "repeat" tries again; "changed" tries again with other generators.
 Recovery = Literal["stop", "repeat", "changed"]
 log = logging.getLogger("learner.sync")
 
@@ -42,54 +42,56 @@ class Delivered:
     mode: Mode
     num_bytes: int
     num_tensors: int
-    gap: CanaryGap  # the worst one over generators
-    merge_gap: float  # nats per token: what merging and rounding changed (D14)
-    pause_s: float = 0.0  # as `SyncReceipt.pause_s`
+    gap: CanaryGap  # the largest canary gap of all generators
+    merge_gap: float  # change of log-probabilities by merging and rounding, nats per token (D14)
+    pause_s: float = 0.0  # see `SyncReceipt.pause_s`
 
 
 class Delivery(Protocol):
     """One way from the policy to the generators."""
 
     def together(self, work: Callable[[], T]) -> T:
-        """Run `work` on the ranks that have a part in it; its result, or its error, on every rank."""
+        """Run `work` on the ranks that take part in it. Return its result, or raise its error, on every rank."""
 
     def agree(self) -> Sequence[ServerChange]:
-        """Bring all ranks to one view of who generates; what has changed since the last time, on rank 0. Collective.
-        Raises ServerError if too few are left."""
+        """Let all ranks agree on the generators. Return the changes since the last call, on rank 0. Collective. Raises
+        ServerError if too few generators are left."""
 
     def is_current(self) -> bool:
-        """Return True if those that were reached are still those that should be."""
+        """Return True if the connected generators are still the ones that a sync must reach."""
 
     def connect(self) -> int:
-        """Reach every generator; the highest version that one of them has seen."""
+        """Connect to every generator. Return the highest version that a generator has seen."""
 
     def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
-        """Say whether the sync is worth another try, without whoever is gone; called after a failed try and `leave`.
-        `num_repeated`: of this work, how often the answer was `repeat`. Raises ServerError if too few are left."""
+        """Return whether to try the sync again, without the generators that are gone. Called after a failed try and
+        `leave`. `num_repeated`: number of "repeat" answers so far for this work. Raises ServerError if too few
+        generators are left."""
 
     def check_adapter(self, adapter: AdapterSource) -> None:
-        """Raises SyncError or ServerMismatchError if a generator could not apply it."""
+        """Raises SyncError or ServerMismatchError if a generator could not apply the adapter."""
 
     def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
-        """Enclose all that is delivered in one sync; `modes` are those that it may take. Yields the seconds of its
-        parts, which are whole when it has ended."""
+        """Enclose all deliveries of one sync. `modes`: the modes that the sync may use. Yields the seconds of the
+        sync's parts, which are complete when the context has ended."""
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
-        """Load the weights below an adapter, over version `ver`; the version from which to count on."""
+        """Load the weights below an adapter, where version `ver` is served. Return the version that is served then."""
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         """Load these weights as version `ver`, and check them. Raises SyncError, ServerError or DeadlineError."""
 
     def accept(self, ver: int) -> None:
-        """Rollouts of version `ver`, and of no other, are wanted from now on."""
+        """From now on accept only rollouts of version `ver`."""
 
     def leave(self, *, abort: bool) -> None:
-        """Leave the generators, after a failure (`abort`) or for good. Bounded in time; may be called again."""
+        """Disconnect from the generators, after a failure (`abort`) or for good. Bounded in time; may be called
+        again."""
 
 
 class Sync:
-    """The weight syncs of a run. `adapter` is synced alone as long as that works; None: full syncs. All public methods
-    are for all ranks."""
+    """The weight syncs of a run. `adapter` is synced alone until an adapter sync fails; None: full syncs. All public
+    methods are for all ranks."""
 
     def __init__(
         self,
@@ -100,14 +102,14 @@ class Sync:
         fallback_to_full: bool = True,
     ) -> None:
         check_specs(weights.weight_specs())
-        self.ver = 0  # completed syncs
+        self.ver = 0  # version of the last completed sync
         self._delivery, self._weights, self._adapter = delivery, weights, adapter
         self._fallback_to_full, self._fallback = fallback_to_full, ""
-        self._failures: list[str] = []  # why tries of the running sync failed
+        self._failures: list[str] = []  # errors of the running sync's failed tries
         self._is_connected = self._base_is_loaded = False
 
     def connect(self) -> None:
-        """Reach every generator; `sync` does it when needed.
+        """Connect to every generator. `sync` also connects if needed.
 
         Raises CommunicatorError, DeadlineError or the server's own error; without a fallback also SyncError or
         ServerMismatchError if the adapter can't be served.
@@ -119,7 +121,7 @@ class Sync:
         return self._delivery.agree()
 
     def sync(self) -> SyncReceipt:
-        """Bring every generator to the policy's weights; returns, on all ranks, when all serve them.
+        """Send the policy's weights to every generator. Return, on all ranks, when all generators serve them.
 
         Raises SyncError (Communicator, Digest, Coverage, Canary), ServerError or DeadlineError, on every rank.
         """
@@ -129,14 +131,14 @@ class Sync:
         return receipt
 
     def close(self) -> None:
-        """Leave the generators; bounded in time. A server that no longer answers is only logged."""
+        """Disconnect from the generators; bounded in time. A server that no longer answers is only logged."""
         self._is_connected = False
         self._delivery.leave(abort=False)
 
-    # ---- on the ranks that have a part in it -------------------------------------------------------------------------
+    # ---- run by `Delivery.together` ----------------------------------------------------------------------------------
 
     def _connect(self) -> int:
-        # The version goes above all versions that they have seen, so that no old rollout passes for a new one.
+        # The version starts at the highest one that a generator has seen, so that no old rollout passes for a new one.
         self.ver = max(self.ver, self._delivery.connect())
         self._is_connected, self._base_is_loaded = True, False
         if self._adapter is not None:
@@ -154,7 +156,7 @@ class Sync:
             if not self._is_connected:
                 self._repeated(self._connect)
             delivered = self._deliver()
-        reason, self._fallback = self._fallback, ""  # reported once
+        reason, self._fallback = self._fallback, ""  # only the first receipt after the fallback has the reason
         receipt = SyncReceipt(
             ver=self.ver + 1,
             mode=delivered.mode,
@@ -190,9 +192,9 @@ class Sync:
         if not self._is_connected:
             self._connect()
         adapter = self._adapter
-        if adapter is None:  # whoever joined can't apply it
+        if adapter is None:  # a generator that has joined can't apply the adapter
             return self._deliver_full()
-        # If the delivery fails, nobody knows what lies below the adapter.
+        # If the delivery fails, the weights below the adapter are not known.
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self.ver = self._delivery.deliver_base(adapter.base, self.ver)
@@ -202,8 +204,8 @@ class Sync:
         return delivered
 
     def _repeated(self, work: Callable[[], T]) -> T:
-        """Try `work` until it succeeds, or `Delivery.recover` says that another try is not worth it."""
-        num_repeated = 0  # no `Retry`: who failed decides, not a time
+        """Try `work` until it succeeds, or `Delivery.recover` returns "stop"."""
+        num_repeated = 0  # no `Retry`, because the failed servers, not a time, end the tries
         while True:
             try:
                 with self._leaving_on_failure():
@@ -230,8 +232,8 @@ class Sync:
 
     @contextmanager
     def _falling_back(self) -> Iterator[None]:
-        """Enclose everything at which an adapter sync can fail. After an error there is no adapter, and the caller goes
-        on with a full sync; without a fallback the error is raised."""
+        """Enclose the parts of an adapter sync that can fail. After an error `_adapter` is None, and the caller goes on
+        with a full sync. With `fallback_to_full: false` the error is raised."""
         try:
             with self._leaving_on_failure():
                 yield
