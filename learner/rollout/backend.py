@@ -1,9 +1,8 @@
 """The source of rollouts: one protocol for rollout servers, colocated vLLM and Hugging Face `generate`.
 
-`RolloutBackend` is the protocol. `Requests` is what a
-backend is asked for, with the seed of each request. A `RolloutCallLog` tells what one `generate_window` did, for the
-step's metrics and the log (R15, R30): each call with its seed, its time and its error. Backends write it, the trainer
-reads it.
+`RolloutBackend` is the protocol. `Requests` are the samples that a backend must answer, with the seed of each request.
+A `RolloutCallLog` records each call of one `generate_window` with its seed, its time and its error, for the step's
+metrics and the log (R15, R30). Backends write the record, and the trainer reads it.
 """
 
 from __future__ import annotations
@@ -18,15 +17,16 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
-# Requests that belong to no micro-step have a `micro_step_idx` of their own, so that no two requests share a seed.
-AHEAD_OF_STEPS = -1  # rollouts made ahead of the steps; the number of their share of samples is the `global_step`
+# Requests that belong to no micro-step have a negative `micro_step_idx`, so that no two requests share a seed.
+AHEAD_OF_STEPS = -1  # for rollouts made ahead of the steps; their `global_step` is the number of their share of samples
 TELL_S = 10.0  # seconds between two lines about how far an evaluation is
 COMPLETES_LABELS = -2
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroStep:
-    """The rollouts of one micro-step on this rank. `first_req_idx` is the first one, counted over all ranks."""
+    """The samples of one micro-step on this rank. `first_req_idx`: index of the first sample's request, counted over
+    all ranks."""
 
     samples: Sequence[Sample]
     micro_step_idx: int
@@ -74,10 +74,10 @@ class RolloutBackend(Protocol):
         greedy: bool = False,
         temperature: float | None = None,
     ) -> list[list[Rollout]]:
-        """Return the rollouts of several micro-steps with the same weights: a list for each.
+        """Return the rollouts of several micro-steps, made with the same weights: a list for each micro-step.
 
-        Decoding follows the run's configuration. `greedy`: greedy decoding instead. `temperature`: all tokens are drawn
-        from at this temperature instead.
+        Decoding follows the run's configuration, with two exceptions. `greedy`: decode greedily. `temperature`: draw
+        from all tokens at this temperature.
         """
         ...
 
@@ -120,7 +120,7 @@ def drawn_at(temperature: float, decoding: DecodingConfig) -> DecodingConfig:
 
 
 def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> list[list[Rollout]]:
-    """Split rollouts in one line into a list for each micro-step."""
+    """Split the rollouts of a window, in order, into a list for each micro-step."""
     line = iter(rollouts)
     return [[next(line) for _ in step.samples] for step in window]
 
@@ -128,8 +128,8 @@ def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> li
 def begin_record(
     window: Sequence[MicroStep], *, global_step: int, chunk: int, ver: int | None = None
 ) -> RolloutCallLog:
-    """Begin the record of a window with at least one micro-step, before anything is generated. `global_step`: as for
-    the seeds."""
+    """Begin the record of a window with at least one micro-step, before anything is generated. `global_step`: the one
+    of the window's seeds."""
     is_ahead = window[0].micro_step_idx == AHEAD_OF_STEPS
     return RolloutCallLog(
         global_step=None if is_ahead else global_step,

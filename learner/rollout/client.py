@@ -1,9 +1,10 @@
 """The async HTTP client of ONE rollout server.
 
 In: bodies of `shared/wire.py`. Out: their replies, or an error of the project's tree that names the server. Invariants:
-- every wait has a deadline. That of an `/infer/` call also holds while the server's `/health/` answers (D16);
-- a call is sent again only after a 503 that says "busy" (it was not executed), and never `/update_weights/` or
-  `/init_communicator/`. The caller may repeat a lost `/infer/`; its uuids make that safe;
+- every wait has a deadline. The deadline of an `/infer/` call also holds while the server's `/health/` answers (D16);
+- a call is sent again only after a 503 that says "busy", because the server did not execute it. `/update_weights/` and
+  `/init_communicator/` are never sent again. The caller may repeat a lost `/infer/` call, because its requests have
+  uuids;
 - the server's own error text reaches the caller.
 A client lives on one event loop.
 """
@@ -64,9 +65,9 @@ REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that t
 # Two seconds are below uvicorn's 5: an idle connection is dropped here before the server closes it under a new request.
 KEEPALIVE_S = 2.0
 
-# The bytes of an answer are bounded. For each token it has a text, the id twice, and a log-probability.
+# The bytes of an answer are bounded. For each token the answer has a text, the id twice, and a log-probability.
 MAX_REPLY_BYTES = 64 << 20
-_ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # bytes of an `/infer/` answer: all but its tokens; per token
+_ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # max bytes of an `/infer/` answer without its tokens; max bytes per token
 _MOST_TOKENS = 1 << 17  # most tokens of an answer whose request sets no limit
 _MOST_BYTES = "most_bytes"  # key of the bound in an httpx request's extensions
 
@@ -117,7 +118,8 @@ class Patience:
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return the certificates, read once. httpx reads them for each client: 16 ms, or 8 s per rank with 512 servers."""
+    """Return the certificates. They are read once, while httpx would read them for each client: 16 ms each, or 8 s per
+    rank with 512 servers."""
     return httpx.create_ssl_context()
 
 
@@ -132,7 +134,7 @@ class ServerClient:
         self._http = httpx.AsyncClient(
             headers={**PLAIN, **({"Authorization": f"Bearer {token}"} if token else {})},
             event_hooks={"response": [self._check_size]},
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),  # a rank's quota bounds them
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),  # the quota limits connections
             trust_env=False,  # a proxy named by the environment would see the token and all photographs
             verify=_certificates(),
         )
@@ -162,8 +164,8 @@ class ServerClient:
         await self._look("/health/")
 
     async def wait_healthy(self, limit_s: float | None = None) -> None:
-        """Poll `/health/` for at most `limit_s` (None: `gone_s`). Raises ServerUnreachableError, or at once what a
-        final answer (4xx) says."""
+        """Poll `/health/` for at most `limit_s` (None: `gone_s`). Raises ServerUnreachableError; after a final answer
+        (4xx) it raises that answer's error at once."""
         limit_s = self.timeouts.gone_s if limit_s is None else limit_s
         retry = Retry(limit_s, min(self.timeouts.poll_s, limit_s / 4))
         while True:
@@ -196,7 +198,8 @@ class ServerClient:
         Raises DeadlineError if an answer takes longer than its deadline, ServerUnreachableError if `/health/` is silent
         for longer than `patience` says, ServerError if the connection broke and the server is alive, RolloutError if an
         answer is malformed or missing, ServerBusyError if the server stayed busy for `gone_s`, or became busy after
-        some answers. This method has waited then, so the caller can send the unanswered requests again at once.
+        some answers. Before it raises ServerBusyError it waits, so the caller can send the unanswered requests again at
+        once.
         """
         patience = patience or self.timeouts.patience(has_others=False)
         deadline_s = self.timeouts.infer_s or self._pace.deadline_s(call.request_config.max_tokens)
@@ -215,7 +218,7 @@ class ServerClient:
         try:
             await self._patiently("/infer/", exchange)
         except ServerBusyError:
-            if answers.num_missing < answers.number:  # a line of the answer said so; it has no Retry-After
+            if answers.num_missing < answers.number:  # a line of the answer said "busy"; a line has no Retry-After
                 await asyncio.sleep(RETRY_AFTER_S)
             raise
         answers.check_complete()
@@ -250,7 +253,7 @@ class ServerClient:
         await self._send_weights_call("/init_communicator/", call, patience)
 
     async def update_weights(self, call: UpdateWeightsCall, patience: Patience | None = None) -> UpdateWeightsReply:
-        """Returns when the buckets have been broadcast and the server has checked what it serves. Raises as
+        """Returns when the buckets have been broadcast and the server has checked its new weights. Raises as
         `init_communicator` does."""
         response = await self._send_weights_call("/update_weights/", call, patience)
         return read_reply(response.content, TypeAdapter(UpdateWeightsReply), self.base_url, "/update_weights/")

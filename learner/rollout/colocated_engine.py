@@ -80,11 +80,10 @@ ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 
 
 class ColocatedEngine:
-    """`model` is a checkpoint with the architecture of the trained model; each sync overwrites its weights. So the
-    engine starts without them, unless `reads_weights`. `lora_rank` is the rank of the
-    adapters that will be loaded; 0: no adapters, which decodes a little faster. `keeps_awake`: nothing else needs the
-    device, so the engine never sleeps. `learning_bytes`: estimated device memory of learning, without the weights;
-    None: not known."""
+    """`model` is a checkpoint with the architecture of the trained model. Its weights are read only with
+    `reads_weights`, because each sync overwrites them. `lora_rank` is the rank of the adapters that will be loaded; 0:
+    no adapters, which decodes a little faster. `keeps_awake`: nothing else needs the device, so the engine never
+    sleeps. `learning_bytes`: estimated device memory of learning, without the weights; None: not known."""
 
     def __init__(
         self,
@@ -113,7 +112,7 @@ class ColocatedEngine:
         folder = model_folder(model, "model.path")
         with offload.away(), keeping_random_state(ranks.device), keeping_compiler_variables():
             self._llm = self._start(folder)
-            # Removes what the engine of a killed run left in shared memory. The next start does so for this engine.
+            # Removes shared memory that the engine of a killed run left; the next start removes what this run leaves.
             left = locked_folder("engine-", Path(tempfile.gettempdir()), leave=remove_semaphores)
             note_processes(left, [os.getpid()])
             # The first sleep takes longest, because it allocates memory on the host.
@@ -158,7 +157,7 @@ class ColocatedEngine:
                 measures = after_update and self._num_loads > 0 and self._may_stay_awake()
                 held = torch.cuda.memory_reserved(self._ranks.device) if measures else 0
                 self._wake_up()
-                if measures:  # waking up returns cached memory to the device that training will take again
+                if measures:  # waking up frees cached memory of the device, which training will allocate again
                     self._stays_awake = self._has_room(held - torch.cuda.memory_reserved(self._ranks.device))
             elif self._stays_awake and self.tensor_parallel_size > 1:
                 # Each rank sees its own device, so another rank of this engine may have slept, and vLLM forgets its
@@ -212,10 +211,10 @@ class ColocatedEngine:
         ]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite the served weights, check that every parameter was written, and reset the caches of the old ones.
-        The adapter is removed.
+        """Overwrite the served weights, check that every parameter was written, empty the caches of the old weights,
+        and remove the adapter.
 
-        Raises CoverageError, or SyncError for whatever vLLM's loaders raise.
+        Raises CoverageError, or SyncError for any error of vLLM's loaders.
         """
         self.ver = self._adapter = None
         self._num_loads += 1
@@ -258,7 +257,7 @@ class ColocatedEngine:
         """Free the engine's memory, and leave the process group that it made if the job has none."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
-        with self._offload.away():  # a card that holds both in turn never holds both
+        with self._offload.away():  # the device may have no room for the engine and training's state together
             if self._asleep:  # vLLM's allocator reports an error when it frees memory that is not mapped
                 torch.cuda.empty_cache()
                 self._wake_up()
@@ -405,7 +404,8 @@ def _beside_other_programs(worker: Worker) -> Iterator[None]:
 
 
 def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield a few tensors at a time: merged ones are made on the way and need memory beside the model."""
+    """Yield a few tensors at a time, because merged tensors are made during iteration and need memory beside the
+    model."""
     piece: list[tuple[str, torch.Tensor]] = []
     for named in weights:
         piece.append(named)

@@ -1,12 +1,12 @@
-"""Requests to add servers to a running run, and to remove servers (R40): a user's, through small files in the run
-directory, and those that follow from the list of servers that a cluster keeps.
+"""Requests to add servers to a running run, and to remove servers (R40). A user makes requests by small files in the
+run directory; other requests follow from the list of servers that a cluster keeps.
 
 `ask` writes one request as a file; rank 0 takes it at the end of a step (`ServerControl.take`). `ServerControl.show`
-writes which servers the run has, whenever that changes; `read_state` reads it. No process talks to another, so the
-command also works on any machine that sees the run directory. Whoever can write there can name servers.
+writes the run's servers to a file whenever they change; `read_state` reads this file. The processes share only these
+files, so the command works on any machine that sees the run directory. Any user who can write there can name servers.
 
-Invariants: a file is whole or not there; a request is taken once; a damaged one is logged and removed; a run goes on
-where the state cannot be written.
+Invariants: a file is whole or not there; a request is taken once; a damaged request is logged and removed; if the state
+cannot be written, the run goes on.
 
 `Discovery` reads a cluster's list, from a file or a command, in the background, so no step waits for it. A URL that is
 new in the list is added once. A member that an earlier list named and the last two lists lack is asked to be removed
@@ -54,7 +54,7 @@ log = logging.getLogger("learner.rollout")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerRequest:
-    """A request to the run, of a user or of a list. Only `add` has a `group_port`."""
+    """A request to the run, by a user or by a list. Only `add` has a `group_port`."""
 
     action: Literal["add", "remove"]
     base_url: str
@@ -99,7 +99,7 @@ class ServerControl:
     def __init__(self, run_dir: Path, discovery: Discovery | None = None) -> None:
         self._folder, self._discovery = run_dir / FOLDER, discovery
         self._shown: Membership | None = None
-        for old in self._requests():  # requests to an earlier run do not count for this one
+        for old in self._requests():  # requests to an earlier run are removed
             log.warning("%s was asked of an earlier run and is removed", old)
             _remove(old)
 
@@ -155,7 +155,7 @@ def state_lines(state: dict[str, Any]) -> list[str]:
 def _remove(path: Path) -> None:
     try:
         path.unlink(missing_ok=True)
-    except OSError as error:  # a folder, or a read-only disk: the next call meets the file again
+    except OSError as error:  # a folder, or a read-only disk: the file stays, and the next call tries again
         log.warning("%s can't be removed: %s", path, error)
 
 
@@ -164,7 +164,7 @@ def _request(value: Any) -> ServerRequest:
     request = ServerRequest(**value)
     if request.action not in ("add", "remove") or not isinstance(request.base_url, str):
         raise ValueError(f"unknown request {value!r:.200}")
-    request.base_url.encode()  # a lone surrogate is no text, and a ValueError
+    request.base_url.encode()  # raises ValueError for a lone surrogate
     port = request.group_port if request.action == "add" else None
     if type(request.group_port) is not int or entry_mistakes(request.base_url, port):
         raise ValueError(f"no server {value!r:.200}")
@@ -172,7 +172,7 @@ def _request(value: Any) -> ServerRequest:
 
 
 def _check_state(state: object) -> None:
-    """Raises ValueError if `state` has not the form that `ServerControl.show` writes."""
+    """Raises ValueError if `state` does not have the form that `ServerControl.show` writes."""
     if not isinstance(state, dict) or not isinstance(state.get("servers"), list):
         raise ValueError("not a list of servers")
     for server in state["servers"]:
@@ -205,7 +205,7 @@ class Discovery:
         self._named: dict[str, int] = {}  # servers of all lists so far
         self._listed: Listed = {}  # servers of the last two lists
         self._last: Listed = {}  # servers of the last list
-        self._due = 0.0  # monotonic seconds
+        self._due = 0.0  # time of the next reading, monotonic seconds
         self._reading: Future[Listed] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="discovery")
 
@@ -247,7 +247,7 @@ def read(source: FileOrCommand) -> Listed:
 
 
 def parse(content: bytes) -> Listed:
-    """Read one server a line: its URL, and its group port where that is not GROUP_PORT. `#` begins a comment. Raises
+    """Read one server per line: its URL, and its group port if that is not GROUP_PORT. `#` begins a comment. Raises
     ConfigError."""
     listed: dict[str, int] = {}
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):

@@ -5,15 +5,17 @@ Out: contiguous spans of requests in request order, and this rank's quota on eac
 part without communication. A quota does not depend on the number of a rank's requests, so at every moment all ranks
 together hold at most `decode_batch_size * s_i` sequences on server `i`.
 
-The line of slots: `W` ranks with `n` requests each lay `G = W * n` slots. Server `i` owns the next `ceil(G * s_i / T)`
-of them, `T = sum(s_i)`. Rank `r` owns `[r * n, (r + 1) * n)`. Its quotas are what it owns with `n = chunk`.
+The line of slots: the `n` requests of each of `W` ranks are `G = W * n` slots. Server `i` owns the next
+`ceil(G * s_i / T)` slots, where `T = sum(s_i)`. Rank `r` owns the slots `[r * n, (r + 1) * n)`. A rank's quota on a
+server is the number of slots that both own with `n = chunk`.
 
-A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: never more than
-a server's quota is in flight there; requests start in request order; as long as a request waits, every server is kept
-at its quota (D9), so a server without waiting requests takes some from the server with most; unanswered requests of a
-failed batch are sent again in halves. A server that is busy after some answers of a batch has not failed: the rest is
-sent again. A server that is gone, stays busy, or fails one request twice, is lost: its requests go to other servers,
-with the same seeds (D15). `run` raises if a request fails twice on a second server too, or is itself wrong.
+A `Dispatcher` sends one rank's requests to all servers and returns each answer as it ends. Invariants: a server has at
+most its quota of requests in flight; requests start in request order; while a request waits, every server has its whole
+quota in flight (D9), so a server without waiting requests takes requests from the server with most; unanswered requests
+of a failed batch are sent again in halves. A server that becomes busy after some answers of a batch has not failed: the
+other requests are sent again. A server that is gone, stays busy, or fails one request twice, is lost: its requests go
+to other servers, with the same seeds (D15). `run` raises if a request also fails twice on a second server, or is
+malformed.
 """
 
 from __future__ import annotations
@@ -96,9 +98,9 @@ def distribute(
     """Apply formula D4 for one rank and one call. A rank may always have one request in flight, even if servers were
     lost and `chunk_size` would raise.
 
-    Up to `chunk` requests are all in flight at once: requests that exceed this rank's quota on a server go to its
-    neighbours. With more requests, the slots of a server whose quota is zero go to the next server with a quota, in
-    cyclic order. Only then can one server own two spans.
+    Up to `chunk` requests are all in flight at once: requests that exceed this rank's quota on a server go to the
+    neighbouring servers. With more requests, the slots of a server whose quota is zero go to the next server with a
+    quota, in cyclic order. Only in this case can one server own two spans.
     """
     quotas = quotas_of(
         rank=rank, num_ranks=num_ranks, server_world_sizes=server_world_sizes, decode_batch_size=decode_batch_size
@@ -118,7 +120,7 @@ def quotas_of(
 
 
 def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of the rank's slots each server owns. Together they are `num_requests`, in server order."""
+    """Return how many of the rank's slots each server owns, in server order. The sum is `num_requests`."""
     num_slots, total = num_ranks * num_requests, sum(sizes)
     first, last = rank * num_requests, (rank + 1) * num_requests
     owned, edge = [], 0
@@ -224,7 +226,7 @@ class _Flight:
 
 
 # `send(server, batch, answered)` sends one batch, calls `answered(request, result)` for each request as it ends, and
-# returns when all have.
+# returns when all requests have ended.
 Answered = Callable[[int, R], None]
 Send = Callable[[int, Batch, Answered[R]], Coroutine[object, None, None]]
 # `lose(server, error)` leaves a server out; returns all servers' new quotas. Raises `error` if the run can't go on.
@@ -266,7 +268,7 @@ class Dispatcher(Generic[R]):
                 await self._changed.wait()
                 self._changed.clear()
                 for task in [task for task in self._flying if task.done()]:
-                    if task in self._flying:  # the failure of another call may have given this call up
+                    if task in self._flying:  # not given up because of another call's failure
                         self._land(task)
                 self._launch()
             assert not any(server.waiting for server in self._servers), "requests wait, and no server takes them"
@@ -281,7 +283,7 @@ class Dispatcher(Generic[R]):
             while batch := self._take(server, server.waiting):
                 self._start(index, batch)
         full = [server for server in self._servers if server.waiting]
-        if not full:  # usual after an answer: hundreds of servers are not compared with each other then
+        if not full:  # the usual case after an answer: saves a comparison of hundreds of servers
             return
         for index, server in enumerate(self._servers):
             while server.free > 0 and not server.waiting:
@@ -325,7 +327,7 @@ class Dispatcher(Generic[R]):
             assert not flight.unanswered, "a batch ended without all of its answers"
 
     def _retry(self, flight: _Flight, error: ProjectError) -> None:
-        # No `Retry`: what is sent again joins a queue, smaller or for another server, and nothing waits.
+        # No `Retry`: the requests join a queue again at once, in smaller batches or for another server.
         batch, unanswered = flight.batch, sorted(flight.unanswered)
         if isinstance(error, REQUEST_ERRORS) and not isinstance(error, LOST_ERRORS):
             raise error
@@ -335,7 +337,7 @@ class Dispatcher(Generic[R]):
             return
         failed_twice = batch.failed and len(batch) == 1
         if failed_twice and batch.suspect and not isinstance(error, LOST_ERRORS):
-            raise error  # two servers failed it, so the request is at fault
+            raise error  # two servers failed the request, so the request is at fault
         if isinstance(error, LOST_ERRORS) or failed_twice:
             self._without(flight, error, suspect=failed_twice)
         else:

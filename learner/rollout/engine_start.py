@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 LOAD_FORMAT = "by_the_first_sync"
-# vLLM sets them for the whole process: its compiled model has a folder that is named after the engine's settings.
+# vLLM sets these variables for the whole process, to a folder of its compiled model, named after the engine's settings.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
@@ -96,7 +96,7 @@ def keeping_compiler_variables() -> Iterator[None]:
     finally:
         own, vllm = before["TRITON_CACHE_DIR"], os.environ.get("TRITON_CACHE_DIR")
         if own and vllm and own != vllm:
-            with suppress(OSError):  # then the next run compiles them
+            with suppress(OSError):  # without the copy, the next run compiles the kernels
                 _copy_kernels(Path(vllm), Path(own))
         for name, value in before.items():
             if value is None:
@@ -112,7 +112,7 @@ def _copy_kernels(source: Path, folder: Path) -> None:
         for kernel in source.iterdir():
             if not (folder / kernel.name).exists():
                 shutil.copytree(kernel, Path(scratch) / kernel.name)
-                with suppress(OSError):  # another process was first
+                with suppress(OSError):  # another process has copied this kernel
                     (Path(scratch) / kernel.name).rename(folder / kernel.name)
 
 

@@ -1,11 +1,11 @@
 """Rollouts by the training model itself: `rollout_backend: hf` (R02, R03, R11, R21, R29).
 
-In: samples of this rank. Out: one rollout per sample, in order, by the weights as they are. There is no server, no sync
-and no collective, so every rank generates for itself. A rollout's `ver` is the number of updates before it.
+In: samples of this rank. Out: one rollout per sample, in order, by the present weights. There is no server, no sync and
+no collective, so every rank generates for itself. A rollout's `ver` is the number of updates before it.
 
 Invariants: prompts are the encoder's token ids; at most `decode_batch_size` sequences are decoded at once, where a beam
-search runs `num_beams` of them for each sample; a rollout depends on its prompt and its seed, not on what else is in
-its batch; afterwards, also after an error, the model has its old attention, training modes and generation settings.
+search has `num_beams` sequences for each sample; a rollout depends on its prompt and its seed, not on the other samples
+of its batch; afterwards, also after an error, the model has its old attention, training modes and generation settings.
 Weights, `requires_grad` and random generators are not touched. Must not run while another thread runs a forward pass.
 
 transformers samples all sequences from one global generator, and counts padding as repeated tokens. The logits
@@ -228,12 +228,12 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 def generating(model: PreTrainedModel) -> Iterator[None]:
     """Inside, `model.generate` takes left-padded batches, with a key-value cache, no dropout and no gradients, and uses
     only the settings of its caller. Outside, the language model attends to packed rows only."""
-    settings = model.config.get_text_config()  # the vision tower's attention works for both: it has its own lengths
+    settings = model.config.get_text_config()  # the vision tower's attention is kept, because it works for both
     attention, defaults = settings._attn_implementation, model.generation_config
     modes = [(module, module.training) for module in model.modules()]
     try:
         settings._attn_implementation = "sdpa"
-        # `generate` takes what its caller leaves open from here, such as a checkpoint's sampling settings.
+        # `generate` would take settings that its caller does not give from here, such as a checkpoint's temperature.
         model.generation_config = GenerationConfig()
         model.eval()  # gradient checkpointing, too, needs training mode
         with torch.no_grad(), uncompiled():

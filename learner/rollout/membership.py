@@ -1,8 +1,8 @@
 """The rollout servers of a run, which of them serve, and the weights that they serve (D15, R40). Pure.
 
-A `Membership` never changes: each method returns a new one. Only rank 0 decides on a new membership, and all ranks take
-it over at the end of each step and of each sync (`learner.sync.members`): an agreement. Distribution, sync and records
-read it. A rank stops using a server that failed it at once, and reports the failure at the next agreement.
+A `Membership` is immutable: each method returns a new one. Only rank 0 decides on a new membership. All ranks adopt it
+in an agreement, at the end of each step and of each sync (`learner.sync.members`). Distribution, sync and records read
+the membership. If a server fails a rank, the rank stops using it at once, and reports it at the next agreement.
 
     added --> out --> serving --> out        out: left out, waits until it is ready again
                   \\          \\--> draining    draining: taken out by the user; gone after the next sync
@@ -62,7 +62,7 @@ class Membership:
     def wanted(self) -> int:
         """The number of servers that must serve."""
         if self.min_servers == "all":
-            # A server that was added and has never served is not missed.
+            # A server that was added and has never served does not count.
             return len(self.serving) + sum(not member.is_new for member in self.out)
         return self.min_servers
 
@@ -100,7 +100,7 @@ class Membership:
         return self._with(replace(member, because=because))
 
     def sized(self, sizes: Iterable[tuple[str, int]]) -> Membership:
-        """Return the membership with the world sizes that servers gave."""
+        """Return the membership with the servers' world sizes, given as (base_url, size) pairs."""
         known = dict(sizes)
         members = (replace(m, world_size=known.get(m.base_url, m.world_size)) for m in self.members)
         return replace(self, members=tuple(members))
@@ -122,7 +122,7 @@ class Membership:
         return replace(self, members=tuple(members), served=served, number=self.number + changed)
 
     def add(self, base_url: str, group_port: int, *, now_s: float) -> Membership:
-        """Return the membership with a new or returning server. It is out until a sync that it is ready for."""
+        """Return the membership with a new or returning server. The server is out until it completes a sync."""
         if (known := self.get(base_url)) is not None and known.state != "draining":
             return self
         member = Member(
@@ -147,7 +147,7 @@ class Membership:
         return self._with(replace(member, state="draining", because="removed", since_s=now_s))
 
     def too_few(self) -> ServerError:
-        """Return the error to raise when not enough serve."""
+        """Return the error to raise when too few servers serve."""
         lost = "; ".join(f"{m.base_url}: {m.because}" for m in self.out)
         return ServerError(
             "too few rollout servers are left",

@@ -2,7 +2,7 @@
 
 In: the bytes or the stream of a reply. Out: models of `shared/wire.py`, or an error of the project's tree that names
 the server. Invariants: each request of a call is answered once, in one of the two forms of the answer; the server's
-own error text reaches the caller, and where there is none, the HTTP status decides which error it is.
+own error text reaches the caller; without such a text, the HTTP status decides which error is raised.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Samples as the server's requests, and its answers as rollouts (R03, R10, R11, R13).
 
-Every request gets a random uuid when it is built. It keeps the uuid through retries: a server that
-has answered it once gives the same answer again.
+Every request gets a random uuid when it is built, and keeps it through retries, so that a server which has answered
+the request gives the same answer again.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def infer_request(
 
 
 def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
-    """Return True if the rollouts of a sample in a step ask for their pixels: all of them or none, because their digest
-    is made once. A hash of step and sample chooses a `share` of the samples, others in every step."""
+    """Return True if all rollouts of a sample in a step ask for their pixels, False if no rollout does. A hash of step
+    and sample chooses the part `share` of the samples, other samples in every step."""
     digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
     return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64
 
@@ -105,8 +105,8 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 
 class Decodings:
-    """The decoding of a run's requests: as configured, greedily, or drawn at another temperature. `logprobs`: whether
-    the first has log-probabilities; the others always have them, because they score boxes.
+    """The decoding of a run's requests: as configured, greedily, or drawn at another temperature. `logprobs`: as
+    configured, requests ask for log-probabilities. The other two always do, because they score boxes.
 
     Raises ConfigError if vLLM does not have the configured mode."""
 
@@ -134,10 +134,11 @@ def read_rollout(
     base_url: str,
     logprobs: bool = False,
 ) -> Rollout:
-    """Return the rollout of one request. `seed` and `logprobs` are what the request had and asked for.
+    """Return the rollout of one request. `seed`: the request's seed. `logprobs`: the request asked for
+    log-probabilities.
 
-    Raises RolloutError if place, seed or content is wrong, ServerMismatchError if other weights answered than those
-    last synced (R10).
+    Raises RolloutError if place, seed or content is wrong, ServerMismatchError if the answer is not by the weights of
+    the last sync (R10).
     """
     infos = output.rollout_infos
     if infos.uuid != request_uuid:

@@ -2,9 +2,9 @@
 
 In: samples of this rank. Out: one rollout per sample, as each ends (`stream`) or all in order (`generate_window`), by
 one weight version. Invariants: `connect` checks the servers and asks their world sizes, once; a request's seed depends
-on its index over all ranks only; the quotas of `distribution.py` hold through refills and retries; no sample is
-skipped, an error ends the call. At most one window of rollouts waits to be taken. A server that fails is left out from
-then on, if `min_servers` allows it (D15), and its unanswered requests go to the other servers. Other ranks learn of the
+only on its index over all ranks; the quotas of `distribution.py` hold through refills and retries; no sample is
+skipped: an error ends the call. At most one window of rollouts is in memory. A server that fails is left out from then
+on, if `min_servers` allows it (D15), and its unanswered requests go to the other servers. Other ranks learn of the
 failure at the next agreement. Until then a server may exceed its cap by the requests that this rank moves to it.
 
 All clients of a process live on one asyncio event loop in a thread of its own (`LoopThread`), so rollouts and the
@@ -88,7 +88,7 @@ class _Rollouts(RolloutStream):
         self._record, self._closed = record, False
         self._ended: SimpleQueue[tuple[int, Rollout] | None] = SimpleQueue()
         self._future = begin(lambda i, rollout: self._ended.put((i, rollout)))
-        # The end of the job ends the iteration, whatever ended the job.
+        # The iteration ends when the job has ended, failed or was cancelled.
         self._future.add_done_callback(lambda _: self._ended.put(None))
 
     def __iter__(self) -> Iterator[tuple[int, Rollout]]:
@@ -143,7 +143,7 @@ class ServerBackend(RolloutBackend):
             min_servers=server.min_servers,
         )
         self._lost: dict[str, str] = {}  # servers that failed this rank since the last agreement, and why
-        self._lock = threading.Lock()  # guards membership and lost servers: threads of rollouts use them too
+        self._lock = threading.Lock()  # guards membership and lost servers, which the threads of rollouts use too
         self._token, self._vocab_size, self._on_call = token, vocab_size, on_call
         self._clients: dict[str, ServerClient] = {}
         self._run_seed, self._rank, self._num_ranks = run_seed, rank, num_ranks
@@ -358,7 +358,7 @@ class ServerBackend(RolloutBackend):
         def lose(server: int, error: ProjectError) -> Sequence[int]:
             self.lose(job.members[server].base_url, error)
             sizes[server] = 0
-            if not any(sizes):  # another call has lost the others
+            if not any(sizes):  # another call has lost all other servers
                 raise error
             return quotas_of(server_world_sizes=sizes, **place)
 
