@@ -1,14 +1,14 @@
-"""Writes annotations again, with more objects in them, in the format that they came in.
+"""Writes a copy of annotations with more objects, in the same format.
 
 In: the annotations of a split, as `data` names them, and objects in pixels by sample id. Out: a new file (COCO, JSONL),
-a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO). From
-the new annotations the format's reader reads the same samples, ids and images as from the old ones, and the new
-objects, wherever the new annotations are. Other formats and user's readers are refused. Old files are not touched.
+a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO). The
+format's reader reads the same samples, ids and images from the copy, with the new objects, whatever the copy's folder.
+Other formats and user's readers are refused. Old files are not changed.
 
 Provenance of a new object: `origin`, and `votes` and `answers` unless a person added it. YOLO has no field for these.
 
-`RunAnnotations` writes the annotations of a run, several times. It replaces only a file that the run wrote and nobody
-changed since: `labels/written.json` in the run directory has its digest.
+`RunAnnotations` writes the annotations of a run, several times. It replaces only a file whose digest is in
+`labels/written.json` in the run directory: a file that the run wrote, and that was not changed since.
 """
 
 from __future__ import annotations
@@ -72,8 +72,8 @@ Added = Mapping[str, Sequence[Addition]]  # keys are sample ids
 
 
 def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Added, out: Path) -> None:
-    """Write the annotations at `path` with what was `added` to `samples`. Raises OutputError if `out` exists, DataError
-    if the format has no file to write."""
+    """Write to `out` the annotations at `path`, with the objects `added` to `samples`. Raises OutputError if `out`
+    exists, DataError if the format has no file to write."""
     found = writable_annotations(data, path)
     if _is_taken(out):
         raise _would_overwrite(out)
@@ -163,7 +163,7 @@ def _coco(source: Source, added: Added, out: Path) -> str:
 
 
 class _CocoNumbers:
-    """Hands out free ids of annotations and categories. A new category is added to the file's."""
+    """Returns unused ids of annotations and categories. A new category is added to the file's categories."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._categories: list[dict[str, Any]] = content["categories"]
@@ -187,7 +187,7 @@ def _jsonl(source: Source, added: Added, out: Path) -> str:
     for number, line in enumerate(source.file.read_bytes().decode("utf-8-sig").split("\n"), start=1):
         row = json.loads(line) if line.strip() else None
         if row is None:
-            lines.append(line)  # the number of a line may be an id
+            lines.append(line)  # kept, because a line's number may be a sample's id
             continue
         sample_id = str(number) if row.get("id") is None else identity(row["id"])
         row["objects"] += [

@@ -5,9 +5,9 @@ whether `patience` evaluations in a row were not better. Rank 0 decides, and eve
 `restore` are collective.
 
 `best.json` in the run directory has every value by step; `best` is a link to the checkpoint of the best step, and
-`CheckpointStore` does not remove what it points to. A resumed run forgets what was measured after the step that it goes
-on from, and measures it again. The weights before the first step are compared but not kept: they are the model that the
-run began with.
+`CheckpointStore` does not remove this checkpoint. A resumed run drops the values after the step that it resumes from,
+and measures them again. The weights before the first step are compared but not saved: they are the model that the run
+began with.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The meaning of one evaluation. `is_best`: it is the best so far (the first of equal ones). `gives_up`: the last
-    `patience` evaluations were not better than the best one."""
+    """The judgement of one evaluation. `is_best`: it is better than all earlier evaluations. `gives_up`: none of the
+    last `patience` evaluations was better than the best one before them."""
 
     is_best: bool = False
     gives_up: bool = False

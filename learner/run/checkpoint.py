@@ -13,10 +13,10 @@ Programs that serve a model load every `*.safetensors` beside its configuration,
 subfolder. In checkpoints of earlier versions the training state lies beside the weights, and is found there.
 
 Invariants: a folder called checkpoint-STEP is complete (written elsewhere, synced to disk, renamed). Rotation never
-removes the newest checkpoint. Rank 0 writes while the other ranks wait, and its failure reaches them (`save_alone` does
-not wait). Resuming from step n on as many ranks gives, bit for bit, the run that was never interrupted. Sharded and
-whole models write the same files and can resume from each other's; a sharded model's tensors are gathered one by one
-into rank 0's host memory first.
+removes the newest checkpoint. Rank 0 writes while the other ranks wait, and raises its failure on all ranks
+(`save_alone` does not wait). Resuming from step n on the same number of ranks gives, bit for bit, the run that was
+never interrupted. Sharded and whole models write the same files, and each can resume from the other's checkpoints; a
+sharded model's tensors are first gathered one by one into rank 0's host memory.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ class TrainerState:
 
 
 class Cadence:
-    """The cadence of checkpoints: one is due every `save_steps` steps, and when the last one is `save_minutes` old.
-    Rank 0's clock decides for all ranks."""
+    """The cadence of checkpoints: a checkpoint is due every `save_steps` steps, and when the last checkpoint is
+    `save_minutes` old. Rank 0's clock decides for all ranks."""
 
     def __init__(
         self,
@@ -121,7 +121,8 @@ class CheckpointStore:
     def save(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None
     ) -> Path:
-        """Write `checkpoint-STEP`, then remove the oldest beyond the limit. Raises CheckpointError on every rank.
+        """Write `checkpoint-STEP`, then remove the oldest checkpoints above the limit. Raises CheckpointError on every
+        rank.
 
         `generators`: states of the random generators when `state` was reached; None: their present states.
         """
@@ -154,7 +155,7 @@ class CheckpointStore:
         return self.ranks.all_gather_object(_generator_state(self.ranks))
 
     def _try(self, policy: Policy, content: Content) -> str:
-        """Write the checkpoint on rank 0. Return the error as text; empty: it is written, or this is another rank."""
+        """Write the checkpoint on rank 0. Return the error as text; empty: no error, or this is another rank."""
         if self.ranks.is_main:
             try:
                 with self.held_off():
@@ -280,7 +281,7 @@ class CheckpointStore:
 
     def _remove(self, path: Path) -> None:
         doomed = self.root / f"{_UNFINISHED}removed-{path.name}"
-        path.rename(doomed)  # keeps a half-removed folder from bearing a checkpoint's name
+        path.rename(doomed)  # so that a half-removed folder does not have a checkpoint's name
         shutil.rmtree(doomed)
 
     def _load_generators(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -297,8 +298,8 @@ class CheckpointStore:
 
 
 def verify(path: Path) -> None:
-    """Raises CheckpointError where a file of the checkpoint is missing, shorter or different from what was written, or
-    is not in the manifest."""
+    """Raises CheckpointError if a file of the checkpoint is missing, differs from the manifest, or is not in the
+    manifest."""
     try:
         manifest = json_in(path / MANIFEST)
         if not isinstance(manifest, dict):
@@ -316,7 +317,7 @@ def verify(path: Path) -> None:
         raise damaged(path, f"{', '.join(sorted(wrong))} missing or not as written")
 
 
-_TOO_MANY = 1 << 53  # steps: the first number that is no exact float
+_TOO_MANY = 1 << 53  # smallest number of steps that is refused: above it floats are not exact
 
 
 def _read_state(path: Path) -> tuple[TrainerState, str]:

@@ -1,13 +1,13 @@
 """Environment variables that the learner sets before torch and vLLM are loaded, and settings of Python's threads and
 garbage collection.
 
-`collect_rarely` makes collections rare while a run starts. Nearly all objects of imports stay, and each collection
-walks them again: 2.0 s of the 8.6 s of processor time of a run's imports, vLLM's too. `collect_as_usual` restores the
-usual frequency before the first step, whose garbage may hold memory of the device.
+`collect_rarely` makes garbage collections rare while a run starts. Nearly all objects of imports stay alive, and each
+collection visits them again: this took 2.0 s of the 8.6 s of processor time of a run's imports, with vLLM's.
+`collect_as_usual` restores the usual frequency before the first step, whose garbage may hold memory of the device.
 
 `gloo_interface` names the interface through which this node reaches torchrun's MASTER_ADDR, for GLOO_SOCKET_IFNAME. By
 default torch takes the address of the machine's name, which many systems map to the loopback; ranks on other nodes then
-wait for it until their deadline. NCCL chooses by itself and avoids the loopback.
+cannot connect, and wait until their deadline. NCCL chooses its interface itself and avoids the loopback.
 
 `keep_compiled` names the folder in which torch keeps compiled code. The default is under /tmp, which many machines and
 all containers clear, and where another user can make the folder first. A first step compiles for minutes; with the
@@ -17,12 +17,12 @@ a second run, which finds its code compiled, would look for kernels in Triton's 
 `prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. The user's settings stay, except two
 that cannot work here:
 - an engine in its own process: it would neither share the device's weights nor run in step with other ranks;
-- torchrun's own store with one rank. That rank makes no process group, but its engine does. Under torchrun the engine
-  always joins at torchrun's store. Nobody listens there, so it would wait for half an hour.
+- torchrun's own store with one rank. Such a rank makes no process group, but its engine does, and under torchrun the
+  engine always connects to torchrun's store. No process listens there, so the engine would wait for half an hour.
 
 `shorten_turns` shortens the time for which a thread may keep the interpreter's lock while another thread waits. The
-thread that learns releases the lock in every operation of torch. A thread that reads rollouts then takes the lock for
-5 ms by default, in which hundreds of operations could have run.
+thread that learns releases the lock in every operation of torch. By default a thread that reads rollouts could then
+keep the lock for 5 ms, in which the learning thread could have started hundreds of operations.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def keep_compiled(environment: MutableMapping[str, str]) -> None:
 
 
 def shorten_turns() -> None:
-    """Make threads of this process give the interpreter's lock away after TURN_S, if another one waits for it."""
+    """Make a thread of this process release the interpreter's lock after TURN_S if another thread waits for it."""
     sys.setswitchinterval(TURN_S)
 
 

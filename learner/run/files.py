@@ -26,7 +26,7 @@ def write_atomically(path: Path, text: str) -> None:
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            work.unlink(missing_ok=True)  # a killed process of the same number left it, or it is a link of another user
+            work.unlink(missing_ok=True)  # left by a killed process with the same id, or another user's link
             with work.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()

@@ -20,7 +20,7 @@ from shared.errors import ConfigError
 from shared.waits import Retry
 
 LOCK = ".lock"
-_LOCK_S, _PAUSE_S = 0.5, 0.05  # patience with the lock, pause between tries: `is_running` holds it for a moment
+_LOCK_S, _PAUSE_S = 0.5, 0.05  # max wait for the lock, which `is_running` holds briefly; pause between tries
 _MOST_READ = 200  # max bytes read of the text that names the lock's holder
 log = logging.getLogger("learner.run")
 _held: set[int] = set()
@@ -55,7 +55,7 @@ def locked(run_dir: Path) -> Iterator[None]:
         os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield
     finally:
-        if handle in _held:  # not in a fork, which has closed it
+        if handle in _held:  # False in a forked process, which has closed the handle
             _held.remove(handle)
             with suppress(OSError):
                 fcntl.flock(handle, fcntl.LOCK_UN)  # releases it even if a forked child still has the handle open
@@ -81,7 +81,7 @@ def _open(path: Path, flags: int) -> int:
     """Open the lock file. Raises ConfigError for a link, a file with other hard links, or no regular file; OSError."""
     found = "a link" if path.is_symlink() else ""
     if not found:
-        # A link that is made between the two lines is an OSError.
+        # If a link is made between the two lines, `os.open` raises OSError.
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
         about = os.fstat(handle)
         if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:

@@ -30,7 +30,7 @@ KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # the folder of completed labels
 GAPS = "eval/gaps.json"  # the range of objects for which F1 is estimated
-JOB = ".torchrun_job"  # the torchruns whose run has claimed the folder, one on each node
+JOB = ".torchrun_job"  # file with the names of the torchrun processes, one per node, whose run claimed the folder
 # These are the files that a learner and its report write into a run directory.
 OWN = (
     RESOLVED_NAME,
@@ -55,7 +55,7 @@ OWN = (
 
 
 def traces_of_run(run_dir: Path) -> str:
-    """Describe the files that show an earlier run in the folder; empty: it has no run."""
+    """Describe the files that show an earlier run in the folder; empty: the folder has no run."""
     checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
     steps, evaluations = _steps(run_dir / "metrics.jsonl"), list(run_dir.glob("eval/step_*.jsonl"))
     counts = ((steps, "optimizer step"), (len(evaluations), "evaluation"), (len(checkpoints), "checkpoint"))
@@ -75,9 +75,9 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
 
     A scheduler that starts a whole job again names the job in ROLLOUT_JOB: all starts of the job are one run.
 
-    The run id is not enough for a name: `--rdzv-id` may give the same id to every run. Nor is the restart count: it
-    stays 0 when a rank of another node failed, and torchrun also restarts a refused run. The process's start time is
-    in ticks since boot, so a change of the clock does not matter.
+    The run id is not enough for a name, because `--rdzv-id` may give the same id to every run. The restart count does
+    not show a restart either: it stays 0 when a rank of another node failed, and torchrun also restarts a refused run.
+    The process's start time is in ticks since boot, so a change of the clock does not matter.
     """
     if (job := job_of(environment)) is not None:
         return job
@@ -106,9 +106,9 @@ def claim_output_dir(
     """Check and clear the folder before any rank writes: rank 0 checks and removes files, and all ranks raise the same
     error. Collective. Returns the configuration to go on with. No other run gets the folder before `stack` is closed.
 
-    `agent` is the torchrun of this rank. If an agent of any rank has claimed the folder before, it restarted its ranks
-    after a failure: the run goes on from its newest checkpoint, or from its beginning if it has no checkpoint. With
-    `goes_on` the run goes on in the same way.
+    `agent` is the name of this rank's torchrun. If a torchrun of any rank has claimed the folder before, it has
+    restarted its ranks after a failure: the run goes on from its newest checkpoint, or from its beginning if it has no
+    checkpoint. With `goes_on` the run goes on in the same way.
     """
     run_dir = Path(config.training.output_dir)
     agents = set(ranks.all_gather_object(agent)) if agent is not None else set()

@@ -22,7 +22,7 @@ from learner.policy.parallel import Ranks
 from shared.processes import leave_lost_output, stop_signals
 
 _STDERR = 2
-_LEAVE_S = 0.1  # a `tee` that reads the output gets Ctrl-C and SIGHUP at the same moment as the run
+_LEAVE_S = 0.1  # wait for a `tee` that reads the output, and gets Ctrl-C and SIGHUP at the same moment, to end
 _AGAIN_S = 0.2  # seconds until the next test whether a checkpoint is still being written
 
 
@@ -38,8 +38,8 @@ class Stopped(BaseException):
 
 @contextmanager
 def told_before_the_first_step() -> Iterator[None]:
-    """Inside this block, SIGTERM ends the process at once with a message: nothing has been learned that could be saved.
-    A thread does so, because the main thread may be in a long call, such as loading the model."""
+    """Inside this block, SIGTERM ends the process at once with a message, because nothing has been learned yet. A
+    thread ends the process, because the main thread may be in a long call, such as loading the model."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

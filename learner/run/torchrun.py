@@ -15,8 +15,8 @@ from pathlib import Path
 from shared.private import locked_folder
 from shared.processes import describe, exit_code, without_working_directory
 
-# This is longer than `training.stop_timeout_s`, so that a checkpoint is written; shorter than the timeout of
-# `deploy.launch`, whose SIGKILL would not reach the ranks. The variable TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
+# This time is longer than `training.stop_timeout_s`, so that a checkpoint can be written, and shorter than the timeout
+# of `deploy.launch`, whose SIGKILL would not reach the ranks. TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
 SHUTDOWN_TIMEOUT_S = 28
 
 
