@@ -1,11 +1,11 @@
 """The training loop: sync, learn, update; evaluate and save when due.
 
 One optimizer step: sync if its rollouts need newer weights, learn each micro-step's rows as they come, reduce gradients
-over ranks once, clip, update, count. A sync that must wait for rollouts in flight runs between two rows, if the source
-allows that. The rows come from a step source (`learner.steps.source`). The step's loss is the weighted mean over all
+over ranks once, clip, update, count. A sync that must wait for rollouts in flight runs between two rows, if the step
+source (`learner.steps.source`), from which the rows come, allows that. The step's loss is the weighted mean over all
 supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient. An epoch's
-last step may have fewer samples than others: its gradient and its learning rate are multiplied by its share of a whole
-step's samples.
+last step may have fewer samples than other steps: its gradient and its learning rate are multiplied by its number of
+samples, divided by that of a whole step.
 
 Invariants: rollouts and evaluations run on weights that were synced after the last update (R10). Rollouts that run
 ahead of learning use the weights of the last sync instead. Every rank runs the same number of forward/backward passes
@@ -42,7 +42,7 @@ from learner.steps.totals import StepTotals
 from learner.sync.sync import Sync
 from shared.errors import CallbackError, CheckpointError, OutOfMemoryError
 
-MAX_REASON = 400  # characters of an error in the log
+MAX_REASON = 400  # max characters of an error in the log
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,7 +67,7 @@ def start_set_aside() -> Iterator[Callable[[], None]]:
     def after_step() -> None:
         nonlocal set_aside
         if not set_aside:
-            gc.collect()  # garbage that is exempt from collection would never be freed
+            gc.collect()  # frees the garbage first, because objects that are exempt from collection stay
             gc.freeze()
             set_aside = True
 
@@ -104,7 +104,7 @@ def _named(error: Exception | Stopped) -> str:
 
 
 class Trainer:
-    """Owns the loop and its state."""
+    """Runs the training loop, and holds its state."""
 
     def __init__(
         self,
@@ -134,7 +134,7 @@ class Trainer:
         self.callbacks = Callbacks(self.config, ranks)
         self.state = TrainerState()
         self._saved_at: int | None = None
-        self._best_alone: Path | None = None  # a checkpoint that is kept only as the best one
+        self._best_alone: Path | None = None  # the best checkpoint, if it was saved only for being the best
         self._boundary: Boundary | None = None  # None: the present weights are not those at the end of a step
 
     def run(self) -> None:
@@ -160,7 +160,7 @@ class Trainer:
         self.save() if agreed else self.rescue()
 
     def why_early(self) -> str:
-        """Return the reason why the run ended before its last step; empty: it did not."""
+        """Return the reason why the run ended before its last step; empty if it reached its last step."""
         if self.callbacks.ended_by:
             return f"{self.callbacks.ended_by} ended it"
         gave_up = self.best.gives_up and self.state.global_step < self.total_steps
@@ -203,7 +203,8 @@ class Trainer:
 
     def evaluates_first(self) -> bool:
         """Return True if an evaluation is due before the first step of this process. After a resume it is due only if
-        the evaluation of that step was due and did not end: a second one would count towards patience."""
+        the evaluation of that step was due and did not end, because a second evaluation would count towards
+        `patience`."""
         training, step = self.config.training, self.state.global_step
         if training.eval_on_start and not self.best.values:
             return True
@@ -291,8 +292,8 @@ class Trainer:
         self.callbacks.evaluation(step, metrics)
 
     def keep_best(self, *, is_due: bool) -> None:
-        """Save the present weights as the best ones. The last best checkpoint is removed if it was kept only as that.
-        `is_due`: this step has a checkpoint anyway."""
+        """Save the present weights as the best ones. The previous best checkpoint is removed if it was saved only for
+        being the best. `is_due`: this step has a checkpoint anyway."""
         path, before = self.save(), self._best_alone
         self.best.link(path)
         self._best_alone = None if is_due else path
@@ -337,10 +338,10 @@ class Trainer:
         if at is None or at.state.global_step in (0, self._saved_at):
             return
         for _, p in self.policy.trainable:
-            p.grad = None  # frees memory for the save: the error may be a lack of memory
+            p.grad = None  # frees memory for the save, because the error may be a lack of memory
         try:
             path = self.checkpoints.save_alone(self.policy, self.optimizer, at.state, at.generators)
-        except Exception as error:  # the error that stopped the run is the one to raise
+        except Exception as error:  # logged only, so that the error that stopped the run is raised
             self.journal.note(f"step {at.state.global_step} could not be saved: {error}")
             return
         self.journal.note(f"saved {path}; training.resume_from_checkpoint: latest goes on from there")

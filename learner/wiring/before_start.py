@@ -1,7 +1,7 @@
-"""What keeps a run from starting, as far as it can be known without torch, a GPU or a server.
+"""Finds mistakes that keep a run from starting, without torch, a GPU or a server.
 
-In: the configuration. Out: mistakes. `rollout-learner check` reports them, `rollout-launch` before its servers start,
-and `train` raises those of the parts. Writes nothing.
+In: the configuration. Out: mistakes. `rollout-learner check` reports them, `rollout-launch` does so before its servers
+start, and `train` raises those that `check_parts` finds. Writes nothing.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from shared.packages import check_compiler
 
 
 def check_parts(config: RunConfig) -> None:
-    """Check what the configuration names besides files and servers: parts of the user's own, trackers, and the metric
-    that chooses the best checkpoint. Raises ConfigErrors with all mistakes."""
+    """Check the user's own parts, the trackers, and the metric that chooses the best checkpoint. Raises ConfigErrors
+    with all mistakes."""
     checks = (check_extensions, check_trackers, check_kept_metric)
     if mistakes := [mistake for check in checks for mistake in mistakes_of(partial(check, config))]:
         raise ConfigErrors("the configuration names what cannot be used", mistakes=mistakes)
 
 
 def mistakes_before_start(config: RunConfig, environment: Mapping[str, str]) -> list[Mistake]:
-    """Return what is wrong with the run's folder, the checkpoint to resume from, the file for completed labels, the
+    """Return the mistakes about the run's folder, the checkpoint to resume from, the file for completed labels, the
     model's family, and the compiler of an engine that the learner starts."""
     model, complete = config.model, config.labels.complete
     checks: list[tuple[str, Callable[[], None]]] = [

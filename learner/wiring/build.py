@@ -69,8 +69,8 @@ def train(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 @contextmanager
 def joined_ranks(config: RunConfig, environment: Mapping[str, str]) -> Iterator[Ranks]:
-    """Yield the joined ranks of a run; they part at the end of the block. Raises ConfigError before they join, if the
-    user's parts, the trackers or the model's family cannot be used."""
+    """Yield the ranks of a run, joined until the end of the block. Raises ConfigError before they join, if the user's
+    parts, the trackers or the model's family cannot be used."""
     check_parts(config)
     check_folder(config.model.path, key="model.path", allow_untested=config.model.allow_untested_family)
     with told_before_the_first_step():
@@ -112,7 +112,7 @@ def train_on(
 def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, stack: ExitStack) -> Trainer:
     """Make every part of a run, and check them against the servers. Parts that must be closed are put on `stack`."""
     log = _open_run_dir(config, plan, ranks, stack)
-    if ranks.is_main:  # there is no console before the number of steps is known, and this takes minutes
+    if ranks.is_main:  # printed directly: the console begins when the number of steps is known, minutes later
         print(f"{Path(config.training.output_dir).name} reading annotations, loading {config.model.path}", flush=True)
     basis = _basis(config, plan, ranks)
     batches, total_steps = make_batches(basis, stack)
@@ -151,9 +151,9 @@ _UNFINISHED = ".unfinished-export"
 
 
 def export(checkpoint: Path, out: Path, dtype: str, notes: Mapping[str, str]) -> None:
-    """Write the merged weights of a checkpoint folder as a model that can be served, with `notes`, texts by the names
-    of their files. Raises OutputError if `out` has files or cannot be written. However it ends, the whole model is in
-    `out`, or no `config.json`."""
+    """Write the merged weights of a checkpoint folder as a model that can be served. `notes`: texts of further files,
+    by file name. Raises OutputError if `out` has files or cannot be written. Even if the export is killed, `out` has
+    either the whole model or no `config.json`."""
     from learner.config.sections.model import ModelConfig
     from learner.policy.files import export_model
 
@@ -179,7 +179,7 @@ def export(checkpoint: Path, out: Path, dtype: str, notes: Mapping[str, str]) ->
 
 
 def _check_export_folder(out: Path) -> None:
-    """Raises OutputError if `out` has files: an earlier export's weights may have more files, which would stay."""
+    """Raises OutputError if `out` has files, because an earlier export may have more weight files, which would stay."""
     is_empty = not out.exists() or (out.is_dir() and all(path.name == _UNFINISHED for path in out.iterdir()))
     if not is_empty:
         raise OutputError(

@@ -85,10 +85,10 @@ def connect_sync(
     *,
     ranks: Ranks = ALONE,
 ) -> Sync:
-    """Make the sync into the colocated engine, or to every server. Servers are joined, and were found to serve the same
-    model and to render the same prompts. A sync is checked with the first of `samples`. Adapters are synced if the
-    configuration says so. Raises ServerError or SyncError. A `HfBackend` has none: the trained model itself
-    generates."""
+    """Return the sync into the colocated engine, or to every server. It has joined the servers, after checks that they
+    serve the same model and render the same prompts. A sync is checked with the first of `samples`. Adapters are synced
+    if the configuration says so. Raises ServerError or SyncError. Not for a `HfBackend`, which generates with the
+    trained model itself."""
     assert not isinstance(backend, HfBackend), "the trained model itself generates"
     vllm = config.rollout_matching.vllm
     items = [_canary_item(sample, policy, task) for sample in samples[:CANARY_SAMPLES]]
@@ -170,8 +170,8 @@ def _synced_adapter(config: RunConfig, policy: Policy) -> AdapterWeights | None:
 
 
 def extremes(samples: Sequence[Sample]) -> list[Sample]:
-    """Return the samples with the fewest and the most pixels. If learner and server differ in a limit (`min_pixels`,
-    `max_pixels`) that matters for any sample, these samples' prompts differ."""
+    """Return the samples with the fewest and the most pixels. If learner and server have different limits
+    (`min_pixels`, `max_pixels`), and this changes any sample's prompt, it changes the prompt of one of these two."""
     pictured = [sample for sample in samples if sample.images]
     if not pictured:
         return []
@@ -205,8 +205,8 @@ def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence
 
 
 def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
-    """Return the ground truth of a training sample: fixed, and with its image, so that the vision tower is checked
-    too. Servers stand still while they score it, so the image is small and a long answer is cut."""
+    """Return a training sample with its ground truth as the answer, and with its image, so that the vision tower is
+    checked too. The image is small and a long answer is cut, because servers make no rollouts while they score it."""
     target = task.ground_truth(sample, LossConfig())
     small = with_small_images(sample, policy.encoder.images, CANARY_SIDE)
     return CanaryItem(

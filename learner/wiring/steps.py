@@ -82,7 +82,7 @@ def _load(config: RunConfig, split: str, task: Task, *, too_long: RowLimit | Non
 
 
 def row_limit(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> RowLimit:
-    """Return which training samples fit a packed row at any step."""
+    """Return the limit that tells which training samples fit into a packed row at every step."""
     return RowLimit(
         encoder=encoder,
         task=task,
@@ -124,7 +124,7 @@ def check_packing_buffer(
     """Raises ConfigError if the carry buffer must overflow during the run, to fail before hours of training (D6)."""
     training = config.training
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
-        return  # nobody knows yet how long augmented samples are
+        return  # the lengths of augmented samples are not known yet
     if plan.per_device_train_batch_size == 1:
         return  # every row takes at least one segment
     sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
