@@ -106,10 +106,11 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
     from rollout_server.engine import VllmEngine
 
     print(f"[rollout_server] loading {masked(config.model)}", file=console, flush=True)
-    # A closed terminal sends SIGHUP to all its processes. The engine's must ignore it until running calls have ended.
+    # A closed terminal sends SIGHUP to all its processes. The engine's processes must ignore it, because running calls
+    # need them until they have ended.
     with held_back(signal.SIGHUP):
         engine = VllmEngine(config)
-    # If these processes are killed, the next server removes their semaphores from shared memory.
+    # If this server's processes are killed, the next server removes their semaphores from shared memory.
     note_processes(folder, {os.getpid(), *descendants(os.getpid())})
     try:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))

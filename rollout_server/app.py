@@ -4,10 +4,10 @@ Every endpoint answers at `/x/` and `/x`, below the configured prefix. An error 
 status. If the caller hangs up, its call is cancelled. The layers around the routes are plain ASGI and buffer nothing.
 
 `/infer/` answers a JSON list in request order. With `Accept: application/x-ndjson` it sends one `AnswerLine` per
-request, as soon as the request ends. The HTTP status is sent with the first line. So an earlier failure is an ordinary
-error, and a later one becomes the last line.
+request, as soon as the request ends. The HTTP status is sent with the first line. So a failure before the first line is
+answered with its own HTTP status, and a later failure becomes the last line.
 
-`/v1/` is OpenAI's API (`openai_api.py`), for other clients. FastAPI describes all of it at `/openapi.json`.
+`/v1/` is OpenAI's API (`openai_api.py`), for other clients. FastAPI describes all routes at `/openapi.json`.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.config = config
-    # `Guard` checks the token. This only documents it.
+    # Only documents the token in the OpenAPI document. `Guard` checks it.
     guarded = [] if token is None else [Security(HTTPBearer(scheme_name="token"))]
     probes = _router(config.url_prefix, _Route, ErrorBody, [])
     _add_probes(probes, service)
@@ -465,7 +465,7 @@ class AnswerStream(StreamingResponse):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with aclosing(self._lines):
-            with suppress(RequestError):  # the client hung up: nobody is left to answer
+            with suppress(RequestError):  # the client hung up, so the error cannot be sent
                 await _while_connected(Request(scope, receive), self.stream_response(send))
 
     async def stream_response(self, send: Send) -> None:

@@ -25,9 +25,9 @@ from shared.wire import MAX_PARTS, ContentPart, Message
 Body = TypeVar("Body", bound=BaseModel)
 _MAX_FIELDS = 256  # max fields of one JSON object; valid bodies have fewer
 _PARTS = (Message, ContentPart)
-_FEW_OBJECTS = 1000  # up to so many are built without a pause, in about 10 ms
+_FEW_OBJECTS = 1000  # max objects that are built without a pause, in about 10 ms
 _TURN_S = 0.02
-_MAX_ESCAPES = 4_000_000  # max in one body; each blocks the event loop for 30 ns
+_MAX_ESCAPES = 4_000_000  # max escapes in one body; each blocks the event loop for 30 ns
 _MAX_OBJECTS = 150_000  # max objects and lists in one body; an update of 60,000 tensors has 120,000
 
 

@@ -1,6 +1,6 @@
 """The rollout server's configuration: a YAML file in, a frozen `ServerConfig` out, or every mistake at once (R16).
 
-The bearer token is not part of it: secrets do not belong in files.
+The bearer token is not part of the configuration, because secrets do not belong in files.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Folder = Annotated[Path, Field(strict=False)]  # strict mode would refuse a stri
 # Arguments of vLLM that `engine_args` may not set: another key sets them, or the server does.
 RESERVED_ENGINE_ARGS = frozenset(
     {
-        "calculate_kv_scales",  # vLLM takes them from the first request, so they are wrong for later weights
+        "calculate_kv_scales",  # vLLM computes the scales from the first request, so they are wrong for later weights
         "data_parallel_size",
         "disable_log_stats",
         "dtype",

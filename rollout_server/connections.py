@@ -1,12 +1,12 @@
-"""Limits on a connection's time and size, before anybody knows who it is (R16).
+"""Limits on a connection's time and size, which hold before the token is checked (R16).
 
 uvicorn's own connections wait for ever: for a request that never begins, for headers that come one byte at a time, for
 a caller that does not read its answer. A few hundred such callers use up all open files, and then not even `/health/`
 answers.
 
 Invariants:
-- at most `max_connections` + SPARE connections are open. One more closes the connection that has waited longest for
-  its caller's next request. At most `max_connections` calls run (`BodyLimit`), so probes can always connect;
+- at most `max_connections` + SPARE connections are open. A further connection closes the one that has waited longest
+  for its caller's next request. At most `max_connections` calls run (`BodyLimit`), so probes can always connect;
 - connections leave RESERVED_FILES of the process's open files to the rest of the server;
 - a request's headers arrive within HEADER_S of the connection, or of the first byte of a later request;
 - a connection keeps at most about MAX_HEADER_BYTES of headers and of other bytes outside a body;
@@ -93,7 +93,7 @@ class Connection(HttpToolsProtocol):
         self._num_idle_bytes = 0  # bytes since the last part of a body, or the end of the headers
         self._in_message = False  # True until the end of the current request has come
         self._headers_ended = False
-        # deadline of the headers, or of what is left of a refused body
+        # deadline of the headers, or of the rest of a refused body
         self._caller_due: asyncio.TimerHandle | None = None
         self._reading_due: asyncio.TimerHandle | None = None
 
@@ -159,7 +159,7 @@ class Connection(HttpToolsProtocol):
 
     def drop(self) -> None:
         self._waiting.remove(self)
-        # `close` would first send what is buffered, to a caller that may read nothing.
+        # `close` would first send the buffered bytes, to a caller that may read nothing.
         self.transport.abort()
 
     def _await_caller(self, timeout_s: float) -> None:

@@ -4,8 +4,8 @@ and in `openai_api.py`.
 In: requests, decoding settings, calls to the workers. Out: generations, log-probabilities, workers' replies, or an
 error of the project's tree. Everything runs on one event loop; on CPU it needs the environment of `__main__`.
 
-Invariants: a cancelled call aborts its requests; once the engine is dead every call raises; the scores of one reply are
-all of one version, if the caller holds the gate.
+Invariants: a cancelled call aborts its requests; once the engine is dead every call raises; all scores of one reply are
+by one version of the weights, if the caller holds the gate.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
-END_S = 12.0  # longest end of the engine's processes; containers allow 15 s beyond `shutdown_timeout_s`
+END_S = 12.0  # max wait for the engine's processes to end; containers allow 15 s beyond `shutdown_timeout_s`
 _MOST_HELD_S = 1.0  # longest pause of the engine while requests that share a step are sent
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64  # largest captured step, and spacing of the sizes above vLLM's; in tokens
 _GRAPH_ARGS = {
@@ -79,11 +79,11 @@ class WorkerReply(WireModel):
     """One worker's answer to a call of `SyncWorker`. It is sent as JSON, because an exception could end the engine."""
 
     error: ErrorBody | None = None
-    done: bool = True  # the join, or the update, has ended
-    runs_meanwhile: bool = False  # the model can run while weights are loaded
-    num_tensors: int = 0  # tensors loaded by the whole update
-    weights: str = ""  # a digest of all that was loaded, the same on every worker of every server
-    num_strangers: int = 0  # connections dropped at the group's port since the worker started
+    done: bool = True  # True: the join, or the update, has ended
+    runs_meanwhile: bool = False  # True: the model can run while weights are loaded
+    num_tensors: int = 0  # number of tensors that the whole update loaded
+    weights: str = ""  # digest of all loaded weights, the same on every worker of every server
+    num_strangers: int = 0  # number of connections dropped at the group's port since the worker started
 
 
 class Engine(Protocol):
@@ -183,13 +183,13 @@ class VllmEngine:
     async def generate(self, request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> list[Generation]:
         """Return `config.n` responses, the first one seeded with `seed`. Raises MediaError, RequestError,
         PromptTooLongError, ServerError, NotFiniteError."""
-        num_new = config.max_tokens or 1  # null: as many as fit; at least one must
+        num_new = config.max_tokens or 1  # null: as many tokens as fit, and at least one must fit
         seeds = [None if seed is None else offset_seed(seed, j) for j in range(config.n)]
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
             look = self._look(request, prompt)
             with self._vllm_errors():
-                answers = await gather(  # the responses share their images, so only the first one looks at them
+                answers = await gather(  # the responses share their images, so only the first reports the pixels
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)
                 )
@@ -273,7 +273,7 @@ class VllmEngine:
         else:
             calls = [core.collective_rpc_async(*call)]
         try:
-            # The gather is shielded: vLLM cannot cancel a worker call, so its answer must still be received.
+            # The gather is shielded, because vLLM cannot cancel a worker call, and its answer must still be received.
             answers = [answer for one in await asyncio.shield(asyncio.gather(*calls)) for answer in one]
         except Exception as error:
             raise SyncError(f"{method} failed in a worker", found=f"{type(error).__name__}: {error}") from error
@@ -341,7 +341,7 @@ class VllmEngine:
         finally:
             core.add_request_async = send
             sent.set()
-            await asyncio.shield(going_on)  # a paused engine would serve nobody
+            await asyncio.shield(going_on)  # even if this call is cancelled, because a paused engine answers nothing
 
     def serve_adapter(self, name: str | None) -> None:
         """From now on, answer requests with the adapter that the workers hold; None: without an adapter."""

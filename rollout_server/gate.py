@@ -11,8 +11,8 @@ Invariants:
 - calls are in flight only in `serving` and `draining`, so no call sees two versions;
 - `updating` begins with no call in flight;
 - versions rise, also over several learners, so two models are never served under one version;
-- `poisoned` ends only with a complete full update, because weights are overwritten in place and nothing rolls back;
-  the weights below an adapter count as complete only together with the adapter, by the same learner;
+- `poisoned` ends only with a complete full update, because weights are overwritten in place and cannot be restored;
+  the weights below an adapter count as complete only together with the adapter of the same learner;
 - an update belongs to the incarnation of the learner that opened the group;
 - a refused request changes nothing.
 """
@@ -247,6 +247,6 @@ class WaitingGate:
             await self._changed.wait()
 
     def _notify(self) -> None:
-        # A Condition would not do: a cancelled wait for its lock loses the notification.
+        # Not a Condition, because a cancelled wait for its lock would lose the notification.
         self._changed.set()
         self._changed = asyncio.Event()

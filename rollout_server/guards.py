@@ -102,7 +102,7 @@ class BodyLimit:
     """Refuses a body that is too large or too slow, or if the bodies of all running calls are too large together. Also
     refuses a call if too many run, unless it is a probe.
 
-    It refuses as soon as the announced or the counted length passes a limit. A body counts until its call has ended,
+    It refuses as soon as the announced or the counted length exceeds a limit. A body counts until its call has ended,
     because its bytes stay in memory until then.
     """
 

@@ -4,13 +4,13 @@ In: `ChatCall` and `CompletionCall`: the fields of OpenAI's API that only decide
 answers, as JSON or as server-sent events. Weights, adapters and settings cannot be changed here.
 
 Invariants:
-- vLLM's layer loads nothing: it gets decoded images, read by the server's own rules (`shared/images.py`), and no other
-  medium. So there is no second place that fetches URLs or opens files;
+- vLLM's layer fetches no URL and opens no file: it gets decoded images, read by the server's own rules
+  (`shared/images.py`), and no video or audio;
 - fields of vLLM that are not listed here are refused, such as a client's own chat template or processor settings;
 - requests are answered with the adapter that the learner has sent, whatever `model` says;
-- each choice reports its weights' versions as in `/infer/`; in a stream, the event that ends the choice does;
+- each choice reports its weights' versions as in `/infer/`; in a stream, the event that ends the choice has them;
 - a log-probability that is not finite fails the call, even if vLLM's layer would answer;
-- a request that the engine gives back (`was_given_back`) is made again, as long as nothing of the answer was sent.
+- a request that the engine gives back (`was_given_back`) is made again, unless a part of the answer was sent.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@ for a second after each order. Without a GPU the learner needs these cores: in a
 made learning 2.5 times slower on two cores. Now the worker sleeps after `SPIN_S` without an order, until vLLM's
 notification wakes it.
 
-`end_with_server`, the orphan guard: vLLM's processes notice a dead parent late or never. So each worker watches the
-server. When the server is gone, even by SIGKILL, the worker ends everything that descended from it: engine cores, the
-data-parallel coordinator, other workers, itself.
+`end_with_server`: vLLM's processes notice a dead parent late or never. So each worker watches the server. When the
+server has ended, even by SIGKILL, the worker ends all of the server's descendants: engine cores, the data-parallel
+coordinator, other workers, and itself.
 
-`cpu_seconds` tells an engine that is busy from one that is stopped.
+`cpu_seconds` distinguishes a busy engine from a stopped one.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def sleep_when_idle() -> None:
         waiting.__init__.__defaults__ = (SPIN_S,)
 
 
-# Holds the server's process id. vLLM's processes inherit it, because vLLM's start-up has no other way to pass it on.
+# Environment variable with the server's process id. vLLM's start-up has no other way to pass it to vLLM's processes.
 SERVER_PID_VARIABLE = "ROLLOUT_SERVER_PID"
 _LOOK_EVERY_S = 2.0
 

@@ -1,7 +1,7 @@
-"""A request's messages and images, made into what the engine takes: prompt token ids and decoded images (R03, R13).
+"""Turns a request's messages and images into the engine's input: prompt token ids and decoded images (R03, R13).
 
-Messages are rendered as they come: the learner drops a trailing assistant turn, not the server. Which image strings are
-allowed is in `shared/images.py`. Everything here blocks; `engine.py` calls it on threads.
+All messages are rendered: the learner, not the server, drops a trailing assistant turn. `shared/images.py` decides
+which image strings are allowed. All functions block; `engine.py` calls them on threads.
 """
 
 from __future__ import annotations
@@ -114,8 +114,8 @@ def too_long(found: str, max_model_len: int) -> PromptTooLongError:
 
 
 def image_sources(request: RolloutInferRequest) -> list[str]:
-    """Return the request's images in the order of their places in the messages. A place that names no image takes the
-    next of `images`; the remaining `images` come last."""
+    """Return the request's images in the order of their places in the messages. A place that names no image gets the
+    next one of the request's `images`; the remaining `images` come last."""
     left, sources = iter(request.images), []
     for message in request.messages:
         if isinstance(message.content, str):

@@ -3,12 +3,12 @@
 In: bodies of `shared/wire.py`. Out: their replies, rollouts as JSON.
 
 Invariants:
-- all new rollouts of a call are of one version;
+- all new rollouts of a call are made by one version of the weights;
 - answer `j` to a request is seeded with the request's seed + `j`. Without a seed, request `i` takes the call's seed +
   `i * n`;
-- a call holds its place in the gate until its last answer is made, however slowly its caller reads;
-- exactly once: a repeated uuid gets the same rollout, so a retry after a lost reply never makes a second one. Also
-  after a later sync the answer keeps the `ver` it was made with: a second rollout of a sample would be trained twice.
+- a call is inside the gate until its last answer is made, however slowly its caller reads;
+- a repeated uuid gets the same rollout, so that a retry after a lost reply never makes a second rollout, which would be
+  trained twice. The rollout keeps the `ver` it was made with, also after a later sync.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class RolloutService:
         """Yield each request's index and the JSON of its `RolloutOutput`, as soon as the request ends. Close the
         generator to abort the remaining requests.
 
-        Raises what the gate, the media rules and the engine raise; one bad request fails the call.
+        Raises the errors of the gate, the media rules and the engine; one bad request fails the call.
         """
         check_number("infer_requests", len(call.infer_requests) * call.request_config.n, self.config)
         async with aclosing(relay(partial(self._answer_all, call))) as answers:
@@ -159,7 +159,8 @@ class RolloutService:
             self.metrics.openai_calls.labels(outcome).inc()
 
     async def score(self, call: ScoreCall) -> ScoreReply:
-        """Return log-probabilities under the served weights. One that is not finite poisons the server."""
+        """Return log-probabilities under the served weights. A log-probability that is not finite poisons the
+        server."""
         check_number("items", len(call.items), self.config)
         async with self._admitted(len(call.items)) as ver:
             return await self._checked(score(self.engine, call.items, ver))
@@ -168,7 +169,7 @@ class RolloutService:
     async def _admitted(self, num_requests: int) -> AsyncIterator[int]:
         """Yield the version that answers these requests. Raises ServerBusyError if there are too many, and what the
         gate raises."""
-        # A call that is alone is let in whatever its size: waiting would not make room for it.
+        # If no other call runs, a call of any size is let in, because waiting would not make room for it.
         if self._num_requests and self._num_requests + num_requests > MOST_REQUESTS:
             raise ServerBusyError(
                 "too many requests are under way",
@@ -388,7 +389,7 @@ def _num_chars(message: Message) -> int:
 
 
 def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> str:
-    """Return a digest of all that decides an answer. `seed`: the request's, which replaces the call's."""
+    """Return a digest of all inputs that determine an answer. `seed`: the request's seed, which replaces the call's."""
     digest = hashlib.blake2b(digest_size=16)
     for value in (request.model_dump(exclude={"data_dict"}), config.model_copy(update={"seed": seed}).model_dump()):
         _feed(digest, value)

@@ -41,7 +41,7 @@ class _UvicornServer(uvicorn.Server):
     def listen_to_signals(self) -> None:
         """Drain at each of `stop_signals`, from the start of serving on. Call it in the main thread."""
         for signum in stop_signals():
-            # uvicorn drains at SIGTERM and SIGINT, then raises the signal again for the handler set here.
+            # uvicorn drains at SIGTERM and SIGINT, and then sends the signal again, to the handler that is set here.
             signal.signal(signum, self._hung_up if signum == signal.SIGHUP else signal.SIG_IGN)
 
     def _hung_up(self, signum: int, frame: FrameType | None) -> None:

@@ -1,8 +1,8 @@
-"""The watch over an engine that no longer answers: a worker that is stopped or hangs says nothing by itself.
+"""Detects an engine that no longer answers, because a worker that is stopped or hangs causes no error by itself.
 
-In: a ping, and the CPU time of the engine's processes. Out: a ServerError (503) for all that wait for the engine.
+In: a ping, and the CPU time of the engine's processes. Out: a ServerError (503) for all calls that wait for the engine.
 
-Invariants: one ping is under way at a time, and a ping is never cancelled; an engine whose processes use CPU time gets
+Invariants: at most one ping is unanswered, and a ping is never cancelled; an engine whose processes use CPU time gets
 BUSY_TURNS times as long; the stall ends with the ping's answer.
 """
 

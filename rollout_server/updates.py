@@ -1,14 +1,14 @@
-"""Weight updates as the server runs them: one call is one update (R09, R10).
+"""Weight updates on the server: each call of `/update_weights/` is one update (R09, R10).
 
 In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/` and `/close_communicator/`. Out: replies.
-The reply to an update comes once the workers have loaded and checked everything, and the canary's scores are those that
-the learner expects.
+An update is answered after the workers have loaded and checked all weights, and after the canary's scores were compared
+with the learner's.
 
 Invariants:
 - one sync call runs at a time; a new learner's group ends the old learner's running call;
 - a call lasts MOST_SYNC_S at most, whatever the learner asks for;
 - an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
-- nothing is served before the verdict on the canary;
+- nothing is served before the canary's scores were compared;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
 - caches are empty, and nothing else runs, when the canary is scored;
 - NaN that earlier weights left in the KV cache never reaches an answer of later weights.
@@ -52,14 +52,14 @@ from shared.wire import (
 
 SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
 MOST_SYNC_S = 600.0
-_SLICE_S = 0.25  # longest wait of a worker in one call; nothing else runs during an update
+_SLICE_S = 0.25  # max seconds that a worker waits in one call during an update
 # The engine generates while a group is joined, so a worker answers at once whether it has joined.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 
 
 @dataclass
 class SyncTotals:
-    """Totals since the server started, for `/metrics/`."""
+    """Counters and times of the syncs since the server started, for `/metrics/`."""
 
     completed: int = 0
     failed: int = 0
@@ -136,7 +136,7 @@ class WeightUpdates:
                             call, outcome, clear_cache=clear_cache
                         )
                     except BaseException as error:
-                        # The other workers, and the learner, may still wait for each other.
+                        # The other workers and the learner may still wait for each other, so the group is left.
                         await self._leave(reason(error))
                         raise
             except BaseException:

@@ -6,9 +6,9 @@ The next buckets are received while one is checked and loaded.
 
 Invariants:
 - no method blocks longer than the slice it is given plus one load, so a lost peer never hangs the engine;
-- no method raises, because an exception in a worker can end the engine: each answers a `WorkerReply` as JSON;
-- nothing is loaded whose seal is wrong;
-- after every update, failed ones included, the model's layers are whole, though its weights may be wrong.
+- no method raises, because an exception in a worker can end the engine; each method returns a `WorkerReply` as JSON;
+- a bucket with a wrong seal is not loaded;
+- after every update, also a failed one, the model's layers are whole, though its weights may be wrong.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ P = ParamSpec("P")
 _Memory: TypeAlias = "torch.Tensor | Iterable[_Memory]"
 BUCKETS_AHEAD = 2  # buckets that are received while another one is loaded
 
-# This runs at import: the engine takes seconds to start, and the server may die meanwhile.
+# Runs at import, because the server may die during the seconds in which the engine starts.
 end_with_server()
 sleep_when_idle()
 adapt_linear_layers_only()
@@ -60,7 +60,7 @@ def _answering(
             reply = method(self, *args, **kwargs)
         except ProjectError as error:
             reply = WorkerReply(error=ErrorBody.of(error))
-        except Exception as error:  # vLLM's loaders raise anything; the caller has to know that the weights are wrong
+        except Exception as error:  # vLLM's loaders raise any type; the caller must learn that the weights are wrong
             found = f"{type(error).__name__}: {str(error)[:500]}"
             reply = WorkerReply(error=ErrorBody.of(SyncError("loading weights failed", found=found)))
         return reply.model_dump_json()
@@ -126,7 +126,7 @@ class SyncWorker:
 
     @_answering
     def sync_ping(self) -> WorkerReply:
-        """Answers, which shows that the worker is there."""
+        """Return an empty reply, which shows that the worker runs."""
         return WorkerReply()
 
     @_answering
@@ -161,7 +161,7 @@ class SyncWorker:
             operation.cancel(CommunicatorError(because))
             try:
                 operation.result().abort()
-            except ProjectError:  # the group was never whole
+            except ProjectError:  # the join was not complete, so there is no group to leave
                 return
 
 
@@ -208,7 +208,7 @@ class Receiving:
         """
         until = time.monotonic() + slice_s
         if not self._opened:
-            self._load.open()  # takes some time, in which the first bytes arrive
+            self._load.open()  # the first bytes arrive meanwhile
             self._opened = True
         while self._incoming:
             buffer, operation = self._incoming[0]
