@@ -62,4 +62,4 @@ def test_all_is_given_back_when_a_run_fails() -> None:
 def test_a_run_without_a_step_sets_nothing_aside() -> None:
     before = gc.get_freeze_count()
     with start_set_aside():
-        assert gc.get_freeze_count() == before
+        assert gc.get_freeze_count() <= before  # objects that were set aside before may be freed meanwhile
