@@ -58,7 +58,8 @@ class PixelShare:
         self.closed = threading.Event()
 
     def take(self, num_pixels: int) -> None:
-        """Wait until `num_pixels` more are free. Raises ServerBusyError after a time, RequestError if it is closed."""
+        """Wait until `num_pixels` more are free. Raises ServerBusyError if that takes too long, RequestError if the
+        share is closed."""
         self._budget.take(num_pixels, self.closed)
         self._num_pixels += num_pixels
         if self.closed.is_set():  # closed during the wait
@@ -71,7 +72,8 @@ class PixelShare:
 
 
 class Budget:
-    """Counts the pixels of all decoded images, and makes calls wait above `most`."""
+    """Counts the pixels of all decoded images. `take` waits while other images are held and there would be more than
+    `most`."""
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self._most, self._timeout_s = most, timeout_s

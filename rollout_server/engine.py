@@ -65,7 +65,8 @@ T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
 END_S = 12.0  # max wait for the engine's processes to end; containers allow 15 s beyond `shutdown_timeout_s`
 _MOST_HELD_S = 1.0  # longest pause of the engine while requests that share a step are sent
-_MOST_CAPTURED, _CAPTURED_EVERY = 512, 64  # largest captured step, and spacing of the sizes above vLLM's; in tokens
+# In tokens: the largest step that is captured as a CUDA graph, and the distance between sizes above vLLM's own.
+_MOST_CAPTURED, _CAPTURED_EVERY = 512, 64
 _GRAPH_ARGS = {
     "compilation_config",
     "cudagraph_capture_sizes",

@@ -99,7 +99,7 @@ class Gate:
         self.incarnation = ""
 
     def check_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
-        """Raises SyncError if `begin_update` would."""
+        """Raises SyncError if `begin_update` would raise it."""
         if self.update is not None:
             raise _refused(f"an update to version {self.update.ver} is under way", "one update at a time")
         if incarnation != self.incarnation or not incarnation:
@@ -137,7 +137,8 @@ class Gate:
         self._awaits_adapter = self._unsound = False
 
     def complete_base(self) -> None:
-        """End an update of base weights below an adapter. Nothing is served until this learner's adapter is."""
+        """End an update of base weights below an adapter. Nothing is served until this learner's adapter has been
+        loaded, too."""
         assert self.update is not None, "no update under way"
         self._base_ver = self.update.ver
         self.fail("the weights below an adapter have come, and the adapter has not")

@@ -145,8 +145,9 @@ class OpenAILayer:
         return _json(await self._started().models.show_available_models())
 
     async def complete(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
-        """Return the answer, or with `call.stream` its events, as they come. `images`: those of the call's messages, in
-        order. `ver`: the version of the weights. Raises RequestError, NotFiniteError, and what vLLM raises."""
+        """Return the answer, or with `call.stream` its events, as they come. `images`: the images of the call's
+        messages, in order. `ver`: the version of the weights. Raises RequestError, NotFiniteError, and what vLLM
+        raises."""
         for _ in range(TRIES):
             with contextlib.suppress(_GivenBackError):
                 answer = await self._answer(call, images, ver)
@@ -154,7 +155,8 @@ class OpenAILayer:
         raise given_back()
 
     async def _answer(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
-        """Try once. Raises _GivenBackError if the engine gives the request back; events raise it before the first."""
+        """Try once. Raises _GivenBackError if the engine gives the request back; in a stream the iteration raises it,
+        before the first event."""
         serving = self._started()
         watch = _Watch(ver=ver, n=call.n)
         # vLLM's layer calls `_Client.generate` in this context, and finds this call's watch there.
@@ -327,7 +329,7 @@ class _Client:
 
     def generate(self, *args: object, **kwargs: object) -> AsyncGenerator[RequestOutput]:
         """Yield one prompt's outputs, with the served adapter. vLLM's layer calls this for each prompt, in order. The
-        outputs raise NotFiniteError, _GivenBackError."""
+        iteration raises NotFiniteError or _GivenBackError."""
         watch = _watch.get()
         first = watch.num_prompts * watch.n
         watch.num_prompts += 1
@@ -337,8 +339,8 @@ class _Client:
     async def _watched(
         self, outputs: AsyncGenerator[RequestOutput], watch: _Watch, first: int
     ) -> AsyncGenerator[RequestOutput]:
-        """Yield one prompt's outputs and count their tokens. `first`: the choice that the prompt's first answer
-        becomes."""
+        """Yield one prompt's outputs and count their tokens. `first`: the index of the choice that the prompt's first
+        answer becomes."""
         async with contextlib.aclosing(outputs):
             async for output in outputs:
                 try:

@@ -81,7 +81,8 @@ def _seconds_of_child(pid: int) -> float:
 
 
 def _stat(pid: int) -> tuple[str, float]:
-    """Return a process's state and seconds of CPU time, with ended children. Raises OSError if the process is gone."""
+    """Return a process's state, and the seconds of CPU time of the process and its ended children. Raises OSError if
+    the process is gone."""
     state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return state, sum(map(int, fields[10:14])) / os.sysconf("SC_CLK_TCK")  # user, system, and those of children
 
@@ -95,6 +96,6 @@ def _watch(server_pid: int) -> None:
         family |= descendants(server_pid)
         while not select.select([server], [], [], _LOOK_EVERY_S)[0]:
             family = descendants(server_pid)
-    for pid in sorted(family, key=lambda pid: pid == os.getpid()):  # itself last
+    for pid in sorted(family, key=lambda pid: pid == os.getpid()):  # this process last
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

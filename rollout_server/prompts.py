@@ -16,7 +16,8 @@ from shared.generation import IMAGE_PLACEHOLDER, Prompt, limit_pixels, render_me
 from shared.wire import RolloutInferRequest, text_of
 
 _PIECE_CHARS = 1 << 16
-_PIECES_MARGIN = 2  # a text may have fewer tokens than the sum over its pieces
+# The pieces of a text may have more tokens than the whole text, so they may have this many times the limit.
+_PIECES_MARGIN = 2
 
 
 class Renderer:

@@ -120,7 +120,7 @@ class SyncWorker:
 
     @_answering
     def sync_clear_cache(self) -> WorkerReply:
-        """Empty the KV cache's memory, while nothing is generated."""
+        """Fill the KV cache with zeros (on CPU only if it holds NaN). Call it while nothing is generated."""
         _clear(self.model_runner.kv_caches)
         return WorkerReply()
 
