@@ -119,7 +119,7 @@ class EngineImages:
         info = self.renderer.get_mm_processor().info
         asked: Any = prompt.for_engine().get("mm_processor_kwargs", {})
         overrides = dict(info.ctx.get_merged_mm_kwargs(asked))
-        if self._dtype == LEVELS:  # vLLM makes the processor leave this to the device
+        if self._dtype == LEVELS:  # vLLM then leaves scaling and normalizing to the device
             overrides |= {"do_rescale": True, "do_normalize": True}
         # With the same arguments as the model's code, vLLM returns its cached processor. Otherwise vLLM reads the files
         # again and copies the tokenizer several times: 4 s for a vocabulary of 152,000.

@@ -144,7 +144,7 @@ def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: s
     """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the name of
     the other side. Raises ServerMismatchError if its vision tower sees other pixels than the learner's."""
     others = _other_settings(mine.settings, theirs.settings)
-    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # otherwise the values differ
+    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # else equal levels give different values
     if mine.images == theirs.images and normalized_alike:
         return 0.0
     gap = max(_gaps(mine, theirs), default=0.0)

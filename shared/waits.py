@@ -1,9 +1,8 @@
 """Waits with a deadline, by a clock that stops while this process is stopped: Ctrl-Z and `fg`, or a paused machine. An
 answer may have come during the pause, before this process could see it.
 
-In: limits in seconds. Out: deadlines for threads, coroutines and loops that poll, and the pauses between tries of what
-failed. Waits for the end of a process, and
-waits inside libraries, have other limits, by the system's clock.
+In: limits in seconds. Out: deadlines for threads, coroutines and loops that poll, and pauses before work that failed is
+tried again. Waits for the end of a process, and waits inside libraries, have other limits, by the system's clock.
 """
 
 from __future__ import annotations

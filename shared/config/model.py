@@ -145,7 +145,8 @@ def without_secrets(value: object, secrets: Mapping[str, str]) -> object: ...
 
 
 def without_secrets(value: object, secrets: Mapping[str, str]) -> object:
-    """Return the value with the texts of `secrets` as they were written, and secrets masked in all other texts."""
+    """Return the value with each text that is a key of `secrets` replaced by the text in the file (with `${NAME}`), and
+    with secrets masked in all other texts."""
     if isinstance(value, dict):
         return {name: without_secrets(one, secrets) for name, one in value.items()}
     if isinstance(value, list):

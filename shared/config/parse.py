@@ -104,7 +104,7 @@ def parse(
 def _follow(rule: Callable[[Model], Iterable[Mistake]], view: Model) -> list[Mistake]:
     mistakes: list[Mistake] = []
     with suppress(UntrustedValueError):
-        mistakes.extend(rule(view))  # keeps the mistakes found before the wrong value
+        mistakes.extend(rule(view))  # keeps the mistakes that the rule yields before it reads a wrong value
     return mistakes
 
 

@@ -105,7 +105,8 @@ class AdapterLoad:
         """Do nothing: `finish` leaves no layer half changed."""
 
     def _pairs(self) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return (lora_A, lora_B) by served layer. Raises CoverageError if a half has no layer or no partner."""
+        """Return (lora_A, lora_B) by served layer. Raises CoverageError if one of the two is missing, or if the engine
+        cannot adapt the layer."""
         modules = sorted({name.removesuffix(half) for name in self._tensors for half in _HALVES if name.endswith(half)})
         paired = {module + half for module in modules for half in _HALVES}
         if alone := paired ^ self._tensors.keys():

@@ -101,7 +101,8 @@ class CopyMemory:
 
 
 class _Watcher(TorchDispatchMode):
-    """Records each torch operation: `pairs` are (target, source) of copies; `others`: another operation wrote."""
+    """Records torch operations: `pairs` are (target, source) of each copy; `others` is True if an operation other than
+    a copy or a constant fill wrote."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -67,7 +67,8 @@ class Seat:
 
 @dataclass(frozen=True, kw_only=True)
 class Meeting:
-    """All ranks' cards, by rank, and this rank's connections: from rank 0 to all others, else to rank 0."""
+    """All ranks' cards, by rank, and this rank's connections, by the rank on the other side. Rank 0 has one to each
+    other rank; every other rank has one, to rank 0."""
 
     cards: Sequence[bytes]
     links: Mapping[int, socket.socket]
