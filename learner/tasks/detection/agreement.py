@@ -91,7 +91,7 @@ def _groups(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[
 
 def _pairs(members: Sequence[ClusterMember], iou: NDArray[np.float64]) -> list[tuple[int, int]]:
     """Return pairs of objects of different answers with enough overlap, in the order in which they are joined. Equal
-    pairs are sorted by places, so if answers repeat one box, first is joined with first, second with second."""
+    pairs are sorted by places: if two answers repeat one box, their first copies are joined, then their second ones."""
     rows, columns = np.nonzero((np.triu(iou, k=1) >= SAME_IOU) & (np.triu(iou, k=1) > 0))
     found = []
     for i, j in zip(rows.tolist(), columns.tolist(), strict=True):

@@ -2,8 +2,8 @@
 
 A sample is one image, or several images that are drawn together. COCO's matches do not depend on other images, so they
 are made once (pycocotools). A draw weights each sample by how often it was drawn. The result equals that of pycocotools
-on so many copies of each sample, because copies of a box have equal scores and so stand together in the order. It
-differs only if two boxes in one image have equal scores. No side effects.
+for a set with as many copies of each sample as were drawn, because copies of a box have equal scores and so stand
+together in the order. The two differ only if two boxes in one image have equal scores. No side effects.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class RankedBoxes:
     name: str
     scores: NDArray[np.float64]  # [D]
     images: NDArray[np.int64]  # [D] index of each box's sample
-    right: NDArray[np.bool_]  # [T, D]
-    wrong: NDArray[np.bool_]  # [T, D]; a box in an ignore region is neither right nor wrong
+    right: NDArray[np.bool_]  # [T, D] True: the box is matched with an object at this threshold
+    wrong: NDArray[np.bool_]  # [T, D] True: it is not; a box in an ignore region is neither right nor wrong
     truth: NDArray[np.float64]  # [samples] number of objects that count
 
 
 def _ranked_boxes(evaluation: COCOeval | None, owners: Sequence[int]) -> list[RankedBoxes]:
-    """Return the ranked boxes of each class; [] without matches. `owners` has the sample of each image."""
+    """Return the ranked boxes of each class; [] without matches. `owners` has the index of each image's sample."""
     if evaluation is None:
         return []
     number = len(owners)
@@ -93,7 +93,7 @@ def ap_of(classes: Sequence[RankedBoxes], weights: NDArray[np.float64]) -> dict[
 def _average(
     one: RankedBoxes, threshold: int, weights: NDArray[np.float64], num_truth: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Return [draws]: the mean over 101 recalls of the best precision at that or a higher recall."""
+    """Return for each draw the mean, over 101 recalls, of the best precision at this or a higher recall."""
     found = np.zeros(len(weights))
     step = max(1, _VALUES_AT_ONCE // max(1, len(one.images)))
     recalls = np.linspace(0.0, 1.0, 101)
@@ -132,5 +132,5 @@ class ApDraws:
         return interval_of(self.whole[name], self.drawn[name], _CONFIDENCE)
 
     def minus(self, other: ApDraws, name: str) -> Interval:
-        """Return the interval of the difference to `other`, on the same draws."""
+        """Return the interval of the metric `name` of this detector minus that of `other`, on the same draws."""
         return interval_of(self.whole[name] - other.whole[name], self.drawn[name] - other.drawn[name], _CONFIDENCE)

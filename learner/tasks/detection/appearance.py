@@ -33,12 +33,12 @@ from threadpoolctl import threadpool_limits
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.bins import bounding_box, to_pixels
 
-MIN_LABELS = 200  # so many labels in 16 photographs of cells gave errors of up to 0.12, in 8 photographs of up to 0.35
+MIN_LABELS = 200  # labels; with 200 in 16 photographs of cells errors were at most 0.12, in 8 photographs 0.35
 MIN_AUC = 0.75  # least AUC on held-out labels; below it there is no estimate
 OWN_CLASS = 60  # right examples of a class that get a classifier of their own
 MOST_LABELS = 6000  # labels whose pixels are read; more of them do not improve the estimate
 FOLDS = 3
-ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # IoU with the label: from, and below
+ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (least IoU with the label, the number below which the IoU must be)
 _BORDER = 0.0125  # share of a side within which a box touches the photograph's border
 _SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # a crop: cells per side, side / box's side, least side in pixels
 _NUMBERS = 4 * _SIDE**2 + 3  # numbers per crop: three colours and an edge per cell, and the spread of each colour
@@ -91,8 +91,8 @@ class Appearance:
 
 
 def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
-    """Cut examples and finds out of a sample's photographs. A share `share` of the labels is used, chosen by a hash of
-    their names and places. Raises what `open_image` raises."""
+    """Cut examples and finds out of a sample's photographs. Only the share `share` of the labels is used, chosen by a
+    hash of their names and places. Raises what `open_image` raises."""
     labels = [obj for obj in sample.objects if _seed(sample, obj) < share * 2**32]
     on: list[Crop] = []
     beside: list[Crop] = []
@@ -217,7 +217,7 @@ class Looks:
     """Learns from some samples how objects and their surroundings look. Classifiers are fitted when first needed."""
 
     def __init__(self, samples: Sequence[SampleCrops], *, names: bool = True) -> None:
-        """`names`: probabilities are those of a right name and box; else of a right box."""
+        """`names`: estimate the probability that name and box are right; False: that the box is right."""
         self._names = names
         self._on, self._beside = (
             _Line.of((i, crop) for i, own in enumerate(samples) for crop in getattr(own, kind))
@@ -231,8 +231,8 @@ class Looks:
     def judge(
         self, finds: Sequence[Sequence[Crop]], votes: Sequence[Sequence[int]], first: Shares | None = None
     ) -> Appearance:
-        """Estimate the probabilities of finds in the same samples. `votes` has each find's votes, all equal if there
-        are none. `first`: shares of another model's finds. The shares of this model are drawn towards them, because
+        """Estimate the probabilities of finds in the same samples. `votes` has each find's votes, all equal if finds
+        have no votes. `first`: shares of another model's finds. This model's shares are drawn towards them, because
         with a few hundred finds the error of shares is as large as the difference between models."""
         number_on, own_class = len(self._on), self._own_class
         if number_on < MIN_LABELS or len(self._beside) < MIN_LABELS:
@@ -275,7 +275,7 @@ class _Group:
     by_part: Sequence[Callable[[Pixels], Floats]]
     on: Floats
     on_border: NDArray[np.bool_]
-    wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # (scores, border): of boxes beside objects, of other classes
+    wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # (scores, border) of misplaced and of misnamed examples
 
     @classmethod
     def of(cls, on: _Line, beside: _Line, name: str | None, own: set[str], *, names: bool) -> _Group:
@@ -332,8 +332,8 @@ def _scores(by_part: Sequence[Callable[[Pixels], Floats]], pixels: Pixels, part:
 
 
 def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return groups of places of finds with equal votes. From the most votes down, groups are joined until each has
-    `_FEWEST_FINDS`."""
+    """Return the indices of the finds, in groups of equal votes. From the most votes down, groups are merged until each
+    has `_FEWEST_FINDS` finds; the last group may have fewer."""
     groups, own = [], np.zeros(0, dtype=np.int64)
     for number in sorted(set(votes.tolist()), reverse=True):
         own = np.concatenate([own, np.flatnonzero(votes == number)])
@@ -363,8 +363,8 @@ def _right_of_mixture(
 
 
 def logistic(right: Pixels, wrong: Pixels, penalty: float = PENALTY) -> Callable[[Pixels], Floats]:
-    """Fit a penalised logistic regression by Newton's method; both sides have the same total weight. Return its
-    logits."""
+    """Fit a penalised logistic regression by Newton's method. The right and the wrong examples have the same total
+    weight. Return a function that gives the logits of pixels."""
     values, is_right = np.concatenate([right, wrong]).astype(float), np.r_[np.ones(len(right)), np.zeros(len(wrong))]
     mean, spread = values.mean(axis=0), values.std(axis=0) + 1e-6
     design = np.c_[np.ones(len(values)), (values - mean) / spread]

@@ -2,8 +2,8 @@
 
 In: finds with votes and probabilities, and verdicts on some finds. Out: better probabilities of all finds.
 
-The number of finds drawn with v votes is proportional to the square root of all finds with v votes, so that rare
-numbers of votes are drawn too. A logistic regression is fitted to the verdicts:
+How many finds with v votes are drawn is proportional to the square root of the number of all finds with v votes, so
+that rare numbers of votes are drawn too. A logistic regression is fitted to the verdicts:
 
     logit(right) = a + b logit(probability) + c log2(votes of eight answers)
 
@@ -51,7 +51,7 @@ class AuditedFind(NamedTuple):
 
 
 def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
-    """Return the places of `number` finds in random order, or of all finds if there are fewer."""
+    """Return the indices in `votes` of `number` drawn finds, in random order; of all finds if there are fewer."""
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)

@@ -59,13 +59,13 @@ class Bin(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Boxes:
-    """All candidates of several images, one after the other. `gains` say which boxes are right: the order of scores
-    decides which of several boxes of one object is."""
+    """All candidates of several images, one after the other. `gains` say which boxes are right. If several boxes are on
+    one object, the order of scores decides which of them is right."""
 
     features: Floats  # [N, len(FEATURES)]
     names: list[str]
     images: NDArray[np.int64]  # [N] index of each box's image
-    overlaps: list[Overlaps]  # of each image
+    overlaps: list[Overlaps]  # one per image
     num_truth: int
     gains: Gains
 

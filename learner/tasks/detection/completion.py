@@ -3,8 +3,8 @@
 In: a sample, and the objects of K answers drawn from the model. Out: the sample with more labels.
 
 1. The objects are clustered, at most one per answer (`agreement`). A cluster's votes are the answers that have it.
-2. A cluster *confirms* a label (same name, IoU >= 0.5, one-to-one), or it overlaps a label otherwise and *contradicts*
-   it, or it overlaps no label and is *free*. Clusters in ignore regions are left out.
+2. A cluster *confirms* a label (same name, IoU >= 0.5, one-to-one), or it overlaps a label without confirming it and
+   *contradicts* it, or it overlaps no label and is *free*. Clusters in ignore regions are left out.
    A free cluster that overlaps a free one with more votes *repeats* it, and is not counted.
 3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`).
    Each keeps its votes.
@@ -19,12 +19,12 @@ v votes confirm labels, d contradict labels, and f be free:
 
 r is the number of objects without a label per labelled one. If labels are missing at random, unlabelled objects get v
 votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. A few clusters with many votes
-may be chance. So r is f / (c + d) over the clusters with most votes: over `ENOUGH` of them, and over all that half of
-the answers have. A model invents fewer boxes that many of its answers have, so p and s do not fall with v, and are
-fitted so (`not_falling`). This removes most of the noise of small counts. p s is an upper bound: boxes that the model
-invents as surely as it finds real objects look like real ones. `auto` takes the number of votes for which most labels
-are gained: estimated right ones minus wrong ones. Nothing is completed if complete labels could have given the same
-clusters.
+may be chance. So r is f / (c + d) over the clusters with most votes: as many as have `ENOUGH` clusters near labels, but
+only clusters that about half of the answers have. The more votes an invented box needs, the rarer it is. So p and s do
+not fall with v, and they are fitted under this condition (`not_falling`). This removes most of the noise of small
+counts. The product p s is an upper bound: boxes that the model invents as surely as it finds real objects look like
+real ones. `auto` takes the number of votes for which most labels are gained: the estimated number of right labels minus
+that of wrong ones. Nothing is completed if complete labels could have given the same clusters.
 
 Invariants: labels are not changed. No two completed labels overlap, and none overlaps a label or an ignore region.
 Objects stay in canonical order. No side effects.
@@ -216,13 +216,13 @@ Counts = NDArray[np.float64]  # [K] by votes, from 1 on
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fit:
     missing: float  # upper bound of the share of the objects without a label
-    surest: tuple[float, float]  # (clusters without a label, all clusters) at the highest votes
-    precision: Counts  # p s in the module's docstring
+    surest: tuple[float, float]  # (clusters without a label, all clusters) among the clusters with the most votes
+    precision: Counts  # the product p s of the module's docstring
 
 
 def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
-    """Fit the estimate; None if too few clusters are near labels. The highest numbers of votes are joined until they
-    have `MIN_CLUSTERS` clusters near labels."""
+    """Fit the estimate; None if fewer than `MIN_CLUSTERS` clusters are near labels. Clusters are grouped by votes. The
+    groups with the most votes are merged into one, which has at least `MIN_CLUSTERS` clusters near labels."""
     from_top = near[::-1].cumsum()[::-1]
     enough = np.flatnonzero(from_top >= MIN_CLUSTERS)
     if not len(enough):
@@ -246,8 +246,8 @@ def _joined(counts: Counts, top: int) -> Counts:
 
 
 def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
-    """Add up neighbours until the shares parts / wholes do not fall. These are the likeliest shares that do not fall
-    (isotonic regression by pooling adjacent violators)."""
+    """Return `parts` and `wholes` with neighbouring entries added up until the shares parts / wholes do not fall. These
+    are the likeliest shares that do not fall (isotonic regression by pooling adjacent violators)."""
     blocks: list[tuple[float, float, int]] = []
     for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True):
         length = 1

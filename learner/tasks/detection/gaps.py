@@ -3,8 +3,8 @@
 In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and free clusters
 (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
-Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. Its name is right as
-often as names at labels are, with as many votes and with the same agreement on the name. If labels are too few, or a
+Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. Its name is taken to be
+right as often as the names of clusters at labels with as many votes and the same agreement. If labels are too few, or a
 classifier cannot separate objects from their surroundings, only votes are left. They are misleading if labels are not
 missing at random, because a model that learned labels has learned their gaps (D22). Two signs show it, among clusters
 that half of the answers have:
@@ -13,7 +13,7 @@ that half of the answers have:
                     shape, place and class, on held-out photographs
     photographs     the share of clusters without a label varies more between photographs than chance allows
 
-    Then the estimate from votes is not reported, and nothing is chosen by it. No side effects.
+If there is such a sign, the estimate from votes is not reported, and nothing is chosen by it. No side effects.
 """
 
 from __future__ import annotations
@@ -153,9 +153,9 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
 
 
 def not_random(found: Found, num_answers: int) -> str:
-    """Return a sentence about how labels are not missing at random; "" if there is no sign of it. Only clusters count
-    that half of the answers have; if they have no label, only with a probability of at least 0.5, if probabilities are
-    known."""
+    """Return a sentence about how labels are not missing at random; "" if there is no sign of it. Only clusters that
+    half of the answers have are counted. Of those without a label, clusters with a known probability below 0.5 are not
+    counted either."""
     sure = [
         (place, one)
         for place, own in enumerate(found)
@@ -207,7 +207,7 @@ def _differ(features: NDArray[np.float32], is_free: NDArray[np.bool_], places: N
 
 
 def _in_words(sure: Sequence[LabelCandidate], is_free: NDArray[np.bool_]) -> str:
-    """Return a sentence about the feature that differs most between clusters without a label and with one."""
+    """Return a sentence about the feature that differs most between clusters without a label and clusters with one."""
     boxes = np.array([bounding_box(one.object) for one in sure], dtype=float)
     sizes, middle = (boxes[:, 2:] - boxes[:, :2]).prod(axis=1), (boxes[:, :2] + boxes[:, 2:]) / 2
     usual, place = np.median(sizes[~is_free]), np.median(middle[~is_free], axis=0)
@@ -229,8 +229,8 @@ def _in_words(sure: Sequence[LabelCandidate], is_free: NDArray[np.bool_]) -> str
 
 
 def _spread(is_free: NDArray[np.bool_], places: NDArray[np.int64]) -> str:
-    """Return a sentence if the share of clusters without a label varies between photographs more than by chance; else
-    ""."""
+    """Return a sentence if the share of clusters without a label varies between photographs more than by chance.
+    Otherwise return ""."""
     number, free = np.bincount(places), np.bincount(places, weights=is_free)
     free, number = free[number > 0], number[number > 0]
     share, degrees = is_free.mean(), len(number) - 1

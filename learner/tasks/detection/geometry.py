@@ -2,7 +2,7 @@
 
 Boxes are (x1, y1, x2, y2), polygons (x1, y1, x2, y2, ...), with continuous coordinates: a box's area is
 (x2 - x1) * (y2 - y1). A polygon that crosses itself is replaced by the result of `shapely.make_valid`. Objects in
-different images of a sample do not overlap. Pure.
+different images of a sample do not overlap. No side effects.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _box_intersections(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    # It is computed for one axis after the other, on contiguous columns, twice as fast as on arrays of pairs.
+    # Widths and heights are computed apart, on contiguous columns: twice as fast as on arrays of pairs.
     (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.T[:, :, None].copy(), b.T.copy()
     width, height = np.minimum(ax2, bx2), np.minimum(ay2, by2)
     width -= np.maximum(ax1, bx1)

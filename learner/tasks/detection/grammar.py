@@ -5,9 +5,9 @@
 
 C is a bare `<|coord_k|>` ("tokens") or a plain integer without leading zeros ("digits"), 0..999. Polygons use the key
 `poly`. If a sample has several images, each entry gives its image before its geometry, counted from 1:
-`"image": 2, "bbox_2d": [...]`. It is written with ", " and ": ". It is read with any JSON whitespace and with fields
-in any order. All patterns are over bytes and possessive, so reading takes linear time in the answer's length, whatever
-text the model wrote.
+`"image": 2, "bbox_2d": [...]`. Answers are written with ", " and ": ". They are read with any JSON whitespace and with
+fields in any order. All patterns are over bytes and possessive, so reading takes linear time in the answer's length,
+whatever text the model wrote.
 """
 
 from __future__ import annotations

@@ -121,7 +121,8 @@ class Gains(NamedTuple):
 
 
 def gains(samples: Sequence[Overlaps], scores: Floats) -> Gains:
-    """Return the gains at IoU 0.5 of all samples' predictions, one sample after the other, as are `scores` [N]."""
+    """Return the gains, at IoU 0.5, of the predictions of all samples. Like `scores` [N], they are listed one sample
+    after the other."""
     right, judged = np.zeros(len(scores)), np.ones(len(scores))
     ends = np.cumsum([len(one.inside) for one in samples])
     for one, end in zip(samples, ends.tolist(), strict=True):
@@ -134,7 +135,8 @@ def _gains(one: Overlaps, order: NDArray[np.int64]) -> tuple[Floats, Floats]:
     number = len(order)
     feasible, inside = (one.iou >= RIGHT_IOU) & one.same, one.inside >= RIGHT_IOU
     if (inside & feasible.any(axis=1)).any():
-        # IoU decides whether such a prediction or another one has the pair, so every set is matched by itself.
+        # A prediction in an ignore region can also pair with an object. IoU decides whether it or another prediction
+        # has that pair, so the first k predictions are matched anew for each k.
         matches = [one.rows(np.sort(order[:k])).match() for k in range(number + 1)]
         counts = np.array([(len(found.pairs), found.num_judged) for found in matches], dtype=float)
         steps = np.empty((number, 2))

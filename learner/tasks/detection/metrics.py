@@ -154,7 +154,7 @@ def _ratio(above: NDArray[np.float64], below: NDArray[np.float64]) -> NDArray[np
 
 
 def _judged(t: Totals, hits: str, threshold: float) -> NDArray[np.float64]:
-    """Return the number of predictions outside ignore regions."""
+    """Return the number of predictions that count. `hits` is `tp` or `tp_any`."""
     return t["predictions"] - t[f"{hits.replace('tp', 'ignored')}@{threshold:.2f}"]
 
 
@@ -259,7 +259,7 @@ def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.f
 
 
 def draws(num_scenes: int, n: int, seed: int) -> Iterator[NDArray[np.int64]]:
-    """Yield `n` draws of scenes with replacement, in parts [some, num_scenes]: how often a draw has each scene."""
+    """Draw scenes with replacement `n` times. Yield how often each draw has each scene, in parts [some, num_scenes]."""
     rng = np.random.default_rng(seed)
     for begin in range(0, n, _ROWS_AT_ONCE):
         size = min(_ROWS_AT_ONCE, n - begin)

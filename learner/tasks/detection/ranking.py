@@ -49,8 +49,8 @@ def drawn_places(number: int) -> range:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GapScore:
-    """One model's boxes, counts by scene [N]. `right` is the expected number of right boxes, `unlabelled` of right
-    boxes without a label, `free` the number of boxes that overlap no label."""
+    """Counts of one model's boxes by scene [N]. `right` is the expected number of right boxes, `unlabelled` that of
+    right boxes without a label. `free` is the number of boxes that overlap no label."""
 
     right: Floats
     unlabelled: Floats
@@ -68,7 +68,7 @@ class GapJudge:
     def __init__(self, samples: Sequence[Sample], open_image: Open, audited: Sequence[AuditedFind] = ()) -> None:
         self._samples, self._open, self._audited = samples, open_image, audited
         self._looks: Looks | None = None
-        self.shares: Shares = {}  # shares of the first model's finds
+        self.shares: Shares = {}  # shares of right, misplaced and misnamed boxes among the first model's finds
         self.why = ""
 
     @property
@@ -103,8 +103,8 @@ class GapJudge:
         )
 
     def objects(self, scores: Sequence[GapScore], boxes: Sequence[Boxes]) -> tuple[float, float]:
-        """Return the least and the largest plausible number of objects. A box that several models have counts once,
-        with the mean probability of free boxes."""
+        """Return the least and the largest plausible number of objects. A free box that several models have is counted
+        once, with the mean probability of all free boxes."""
         line = [candidates(sample, [own[i] for own in boxes]) for i, sample in enumerate(self._samples)]
         free = sum(one.relation == "free" for own in line for one in own)
         share = sum(one.unlabelled.sum() for one in scores) / max(1.0, sum(one.free.sum() for one in scores))

@@ -7,7 +7,7 @@ numbers from 0 to 1 by name, larger for better answers.
     f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, likewise
     soft_iou    2 x the largest total IoU of one-to-one pairs with the same description / (predictions + truth)
     count       1 - |predictions - truth| / the larger of the two
-    class_only  F1 of the descriptions alone (of each image, if there are several), boxes aside
+    class_only  F1 of the descriptions without the boxes; descriptions match only within an image
     format      1 if the answer is one closed container without a dropped object, else 0
 
 Every match is one-to-one, so a duplicate is a false prediction. Predictions in ignore regions that match nothing do not

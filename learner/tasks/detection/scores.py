@@ -264,7 +264,8 @@ def token_scores(parsed: ParsedRollout, pieces: TokenPieces) -> list[float]:
 
 
 def raw_scores(features: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return [N]: the probability of name and coordinates; with drawn answers, its mean with the share of answers."""
+    """Return [N]: the probability of name and coordinates. For a candidate that drawn answers have, return the mean of
+    this probability and the share of drawn answers that have it."""
     column = {name: features[:, i] for i, name in enumerate(FEATURES)}
     tokens = np.exp(column["name_logprob"] + column["coord_logprob"])
     return np.where(column["share"] > 0, (column["share"] + tokens) / 2, tokens * column["greedy"])

@@ -41,8 +41,8 @@ class Numbers(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """The surroundings of a number. It shares the token `before` with `lead` earlier bytes, and the token `last` with
-    `tail` later bytes (NO_TOKEN if it shares no token). `after` is the token after `last`."""
+    """The surroundings of a number. The number shares the token `before` with `lead` earlier bytes, and the token
+    `last` with `tail` later bytes (NO_TOKEN if it shares no token). `after` is the token after `last`."""
 
     before: int
     lead: int

@@ -1,4 +1,4 @@
-"""The detection task: implements `learner.extensions.Task` with the modules of this package. A run has one."""
+"""The detection task: implements `learner.extensions.Task` with the modules of this package."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class DetectionTask(Task):
         return found, [one.parsed.rollout.sample for one in assignments]
 
     def validate(self, sample: Sample) -> None:
-        """Raises DataError if an object cannot be ground truth, or if they are not in canonical order."""
+        """Raises DataError if an object cannot be ground truth, or if objects are not in canonical order."""
         validate_sample(sample, self._pieces)
 
     @staticmethod
