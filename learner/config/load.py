@@ -108,8 +108,8 @@ def load_config(
     env: Mapping[str, str] = os.environ,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """Return the configuration in `path`. `overrides` are the command line's `path.to.key=VALUE`, which replace its
-    values. With `world_size`, keys that depend on the number of ranks are checked and filled in too.
+    """Return the configuration in `path`. `overrides` are the command line's `path.to.key=VALUE`, which replace the
+    file's values. With `world_size`, keys that depend on the number of ranks are checked and filled in too.
 
     Raises ConfigErrors.
     """
@@ -118,7 +118,7 @@ def load_config(
 
 def load_found(path: Path) -> tuple[RunConfig, list[str]]:
     """Return the configuration of a run whose `config.yaml` was found and not named by the user (D24). Only prompt,
-    task, limits and the paths of annotations are kept. Return also what was left out, as words for a message.
+    task, limits and the paths of annotations are kept. Return also a list of what was left out, in words for a message.
 
     No module that the file names is imported, none of its `base:` files is read, and no `${VARIABLE}` is filled in.
     Raises ConfigErrors.
@@ -143,7 +143,7 @@ def load_found(path: Path) -> tuple[RunConfig, list[str]]:
 
 
 def _ways_to_read(data: DataConfig) -> list[str]:
-    """Return the set keys that say how annotations are read, such as `data.format`."""
+    """Of the keys that say how annotations are read, return those that the user has set, such as `data.format`."""
     names = [name for name in SplitConfig.model_fields if name not in ("path", "prompt")]
     given = [f"data.{name}" for name in names if getattr(data, name) != DataConfig.model_fields[name].default]
     for split, own in (("val", data.val), ("test", data.test)):

@@ -24,7 +24,7 @@ GIB = 2**30
 LOGITS_CHUNK = 1024  # supervised tokens; a test checks that learner/policy/loss.py has the same number
 IMAGE_SHARE = 0.5  # assumed share of image tokens in a row
 OTHER_BYTES = GIB  # CUDA's context and what the allocator cannot reuse
-EAGER = 1.55  # activations of an eager layer / a compiled one, measured for 4B: (126 - 32) / (92 - 31) GiB
+EAGER = 1.55  # activations of an eager layer / those of a compiled one, for a model of 4B: (126 - 32) / (92 - 31) GiB
 COMPILED_FROM = 5e8  # parameters; `model.compile: auto` compiles larger models
 COMPILED_LOGITS, EAGER_LOGITS = 4, 14  # bytes per logit: bfloat16 and its gradient; bfloat16 and three float32
 FILLED = 0.9  # share of a GPU's memory that an estimate may fill, because estimates were up to 12% off
@@ -280,7 +280,7 @@ def memory_report(config: RunConfig, world_size: int) -> dict[str, Any]:
 
 
 def memory_in_words(report: Mapping[str, Any], row_tokens: int) -> str:
-    """Return a report of `memory_report` as one line of text."""
+    """Return the result of `memory_report` as one line of text."""
     gib = report.get("memory_gib")
     if gib is None:
         return "memory: not known, because model.path has no config.json on this machine"

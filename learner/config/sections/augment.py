@@ -1,4 +1,4 @@
-"""The section `data.augment`: changed pictures of the photographs, and boxes and polygons changed with them."""
+"""The section `data.augment`: training photographs are altered, and their boxes and polygons with them."""
 
 from __future__ import annotations
 

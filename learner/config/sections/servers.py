@@ -114,8 +114,8 @@ def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
 
 
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
-    """Yield the mistakes of a section in use: servers named in neither form, in both, or in half of one; lists of
-    different lengths, bad URLs, ports that clash (R05, R16)."""
+    """Yield the mistakes of a section in use: servers named in neither form, in both forms, or only by URLs or only by
+    ports; lists of different lengths, bad URLs, ports that clash (R05, R16)."""
     form = list(_form_mistakes(server))
     yield from form
     if form:
