@@ -3,8 +3,8 @@
 In: a policy and fixed answers. Out: a `CanaryScorer`, which is called at every sync. It scores the answers under the
 values that are sent: merged, and rounded to the type in which they are sent. A server with exactly these values gives
 the same log-probabilities, except for differences between kernels. The effect of merging and rounding is reported
-apart, as `merge_gap`. It needs a second pass, under the weights as trained. Where passes are not captured, only every
-`MERGE_GAP_EVERY`th sync makes this pass, and the others report the last gap.
+apart, as `merge_gap`. Measuring it needs a second pass, under the weights as trained. Where passes are not captured,
+only every `MERGE_GAP_EVERY`th sync makes this pass, and the others report the last gap.
 
 On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). A replay takes the host a millisecond;
 launching every kernel of a model of 4B from Python takes 0.16 s. Passes with images read values on the host, so they
@@ -152,8 +152,8 @@ class SideStream:
     def entered(self) -> Iterator[None]:
         """Launch the work of the block on the side stream, after all work that the current stream has so far."""
         if self._stream is None:
-            # Made at first use: torch hands out 32 streams in turn, and the engine makes and captures with its own
-            # before.
+            # Made at first use: torch hands out 32 streams in turn, and the engine has made its streams, and captured
+            # with them, by then.
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
@@ -166,9 +166,10 @@ class SideStream:
 
 
 class RepeatedLogprobs:
-    """`Policy.logprobs` of the same answers, repeated in the context `within`. `checksums`: of the weights that the
-    context replaced. `alone`: as in `CanaryScorer`. `record`: how a pass is captured; None: on CUDA as a CUDA graph,
-    elsewhere not. `side`: the stream of the replays; None: the current one, or on CUDA a new one if `alone`."""
+    """`Policy.logprobs` of the same answers, repeated in the context `within`. `checksums` are those of the weights
+    that the context replaced. `alone` is as in `CanaryScorer`. `record` captures a pass; None: a pass is captured as a
+    CUDA graph on CUDA, and not captured elsewhere. `side`: the stream of the replays; None: the current one, or on CUDA
+    a new one if `alone`."""
 
     def __init__(
         self,

@@ -4,12 +4,13 @@ In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and l
 names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind; those that were
 tested are in `shared/families.py`.
 
-Invariants: before `reduce_gradients`, gradients are plain local sums of weighted losses (of a sharded model: parts of
-the sum over ranks). `logprobs` and `named_weights` do not affect training. They are collective if the model is sharded.
+Invariants: before `reduce_gradients`, gradients are those of this rank's sum of weighted losses, not averaged. If the
+model is sharded, they are this rank's parts of the gradients of the sum over all ranks. `logprobs` and `named_weights`
+do not affect training. They are collective if the model is sharded.
 
-The patch embedding of Qwen-VL vision towers is a convolution whose stride equals its kernel, called with one patch at a
-time. It is computed as a matrix product instead: convolution kernels take 30 ms (CPU, bf16) or tens of times the
-product's time (CUDA). Weights, their names and gradients stay those of the convolution.
+The patch embedding of Qwen-VL vision towers is a convolution whose stride equals its kernel, and each input of it is
+one patch. It is computed as a matrix product instead, because convolution kernels are much slower: on CUDA they take
+tens of times as long as the product. Weights, their names and gradients stay those of the convolution.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 
 
 def use_linear_patch_embedding(model: torch.nn.Module) -> None:
-    """Replace the forward of each convolution over single patches in `model`."""
+    """In `model`, replace the forward method of each convolution whose inputs are single patches."""
     for module in model.modules():
         if isinstance(module, torch.nn.Conv3d) and _covers_one_patch(module):
             module.forward = partial(_linear_patch, module)  # type: ignore[method-assign]
@@ -79,7 +80,7 @@ def _covers_one_patch(conv: torch.nn.Conv3d) -> bool:
     return conv.kernel_size == conv.stride and set(conv.padding) == {0} and conv.groups == 1
 
 
-# Models with these configuration keys compute logits otherwise than as head(hidden).
+# If a model's configuration has one of these keys, its logits are not just head(hidden).
 _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale", "lm_head_multiplier")
 
 
@@ -155,8 +156,8 @@ class Policy:
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def _forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs, torch.Tensor | None]:
-        """Return the row's summed weighted loss (float32 scalar, with gradient), its inputs, and a policy gradient's
-        sums.
+        """Return the row's summed weighted loss (float32 scalar, with gradient), the row's inputs, and the sums that a
+        policy gradient reports; None if the row has no policy gradient.
 
         Raises LossError if a supervised token is outside the assistant span.
         """
@@ -277,7 +278,7 @@ class Policy:
         return self._checkpoint.named_weights(dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
-        """Return names, dtypes and shapes of `named_weights(dtype)`, in the same order."""
+        """Return the name, dtype and shape of each tensor of `named_weights(dtype)`, in the same order."""
         return self._checkpoint.weight_specs(dtype)
 
     @cached_property

@@ -170,7 +170,7 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
 
 class AdapterWeights:
     """`base`: the weights below the adapter, which servers need too; they are not trained. `obstacle`: why a server
-    cannot apply this adapter; empty if it can. `rank`: the largest rank of a layer."""
+    cannot apply this adapter; empty if it can. `rank`: the largest rank of all layers."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.base = CheckpointWeights(model, merge=False)

@@ -29,7 +29,7 @@ LOGITS_CHUNK = 1024  # supervised tokens per chunk of logits; each chunk is reco
 class RowLoss:
     """The result of one row's forward and backward pass."""
 
-    loss_sum: float  # nats, multiplied with the weights
+    loss_sum: float  # sum of the tokens' losses in nats, each multiplied by its weight
     weight_sum: float
     num_supervised: int
     counts: Mapping[str, float] = field(default_factory=dict)  # sums that a policy gradient reports, see `policy_loss`
@@ -45,8 +45,8 @@ def weighted_loss(
     compiled: bool = False,
     function: LossFunction | None = None,
 ) -> torch.Tensor:
-    """Return the sum of weighted losses, or the result of `function`, as a float32 scalar. With N = 0 the result is a
-    zero whose gradients are zeros and not missing (D5), also for the head's weights."""
+    """Return the sum of weighted losses, or the result of `function`, as a float32 scalar. With N = 0 the result is 0,
+    and its gradients are zeros, not None (D5), also for the head's weights."""
     if len(targets) == 0:
         return head(hidden[:1]).float().sum() * 0.0
     logprobs = token_logprobs(hidden[predict_at], head, targets, compiled=compiled)

@@ -1,4 +1,4 @@
-"""Captures a forward pass that is repeated with the same inputs as one CUDA graph (R09).
+"""Captures, as one CUDA graph, a forward pass that is repeated with the same inputs (R09).
 
 In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass under the present weights. A
 replay takes the host a millisecond, and the host does not wait for the device.
@@ -10,7 +10,8 @@ captured with these values in place of the reads.
 
 Invariants: a pass that reads a value that depends on weights (a mixture of experts) is not captured. Before the capture
 the pass runs once more with the recorded values, in a mode in which torch refuses operations that wait for the device,
-and must give the same output. Otherwise a failed capture would leave torch's random generators unusable.
+and must give the same output. Without this trial a capture could fail, and a failed capture leaves torch's random
+generators unusable.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 log = logging.getLogger("learner.policy")
 Pass = Callable[[], torch.Tensor]
 Work = Callable[[], None]
-Record = Callable[[Work], Work]  # returns a function that repeats the work; whether the work runs now is left open
+Record = Callable[[Work], Work]  # returns a function that repeats the work; it may or may not run the work at once
 Given = Mapping[str, Any]
 
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
@@ -67,8 +68,8 @@ class PassGraph:
     def of(
         cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph, *, alone: bool = True
     ) -> PassGraph | None:
-        """Capture `run` as a graph; None, and a line in the log, if it cannot be captured. `alone`: no other thread
-        waits for the device meanwhile, so that reads can be recorded."""
+        """Return `run` captured as a graph. If it cannot be captured, return None and log the reason. `alone`: no other
+        thread waits for the device meanwhile, so that reads can be recorded."""
         notes = Notes(weights)
         with notes.noting():
             now = run()
@@ -132,7 +133,7 @@ class Notes:
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self.obstacle = ""
         self._of_weights: dict[int, StorageWeakRef] = {}  # weak references: a storage's number is not reused meanwhile
-        self._values: list[tuple[object, Any]] = []  # (function, value); None: the tensor stays on the host
+        self._values: list[tuple[object, Any]] = []  # (function, value); value None: the tensor stays on the host
         self._next = 0
         self._mark(weights)
 
@@ -238,7 +239,7 @@ def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
 
 @contextmanager
 def _watched(factory: Callable[..., object], operation: Callable[..., object]) -> Iterator[None]:
-    """Call `factory` and `operation` in place of torch's factories and of all operations inside the block."""
+    """Inside the block, call `factory` in place of torch's factories, and `operation` in place of all operations."""
 
     class Factories(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:

@@ -39,7 +39,7 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyInputs:
-    """Inputs of the loss, each [N], one per supervised token of a row; NaN where a value is unknown."""
+    """Inputs of the loss. Each field [N] has a value for each supervised token of a row; NaN if it is unknown."""
 
     is_policy: torch.Tensor  # bool
     advantages: torch.Tensor

@@ -8,8 +8,8 @@ first and last layers of the vision tower) is whole during a pass.
 Invariants: the whole model is never on one device. All ranks make the same passes and the same calls of `whole` in the
 same order, because each is a collective. Every pass uses every layer (`packed.py` adds a blank image, `loss.py` sends a
 token through the head), or ranks with different rows would gather and reduce different tensors. Every backward pass
-sums gradients over ranks, in float32, without averaging. Reducing only in a step's last pass would save transfers that
-are hidden behind computation, but needs memory for a whole gradient on each device.
+sums gradients over ranks, in float32, without averaging. Reducing only in a step's last pass would save only transfers
+that are hidden behind computation, and would need memory for a whole gradient on each device.
 """
 
 from __future__ import annotations
@@ -87,8 +87,8 @@ def is_part(tensor: torch.Tensor) -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor of which `tensor` is a part, detached, on every rank; a whole tensor unchanged.
-    Collective. Raises CollectiveError."""
+    """Return, on every rank, the whole tensor of which `tensor` is a part, detached. A tensor that is whole already is
+    returned unchanged. Collective. Raises CollectiveError."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad(), collective_errors():
@@ -99,7 +99,7 @@ def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
     """Return each whole tensor in host memory on ranks with `keep`, {} on the others. Tensors are gathered one at a
     time. Collective.
 
-    Names that share a tensor share it in the result too.
+    If several names have the same tensor, they have the same tensor in the result too.
     """
     gathered: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():

@@ -32,8 +32,9 @@ _BASE = ".base_layer."
 
 
 class CheckpointWeights:
-    """The weights of one model, whose structure must not change. `merge` False: the base weights below its adapter.
-    `device`: where adapters are merged, also while the model is in host memory; None: on the model's device.
+    """The weights of one model, whose structure must not change. `merge` False: adapters are left out, and adapted
+    layers have their base weights. `device`: where adapters are merged, also while the model is in host memory; None:
+    on the model's device.
 
     Raises ConfigError for a sharded model that could only be gathered as a whole.
     """
@@ -170,9 +171,9 @@ def replaced_modules(
 
 
 class _Swap:
-    """Replaces `owner`'s parameters with `values()` while a forward pass runs. `used`: gets the checksums of the
-    values; None: nobody reads them. `name`: the module's checkpoint name. `adapted`: the adapted layer around `owner`,
-    if the values contain its adapter."""
+    """Replaces `owner`'s parameters with `values()` while a forward pass runs. The checksums of the values are written
+    into `used`; None: they are not computed. `name`: the module's checkpoint name. `adapted`: the adapted layer around
+    `owner`, if the values contain its adapter."""
 
     def __init__(
         self,
