@@ -129,7 +129,8 @@ def recipe(
 
 
 def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
-    """Return the record on disk, or a new one if nothing was learned. Raises ConfigError if another recipe wrote it."""
+    """Return the record on disk; a new one if there is none, or if another recipe wrote it and has learned nothing.
+    Raises ConfigError if another recipe wrote it and has learned something."""
     digest = digest_of(config)
     old = read_record(root)
     if old is None or (old.digest != digest and not has_learned(old, root)):
