@@ -49,7 +49,8 @@ STYLES: dict[StyleName, Style] = {
     "hard": Style(canvas=128, min_height=12, max_height=30, max_digits=30, max_iou=0.25, max_distractors=8),
 }
 DEMO = STYLES["demo"]
-_SCRAMBLES = ((3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2), (3, 0, 1, 2))  # orders in which each quarter of a digit moves
+# Orders of a digit's quarters; in each order, all quarters have moved.
+_SCRAMBLES = ((3, 2, 1, 0), (2, 3, 0, 1), (1, 0, 3, 2), (3, 0, 1, 2))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

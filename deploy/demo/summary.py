@@ -177,7 +177,8 @@ def _scenes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _answered(model: Path, annotations: Path) -> CountTable:
-    """Predict the scenes with a model, and return the counts, for a step that its run did not evaluate on them."""
+    """Return the counts of a model's predictions for the scenes. Needed for a step that its run did not evaluate on
+    them."""
     samples = load_samples(DataConfig(train=str(annotations)), str(annotations), Anything())
     found = _predictions(model, [sample.images[0] for sample in samples])
     boxes = [

@@ -56,7 +56,9 @@ done
 
 
 def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
-    """Yield a mistake for each path that pods do not see: they see the claim's folders, and servers not `runs/`."""
+    """Yield a mistake for each path that its pod cannot use. The learner's pods read the claim's `data/` and `runs/`,
+    and write to `runs/`; a server's pods read `data/`, and write no files. Also yield a mistake for each wrong
+    image."""
     for named in plan.paths:
         folders = ("runs",) if named.written else ("data",) if named.of_server else ("data", "runs")
         if named.of_server and named.written:
@@ -336,8 +338,8 @@ def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int
 
 
 def environment(plan: Plan, *, of_job: bool) -> list[Object]:
-    """Return the environment variables: secrets by name, the pod's address, the Job's id, so that all its starts are
-    one run, and caches in folders that the pod may write."""
+    """Return the environment variables: secrets by name, the pod's address, the Job's id (all starts of a Job are one
+    run), and folders for caches that the pod may write."""
     uid = "metadata.labels['batch.kubernetes.io/controller-uid']"
     return [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
