@@ -1,4 +1,4 @@
-"""Answers to images: one greedy answer and K drawn ones of each, by any of a run's backends.
+"""Answers to images: for each image one greedy answer and K drawn answers, by any of a run's backends.
 
 `Answers` asks vLLM in this process (the default), transformers' `generate` (`hf`), or a running rollout server. Answers
 carry the log-probabilities of their tokens. A drawn answer's seed follows from the image's place and the number of the
@@ -41,8 +41,8 @@ Backend = Literal["vllm", "hf"]
 SEED = 0
 ON_CPU, ON_CUDA = 32, 128  # sequences that are decoded at once
 REACHABLE_S = 10.0  # seconds until a server's first answer; the server already runs
-GPU_SHARE = 0.85  # of a GPU's memory: nothing is trained beside the engine
-MOST_PARTS = 4096  # of an image; each part has seeds of its own
+GPU_SHARE = 0.85  # share of a GPU's memory that the engine takes: nothing is trained beside it
+MOST_PARTS = 4096  # max parts of an image; each part has seeds of its own
 _TEXT_MARGIN = 64  # tokens, added to the longest expected prompt
 
 
@@ -53,7 +53,7 @@ class AnswerSettings:
 
     backend: Backend = "vllm"
     server: str | None = None
-    samples: int = 0  # drawn answers of each image, K
+    samples: int = 0  # number of drawn answers to each image, K
     max_new_tokens: int | None = None  # None: as the model's settings say
     temperature: float = 1.0
     dtype: str = "auto"
@@ -98,8 +98,8 @@ class Answers:
         self._stack.close()
 
     def of(self, groups: Mapping[int, Sequence[Sample]]) -> dict[int, list[list[Rollout]]]:
-        """Return the answers to the samples of each image, by the image's place in the whole line. Each sample's greedy
-        answer comes first. Raises what a run's rollouts raise."""
+        """Return the answers to the samples of each image, by the image's index among all images of the command. Each
+        sample's greedy answer comes first. Raises what a run's rollouts raise."""
         greedy = self._generate(groups, 1, greedy=True)
         self._require_same_prompt(greedy)
         drawn = self._generate(groups, self.asked.samples, greedy=False) if self.asked.samples else {}

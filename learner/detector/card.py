@@ -26,7 +26,7 @@ from shared.reading import bytes_beside
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_MAX_METRICS = 8  # most metrics of a task without F1
+_MAX_METRICS = 8  # max metrics that are shown of a task without F1
 _MAX_CLASSES = 100
 METHODS = {
     "sft": "supervised fine-tuning on the labels (`sft`)",
@@ -80,7 +80,7 @@ def _base_of(run: RunRecord | None) -> str | None:
 
 
 def _measured(run: RunRecord, step: int | None) -> tuple[EvalPoint, ...]:
-    """Return the evaluations with metrics among two: before the first step, and of these weights."""
+    """Return the evaluations before the first step and of these weights, without those that have no metrics."""
     points = [point for point in run.evals if point.metrics]
     return tuple(point for point in points if point.global_step in (0, step))
 
@@ -260,7 +260,7 @@ def _messages(settings: InferenceSettings) -> str:
 
 
 def _text(value: str) -> str:
-    """Return a name as one line of Markdown, and of a table."""
+    """Return a name as one line of Markdown, which may also be in a table."""
     return re.sub(r"([\\`*\[\]<>|&~$#])", r"\\\1", " ".join(value.split()))
 
 

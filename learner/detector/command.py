@@ -30,7 +30,7 @@ from learner.detector.results import Store, write_results
 from learner.extensions import Reader, reader_of
 from shared.images import ImageRules, Images
 
-LEAST_SCORE = 0.001  # of boxes in COCO results without --conf
+LEAST_SCORE = 0.001  # min score of boxes in COCO results without --conf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def shown_from(detector: Detector, options: Options) -> float:
 def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, skipped: Sequence[str]) -> Path:
     predictions, conf, known = store.predictions(), shown_from(detector, options), detector.calibration
     classes = detector.model.settings.classes
-    # COCO results have the annotation file's ids, else numbers from 1 in the order of the model's classes.
+    # Category ids are the annotation file's. If it has none, they are numbers from 1 in the order of the model's classes.
     write_results(options.out, predictions, inputs.categories or {name: i for i, name in enumerate(classes, 1)}, conf)
     score_note = (
         f"A score is the probability that the box is right, calibrated on {known.num_images} validation images."

@@ -40,8 +40,8 @@ from shared.images import ImageRules, Images
 from shared.wire import Turn
 
 Photograph = str | Path | Image.Image
-MOST_BYTES = 64 << 20  # of images in one call to a server
-MOST_PATH = 4096  # characters
+MOST_BYTES = 64 << 20  # max bytes of images in one call to a server
+MOST_PATH = 4096  # max characters of a path
 
 
 class Parts(NamedTuple):
@@ -52,15 +52,16 @@ class Parts(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Images that are asked together: one image, or the images of a record. `places` are the images' places in the
-    whole line."""
+    """Images that are asked together: one image, or the images of a record. `places` are the images' indexes among all
+    images of the command or the call."""
 
     places: list[int]
     parts: Parts | MediaError
 
 
 class Detector:
-    """A model that answers images. The first prediction opens the backend; `close` the detector, or use a `with`."""
+    """A model that answers images. The first prediction opens the backend; `close`, or the end of a `with` block,
+    closes it."""
 
     def __init__(
         self,
@@ -121,8 +122,9 @@ class Detector:
 
     def predictions(self, line: Mapping[int, InputImage]) -> Iterator[tuple[int, Prediction | MediaError]]:
         """Yield one prediction an image, some images at a time. If an image cannot be used, its MediaError is yielded
-        instead. `line` has images by their places in the whole line; drawn answers depend on these places. Images of
-        one record stand side by side. Raises ConfigError if the model cannot be asked about the images."""
+        instead. `line` has images by their indexes among all images of the command or the call; drawn answers depend on
+        these indexes. Images of one record are neighbours. Raises ConfigError if the model cannot be asked about the
+        images."""
         self._require_askable(line.values())
         self.__enter__()
         waiting: dict[int, Ask] = {}
@@ -261,7 +263,7 @@ class Detector:
 
 
 def _asks(line: Mapping[int, InputImage]) -> dict[int, list[int]]:
-    """Return the places of images that are asked together, by the place of the first of these images. The first image
+    """Return the indexes of images that are asked together, by the index of the first of these images. The first image
     may be missing in `line`, if a command was interrupted within a record."""
     found: dict[int, list[int]] = {}
     for place, image in line.items():

@@ -53,7 +53,7 @@ from shared.reading import json_of
 
 EVALUATION, PAGE = "evaluation.json", "index.html"
 _MAIN, _VAL = "main", "val"
-TABLE_WIDTH = 110  # characters, at least: lines of a log are not broken
+TABLE_WIDTH = 110  # min width in characters, so that lines in a log are not broken
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +117,8 @@ def evaluate(options: EvaluateOptions) -> int:
 
 
 def _found(options: EvaluateOptions, console: Console) -> tuple[dict[str, list[Sample]], dict[str, list[Found]]]:
-    """Return the samples of each annotation file, and what each detector finds in them: in the main file and in that of
-    `val` by files and models, in those of `retain` by models."""
+    """Return the samples of each annotation file, and what each detector finds in them. In the main file and that of
+    `val`, detectors are result files and models; in those of `retain`, models only."""
     paths = {_MAIN: options.annotations} | ({_VAL: options.val} if options.val is not None else {})
     paths |= {_retained(name): str(path) for name, path in options.retain.items()}
     samples = {key: _samples(options, path) for key, path in paths.items()}
@@ -138,7 +138,8 @@ def _found(options: EvaluateOptions, console: Console) -> tuple[dict[str, list[S
     return samples, found
 
 
-Compared = list[tuple[str, list[DetectorResult]]]  # the main annotations, then each of `retain`: results of the models
+# Pairs of an annotation file's name and the models' results on it: the main file, then each of `retain`.
+Compared = list[tuple[str, list[DetectorResult]]]
 
 
 def _compared(
@@ -159,7 +160,8 @@ def _compared(
 
 
 def _require_detectors(options: EvaluateOptions) -> None:
-    """Raises ConfigError if there is nothing to evaluate, nothing that answers what is retained, or a name twice."""
+    """Raises ConfigError if there is no detector, no model to answer the images of `retain`, or one name for two
+    detectors."""
     if not options.predictions and not options.models:
         raise ConfigError(
             "evaluate: nothing to evaluate",

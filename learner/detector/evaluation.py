@@ -5,8 +5,8 @@ threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval,
 Boxes are compared in pixels, without rounding.
 
 The threshold is the one with the best F1@0.5 on a validation set, if its results are given. Otherwise the images are
-split in five parts, and each part is scored at the threshold that is best on the others. So no image has a say in its
-own threshold.
+split in five parts, and each part is scored at the threshold that is best on the others. So no image influences its own
+threshold.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from learner.tasks.detection.parse import NO_COORDINATES
 from learner.tasks.detection.reasons import Reason
 
 FOLDS = 5
-GRID = tuple(i / 50 for i in range(51))  # recalls, or scores
+GRID = tuple(i / 50 for i in range(51))  # recalls, or scores, at which a curve has values
 SHOWN_AP = (AP, AP50)
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5")
 
@@ -73,8 +73,9 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorResult:
-    """The scores of one detector. `threshold` None: each part of the images has its own. `pairs` has the differences
-    from each earlier detector, by its name and metric. `differences` are from the first detector; {} for the first."""
+    """The scores of one detector. `threshold` None: each part of the images has its own threshold. `pairs` has the
+    differences from each earlier detector, by its name and metric. `differences` are from the first detector; {} for
+    the first."""
 
     name: str
     threshold: float | None
@@ -94,7 +95,7 @@ class DetectorResult:
 class JudgedBoxes:
     """The N boxes that one detector found in all samples, judged at IoU 0.5 in the order of their scores."""
 
-    line: Sequence[Sequence[Scored]]  # by sample
+    line: Sequence[Sequence[Scored]]  # the boxes, by sample
     samples: NDArray[np.int64]  # [N] index of each box's sample
     scores: NDArray[np.float64]  # [N]
     gains: Gains  # [N]
@@ -216,7 +217,7 @@ def _curves(classes: Sequence[RankedBoxes], judged: JudgedBoxes) -> Curves:
 
 
 def _precision_by_recall(one: RankedBoxes) -> NDArray[np.float64]:
-    """[GRID] precision of a class with objects."""
+    """Return the precision [GRID] of a class that has objects."""
     right, wrong = one.right[0].cumsum(), one.wrong[0].cumsum()
     precision = np.append(np.maximum.accumulate((right / np.maximum(right + wrong, 1))[::-1])[::-1], 0.0)
     found: NDArray[np.float64] = precision[np.searchsorted(right / one.truth.sum(), GRID, side="left")]

@@ -49,7 +49,8 @@ def page_of(
 
 
 def curves(results: Sequence[DetectorResult]) -> list[Chart]:
-    """Return precision by recall and F1 by score; of one detector precision by recall of its classes too."""
+    """Return charts of precision by recall and of F1 by score. If there is only one detector, add a chart of precision
+    by recall for its most frequent classes."""
     shown = results[:_MOST_LINES]
     mean = [(one.name, one.curves.precision) for one in shown]
     charts = [
@@ -79,7 +80,7 @@ def _curve(title: str, lines: Sequence[tuple[str, Sequence[float]]], x_label: st
 
 
 def class_table(results: Sequence[DetectorResult]) -> Table:
-    """Return a row a class, those with most objects first: AP, AP50 and F1 of each detector."""
+    """Return a table with one row per class, classes with the most objects first: AP, AP50 and F1 of each detector."""
     objects = {name: own["objects"] for one in results for name, own in one.classes.items()}
     rows = [
         [short(name), f"{objects[name]:.0f}"]

@@ -116,7 +116,7 @@ class FirstReader:
                     yield one["desc"], values, score
 
     def _class_of(self, name: str) -> str | None:
-        """Return the class of a name that may be in capitals or in the plural; None if there is none."""
+        """Return the class of a name that may be in capitals or in the plural; None if no class fits."""
         folded = name.strip().casefold()
         same = (one for one in self._classes if one.casefold() in (folded, folded.removesuffix("s")))
         return next(same, None)

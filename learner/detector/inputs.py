@@ -1,4 +1,4 @@
-"""The inputs of `predict`: photographs, folders of them, patterns, annotation files. Out: a line of `InputImage`s.
+"""The inputs of `predict`: photographs, folders of them, patterns, annotation files. Out: `InputImage`s.
 
 Order: as given, and inside a folder or a pattern by name. A photograph that is named twice is one image. Annotations
 keep their ids, so that results can be compared with them; other photographs are numbered from 1.

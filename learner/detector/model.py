@@ -42,7 +42,7 @@ _ON_HUB = re.compile(r"[\w.-]+/[\w.-]+")
 _CHECKPOINT = re.compile(r"checkpoint-(\d+)")
 ADAPTER = "adapter_config.json"
 BESIDE = "config.yaml beside the model"
-_FIRST_RECORDS = 200  # are read to find the prompt, if only a configuration says it
+_FIRST_RECORDS = 200  # number of records read to find the prompt, if only a configuration has it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class ModelFiles:
 
     folder: Path
     settings: InferenceSettings
-    run: RunConfig | None = None  # the run that wrote it, if it is known
+    run: RunConfig | None = None  # the configuration of the run that wrote the model; None: not known
     prompted: bool = False  # True: asked with another prompt than that of training
     writes: Unit | None = None  # the unit of boxes of a model that was not trained here, and writes as its family does
     warnings: tuple[str, ...] = ()  # why `run` is None although there is one, and why the weights may be poor

@@ -25,7 +25,7 @@ LONGEST = 1600
 SMALL = 640  # pixels; a photograph of less than half of this is enlarged to it
 _QUALITY = 88
 _GOLDEN = 0.618034  # hues a golden ratio apart are far from all earlier hues
-_SHOWN_BOXES = 40  # in a picture's list on the page, at most
+_SHOWN_BOXES = 40  # max boxes in a picture's list on the page
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.ChoiceLoader([jinja2.PackageLoader("learner.detector"), jinja2.PackageLoader("learner.report")]),

@@ -1,8 +1,8 @@
 """The files that `predict` leaves in its folder, and how a second command goes on.
 
-    predictions.jsonl   one line an image, as it was done, with the request in `request.json`: what a resume reads
+    predictions.jsonl   one line per image, written when it is answered; a resume reads them and `request.json`
     predictions.json    COCO results: image_id, category_id, bbox, score, with the names of class and file
-    predictions.csv     one line a box
+    predictions.csv     one line per box
     pictures/           each photograph with its boxes
     index.html          all pictures on a page
 
@@ -29,7 +29,7 @@ from shared.reading import json_in, lines_in
 
 LINES, REQUEST = "predictions.jsonl", "request.json"
 COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES = "predictions.json", "predictions.csv", "index.html", "pictures"
-_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # wide forms count in some languages
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # spreadsheets of some languages accept the wide forms
 _COLUMNS = ("file", "image_id", "width", "height", "class", "score", "x1", "y1", "x2", "y2")
 
 
@@ -87,8 +87,8 @@ class _Line(BaseModel):
 
 
 def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
-    """Yield the predictions that were done, with their places. A damaged line is left out, so that its image is done
-    again. A killed command may leave half a line, and a disk or a person may damage any line."""
+    """Yield the places and predictions of the images that were answered. A damaged line is left out, so that its image
+    is done again. A killed command may leave half a line, and a disk or a person may damage any line."""
     if not file.is_file():
         return
     for _, text in lines_in(file):

@@ -38,9 +38,9 @@ from shared.validation import fault_of
 
 BoxFormat = Literal["xywh", "xyxy"]
 _ON = 0.5  # IoU of a box that lies on an object
-_CLEAR = 1.3  # times the overlap shows that another reading of the boxes is right
-_MOST_OUTSIDE = 0.25  # a share of the boxes
-_LEAST = 3  # boxes on objects, before names are doubted
+_CLEAR = 1.3  # another reading of the boxes is right if it has at least so many times the overlap
+_MOST_OUTSIDE = 0.25  # share of the boxes; a warning if more lie outside
+_LEAST = 3  # min number of boxes on objects; with fewer, names are not doubted
 _MAX_NAMED = 5
 
 
@@ -67,7 +67,7 @@ _RESULTS = TypeAdapter(list[CocoResult])
 @dataclass(frozen=True, kw_only=True)
 class ReadAs:
     """How results are read. `names` maps a class's number or name in the results to its name in the annotations; ""
-    leaves the class out. `listed` has the names of the numbers, in order."""
+    leaves the class out. `listed` has the names of the class numbers, in their order."""
 
     unit: Unit = "pixels"
     box_format: BoxFormat = "xywh"
