@@ -112,8 +112,8 @@ def preflight(
     overrides: Sequence[str] = (),
     drawing: DrawRequest | None = None,
 ) -> Preflight:
-    """Raises ConfigErrors for mistakes in the file itself, and in the parts of the user's own that it names. Mistakes
-    in files and data are in `mistakes`; with `build_model` also names that the model does not have."""
+    """Raises ConfigErrors for mistakes in the file itself, and in the user's own parts that it names. Mistakes in files
+    and data are in `mistakes`; with `build_model` also names that the model does not have."""
     num_ranks = 1 if world_size is None else world_size
     if num_ranks < 1:
         remedy = "give the number of learner ranks"
@@ -139,7 +139,8 @@ def preflight(
 
 
 def _names_of_model(config: RunConfig) -> list[Mistake]:
-    """Return what the section names that the model does not have. Nothing if the model is not on this machine."""
+    """Return a mistake for each name in the section `model` that the model does not have; [] if the model is not on
+    this machine."""
     if not any((Path(config.model.path) / name).is_file() for name in ("config.json", "adapter_config.json")):
         return []
     from learner.doctor.names import names_that_are_wrong  # imported here: it builds the model
@@ -177,7 +178,8 @@ def _samples(config: RunConfig, plan: Plan, drawing: DrawRequest | None) -> dict
 
 
 def _ask_servers(found: Preflight, env: Mapping[str, str]) -> list[Mistake]:
-    """Return each server that does not answer or is not ready (R16), or what `add_servers` finds."""
+    """Return a mistake for each server that does not answer or is not ready (R16). If all are ready, return the
+    mistakes of `add_servers`."""
     seen: list[SeenServer] = []
     if found.plan.servers:
         from learner.doctor.finding import LOOK_TIMEOUT_S, look
@@ -226,7 +228,7 @@ def check_machine(
     from learner.doctor import machine, server_checks
     from learner.doctor.data_report import in_words
 
-    logging.disable(logging.WARNING)  # prints what was found, and not what libraries log
+    logging.disable(logging.WARNING)  # only findings are printed, not what libraries log
     found = preflight(path, world_size, environment, read_data=True, build_model=True, overrides=overrides)
     situation = _situation(found, environment, devices)
     if situation.servers and len(situation.statuses) == len(situation.servers):

@@ -37,8 +37,8 @@ from shared.config.model import ConfigErrors, Mistake
 from shared.reading import json_of
 
 _MAX_NAMED = 12
-_LITTLE = 0.5  # a smaller share of a photograph's pixels is a warning
-_WARM_UP_STEPS = 3  # no part of the median, because these steps compile
+_LITTLE = 0.5  # a warning if the model sees a smaller share of a photograph's pixels
+_WARM_UP_STEPS = 3  # number of first steps that the median leaves out, because they compile
 _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 
 
@@ -65,7 +65,8 @@ def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]
 
 
 def _completeness(config: RunConfig) -> str:
-    """Return what an earlier start of the run found of gaps in the training labels, or how a person finds out."""
+    """Return what an earlier start of the run found out about gaps in the training labels, or how a person can find
+    out."""
     for path in sorted(Path(config.training.output_dir, "labels").glob("step_*.json"), reverse=True):
         try:
             return f"{json_of(path.read_text())['text']} ({path})"
@@ -143,7 +144,7 @@ def length_report(config: RunConfig, plan: Plan, num_samples: int) -> dict[str, 
 
 
 def _earlier_steps(run_dir: Path) -> list[float]:
-    """Return the seconds of each step of the run that is in the folder, but the first ones."""
+    """Return the seconds of each step of the run in the folder, without its first `_WARM_UP_STEPS` steps."""
     seconds = []
     try:
         with (run_dir / "metrics.jsonl").open("rb") as lines:
@@ -157,7 +158,7 @@ def _earlier_steps(run_dir: Path) -> list[float]:
 
 
 def length_in_words(report: Mapping[str, Any]) -> list[str]:
-    """Return two lines, the length and the time; none if the data was not read."""
+    """Return two lines, the length and the time; [] if the data was not read."""
     length = report.get("length")
     if length is None:
         return []

@@ -37,16 +37,16 @@ from shared.families import check_folder, text_only
 from shared.reading import is_file
 
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
-LARGEST_PART = 4  # at most a quarter of few photographs is held out
+LARGEST_PART = 4  # of few photographs, at most one in so many is held out
 _PERCENTS = (*range(10, 100), *range(9, 0, -1))  # the first one that holds out enough is taken
 _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
-_MIDDLE_GIB = 20  # the same, if the model and the optimizer's moments are in host memory while vLLM generates
-_EVALUATIONS = 10  # about so many in a run, fewer in a short one
-_LEAST_STEPS = 8  # between two evaluations, because a recipe ends `sft` after two evaluations without a gain
-_MOST_EVALUATED = 500  # photographs of an evaluation
+_MIDDLE_GIB = 20  # the same memory, if the model and the optimizer's moments are in host memory while vLLM generates
+_EVALUATIONS = 10  # about so many evaluations in a run, fewer in a short run
+_LEAST_STEPS = 8  # min steps between evaluations, because a recipe ends `sft` after two evaluations without a gain
+_MOST_EVALUATED = 500  # max photographs of an evaluation
 _MAX_ERRORS = 5
 _LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records whose photograph is left out
 
@@ -67,7 +67,8 @@ class Machine:
         return "Qwen/Qwen3-VL-4B-Instruct" if large else "Qwen/Qwen3-VL-2B-Instruct"
 
     def rollouts(self, max_model_len: int) -> str:
-        """Return the lines of run.yaml that say what generates, with what lets it fit this GPU's memory."""
+        """Return the lines of run.yaml that choose the rollout backend, with settings that make it fit this GPU's
+        memory."""
         if not self.num_gpus:
             return "      rollout_backend: hf     # without a GPU; slow, enough to try\n"
         small = self.memory_gib < _LARGE_GIB
@@ -154,8 +155,8 @@ def _data_in(folder: Path, image_root: Path | None) -> DataConfig:
 
 
 def _with_part_held_out(data: DataConfig, samples: Sequence[Sample]) -> DataConfig:
-    """Return `data` with its `train`, which has these samples, divided in `train` and `val`. Raises DataError if one of
-    the two would be empty."""
+    """Return `data` with its `train`, which has these samples, divided into `train` and `val`. Raises DataError if one
+    of the two would be empty."""
     ids = [sample.sample_id for sample in samples]
     wanted = min(LEAST_HELD_OUT, -(-len(ids) // LARGEST_PART))
     numbers = {percent: sum(map(Part(first=100 - percent).has, ids)) for percent in _PERCENTS}
@@ -315,9 +316,9 @@ def _evaluations(num_steps: int, num_val: int) -> str:
 def run_yaml(
     data: DataConfig, found: Survey, machine: Machine, *, num_val: int, trained: InferenceSettings | None = None
 ) -> str:
-    """Return a configuration: teacher forcing on the labels, evaluated by rollouts, with which most runs start. If
-    there are enough photographs to validate by, `num_val`, they choose the checkpoint. `trained`: how a model that was
-    trained here is asked."""
+    """Return a configuration that most runs start with: teacher forcing on the labels, evaluated by rollouts. If the
+    `num_val` photographs for validation are enough, they choose the checkpoint. `trained`: how a model that was trained
+    here is asked."""
     pixels, new_tokens = (trained and trained.max_pixels) or pixels_for(found), new_tokens_for(found)
     prompt, task = _question(trained)
     rest = _data_lines(data, prompt)

@@ -1,8 +1,8 @@
 """`rollout-learner split --config run.yaml --out DIR`: which photographs a run learns, and which it is judged by.
 
 In: a configuration, whose splits may be percents of one folder. Out: `train.txt`, and `val.txt` and `test.txt` if there
-are such splits, a path a line; with YOLO labels also a `data.yaml` of these lists, so that a YOLO trainer learns from
-the same photographs.
+are such splits, one path per line; with YOLO labels also a `data.yaml` of these lists, so that a YOLO trainer learns
+from the same photographs.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def write_lists(path: str, out: Path, overrides: Sequence[str] = ()) -> int:
 
 
 def _write(file: Path, text: str) -> None:
-    """Raises OutputError if a file of that name with another text is there."""
+    """Write the file. Raises OutputError if the file exists with another text."""
     if file.exists() and file.read_text(encoding="utf-8", errors="replace") != text:
         remedy = "give another folder with --out, or move the file away"
         raise OutputError("a file would be replaced", found=str(file), wanted="no such file", remedy=remedy)

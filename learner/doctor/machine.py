@@ -123,12 +123,12 @@ def _size(num_bytes: float) -> str:
 
 
 def devices(situation: Situation) -> Finding:
-    """Check that this machine has the devices of a launch. `deploy.launch_file` checks the rest of them."""
+    """Check that this machine has the devices of a launch. `deploy.launch_file` makes the other checks of devices."""
     if situation.devices is None:
         return skipped("the file of a launch names them: rollout-launch --config launch.yaml --check")
     num_gpus = torch.cuda.device_count()
     missing = [str(device) for device in situation.devices if device >= num_gpus]
-    if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:  # this variable numbers them anew
+    if missing and "CUDA_VISIBLE_DEVICES" not in situation.environment:  # this variable renumbers devices
         text = f"launch.yaml names device {', '.join(missing)}, and this machine has {num_gpus} GPUs"
         return warn(text, "correct devices, use the machine that has them, or one GPU for both (vllm.mode: colocate)")
     return ok(f"{len(situation.devices)} devices" if situation.devices else "no devices named: everything on CPU")
