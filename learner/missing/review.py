@@ -35,8 +35,8 @@ from shared.errors import DataError
 from shared.images import ImageRules, Images
 from shared.validation import first_wrong
 
-LONGEST_NAME = 200  # characters
-_DECISION_BYTES = 100 + 12 * LONGEST_NAME  # of one decision as JSON; a character may be written as two `\\u0000`
+LONGEST_NAME = 200  # max characters
+_DECISION_BYTES = 100 + 12 * LONGEST_NAME  # max bytes of one decision as JSON; a character may become two `\\u0000`
 _MOST_BYTES = 4 << 20  # enough for 70,000 decisions with names of usual length
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("learner.missing"), autoescape=True, undefined=jinja2.StrictUndefined
@@ -85,7 +85,7 @@ def make_app(folder: Path, audit: int | None = None) -> FastAPI:
     names = sorted({s["name"] for s in suggestions} | {name for s in suggestions for name, _ in s["labels"]})
     digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[
         :16
-    ]  # the browser keeps its copy by this name
+    ]  # the browser stores its copy under this name
     app = page_app(body_bytes=min(_MOST_BYTES, (1 + len(suggestions)) * _DECISION_BYTES))
     images, lock = Images(ImageRules()), threading.Lock()
 
@@ -194,8 +194,8 @@ def added_in_words(number: int, folder: Path) -> str:
 
 
 def to_train_on(folder: Path, out: Path) -> str:
-    """Return `data.train` for the annotations that `write` made. They are complete, so the part that the run learned is
-    named again."""
+    """Return `data.train` for the annotations that `write` made. The file has all samples of the annotations, so the
+    part that the run learned is added to its path."""
     train = read_folder(folder)[0].train
     return f"{out}{train.removeprefix(part_of(train)[0])}"
 

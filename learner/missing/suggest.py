@@ -178,8 +178,9 @@ def of_sample(
 
 
 def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
-    """Return the score of the scored object that overlaps `obj` most, one of the same name if there is any; 0 without
-    such an object. Boxes may differ a little, because clusters of scored objects include the greedy answer."""
+    """Return the score of the scored object that overlaps `obj` most, among those with an IoU of at least SAME_IOU;
+    objects of the same name go first. 0 if there is none. The two boxes may differ a little: a scored box is a
+    cluster's, and the greedy answer is part of the cluster."""
     overlaps = iou_matrix([obj], [one.object for one in scored])[0] if scored else []
     same = [
         (one.object.desc == obj.desc, float(overlap), one.score)
