@@ -57,8 +57,8 @@ class SpikeWatch:
 
 
 def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> list[dict[str, object]]:
-    """Return at most MAX_SAMPLES samples of `rows` as JSON, from the row with the highest loss on. Samples that are
-    also in `samples` have images and labels."""
+    """Return at most MAX_SAMPLES samples of `rows` as JSON, those of the rows with the highest loss first. Images and
+    labels are given for samples that are also in `samples`."""
     ordered = sorted(rows, key=lambda row: -row.loss)
     losses = {sample_id: row.loss for row in reversed(ordered) for sample_id in row.sample_ids}
     chosen = dict.fromkeys(sample_id for row in ordered for sample_id in row.sample_ids)
