@@ -1,9 +1,9 @@
 """The measurements as numbers by name: the features that recommend a method and predict its gain.
 
-In: `Measured`. Out: each number with its 95% interval over scenes. F1
-is that of the evaluation: IoU 0.5, the same description, summed over scenes. Intervals are percentile bootstrap
-intervals: scenes are drawn with replacement, the same scenes for all numbers of a split. What labels lack is judged by
-`labels.complete`'s own estimate (`learner.tasks.detection.gaps`), made once. Pure, deterministic.
+In: `Measured`. Out: each number with its 95% interval over scenes. F1 is computed as in an evaluation: IoU 0.5, the
+same description, summed over scenes. Intervals are percentile bootstrap intervals: scenes are drawn with replacement,
+the same scenes for all numbers of a split. What labels lack is judged by `labels.complete`'s own estimate
+(`learner.tasks.detection.gaps`), made once. Pure, deterministic.
 """
 
 from __future__ import annotations

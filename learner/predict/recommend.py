@@ -18,18 +18,19 @@ order below, and the first that holds recommends. An interval must clear a thres
                            more sft overfits
     sft                    otherwise: labels still teach
 
-What labels lack is what `labels.complete` itself estimates, by how finds look where that is known: where gaps are seen
-and it would complete nothing, rollout matching that keeps finds is left (photographs: 0.664 of `keep_unmatched`, 0.692
-of completed labels, 0.611 of sft, by labels drawn anew). grpo on completed labels gained up to 0.04 F1 over sft on them
-where labels were missing at random, and lost 0.02 on the photographs, so it is named where the best of K is better, and
-the estimated F1 decides.
+What labels lack is what `labels.complete` itself estimates, by how finds look where that is known. Where labels have
+gaps and `labels.complete` would complete nothing, rollout matching that keeps finds is recommended (photographs, by
+labels drawn anew: 0.664 with `keep_unmatched`, 0.692 with completed labels, 0.611 with sft). grpo on completed labels
+gained up to 0.04 F1 over sft on the same labels where labels were missing at random, and lost 0.02 on the photographs.
+So grpo is recommended where the best of K is better, and the estimated F1 decides.
 
 The thresholds are chosen by hand, so that the comparisons that were measured come out right
 (docs/concepts/which-method.md). Complete labels were estimated at 0.05 missing at most, labels of which 40% were
-removed at 0.38 or more; so 0.10 is asked for. A model of digits that finds 0.96 of the labelled places, with 40%
-missing, gained nothing from completed labels; models that gained find 0.87 or less. An exposure gap of 0.0013 nats went
-with a tie, so 0.02 is asked for. 0.03 F1 is what is worth training for. With complete labels and much headroom in
-places, four habits were corrected by sft alone. The others only name what is obvious.
+removed at 0.38 or more; so MISSING is 0.10. A model of digits that finds 0.96 of the labelled places, with 40% missing,
+gained nothing from completed labels; models that gained find 0.87 or less. With an exposure gap of 0.0013 nats both
+methods were equally good, so EXPOSURE is 0.02. A smaller gain than 0.03 F1 is not worth training for. With complete
+labels and much headroom in places, four habits were corrected by sft alone. The other thresholds only mark obvious
+cases.
 """
 
 from __future__ import annotations
@@ -43,11 +44,11 @@ from learner.tasks.detection.completion import MISSING, CompletionEstimate
 
 PARSE_RATE = 0.5
 LEAST_F1 = 0.05
-FOUND = 0.90  # share of the labelled places
-HEADROOM = 0.03  # F1
-NO_SIGNAL = 0.8  # share of the scenes
-EXPOSURE = 0.02  # nats per token
-OVERFIT = 0.05  # nats per token
+FOUND = 0.90  # share of the labelled places that the model finds
+HEADROOM = 0.03  # F1 of the best of K answers minus F1 of the greedy answer
+NO_SIGNAL = 0.8  # share of the scenes whose K answers all have the same F1
+EXPOSURE = 0.02  # nats per token after own words minus nats after the truth's
+OVERFIT = 0.05  # nats per token on validation scenes minus nats on training scenes
 OVERFIT_F1 = 0.10
 RIGHT_F1 = 0.97
 
