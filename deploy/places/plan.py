@@ -177,8 +177,8 @@ def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
 def paths_in(
     values: object, file: str, *, of_server: bool, key: str = "", annotations: str = ""
 ) -> Iterator[NamedPath]:
-    """Yield the paths of files and folders that a configuration names, without the split or part behind a path.
-    `annotations`: the format of annotations, which decides whether they may be on the hub."""
+    """Yield the paths of files and folders that a configuration names, without the split or the part that may follow a
+    path. `annotations`: the format of annotations, which decides whether they may be on the hub."""
     name = key.rpartition(".")[2].partition("[")[0]
     if isinstance(values, Mapping):
         annotations = values.get("format") or annotations

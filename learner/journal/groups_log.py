@@ -23,7 +23,7 @@ from learner.run.files import AppendedLines
 
 NAME = "groups.jsonl"
 DIGITS = 4
-EVERY = 10  # steps from one group with its answers to the next
+EVERY = 10  # steps between two groups that are written with their answers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
