@@ -128,8 +128,8 @@ def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> li
 def begin_record(
     window: Sequence[MicroStep], *, global_step: int, chunk: int, ver: int | None = None
 ) -> RolloutCallLog:
-    """Begin the record of a window with at least one micro-step, before anything is generated. `global_step`: the one
-    of the window's seeds."""
+    """Begin the record of a window with at least one micro-step, before anything is generated. `global_step`: the step
+    that the window's seeds depend on."""
     is_ahead = window[0].micro_step_idx == AHEAD_OF_STEPS
     return RolloutCallLog(
         global_step=None if is_ahead else global_step,

@@ -58,7 +58,7 @@ log = logging.getLogger("learner.rollout")
 HEALTH_TIMEOUT_S = 5.0  # deadline of one call of /health/
 LAST_LOOK_S = 3.0  # deadline of a call of /health/ at a server whose answer is late
 POLL_S = 5.0  # time between two checks of one server
-MAX_LOOKS_PER_S = 32.0  # calls of /health/ to all servers together: each takes a millisecond of CPU
+MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers together: each takes 1 ms of CPU
 BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
 SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
 REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first
@@ -373,8 +373,8 @@ class ServerClient:
         late: Callable[[float], Awaitable[None]] | None = None,
     ) -> httpx.Response:
         """Wait for the response of one call, and poll `/health/` meanwhile. Raises ServerUnreachableError when
-        `/health/` was silent for `silent_s`. After `deadline_s` it calls `late`, which raises, with the seconds since
-        the server was last seen."""
+        `/health/` was silent for `silent_s`. After `deadline_s` it calls `late(seconds since the server was last
+        seen)`, which raises an error."""
         task = asyncio.create_task(sending)
         looking: asyncio.Task[None] | None = None
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
@@ -403,8 +403,9 @@ class ServerClient:
             await asyncio.wait(ended)
 
     def _seen(self, looking: asyncio.Task[None], last_seen: float, silent_s: float) -> float:
-        """Return when the server was last seen, by the call of `/health/` in `looking`. Raises ServerUnreachableError
-        if that call has not ended, or failed when the server was silent for more than `silent_s`."""
+        """Return the time at which the server was last seen. `looking` is a call of `/health/`, begun since
+        `last_seen`. Raises ServerUnreachableError if the call has not ended, or if it failed and the server has been
+        silent for more than `silent_s`."""
         if not looking.done():
             raise self._gone(f"silence at /health/ for {awake_s() - last_seen:.1f} s", silent_s)
         try:
@@ -446,5 +447,6 @@ class ServerClient:
 
 
 def _last_seen_of(error: ProjectError) -> str:
-    """Return what a call of `/health/` found, without a second description of an unreachable server."""
+    """Return the text of a failed call of `/health/`. If the call's error says that the server is unreachable, return
+    only its `found`, because the caller says so, too."""
     return error.found if isinstance(error, ServerUnreachableError) else str(error)

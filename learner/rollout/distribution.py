@@ -354,8 +354,8 @@ class Dispatcher(Generic[R]):
         self._servers[server].waiting.extendleft(reversed(again))
 
     def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:
-        """Go on without the server that failed `flight`. All its requests wait for other servers to take them. Raises
-        `error` if the run can't go on without this server."""
+        """Go on without the server that failed `flight`. All requests of that server wait for other servers to take
+        them. Raises `error` if the run can't go on without this server."""
         lost = flight.server
         for server, quota in zip(self._servers, self._lose(lost, error), strict=True):
             server.free += quota - server.quota

@@ -118,7 +118,8 @@ def _copy_kernels(source: Path, folder: Path) -> None:
 
 @contextmanager
 def all_told_by(name: str) -> Iterator[None]:
-    """Log all messages of a library inside this block: no metric has vLLM's times of loading, compiling, capturing."""
+    """Log all messages of the library `name` inside this block, because only vLLM's log has its times of loading,
+    compiling and capturing."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.INFO)

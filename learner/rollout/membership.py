@@ -187,6 +187,6 @@ _WHAT: dict[tuple[State | None, State], ServerEvent] = {
     ("out", "serving"): "joined",
     ("draining", "serving"): "joined",
     ("serving", "out"): "lost",
-    ("out", "out"): "refused",  # only if it is for another reason
+    ("out", "out"): "refused",  # no change if the reason is the same as before
     ("serving", "draining"): "removed",
 }

@@ -50,8 +50,8 @@ def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str
 
 
 def error_of(response: httpx.Response, base_url: str) -> ProjectError:
-    """Return the server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status
-    decides."""
+    """Return the server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status decides
+    which error is returned."""
     try:
         return from_server(ErrorBody.model_validate_json(response.content), base_url)
     except ValidationError:

@@ -49,7 +49,7 @@ def infer_request(
     """Return the sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings.
     `images` come from `sent_pictures`; None: the sample's own. `pixels`: asks for the vision tower's input.
 
-    Raises DataError if a message has another form.
+    Raises DataError if a message is no `Message` of shared/wire.py.
     """
     assert images is not None or sample.view is None, "sent_pictures makes them"
     try:
@@ -105,8 +105,9 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 
 class Decodings:
-    """The decoding of a run's requests: as configured, greedily, or drawn at another temperature. `logprobs`: as
-    configured, requests ask for log-probabilities. The other two always do, because they score boxes.
+    """The decoding of a run's requests: as configured, greedily, or drawn at another temperature. `logprobs`: requests
+    that are decoded as configured ask for log-probabilities. Other requests always ask for them, because
+    log-probabilities score boxes.
 
     Raises ConfigError if vLLM does not have the configured mode."""
 

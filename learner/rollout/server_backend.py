@@ -104,10 +104,10 @@ class _Rollouts(RolloutStream):
 
 
 class ServerBackend(RolloutBackend):
-    """`token`: the bearer token. `vocab_size`: the learner's; the servers' must be equal. `pixel_share`: share of the
-    samples whose learned rollouts ask for pixels. `images` reads the photographs of augmented pictures. `on_call` gets
-    the record of every `stream`, in the thread that iterated it. `membership` has the servers that the ranks agreed on,
-    and the weights that must answer; the weight sync sets it."""
+    """`token`: the bearer token. `vocab_size`: the learner's vocabulary size, which every server must have.
+    `pixel_share`: share of the samples whose learned rollouts ask for pixels. `images` reads the photographs of
+    augmented pictures. `on_call` gets the record of every `stream`, in the thread that iterated it. `membership` has
+    the servers that the ranks agreed on, and the weights that must answer; the weight sync sets it."""
 
     def __init__(
         self,
