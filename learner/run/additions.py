@@ -318,8 +318,8 @@ def run_annotations(config: RunConfig) -> RunAnnotations | None:
 
 
 class RunAnnotations:
-    """The writer for `labels.complete.write`. `run_dirs`: the run's directory, then that of the run that it goes on
-    with."""
+    """The writer for `labels.complete.write`. `run_dirs`: the run's directory, then, if a path names the checkpoint to
+    resume from, the directory of that checkpoint's run."""
 
     def __init__(self, data: DataConfig, out: Path, *run_dirs: Path) -> None:
         self._data, self._out, self._run_dirs = data, out, run_dirs
@@ -371,7 +371,7 @@ class RunAnnotations:
 
 
 def _digest(path: Path) -> str:
-    """Digest of a file's bytes, or of a folder's files, their names and where links point."""
+    """Return the digest of a file's bytes, or of a folder's files, their names and where links point."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         digest.update(f"{file.relative_to(path)}\0".encode(errors="surrogateescape"))

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # the folder of completed labels
-GAPS = "eval/gaps.json"  # the range of objects for which F1 is estimated
+GAPS = "eval/gaps.json"  # what the first evaluation decided about gaps in the labels
 JOB = ".torchrun_job"  # file with the names of the torchrun processes, one per node, whose run claimed the folder
 # These are the files that a learner and its report write into a run directory.
 OWN = (
