@@ -166,12 +166,12 @@ class Stage2Ahead(Stage2Steps):
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
-        """Enclose work during which no rank has a call in flight. Collective. The first fence with a sync starts the
-        producer."""
+        """Enclose work during which no rank has a call in flight. Collective. The producer starts after the first fence
+        in which the weights were synced."""
         # A Channel-B step that is learned while the sync waits counts for the next sync, which brings its weights.
         producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
-            fences = [Fence()]  # used if there is no producer, so no call either; else the producer's fence is added
+            fences = [Fence()]  # used while there is no producer, and so no call; a producer's fence is added below
             if producer is not None:
                 with self._clock.phase("wait"):
                     enter = producer.fence(self._deadline_s, counts=counts)

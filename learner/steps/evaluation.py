@@ -262,7 +262,7 @@ def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str
 
 
 def _numbered(evaluation: Evaluation) -> dict[str, int]:
-    """The names of the ground truth, in alphabetical order from 1."""
+    """Return the names in the ground truth, in alphabetical order, with their numbers from 1."""
     names = {item["desc"] for scene in evaluation.scenes for item in scene.get("truth", ())}
     return {name: number for number, name in enumerate(sorted(names), 1)}
 

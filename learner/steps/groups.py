@@ -1,4 +1,4 @@
-"""Policy gradients on the line of rollout matching (`grpo`, R37): groups of rollouts to segments.
+"""Policy gradients (`grpo`, R37): groups of rollouts to segments.
 
     Sample x K -> Rollout x K -> rewards -> advantages -> Segment x K
 
@@ -195,7 +195,7 @@ class GroupSource(RolloutSource):
 
 
 def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
-    """Return per group [K] the part of each rollout's reward that is not earned object by object."""
+    """Return for each group the part [K] of its rollouts' rewards that is not earned object by object."""
     return [
         np.array([one.reward - (0.0 if one.by_object is None else one.by_object.values[-1]) for one in group])
         for group in groups
@@ -203,7 +203,8 @@ def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
 
 
 def _of_tokens(step: NDArray[np.float64], one: _Scored) -> NDArray[np.float64]:
-    """Return the advantages of an answer's tokens [T], from those of its steps: [n + 1] for n objects, or [1]."""
+    """Return the advantages of an answer's tokens [T]. `step`: the advantages [n + 1] of its n objects and of closing,
+    or the advantage [1] of the whole answer."""
     if one.by_object is None:
         return np.full(one.num_tokens, step[0])
     return step[np.searchsorted(one.by_object.ends, np.arange(one.num_tokens), side="right")]
@@ -239,8 +240,8 @@ def sequence_advantages(
 
 
 def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
-    """Return per rollout the advantage [n + 1] of each object, and of closing. `values`: V[0..n] of each rollout of a
-    group."""
+    """Return for each rollout the advantages [n + 1] of its n objects and of closing. `values`: V[0..n] of each rollout
+    of a group."""
     longest = max(map(len, values))
     to_go = np.full((len(values), longest), np.nan)
     for row, value in zip(to_go, values, strict=True):
@@ -248,5 +249,5 @@ def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.
     came = ~np.isnan(to_go)
     others = came.sum(axis=0) - came
     totals = np.nansum(to_go, axis=0) - np.where(came, to_go, 0.0)
-    expected = np.divide(totals, others, out=np.where(came, to_go, 0.0), where=others > 0)  # alone: nothing to tell
+    expected = np.divide(totals, others, out=np.where(came, to_go, 0.0), where=others > 0)  # no other answer: 0
     return [(row - wanted)[: len(value)] for row, wanted, value in zip(to_go, expected, values, strict=True)]

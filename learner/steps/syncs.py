@@ -49,7 +49,8 @@ class StepSyncs:
             self._now(step)
 
     def behind(self, fence: Fence, step: int) -> None:
-        """Bring the generators to the weights of this step, if they do not have them. `fence` is closed. Collective."""
+        """Bring the generators to the weights of this step, if they do not have them. Call it inside `fence`.
+        Collective."""
         if self.sync is None or self._synced_at == step:
             return
         with self._journal.clock.phase("sync"):

@@ -19,7 +19,8 @@ _COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
 @dataclass
 class StepTotals:
     """`counts` are by name, and include the sums of the segments' statistics (matched, missed, `drop/...`). Rows that
-    are filled less than `min_fill` are counted as `underfilled`. None: no rows are, because each holds one segment."""
+    are filled less than `min_fill` are counted as `underfilled`. `min_fill` None: no row is counted so, because each
+    row holds one segment."""
 
     min_fill: float | None = None
     counts: dict[str, float] = field(default_factory=dict)
