@@ -76,7 +76,8 @@ class Delivery(Protocol):
         sync's parts, which are complete when the context has ended."""
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
-        """Load the weights below an adapter, where version `ver` is served. Return the version that is served then."""
+        """Load the weights below an adapter; version `ver` was served last. Return the highest version number that is
+        used then: a server needs a new number for these weights."""
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         """Load these weights as version `ver`, and check them. Raises SyncError, ServerError or DeadlineError."""
