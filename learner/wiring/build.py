@@ -227,8 +227,8 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
 
 
 def _tell_start(basis: Basis, log: MetricsLog, console: Console) -> None:
-    """Log whether the model is compiled, and why not (with a GPU, print the reason too), and the numbers of dropped and
-    clipped records, a line for each number."""
+    """Log whether the model is compiled, or why not; with a GPU, print this reason too. Log the numbers of dropped and
+    clipped records, one line per number."""
     policy, data = basis.policy, basis.data
     log.write("model", {"compiled": not policy.why_not_compiled, "why_not": policy.why_not_compiled})
     if policy.why_not_compiled and policy.device.type == "cuda":
@@ -349,7 +349,7 @@ def _label_completion(basis: Basis, backend: Backend | None, console: Console) -
 
 
 def _gap_metrics(basis: Basis) -> GapMetrics | None:
-    """Return the metrics for labels with gaps, if `training.keep_best: auto` may choose by these."""
+    """Return the metrics for labels with gaps, if `training.keep_best: auto` may choose the best checkpoint by them."""
     config, samples = basis.config, basis.data.evaluation
     if not isinstance(basis.task, DetectionTask) or config.training.keep_best != "auto" or kept_metric(config) is None:
         return None
