@@ -9,7 +9,7 @@ repeats and skips no sample.
 Micro-batches are handed out in order, or in the order in which `take` and `skip` are called, each one once. The state
 says which micro-batches are left.
 
-`ShareReader` reads the same shares for another thread, with an encoder of its own.
+`ShareReader` reads this rank's part of the same micro-batches for another thread, with an encoder of its own.
 
 `WindowRepeater` hands out each accumulation window of micro-batches `m_steps` times, and marks each micro-batch with
 its `WindowStep`. So rollouts are reused, and no sample is skipped. The last window of an epoch may have fewer than
@@ -335,8 +335,8 @@ def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch
 
 
 def _cost(share: Share) -> int:
-    """Return as how many samples a share counts in the look-ahead. An empty share counts as one sample, so that the
-    number of shares stays bounded."""
+    """Return the number of samples that a share adds to the look-ahead. An empty share counts as one sample, so that
+    the number of shares stays bounded."""
     return max(1, len(share.indices))
 
 
@@ -359,7 +359,7 @@ class WindowRepeater(Iterator[MicroBatch]):
         self._begin_window()
 
     def shortfall(self, number: int) -> Shortfall | None:
-        """Return as `Batches.shortfall` does. Call it at the beginning of a pass."""
+        """Return what `Batches.shortfall` returns. Call it at the beginning of a pass."""
         if self._kept:
             return self._batches.shortfall_of(sum(self._batches.size(b.micro_batch) for b in self._kept), number)
         return self._batches.shortfall(number)
@@ -387,11 +387,11 @@ class WindowRepeater(Iterator[MicroBatch]):
         return self._batches.upcoming(number)
 
     def last_epochs(self, sample_ids: Sequence[str]) -> list[int]:
-        """Return as `Batches.last_epochs` does."""
+        """Return what `Batches.last_epochs` returns."""
         return self._batches.last_epochs(sample_ids)
 
     def seen_in(self, epoch: int, sample_id: str) -> Sample:
-        """Return as `Batches.seen_in` does."""
+        """Return what `Batches.seen_in` returns."""
         return self._batches.seen_in(epoch, sample_id)
 
     def state(self) -> dict[str, object]:

@@ -11,7 +11,7 @@ Nothing is skipped silently. A bad record has one of the kinds below, and `data.
     unknown_class    an object whose class the annotations do not name
     image_missing    an image that is missing or can't be read
     image_size       an image of another size than the annotation says
-    duplicate        an object that stands twice, its class and its coordinates
+    duplicate        an object that is listed twice, with the same class and the same coordinates
     image_shape      an image more than 200 times as long as it is wide, or the reverse
     too_long         prompt, labels and the longest rollout do not fit a packed row
     malformed        everything else (not JSON, a field missing, an id twice): always an error
@@ -264,7 +264,7 @@ class SampleMaker:
 
     def _has_shape(self, seen: SeenImages, place: Place) -> bool:
         """Return False if the record is dropped, because an image is too long for a model's processor. With the policy
-        `error` it stays, and the error is kept."""
+        `error` the record is not dropped, and the error is kept."""
         long = [size for size in seen.sizes if size and max(size) > LONGEST_SHAPE * min(size)]
         if not long:
             return True

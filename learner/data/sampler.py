@@ -3,10 +3,11 @@
 In: a position. Out: this rank's share of a micro-batch, as a pure function of seed, position and rank, so a resume is
 exact. An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n samples of the order (W ranks, n
 samples each), and rank r takes the r-th n of them. So a sample's request index r*n + i, which also gives its seed, is
-its place in the order (SPEC: Seeds, D4). The last micro-batch of an epoch holds the samples that are left, divided over
-the ranks as evenly as possible. A rank may get an empty share, and still takes part in the step. Invariants: the shares
-of all ranks together hold each sample exactly once per epoch, in the order, and the order does not depend on W or n.
-With `repeats` K (`grpo`) each sample has K places in a row. One rank has all of them, in one micro-batch.
+its place among these samples (SPEC: Seeds, D4). The last micro-batch of an epoch holds the samples that are left,
+divided over the ranks as evenly as possible. A rank may get an empty share, and still takes part in the step.
+Invariants: the shares of all ranks together hold each sample exactly once per epoch, in the order, and the order does
+not depend on W or n. With `repeats` K (`grpo`) each sample has K neighbouring places in the order, all of them in one
+micro-batch of one rank.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class DistributedSampler:
         return min(self.global_batch, self.num_places - position % self.per_epoch * self.global_batch)
 
     def places(self, position: int) -> range:
-        """Return this rank's places among the places of all ranks at `position`."""
+        """Return this rank's places in the micro-batch at `position`, counted over all ranks."""
         size = self.global_size(position) // self.repeats
         first, last = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
         return range(first * self.repeats, last * self.repeats)

@@ -279,7 +279,7 @@ def _called(image: str, sample: Sample) -> str:
 
 
 def _length(image: str) -> int | str:
-    """Return the length of a local file, otherwise the whole string. Only equal lengths make it worth to read files."""
+    """Return the length of a local file, otherwise the whole string. Only files of equal length are read later."""
     try:
         return os.stat(image).st_size  # noqa: PTH116  # a path object for each would cost more
     except (OSError, ValueError):

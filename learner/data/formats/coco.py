@@ -1,7 +1,7 @@
 """`coco`: one sample per image, one object per annotation. The name of the category is the description.
 
 With `task.geometry: poly`, polygons and run lengths are the objects' outlines. Otherwise they are read only if an
-annotation has no box, which then is the box around them. `iscrowd` and `ignore` make ignore regions. If `width` and
+annotation has no box: the box around them is used. `iscrowd` and `ignore` make ignore regions. If `width` and
 `height` are missing, the image's own size is read. If CVAT's `attributes.rotation` turns a rectangle, the enclosing box
 is used.
 """

@@ -9,7 +9,7 @@ names of files decide; only `data.yaml`, `classes.txt` and the beginning of JSON
     JSONL       *.jsonl
     Labelme     *.json with shapes, in the folder or where VOC has its XML files
     VOC         XML files in the folder, Annotations, annotations, voc, xml or labels, or in sub-folders of these, which
-                may be called as splits; lists of names in ImageSets/Main, ImageSets or splits
+                may have the names of splits; lists of names in ImageSets/Main, ImageSets or splits
 
 If a folder has only one sub-folder with a known layout, that sub-folder is used. If several sub-folders have XML files
 and nothing else, the folder is VOC with all of them.
@@ -47,7 +47,7 @@ _LIST_FOLDERS = ("ImageSets/Main", "ImageSets", "splits")
 
 @dataclass(frozen=True, slots=True)
 class Annotations:
-    """The annotations that `data.train` and its like name: a path that a reader takes, and its format."""
+    """The annotations that `data.train`, `data.val` or `data.test` names: a path for a reader, and its format."""
 
     format: Format
     path: str

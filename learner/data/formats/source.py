@@ -40,7 +40,7 @@ class Source:
     bad: BadRecords
 
     @cached_property
-    def file(self) -> Path:  # readers ask for it at each annotation, and making it takes longer than the rest of some
+    def file(self) -> Path:  # cached, because readers ask for it at each annotation, and making a path is slow
         return Path(self.path)
 
     @property

@@ -317,8 +317,8 @@ def _check_outlines(found: Sequence[_Labels], source: Source) -> None:
 
 
 def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
-    """Return True if all labels are a box with keypoints. Outlines usually differ in length. Otherwise some outline has
-    a point outside of the box that its first four numbers would describe, or no outline crosses itself."""
+    """Return True if the labels are boxes with keypoints, and not outlines: all have the same length, all points lie in
+    the boxes, and, if points have no visibilities, some label would cross itself as an outline."""
     if not labels or len(labels[0]) <= 4 or len({len(values) for values in labels}) > 1:
         return False
     if all(_is_box_with_points(values, 3) for values in labels):
@@ -327,8 +327,8 @@ def _are_keypoints(labels: Sequence[Sequence[float]]) -> bool:
 
 
 def _is_keypoints(values: Sequence[float]) -> bool:
-    """Return True if one label among others is a box with keypoints. An outline can look like one by chance. So the
-    label must also cross itself as an outline, or have three or more visibilities, which are whole numbers."""
+    """Return True if one label is a box with keypoints, although not all labels are. An outline can look like such a
+    label by chance. So the label must also cross itself as an outline, or have three or more visibilities."""
     if _is_box_with_points(values, 3) and len(values) >= 4 + 3 * 3:
         return True
     crosses = len(values) % 2 == 0 and _crosses_itself(values)
