@@ -18,7 +18,7 @@ WIDTH, HEIGHT = 380.0, 190.0
 LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 24.0
 MAX_COLUMNS = 90  # more points than this are drawn as means of neighbours, with their range
 ROUNDING = 1e-12  # relative difference up to which two numbers are equal
-MAX_DOTS = 45  # more points than this have no dots
+MAX_DOTS = 45  # a line with more points than this is drawn without dots
 Point = tuple[float, float]
 
 
@@ -110,7 +110,7 @@ def _digits(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return round numbers from at or below `low` to at or above `high`, about `count` steps apart."""
+    """Return about `count` + 1 round numbers at equal distances, the first at most `low`, the last at least `high`."""
     if high - low <= ROUNDING * max(abs(low), abs(high)):  # equal, or different only by rounding of floats
         high = low + (abs(low) or 1.0)
     raw = (high - low) / count
@@ -144,7 +144,7 @@ class Plane:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
     def x_ticks(self) -> list[float]:
-        """Return ticks of x. The last x is one too if x counts something: its ticks are whole numbers."""
+        """Return ticks of x. If x counts something, only whole numbers are ticks, unless x spans less than 1."""
         marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high]
         return [t for t in marks if t == int(t) or not self.counted or self.x_high - self.x_low < 1]
 
@@ -157,7 +157,7 @@ class Chart:
     value: str = ""  # stands beside the title
     legend: Sequence[tuple[str, str]] = ()  # (name, color)
     plane: Plane | None = None
-    lines: Sequence[tuple[str, Sequence[Column], bool]] = ()  # (color, columns, whether each is a dot too)
+    lines: Sequence[tuple[str, Sequence[Column], bool]] = ()  # (color, columns, True: each column has a dot too)
     tips: Sequence[tuple[Column, str]] = ()  # tooltips on invisible stripes, so no script is needed
     stacks: Sequence[tuple[Column, str, Sequence[tuple[str, float, float]]]] = ()  # (x, tip, parts (color, low, high))
     stack_width: float = 0.0

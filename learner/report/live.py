@@ -66,7 +66,7 @@ ENDED = {"finished": ("Finished", "good"), "stopped": ("Stopped", "bad"), "faile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownAnswer:
-    """One answer of the newest ones. `shapes` are (color, tooltip, object); `tokens` are (text, kind, note)."""
+    """One of the newest answers. `shapes` are (color, tooltip, object); `tokens` are (text, kind, note)."""
 
     sample_id: str
     facts: Sequence[str]

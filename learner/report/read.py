@@ -138,7 +138,7 @@ def _title(path: Path) -> str:
 
 
 def _rank(path: Path) -> tuple[bool, bool, str]:
-    """Return the order of runs in a report: `stage2` first, `sft` last, because the others are compared with it."""
+    """Return a run's sort key in a report: `stage2` first; `sft` last, because the others are compared with it."""
     return (path.name == "sft", path.name != "stage2", path.name)
 
 
@@ -250,7 +250,7 @@ def _is_detection(config: Mapping[str, object]) -> bool:
 
 
 def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]) -> Status:
-    """Return the run's state by its events since it began or was resumed. Earlier versions wrote no event `begin`."""
+    """Return the run's state from the events since it began or was resumed. Earlier versions wrote no event `begin`."""
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
     total, first, ended, because, times = 0, 0, "", "", []
     began_s = math.nan

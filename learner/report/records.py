@@ -1,4 +1,4 @@
-"""The records of a run's directory: `read.py` makes them of its files, the other modules show them."""
+"""The records of a run's directory: `read.py` makes them from its files, and the other modules show them."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ class EvalPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncPoint:
-    """One weight sync. `metrics` are all numbers of its event. `before` is the event after it: a `step`, whose line on
-    the console shows the sync, or an `eval`, whose line does not; empty if the run ended there."""
+    """One weight sync. `metrics` are all numbers of its event. `before` names the event that came next: a `step`, whose
+    line on the console shows the sync, or an `eval`, whose line does not; empty if the run ended after the sync."""
 
     receipt: SyncReceipt
     metrics: Mapping[str, float]

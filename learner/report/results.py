@@ -163,8 +163,8 @@ def _parse_rate_card(progress: Progress) -> Card:
 
 
 def _sync_card(runs: Sequence[RunRecord]) -> Card:
-    """The number of syncs of all runs, their median seconds and largest canary gap; without syncs the main run's
-    speed."""
+    """Return a card with the number of syncs of all runs, their median seconds and their largest canary gap; without
+    syncs, a card with the main run's speed."""
     syncs = [sync.receipt for run in runs for sync in run.syncs]
     if not syncs:
         speeds = [s.metrics["tokens_per_s"] for s in runs[0].steps if "tokens_per_s" in s.metrics]
@@ -299,7 +299,7 @@ def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
 
 
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
-    """Return the task's metrics before and after: all of them, or the measured ones of `only`."""
+    """Return the task's metrics before and after training: all of them, or those of `only` that were measured."""
     several = len(runs) > 1
     columns = [("Before" if runs[0].after else "One evaluation", runs[0].before)]
     columns += [(p.run.name if several else "After", p.after) for p in runs if p.after]
@@ -311,8 +311,8 @@ def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Tabl
 
 
 def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
-    """Return charts of precision, recall and F1 by IoU threshold, a line per first and last evaluation; [] without
-    scenes."""
+    """Return charts of precision, recall and F1 by IoU threshold; [] without scenes. The main run's first evaluation
+    and each run's last one have a line each."""
     main = runs[0]
     shown = [("before" if main.after else "one evaluation", "before", main.before)]
     shown += [(p.run.name if len(runs) > 1 else "after", p.color, p.after) for p in runs]

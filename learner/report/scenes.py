@@ -75,8 +75,8 @@ class Panel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneRow:
-    """One scene with a panel per evaluation. `file` is its image's name, `gain` its F1 in the second minus the
-    first."""
+    """One scene with a panel per evaluation. `file` is its image's name, `gain` its F1 in the second evaluation minus
+    that in the first."""
 
     scene_id: str
     file: str
@@ -87,7 +87,7 @@ class SceneRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filter:
-    """A choice of scenes by the reader of the page, in the order to show them. `ident` is used in ids of HTML."""
+    """Scenes that the page shows if its reader chooses this filter, in this order. `ident` is used in ids of HTML."""
 
     ident: str
     name: str
@@ -274,7 +274,7 @@ def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, st
 def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float) -> list[Tag]:
     """Return the descriptions of a drawing of DRAWING x `height` units. No tag covers another: each takes the first
     free place around its object, those of wrong predictions and missed objects first. An object without a free place
-    has no tag, only a tooltip. Objects that were found have none: their prediction has one."""
+    has no tag, only a tooltip. A labelled object that was found has no tag, because its prediction has one."""
     order = ("class", "spurious", "missed", "label", "hit", "kept", "ignored")
     tags: list[Tag] = []
     for color, _, item in sorted((s for s in shapes if s[0] in order), key=lambda shape: order.index(shape[0])):

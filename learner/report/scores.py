@@ -44,8 +44,8 @@ _USED = tuple(
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneOutcome:
     """What each prediction of a scene was: `outcomes[i]`, its largest IoU with an object `ious[i]`, and the index of
-    the object that it is paired with, `paired[i]` (None: ignored, or a false positive). `found` are the objects'
-    indices that have a correct prediction."""
+    the object that it is paired with, `paired[i]` (None: ignored, or a false positive). `found` are the indices of the
+    objects that have a correct prediction."""
 
     outcomes: tuple[Outcome, ...]
     ious: tuple[float, ...]
@@ -255,16 +255,16 @@ def _apart(points: Sequence[EvalPoint], others: Sequence[EvalPoint]) -> bool:
 
 
 def f1_of(point: EvalPoint) -> F1Estimate | None:
-    """Return F1@0.5 with its interval if the scenes are on disk, the metric alone if only that is; None if neither
-    is."""
+    """Return F1@0.5 with its interval if the scenes are on disk; without an interval if only the metric is on disk;
+    None if neither is."""
     if point.scenes:
         return f1_estimate(point.scenes)
     return F1Estimate(value=point.metrics[F1]) if F1 in point.metrics else None
 
 
 def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> F1Estimate | None:
-    """Return the gain in F1@0.5, paired over scenes; without scenes the metrics' difference, without an interval. None
-    if the two are of different scenes."""
+    """Return the gain in F1@0.5, paired over scenes; without scenes, the difference of the metrics, without an
+    interval. None if an evaluation or its metric is missing, or if the two evaluations have no scene in common."""
     if before is None or after is None or _apart((before,), (after,)):
         return None
     paired = f1_gain(before.scenes, after.scenes)

@@ -1,7 +1,7 @@
 """Steps whose loss or gradient norm leapt, and the samples that they learned, as they were labelled.
 
 In: a run's `spike` events. Out: marks for its charts, and `SpikingStep` records for `templates/page.html`. A wrong
-label is the most frequent cause, and seen in the drawn labels.
+label is the most frequent cause, and it can be seen in the drawn labels.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SpikingStep:
 
 
 def largest(run: RunRecord) -> dict[int, list[SpikePoint]]:
-    """Return the spikes of the MAX_SPIKES steps with the largest ones, by step."""
+    """Return the spikes of the MAX_SPIKES steps with the largest spikes, by step."""
     by_step: dict[int, list[SpikePoint]] = {}
     for point in sorted(run.spikes, key=lambda point: -point.value / max(point.usual, 1e-12)):
         if len(by_step) < MAX_SPIKES or point.global_step in by_step:

@@ -208,7 +208,7 @@ class MeanChange:
 
 def rise(points: Sequence[Point]) -> MeanChange | None:
     """Return the rise from the lowest earlier quarter to the last one, if it is at least a tenth and three standard
-    errors, so more than noise; else None. None too with less than five points a quarter."""
+    errors, which is more than noise. Otherwise, and with fewer than five points a quarter, return None."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     size = len(finite) // 4
     if size < 5:
@@ -399,7 +399,7 @@ def activities_of(steps: Sequence[StepTimeline], index: int) -> list[Activity]:
 
 
 def _order(lane: str) -> tuple[bool, int, str]:
-    """Sort key of lanes: ranks by number, each followed by its rollouts, then servers."""
+    """Return a lane's sort key: ranks by number, each followed by its rollouts, then servers."""
     words = lane.split()
     is_rank = words[0] == "rank" and len(words) > 1 and words[1].isdigit()
     return not is_rank, int(words[1]) if is_rank else 0, lane

@@ -93,7 +93,7 @@ def serve_page(app: FastAPI, *, name: str, host: str = LOOPBACK, port: int, note
 
 
 class _Behind:
-    """Serves an application below a path, and 404 elsewhere."""
+    """Serves an application below a path, and answers 404 to any other path."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:
         self.app, self.path = app, path
