@@ -183,8 +183,8 @@ class StageProcess:
         if not self._signum:
             sys.stdout.flush()
             with writing(log), FileIO(log, "w", opener=unlinked) as errors:
-                # A session of its own: it gets Ctrl-C once, from `_pass_on`. A second Ctrl-C would end it without a
-                # checkpoint.
+                # The stage's process has a session of its own, so it gets Ctrl-C once, from `_pass_on`. A second
+                # Ctrl-C would end it without a checkpoint.
                 self._process = subprocess.Popen(
                     [sys.executable, *argv],
                     env={**self._environment, **without_working_directory(self._environment)},
@@ -354,8 +354,8 @@ class Recipe:
             self._decide(**{"grpo" if rule.holds else "no_grpo": rule.reason})
 
     def _decide(self, *, grpo: str = "", no_grpo: str = "", ended: str = "") -> None:
-        """Write the record, and link `best` to the best weights. If these are a start that is no folder, no link is
-        made."""
+        """Write the record, and link `best` to the best weights. No link is made if these are the start's, and the
+        start is not a folder on this machine."""
         self.record = record = replace(
             self.record,
             grpo=grpo or self.record.grpo,

@@ -1,7 +1,7 @@
 """`recipe.json`: the decisions of a recipe so far, and what each stage gained and lost.
 
-Rank 0 rewrites the whole file after each stage. It and the stages' own folders have all that a second command needs. A
-stage that is not listed has not ended. The report of the folder shows the record.
+The recipe's process rewrites the whole file at each decision. The file and the stages' folders have all that a second
+command needs. A stage that is not listed has not ended. The report of the folder shows the record.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Record:
     metric: str
     stages: tuple[StageResult, ...] = ()
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)
-    grpo: str = ""  # the reason to run it
-    no_grpo: str = ""  # the reason not to run it
+    grpo: str = ""  # the reason to run `grpo`; empty if it was not decided to run it
+    no_grpo: str = ""  # the reason not to run `grpo`; empty if that was not decided
     extended: bool = False  # `sft` is given the minutes of `grpo`, which is not run
     ended: str = ""  # the reason why the recipe has ended
     best_of: str = START
@@ -244,15 +244,16 @@ def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
 
 
 def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
-    """Return the rule whether `grpo` is likely to gain: the estimate is above a threshold, and its interval above 0.
+    """Return the rule that says whether `grpo` is likely to gain: the estimate is above a threshold, and its interval
+    above 0.
 
     `recipe --only-measure` asks for the whole interval above the threshold, because its user would spend hours. Here
     the minutes are given already, and the weights that validation prefers are kept. Where `grpo` and `sft` ended equal,
     0.017 was measured.
 
-    Not to be asked if labels were completed: objects without a label still hide headroom. `grpo` gains with 60%
-    missing, where 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048] were measured, and with 40% missing of 32 scenes:
-    0.010 [0.000, 0.025].
+    Do not call this if labels were completed: objects without a label still hide headroom. `grpo` gains if 60% of the
+    labels are missing, where 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048] were measured, and if 40% are missing in 32
+    scenes, where 0.010 [0.000, 0.025] was measured.
     """
     return better_places(found, least_low=0.0)
 
