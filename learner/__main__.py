@@ -759,7 +759,8 @@ _EVALUATED = "training.eval_on_start"
 
 
 def _without_our_key(error: ConfigErrors) -> ConfigErrors:
-    """Return the mistakes of the key that `recipe` sets as mistakes of the user's key for it."""
+    """Return the errors in the user's words: a mistake about the evaluations that `recipe` turns on becomes
+    `NO_VALIDATION`, the mistake about `data.val`."""
     from learner.config.sections.training import NO_DATA
     from learner.recipe.stages import NO_VALIDATION
     from shared.config.model import ConfigErrors
