@@ -111,7 +111,7 @@ class Detector:
             self._is_open = False
 
     def predict(self, images: Photograph | Iterable[Photograph]) -> list[Prediction]:
-        """Return one prediction an image, in order. Raises MediaError if an image cannot be used."""
+        """Return one prediction per image, in order. Raises MediaError if an image cannot be used."""
         given = [images] if isinstance(images, str | Path | Image.Image) else list(images)
         found: list[Prediction] = []
         for _, one in self.predictions({place: _input(place + 1, image) for place, image in enumerate(given)}):
@@ -121,10 +121,10 @@ class Detector:
         return found
 
     def predictions(self, line: Mapping[int, InputImage]) -> Iterator[tuple[int, Prediction | MediaError]]:
-        """Yield one prediction an image, some images at a time. If an image cannot be used, its MediaError is yielded
-        instead. `line` has images by their indexes among all images of the command or the call; drawn answers depend on
-        these indexes. Images of one record are neighbours. Raises ConfigError if the model cannot be asked about the
-        images."""
+        """Yield the index and the prediction of each image, some images at a time. If an image cannot be used, its
+        MediaError is yielded instead. `line` has images by their indexes among all images of the command or the call;
+        drawn answers depend on these indexes. Images of one record are neighbours. Raises ConfigError if the model
+        cannot be asked about the images."""
         self._require_askable(line.values())
         self.__enter__()
         waiting: dict[int, Ask] = {}
@@ -188,7 +188,8 @@ class Detector:
         return Parts(tiles, samples)
 
     def _whole_record(self, record: Sample) -> Parts:
-        """Return a record with the model's own prompt if that prompt is for as many images, else with the record's."""
+        """Return a record with the model's own prompt if that prompt is for as many images, otherwise with the record's
+        own prompt."""
         sizes = [self._images.load(source).size for source in record.images]
         messages: Sequence[Turn] = self.model.settings.messages
         try:

@@ -239,7 +239,7 @@ def _read(
 def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found:
     images = [(sample, image) for sample in samples for image in images_of(sample)]
     boxes: dict[str, list[Scored]] = {}
-    answers: list[ParsedRollout] = []  # one an image
+    answers: list[ParsedRollout] = []  # one answer per image
     detector.heard = answers.append
     for place, one in detector.predictions({place: image for place, (_, image) in enumerate(images)}):
         if not isinstance(one, Prediction):
@@ -292,8 +292,8 @@ def _ranked(
 def _rows(
     results: Sequence[DetectorResult], compared: Compared, ranked: Sequence[RankedModel], why: Mapping[str, str]
 ) -> list[dict[str, Any]]:
-    """Return one row a detector. A model's row has its results on the annotations of `retain`, as `retained`. A row has
-    `with_gaps` if the labels have gaps, and `reason` if F1 is near 0."""
+    """Return one row per detector. A model's row has its results on the annotations of `retain`, as `retained`. A row
+    has `with_gaps` if the labels have gaps, and `reason` if F1 is near 0."""
     rows = {one.name: asdict(one) for one in results}
     for model in ranked:
         rows[model.name]["with_gaps"] = asdict(model)

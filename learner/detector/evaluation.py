@@ -171,7 +171,7 @@ def _touching(objects: Sequence[DetectionObject]) -> NDArray[np.bool_]:
 def evaluate_all(
     found: Sequence[Found], samples: Sequence[Sample], validation: Mapping[str, float] | None = None
 ) -> list[DetectorResult]:
-    """Return one result a detector, in order. `validation`: thresholds by name."""
+    """Return one result per detector, in order. `validation`: thresholds by the detector's name."""
     earlier: dict[str, tuple[CountTable, ApDraws]] = {}
     results: list[DetectorResult] = []
     for one in found:

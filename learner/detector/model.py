@@ -196,9 +196,10 @@ BELONGS = (
     *("special_tokens_map.json", "added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.tiktoken"),
     *("spiece.model", "sentencepiece.bpe.model", INFERENCE_NAME, CALIBRATION_NAME),
 )
-LICENSES = ("LICENSE*", "NOTICE*")  # an export has them too
-LEARNERS = ("training_state", "trainer_state.json", "manifest.json", "origin.json", "README.md")  # not in an export
-TEMPLATES = "additional_chat_templates"  # the one folder of a model
+LICENSES = ("LICENSE*", "NOTICE*")  # license files, which an export has too
+# Names of the learner's own files and folders, which are not copied into an export.
+LEARNERS = ("training_state", "trainer_state.json", "manifest.json", "origin.json", "README.md")
+TEMPLATES = "additional_chat_templates"  # the only folder inside a model's folder
 
 
 def model_files(folder: Path) -> tuple[list[str], list[str]]:
