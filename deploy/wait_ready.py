@@ -90,8 +90,8 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
 
 
 def look(client: httpx.Client, url: str, server_id: str = "") -> str:
-    """Ask `/ready/` once. Returns "" for a ready server, else the answer or error. `server_id`: the answer must come
-    from this start of the server; "": from any."""
+    """Ask `/ready/` once. Return "" if the server is ready, otherwise its answer or the error as text. `server_id`: the
+    start of the server that must answer; "": any start."""
     try:
         code, content = ask(client, f"{url}/ready/", timeout_s=client.timeout.read or ANSWER_S)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

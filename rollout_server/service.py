@@ -341,8 +341,9 @@ class RecentAnswers(Generic[T]):
         self._entries: OrderedDict[str, _Entry[T]] = OrderedDict()
 
     async def get(self, uuid: str, fingerprint: str, compute: Callable[[], Coroutine[object, None, T]]) -> T:
-        """Return the kept answer of this uuid, or else the result of `compute()`. Raises RequestError if the uuid was
-        used for another request, and whatever `compute` raises. If all waiting callers are cancelled, so is `compute`.
+        """Return the kept answer of this uuid. If there is none, return the result of `compute()`. Raises RequestError
+        if the uuid was used for another request, and whatever `compute` raises. If all waiting callers are cancelled,
+        so is `compute`.
         """
         entry = self._entries.get(uuid)
         if entry is None:

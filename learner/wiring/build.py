@@ -172,7 +172,8 @@ def export(checkpoint: Path, out: Path, dtype: str, notes: Mapping[str, str]) ->
                 raise OSError(str(error)) from error
             for name, text in notes.items():
                 (work / name).write_text(text, encoding="utf-8")
-            for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):  # without it, no model
+            # `config.json` is moved last: a folder without it is no model.
+            for path in sorted(work.iterdir(), key=lambda path: path.name == "config.json"):
                 path.rename(out / path.name)
     finally:
         shutil.rmtree(work, ignore_errors=True)

@@ -346,7 +346,7 @@ def mistake_of(
 
 
 def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
-    """Return the key that the user has to write: a missing section's only required key, or else `path` itself."""
+    """Return the key that the user has to write: a missing section's only required key, otherwise `path` itself."""
     section = _section_at(model, path)
     required = [name for name, field in section.model_fields.items() if field.is_required()] if section else []
     return _first_to_write(model, (*path, required[0])) if len(required) == 1 else path
