@@ -21,7 +21,7 @@ PREFIX = "reward/"
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Rewards by name. `weights` are those of `functions` (1 if not given) and of rewards of `task`."""
+    """Rewards by name. `weights` has the weights of `functions` (1 if not given) and of the task's rewards."""
 
     tokenizer: Tokenizer
     functions: Mapping[str, Reward] = field(default_factory=dict)

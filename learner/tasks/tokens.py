@@ -107,7 +107,7 @@ def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
 
 
 def _numbers_alone(encode: Callable[[str], Ids], vocabulary: Mapping[str, int]) -> dict[str, Ids]:
-    """Return the ids of each coordinate if these are the same everywhere in a list; else {}."""
+    """Return the token ids of each coordinate, if a coordinate has the same ids everywhere in a list; otherwise {}."""
     if not vocabulary or any(map(_FUSED.search, vocabulary)):
         return {}
     numbers = {str(value): encode(str(value)) for value in range(_NUM_BINS)}

@@ -35,7 +35,7 @@ from learner.tasks.detection.scores import (
 )
 from shared.errors import DataError
 
-PENALTIES = (10.0, 3.0, 1.0, 0.3)  # candidates for the factor of the squared weights
+PENALTIES = (10.0, 3.0, 1.0, 0.3)  # factors of the squared weights that are tried
 FOLDS = 5
 BINS = 10
 NUM_KNOTS = 5  # knots of each feature's piecewise linear function

@@ -46,7 +46,7 @@ class Overlaps:
     iou: Floats  # [P, G]
     same: NDArray[np.bool_]  # [P, G] equal names
     inside: Floats  # [P] the largest share of a prediction's area in one ignore region of its class
-    inside_any: Floats  # [P] the same for regions of any class
+    inside_any: Floats  # [P] the largest share of a prediction's area in one ignore region of any class
 
     @classmethod
     def of(

@@ -140,7 +140,7 @@ def _count_matches(row: NDArray[np.float64], parsed: ParsedRollout) -> None:
 
 
 Totals = Mapping[str, NDArray[np.float64]]  # column name -> sums, all of one shape [...]
-Metric = Callable[[Totals], NDArray[np.float64]]  # -> [...]
+Metric = Callable[[Totals], NDArray[np.float64]]  # returns a metric's values, of the totals' shape [...]
 
 
 def evaluate_counts(table: CountTable) -> dict[str, float]:

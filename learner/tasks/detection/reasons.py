@@ -17,8 +17,8 @@ from learner.tasks.detection.grammar import NUM_BINS
 
 NEAR_ZERO = 0.02  # F1@0.5
 _MOST = 0.5  # least share of the answers, or of the boxes, that a reason must explain
-_WHOLE = 0.8  # least share of an image's area; such a box is called whole
-_SHOWN = 160  # characters of an answer
+_WHOLE = 0.8  # a box with at least this share of its image's area is called whole
+_SHOWN = 160  # max characters that are shown of an answer
 
 
 class Reason(NamedTuple):

@@ -159,8 +159,8 @@ class ScoredObject(NamedTuple):
 
 
 class Calibration(BaseModel):
-    """A logistic regression. `weights` are for the columns of `design`. `samples` is K, the drawn answers per image.
-    `threshold` is the score with the best F1 on the images of the fit."""
+    """A logistic regression. `weights` has a weight for each column of `design`. `samples` is K, the number of drawn
+    answers per image. `threshold` is the score with the best F1 on the images of the fit."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -191,8 +191,8 @@ class CalibrationFile(BaseModel):
         return self.model_dump_json(indent=1) + "\n"
 
     def of(self, samples: int) -> Calibration | None:
-        """Return the calibration whose K is nearest to `samples`; None if there is none. K = 0 and other Ks never
-        replace each other."""
+        """Return the calibration whose K is nearest to `samples`; None if there is none. A calibration for K = 0 is
+        never used for another K, nor the other way round."""
         fitting = [one for one in self.calibrations if (one.samples > 0) == (samples > 0)]
         return min(fitting, key=lambda one: abs(one.samples - samples), default=None)
 

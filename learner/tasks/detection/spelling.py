@@ -31,7 +31,7 @@ Ints = NDArray[np.int64]
 
 
 class Numbers(NamedTuple):
-    """Matched coordinates in order of appearance, each field [N]: those of `CoordSlots`, and the true bin."""
+    """Matched coordinates in order of appearance. The fields, each [N], are those of `CoordSlots` and the true bin."""
 
     start: Ints
     end: Ints
