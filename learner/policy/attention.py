@@ -48,7 +48,7 @@ class SegmentLayout:
     max_length: int  # largest number of keys of a piece; no piece has more queries
     max_patches: int  # number of patches of the largest image; 0 without images
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
-    prefixes: tuple[int, ...]  # [S], number of a piece's keys that come before its own tokens: those of its prompt
+    prefixes: tuple[int, ...]  # [S], number of keys of each piece's shared prompt, which come before its own keys
     cu_keys: torch.Tensor  # [S + 1] int32, ends of the pieces' keys; equal to `cu_seqlens` without shared prompts
     key_index: torch.Tensor | None  # [K], the row's token that each key belongs to; None: the row's tokens in order
 

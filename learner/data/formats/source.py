@@ -155,7 +155,7 @@ class Nearby:
 
     @staticmethod
     def _common(file: Path, folders: Sequence[str]) -> int:
-        """Return how many of the last folders in the file's path equal those of `folders`."""
+        """Return how many folders, counted from the last one, are equal in the file's path and in `folders`."""
         own = [part.lower() for part in file.parts[:-1]]
         pairs = zip(reversed(own), reversed(folders), strict=False)
         return next((number for number, (a, b) in enumerate(pairs) if a != b), min(len(own), len(folders)))
