@@ -125,8 +125,7 @@ class Record:
 
     @property
     def on_completed(self) -> bool:
-        """True if `grpo` learns completed labels: `sft` completed some, and rollout matching, run where it cannot, was
-        not."""
+        """True if `grpo` learns completed labels: `sft` completed some, and rollout matching was not run."""
         sft = self.stage(SFT)
         return sft is not None and sft.completed and self.stage(MATCHING) is None
 

@@ -162,7 +162,7 @@ class LiveView:
     def _server(self, url: str) -> list[str]:
         """Ask a server. Returns its gate, its version, and how many calls are in flight and waiting."""
         if (hidden := _HIDDEN.search(url)) is not None:
-            # The variable may be set in this process, but asking would send its value where the folder's author wants.
+            # The variable may be set in this process, but the folder's author chose the host that would get its value.
             return [f"unknown: the run's folder has {hidden[0]} for a part of its URL", "–", "–", "–"]
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:

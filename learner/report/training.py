@@ -72,7 +72,7 @@ TITLES = {  # chart titles by metric; other charts have the metric's name as tit
     "pause_s": "Server pause",
     "merge_gap": "Effect of merging (nats a token)",
 }
-SPIKING = {"loss": "loss", "gradient norm": "grad_norm"}  # charts by name, and their metric
+SPIKING = {"loss": "loss", "gradient norm": "grad_norm"}  # metrics whose spikes are marked, by their chart's name
 PURPOSES = {"step": "rollouts", "eval": "evaluation"}
 SYNC_SHOWN = ("time", "ver", "seconds", "num_bytes", "num_tensors", "canary_gap", "canary_gap_max", "global_step")
 
