@@ -157,7 +157,7 @@ class Policy:
 
     def _forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs, torch.Tensor | None]:
         """Return the row's summed weighted loss (float32 scalar, with gradient), the row's inputs, and the sums that a
-        policy gradient reports; None if the row has no policy gradient.
+        policy gradient reports (None if the row has no policy gradient).
 
         Raises LossError if a supervised token is outside the assistant span.
         """

@@ -354,8 +354,8 @@ class Recipe:
             self._decide(**{"grpo" if rule.holds else "no_grpo": rule.reason})
 
     def _decide(self, *, grpo: str = "", no_grpo: str = "", ended: str = "") -> None:
-        """Write the record, and link `best` to the best weights. No link is made if these are the start's, and the
-        start is not a folder on this machine."""
+        """Write the record, and link `best` to the best weights. No link is made if the start's weights are the best
+        and the start is not a folder on this machine."""
         self.record = record = replace(
             self.record,
             grpo=grpo or self.record.grpo,

@@ -243,8 +243,8 @@ def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
 
 
 def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
-    """Return the rule that says whether `grpo` is likely to gain: the estimate is above a threshold, and its interval
-    above 0.
+    """Return the rule that says whether `grpo` is likely to gain: the estimate is above a threshold, its interval is
+    above 0, and sampled answers to enough scenes differ in score.
 
     `recipe --only-measure` asks for the whole interval above the threshold, because its user would spend hours. Here
     the minutes are given already, and the weights that validation prefers are kept. Where `grpo` and `sft` ended equal,

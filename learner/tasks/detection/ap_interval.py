@@ -40,7 +40,7 @@ class RankedBoxes:
     scores: NDArray[np.float64]  # [D]
     images: NDArray[np.int64]  # [D] index of each box's sample
     right: NDArray[np.bool_]  # [T, D] True: the box is matched with an object at this threshold
-    wrong: NDArray[np.bool_]  # [T, D] True: it is not; a box in an ignore region is neither right nor wrong
+    wrong: NDArray[np.bool_]  # [T, D] True: it is matched with no object and with no ignore region
     truth: NDArray[np.float64]  # [samples] number of objects that count
 
 

@@ -20,8 +20,8 @@ v votes confirm labels, d contradict labels, and f be free:
 r is the number of objects without a label per labelled one. If labels are missing at random, unlabelled objects get v
 votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. A few clusters with many votes
 may be chance. So r is f / (c + d) over the clusters with most votes: as many as have `ENOUGH` clusters near labels, but
-only clusters that about half of the answers have. The more votes an invented box needs, the rarer it is. So p and s do
-not fall with v, and they are fitted under this condition (`not_falling`). This removes most of the noise of small
+only clusters that about half of the answers have. Invented boxes are rarer among clusters with more votes. So p and s
+do not fall with v, and they are fitted under this condition (`not_falling`). This removes most of the noise of small
 counts. The product p s is an upper bound: boxes that the model invents as surely as it finds real objects look like
 real ones. `auto` takes the number of votes for which most labels are gained: the estimated number of right labels minus
 that of wrong ones. Nothing is completed if complete labels could have given the same clusters.
