@@ -92,7 +92,7 @@ class Task(Protocol):
     exchange it.
     """
 
-    reader: ClassVar[Reader | None] = None  # if `data.format` names no reader; None: a built-in one reads
+    reader: ClassVar[Reader | None] = None  # used if `data.format` names no reader; None: a built-in reader is used
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
         """`config.options` are the keys of your own. Raises ConfigError if they or the tokenizer do not fit."""
@@ -127,7 +127,7 @@ class Task(Protocol):
         ...
 
     def evaluate(self, assignments: Sequence[Any]) -> Mapping[str, float]:
-        """Return metrics over a whole evaluation set, by name; [] gives 0 for each."""
+        """Return metrics over a whole evaluation set, by name; for [] each metric is 0."""
         ...
 
     def calibration(self, assignments: Sequence[Any]) -> str | None:
@@ -196,8 +196,9 @@ class LossFunction(Protocol):
         """Return the *sum* over tokens, a float32 scalar. It is not the mean: the learner divides once by the weight of
         the whole step, so that packing and the number of ranks do not change the gradient.
 
-        `logprobs` [N], float32, in nats, with gradient: of the labels after the tokens before them. `weights` [N],
-        float32: positive. N is at least 1. Without a function it is `-(logprobs * weights).sum()`.
+        `logprobs` [N], float32, in nats, with gradient: the log-probability of each label after the tokens before it.
+        `weights` [N], float32: positive. N is at least 1. Without a function the sum is
+        `-(logprobs * weights).sum()`.
         """
         ...
 

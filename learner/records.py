@@ -356,7 +356,7 @@ class RawObject:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRecord:
     """One annotated image (or several that belong together). `width` and `height` are those of every image, unless
-    `sizes` gives each image its own."""
+    `sizes` lists the size of each image."""
 
     place: Place
     sample_id: str

@@ -47,7 +47,7 @@ MAX_REASON = 400  # max characters of an error in the log
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Boundary:
-    """All ranks' state at the end of a step that a checkpoint needs besides weights and moments."""
+    """The state of all ranks at the end of a step: what a checkpoint needs besides weights and moments."""
 
     state: TrainerState
     generators: Generators
