@@ -44,14 +44,14 @@ def stays_upright(name: str) -> bool:
 
 
 def augmentation_has_objects(config: RunConfig) -> Iterator[Mistake]:
-    """`data.augment` goes with `task.type: detection`, whose labels follow the pixels."""
+    """`data.augment` needs `task.type: detection`, whose labels follow the pixels."""
     if config.data.augment is not None and config.task.type != "detection":
         wanted, remedy = "task.type: detection, whose labels follow the pixels", "set data.augment: null"
         yield Mistake(path="data.augment", found=f"task.type: {config.task.type}", wanted=wanted, remedy=remedy)
 
 
 def augmentation_has_steps(config: RunConfig) -> Iterator[Mistake]:
-    """`data.augment` without `rollouts: true` goes with runs that learn ground truth in some step."""
+    """`data.augment` without `rollouts: true` needs a run that learns ground truth in some step."""
     augment = config.data.augment
     if augment is not None and not augment.rollouts and not learns_ground_truth(config):
         yield Mistake(

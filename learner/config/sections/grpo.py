@@ -41,7 +41,7 @@ class GrpoConfig(Section):
 
 
 def grpo_has_a_use(config: RunConfig) -> Iterator[Mistake]:
-    """The section `grpo` goes with `trainer_variant: grpo`, which takes no `loss.function` (R37)."""
+    """The section `grpo` needs `trainer_variant: grpo`, which takes no `loss.function` (R37)."""
     variant = config.custom.trainer_variant
     # The `config.yaml` of a run writes out every section, so a section of defaults is accepted.
     is_set = any(getattr(config.grpo, name) != field.default for name, field in GrpoConfig.model_fields.items())

@@ -64,7 +64,7 @@ class LabelsConfig(Section):
 
 
 def completion_has_objects(config: RunConfig) -> Iterator[Mistake]:
-    """`labels.complete` goes with `task.type: detection` (R48)."""
+    """`labels.complete` needs `task.type: detection` (R48)."""
     if config.labels.complete is not None and config.task.type != "detection":
         wanted, remedy = "task.type: detection, whose answers have boxes to compare", "set labels.complete: null"
         yield Mistake(path="labels.complete", found=f"task.type: {config.task.type}", wanted=wanted, remedy=remedy)

@@ -102,7 +102,7 @@ def _default(name: str) -> object:
 
 
 def keeping_what_was_cut(config: RunConfig) -> Iterator[Mistake]:
-    """`loss.keep_unmatched` goes with `loss.prefix_end: first_miss` and `loss.missed_order: canonical`."""
+    """`loss.keep_unmatched` needs `loss.prefix_end: first_miss` and `loss.missed_order: canonical`."""
     loss = config.loss
     if not loss.keep_unmatched:
         return

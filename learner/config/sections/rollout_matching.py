@@ -68,7 +68,7 @@ def beams_fit(config: RunConfig) -> Iterator[Mistake]:
 
 
 def buffer_variant(config: RunConfig) -> Iterator[Mistake]:
-    """`rollout_buffer` goes with `rollout_matching_sft` and with `grpo` without `stage2_ab`; `stage2_ab_training`
+    """`rollout_buffer` needs `rollout_matching_sft`, or `grpo` without `stage2_ab`; `stage2_ab_training`
     refuses the key, even null (D2)."""
     buffer, variant = config.rollout_matching.rollout_buffer, config.custom.trainer_variant
     path = f"{ROLLOUT}.rollout_buffer"
