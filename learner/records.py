@@ -219,11 +219,11 @@ class PolicyTokens:
     """The values that a policy gradient (`grpo`) needs for each token of a segment, besides label and weight.
 
     `first_logprobs` is NaN until the first pass over the segment writes it. Copies of the record share this array on
-    purpose, so that later passes know the probabilities before the first update."""
+    purpose, so that later passes know the probabilities before the first update on the rollout."""
 
     advantages: NDArray[np.float32]  # [L]
     rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: the same as the learner's
-    first_logprobs: NDArray[np.float32]  # [L] nats, by the learner's weights before the first update
+    first_logprobs: NDArray[np.float32]  # [L] nats, by the learner's weights before their first update on the rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

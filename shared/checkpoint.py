@@ -59,7 +59,8 @@ _KEYS = (
 
 
 def signature(config: Mapping[str, object]) -> dict[str, str]:
-    """Return `{"model_type": "qwen3_vl", "text_config.hidden_size": "2560", ...}`."""
+    """Return type and sizes of the model that a `config.json` describes, as text:
+    `{"model_type": "qwen3_vl", "text_config.hidden_size": "2560", ...}`."""
     found = {}
     for section in _SECTIONS:
         values = config.get(section) if section else config

@@ -69,7 +69,7 @@ class RunConfig(Section):
         return self.custom.extra.rollout_matching
 
 
-# The rules are in the order of the file's sections.
+# The rules are in the order in which a configuration file has its sections.
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     *data.RULES,

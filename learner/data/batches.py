@@ -15,7 +15,8 @@ says which micro-batches are left.
 its `WindowStep`. So rollouts are reused, and no sample is skipped. The last window of an epoch may have fewer than
 `gradient_accumulation_steps` micro-batches. Then it is handed out once (R18). Invariants: over all ranks, an epoch
 hands out each sample `m_steps` times, and samples of a short last window once, also if a resume falls inside a window.
-The state counts whole passes over a window. After a resume an unfinished pass starts again.
+The state counts whole passes over a window, because a pass is one optimizer step. After a resume an unfinished pass
+starts again from its first micro-batch. What it had handed out before does not count, because no step learned it.
 """
 
 from __future__ import annotations
@@ -65,7 +66,7 @@ class Shortfall(NamedTuple):
     """The size of an epoch's last step, if it learns fewer samples than other steps. Samples of all ranks count."""
 
     size: int
-    whole: int  # samples in each other step
+    whole: int  # samples in every step that is not short
 
 
 class Upcoming(NamedTuple):

@@ -29,8 +29,8 @@ def page_of(
     results: Sequence[DetectorResult],
     **facts: object,
 ) -> str:
-    """Return the page. `kept`: by detector, the boxes of each sample that reach the threshold. `facts`: what the
-    template shows as it is."""
+    """Return the page. `kept`: by detector, for each sample the boxes whose score reaches the detector's threshold.
+    `facts`: further variables of the template."""
     scenes = {name: scenes_of(line, samples) for name, line in kept.items()}
     page = TEMPLATES.get_template("evaluation.html").render(
         facts=f"{len(samples)} images, {sum(len(sample.objects) for sample in samples)} objects",

@@ -106,7 +106,7 @@ def same_model(situation: Situation) -> Finding:
 
 
 def adapters(situation: Situation) -> Finding:
-    """Check that every server accepts adapters of the run's rank, if the run syncs only its adapter (R08)."""
+    """Check that every server accepts adapters of the run's LoRA rank, if the run syncs only its adapter (R08)."""
     config = situation.config
     if sync_mode(config) != "adapter":
         return skipped("the run syncs full weights")

@@ -135,7 +135,8 @@ def suggest(
 
 
 def _key_of(model: ModelFiles, path: str) -> str:
-    """Return the key under `data` of the model's run that names these annotations; `train` for others."""
+    """Return `val` or `test` if the model's run has `path` under this key of `data`, but not under `train`. Otherwise
+    return `train`."""
     held_out = ("val", "test") if model.run is not None and model.run.data.train != path else ()
     return next((key for key in held_out if model.run is not None and model.run.data.path_of(key) == path), "train")
 

@@ -45,12 +45,12 @@ class SegmentLayout:
     """The places of a row's S pieces: segments, or shared prompts and their answers."""
 
     lengths: tuple[int, ...]  # [S], tokens
-    max_length: int  # largest number of keys of a piece; no piece has more queries
+    max_length: int  # number of keys of the piece with most keys; a piece never has more queries than keys
     max_patches: int  # number of patches of the largest image; 0 without images
     cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
     prefixes: tuple[int, ...]  # [S], number of keys of each piece's shared prompt, which come before its own keys
     cu_keys: torch.Tensor  # [S + 1] int32, ends of the pieces' keys; equal to `cu_seqlens` without shared prompts
-    key_index: torch.Tensor | None  # [K], the row's token that each key belongs to; None: the row's tokens in order
+    key_index: torch.Tensor | None  # [K], for each key the index of its token in the row; None: key i is of token i
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, *, max_patches: int = 0) -> SegmentLayout:

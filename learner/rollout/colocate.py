@@ -148,6 +148,6 @@ class ColocateBackend(RolloutBackend):
 
     def _prompts(self, samples: Sequence[Sample]) -> list[Prompt]:
         """Return the samples' prompts. A sample that comes several times in a row (`grpo`) is read and rendered once.
-        Samples are compared by identity, not by name: only data files are sure to have each name once."""
+        Samples count as the same if they are one object: ids are sure to be unique only in data files."""
         groups = [list(group) for _, group in itertools.groupby(samples, key=id)]
         return [prompt for group in groups for prompt in [self._encoder.for_engine(group[0])] for _ in group]

@@ -233,7 +233,8 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         settings._attn_implementation = "sdpa"
-        # `generate` would take settings that its caller does not give from here, such as a checkpoint's temperature.
+        # Without this, settings that the caller of `generate` does not give, such as the temperature, would be the
+        # checkpoint's.
         model.generation_config = GenerationConfig()
         model.eval()  # gradient checkpointing, too, needs training mode
         with torch.no_grad(), uncompiled():

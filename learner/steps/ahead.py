@@ -9,8 +9,9 @@ number of ranks. A sample's seed follows from its share and its place in that sh
 Weights are synced after `sync_every` executed Channel-B steps. They are synced earlier if rollouts with the served
 weights would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs
 made since the last sync are learned. A sync for an evaluation makes no pack older. Before a sync each rank starts no
-new call, and waits for its call in flight. If the step has a share to learn meanwhile, it learns the share: the weights
-change only at the step's end, so the sync runs between two rows of the step, as soon as no call is in flight.
+new call, and waits for its call in flight. If the step has a share to learn meanwhile, it learns the share. Then the
+sync runs between two rows of the step, as soon as no call is in flight, or after the last row. It brings the same
+weights as before the step, because they change only at the step's end.
 
 If a scheduled Channel-B step finds no share that is ready on all ranks, it runs Channel-A, provided that the share that
 is being made can still be learned later, and that the producers have other shares to make meanwhile. Otherwise the step
@@ -148,8 +149,9 @@ class Stage2Ahead(Stage2Steps):
         return self._learned_since_sync >= self._bounds.sync_every or self._too_far(next_b, self._synced_at)
 
     def postpones_sync(self, global_step: int) -> bool:
-        """Return True if a call is in flight, and the step has a share to learn without it. The step is then learned
-        during the call, because the weights change at the step's end only."""
+        """Return True if the sync has to wait for a call in flight, and the step has a share that it can learn
+        meanwhile. The sync then runs between two rows of the step, or after the last row. It brings the same weights as
+        before the step, because they change only at the step's end."""
         if self._producer is None or self.is_quiet():
             return False
         # `is_quiet` has requested the fence, so no new call starts. `is_quiet` is called again between two rows.

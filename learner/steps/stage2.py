@@ -34,7 +34,7 @@ CALLS_PER_STEP = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallTotals:
-    """The number and the summed seconds of the generation calls that have ended since the start, with failed calls."""
+    """How many generation calls have ended since the start, and their seconds added up. Failed calls count too."""
 
     number: int = 0
     seconds: float = 0.0

@@ -300,8 +300,8 @@ def _type_at(model: type[BaseModel], path: KeyPath) -> object:
 
 
 def _mapping_at(model: type[BaseModel], path: KeyPath) -> tuple[object, object] | None:
-    """Return the types of keys and values of the mapping in which the path's last part is a key that the user chose;
-    None if the path ends in no such mapping."""
+    """If the path's last part is a key of a mapping whose keys the user chooses, return the types of the mapping's keys
+    and values; else None."""
     above = _section_at(model, path[:-2]) if len(path) > 1 else None
     field = above.model_fields.get(str(path[-2])) if above else None
     if field is None:

@@ -11,7 +11,7 @@ from shared.config.model import Mistake, Section, given, key
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig
 
-ESTIMATED = "estimated_f1@0.5"  # F1 estimated for labels that leave objects out
+ESTIMATED = "estimated_f1@0.5"  # name of a metric: F1 of the answers, estimated where labels leave objects out
 
 
 class TrainingConfig(Section):

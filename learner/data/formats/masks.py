@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shapely.geometry.base import BaseGeometry
 
 _TOLERANCE = 1.0  # max distance in pixels between a polygon and the stepped edge of its mask
-MOST_RUNS = 1 << 16  # max run lengths of a mask; reading one takes 33 us
+MOST_RUNS = 1 << 16  # max run lengths of a mask; reading a mask takes 33 us per run length
 _MOST_CHARACTERS = 7  # max characters of one run length as text: 35 bits
 
 

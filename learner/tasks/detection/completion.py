@@ -143,7 +143,8 @@ class CompletionEstimate:
 
     @property
     def cannot_complete(self) -> bool:
-        """Return True if labels have gaps, and no free cluster is sure enough to fill them."""
+        """Return True if labels have gaps that cannot be filled: no labels are added (`min_votes` is None), and the
+        reason is not that labels may be complete."""
         gaps = bool(self.not_random) or (self.missing or 0.0) > MISSING
         return gaps and self.min_votes is None and not self.may_be_complete
 

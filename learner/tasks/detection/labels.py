@@ -165,6 +165,6 @@ def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: ND
 
 
 def _taken_before(behind: Ints) -> Ints:
-    """Return for each number [N] the first token that no earlier number has. `behind` [N] is the end of each number's
-    tokens."""
+    """Return for each number [N] the index behind all tokens that the numbers before it claim. `behind` [N]: the index
+    behind the last token that each number claims itself."""
     return np.concatenate([[0], np.maximum.accumulate(behind)[:-1]])

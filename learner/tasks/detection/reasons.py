@@ -29,7 +29,8 @@ class Reason(NamedTuple):
 def reason_of(
     assignments: Sequence[Assignment], metrics: Mapping[str, float], decode: Callable[[Sequence[int]], str]
 ) -> Reason | None:
-    """Return the first reason that applies. `decode` gives the text of token ids."""
+    """Return why F1 is near 0: the first known reason that applies to the answers. None if F1 is not near 0, or if
+    there are no objects. `decode` gives the text of token ids."""
     num_objects = sum(len(one.parsed.rollout.sample.objects) for one in assignments)
     if not num_objects or metrics.get("f1@0.5", 1.0) >= NEAR_ZERO:
         return None
