@@ -196,10 +196,11 @@ def start_server(
 
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
-    """Wait until the server itself answers `/ready/` with 200, and return the seconds it took. The servers `beside` it
-    must stay alive meanwhile.
+    """Wait until this very server, not another one at the same address, answers `/ready/` with 200. Return the seconds
+    it took. The servers `beside` it must stay alive meanwhile.
 
-    Raises ServerError if a server ended first (with the end of its log), DeadlineError after `timeout_s`.
+    Raises ServerError, which shows the end of the log, if one of these servers ends first. Raises DeadlineError after
+    `timeout_s`.
     """
     started, retry = time.monotonic(), Retry(timeout_s, POLL_S)
     with httpx.Client(trust_env=False, timeout=LOOK_S) as client:
@@ -219,7 +220,7 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
 
 
 def check_alive(servers: Sequence[Process]) -> None:
-    """Raises ServerError if a server has ended, with the end of its log."""
+    """Raises ServerError, which shows the end of the log, if a server has ended."""
     for server in servers:
         if server.popen.poll() is not None:
             raise ServerError(

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint: where it is, and whether learner and server have the same kind of model.
 
-`model_folder` turns a folder or a hub name into a folder on this machine. The check that a weight load is complete
-reads the tensors' names from the folder; vLLM alone could find a model by its hub name.
+`model_folder` turns a folder or a hub name into a folder on this machine. vLLM would accept a hub name, but the check
+that a weight load is complete reads the tensors' names from the folder's files.
 
 `signature` takes a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`) and gives the sizes that
 determine the tensors' names and shapes. `differences` compares only what both signatures state, because versions of

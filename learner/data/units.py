@@ -114,8 +114,9 @@ class _Fit:
 
 @dataclass(slots=True)
 class Reach:
-    """Counts of a split's boxes by unit. `corners` counts the boxes that lie inside if the numbers read as width and
-    height are x2 and y2. After the first 20,000 boxes every 16th is counted."""
+    """Counts of a split's boxes by unit. `corners` counts the boxes that lie inside the photograph if their third and
+    fourth numbers are taken as x2 and y2, not as width and height. After the first 20,000 boxes every 16th is
+    counted."""
 
     xywh: bool = False  # True if the format has left, top, width, height
     num: int = 0

@@ -52,8 +52,8 @@ class Parts(NamedTuple):
 
 
 class Ask(NamedTuple):
-    """Images that are asked together: one image, or the images of a record. `places` are the images' indexes among all
-    images of the command or the call."""
+    """Images that the model is asked about together: one image, or the images of a record. `places` are their indexes
+    among all images that the command or the call of `Detector.predict` got."""
 
     places: list[int]
     parts: Parts | MediaError

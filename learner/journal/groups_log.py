@@ -56,7 +56,8 @@ class GroupsLog:
             self._first = self._first or group
 
     def write(self, global_step: int) -> None:
-        """Write the line of a step: all groups added since the last one. Raises OutputError."""
+        """Write a step's line, with the rewards of all groups added since the last call; no line if there are none.
+        Raises OutputError."""
         with self._lock:
             rewards, self._rewards = self._rewards, []
             group, self._first = self._first, ()

@@ -34,7 +34,7 @@ from shared.errors import ConfigError
 # image at a time.
 SEGMENT_ATTENTION = "segment_flash"
 
-MAX_PADDING = 1.25  # max area of a padded SDPA call / area of its segments
+MAX_PADDING = 1.25  # max area of a padded SDPA call, as a multiple of its segments' area
 MATMUL_LENGTH = 512  # CPU, bf16: up to this length plain matmuls (AMX) beat SDPA's backward pass
 # torch 2.12 and later need this option. Earlier versions take fewer heads of keys and values without it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
@@ -212,7 +212,8 @@ def _batched(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend by SDPA over groups of neighbouring pieces, padded at the end, where no causal query sees the padding."""
+    """Attend by SDPA over groups of neighbouring pieces. Causal pieces are padded at the end, so that no query sees the
+    padding. Other pieces are grouped only with pieces of equal length, without padding."""
     if isinstance(where, SegmentLayout):
         lengths, prefixes = where.lengths, where.prefixes
     else:

@@ -106,7 +106,8 @@ class CanaryScorer:
 
 
 class _Sent:
-    """One form in which weights are sent. `scorer` is None if they are sent as trained. `number` counts the calls."""
+    """One form in which weights are sent. `scorer` is None if they are sent as trained. Otherwise `number` counts how
+    often a `CanaryScorer` has scored this form."""
 
     def __init__(
         self,
@@ -243,6 +244,6 @@ class RepeatedLogprobs:
     def _read(self) -> list[torch.Tensor]:
         """All tensors of the model that a graph reads. Listed once: to walk through thousands of modules takes longer
         than a replay."""
-        # Buffers are listed too: after offloading, weights may be at their old addresses and buffers not, because
-        # gradients between them come and go.
+        # Buffers are listed too, because they can move when weights do not: offloading brings back first the weights,
+        # then the gradients, then the buffers, and there may be other gradients than the last time.
         return [*self._policy.model.parameters(), *self._policy.model.buffers()]

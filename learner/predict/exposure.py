@@ -1,9 +1,11 @@
-"""The loss of a model that continues its own words, and how well it knows the labels.
+"""The loss on the ground truth after a model's own words, compared with that after the ground truth's words. Also the
+loss on each token of the whole ground truth, which says how well the model knows the labels.
 
 In: greedy answers, matched. From the first object that an answer skipped, the ground truth continues
 (`loss.prefix_end: first_miss`). Out: nats per token of that continuation, once after the model's own words and once
-after the ground truth's, by kind of token. The difference is what training after such words can improve beyond teacher
-forcing. If it is about zero, the model errs in what it sees, not because it reads its own words.
+after the ground truth's, by kind of token. The difference (own minus ground truth) is what training after the model's
+own words can improve beyond teacher forcing. If it is about zero, the model errs in what it sees, not because it reads
+its own words.
 
 Only tokens that are the same in both are compared. Coordinates in digits count as structure.
 """

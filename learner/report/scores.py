@@ -43,9 +43,9 @@ _USED = tuple(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneOutcome:
-    """What each prediction of a scene was: `outcomes[i]`, its largest IoU with an object `ious[i]`, and the index of
-    the object that it is paired with, `paired[i]` (None: ignored, or a false positive). `found` are the indices of the
-    objects that have a correct prediction."""
+    """About each prediction i of a scene: `outcomes[i]` is what it was, `ious[i]` is its largest IoU with an object,
+    and `paired[i]` is the index of the object that it is paired with (None: ignored, or a false positive). `found` are
+    the indices of the objects that have a correct prediction."""
 
     outcomes: tuple[Outcome, ...]
     ious: tuple[float, ...]

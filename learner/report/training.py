@@ -195,7 +195,7 @@ def _gradient_norm(run: RunRecord) -> Chart | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanChange:
-    """A mean that rose: in an earlier quarter of the steps `before`, in the last quarter `after`."""
+    """A mean that rose from `before`, in an earlier quarter of the steps, to `after`, in the last quarter."""
 
     before: float
     after: float

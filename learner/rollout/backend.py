@@ -61,7 +61,8 @@ class Requests:
 
 
 class RolloutBackend(Protocol):
-    """Rollouts made with the weights of one version: exactly one per sample, in order. Backends subclass it.
+    """Makes one rollout for each sample, all rollouts of a call with the weights of one version. `stream` yields them
+    as they end, the other methods return them in the samples' order. Backends subclass this protocol.
 
     Raises ServerError, SyncError, RolloutError or DeadlineError.
     """

@@ -30,7 +30,9 @@ KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # the folder of completed labels
 GAPS = "eval/gaps.json"  # what the first evaluation decided about gaps in the labels
-JOB = ".torchrun_job"  # file with the names of the torchrun processes, one per node, whose run claimed the folder
+# This file says whose run claimed the folder: it has a line for each node's torchrun process, as `torchrun_agent`
+# returns it, or one line for a scheduler's job.
+JOB = ".torchrun_job"
 # These are the files that a learner and its report write into a run directory.
 OWN = (
     RESOLVED_NAME,

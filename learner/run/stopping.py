@@ -68,7 +68,8 @@ def _too_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """Forget the parent's thread: a forked process that gets a signal must not write to the parent's socket."""
+    """In a forked child, undo the parent's signal handling: a signal to the child must not be written to the socket
+    that the parent's thread reads."""
     if signal.getsignal(signal.SIGTERM) is _too_early:
         with suppress(ValueError):  # not forked by the main thread, so it can set no handlers
             signal.set_wakeup_fd(-1)

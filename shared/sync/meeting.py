@@ -87,7 +87,8 @@ def num_strangers() -> int:
 
 
 def meet(member: Seat, card: bytes, given_up: threading.Event) -> Meeting:
-    """Join the group's meeting; returns when all ranks are there. `card`: CARD_BYTES at most.
+    """Join the group's meeting; returns when all ranks are there. `card`: what this rank tells the others, at most
+    CARD_BYTES long.
 
     Raises DeadlineError, CommunicatorError once `given_up` is set, OSError if the address can't be used.
     """

@@ -126,16 +126,16 @@ def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionEstimate:
-    """How good completed labels would be, estimated without the true objects. Tuples have a value for each number of
-    votes, from 1 on. `source` says what the estimate is made from; one made from `votes` is correct only if labels are
-    missing at random."""
+    """How good completed labels would be, estimated without the true objects. In each tuple, entry v - 1 is about
+    v votes, for v from 1 on. `source` says what the estimate is made from; one made from `votes` is correct only if
+    labels are missing at random."""
 
     min_votes: int | None  # least votes of clusters that become labels; None: no labels are added, see `why`
     why: str
     missing: float | None  # share of the objects without a label; None: not known
-    recall: tuple[float, ...]  # share of labels confirmed by clusters with at least this many votes
-    precision: tuple[float, ...]  # share of right clusters among free ones with exactly this many votes
-    free: tuple[int, ...]  # number of free clusters with exactly this many votes
+    recall: tuple[float, ...]  # share of the labels that clusters with at least v votes confirm
+    precision: tuple[float, ...]  # share of the free clusters with exactly v votes that are right
+    free: tuple[int, ...]  # number of free clusters with exactly v votes
     source: Source = "votes"
     auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried
     may_be_complete: bool = False  # True if the surest clusters without a label may be chance
@@ -143,8 +143,8 @@ class CompletionEstimate:
 
     @property
     def cannot_complete(self) -> bool:
-        """Return True if labels have gaps that cannot be filled: no labels are added (`min_votes` is None), and the
-        reason is not that labels may be complete."""
+        """Return True if labels have gaps that cannot be filled: `min_votes` is None, so no labels are added, and
+        `may_be_complete` is False."""
         gaps = bool(self.not_random) or (self.missing or 0.0) > MISSING
         return gaps and self.min_votes is None and not self.may_be_complete
 
@@ -157,8 +157,8 @@ class CompletionEstimate:
         return cls(**fields)
 
     def free_right(self, min_votes: int = 1) -> float:
-        """Return the estimated share of right clusters among free ones with at least `min_votes`; 0 if there are
-        none."""
+        """Return the estimated share of the free clusters with at least `min_votes` votes that are right; 0 if there
+        are none."""
         free, precision = self.free[min_votes - 1 :], self.precision[min_votes - 1 :]
         return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 

@@ -376,7 +376,9 @@ def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> 
 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
-    """Return the number of entries and of tokens that are kept, and the text with which the tail begins."""
+    """Return the number of entries and of tokens that are kept, and the text that the appended tail must begin with:
+    the last bytes of the last kept entry if their token is cut off, the container's opener if no entry is kept, else
+    ""."""
     for kept in range(len(entries), 0, -1):
         end = entries[kept - 1][0]
         length = text.tokens_until(end)

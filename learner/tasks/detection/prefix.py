@@ -4,7 +4,7 @@ answer should have ended.
     last_object   up to its last complete object: the default Y_train
     last_match    up to its last prediction that matched. Unmatched predictions after it are replaced by the missed
                   objects or the end
-    first_miss    up to the last object at which the objects found so far are exactly the first in canonical order.
+    first_miss    up to the last match at which the k labels matched so far are the first k labels in canonical order.
                   Then the ground truth continues, as in plain teacher forcing, but after text that the model wrote
 
 The prefix is always the rollout's own token ids, and every missed object is appended. If labels are incomplete,
@@ -37,9 +37,9 @@ def up_to_last_match(assignment: Assignment, task: ObjectTask) -> Assignment:
 
 
 def up_to_first_miss(assignment: Assignment, task: ObjectTask) -> Assignment:
-    """Cut after the last matched prediction at which the objects found so far are exactly the first in canonical order.
+    """Cut after the last match at which the k labels matched so far are the first k labels in canonical order.
 
-    Predictions that match nothing may stand between them.
+    Predictions that match nothing may stand between the matched ones.
     """
     last, furthest = -1, -1
     for count, (index, truth_index, _) in enumerate(sorted(assignment.pairs), start=1):

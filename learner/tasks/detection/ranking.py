@@ -31,8 +31,8 @@ from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.metrics import Interval, interval_of
 
-MOST_OBJECTS = 2.0  # max number of objects / right boxes of all models; on blood cells the true ratio is 1.3
-GAPS = 0.1  # right boxes without a label / labels; above it labels have gaps
+MOST_OBJECTS = 2.0  # max number of objects per right box of all models; on blood cells the true ratio is 1.3
+GAPS = 0.1  # right boxes without a label, per label; from this number on labels have gaps
 CREDIBLE = 0.4  # share of right boxes among those without a label; complete labels have given 0.34
 MOST_SCENES = 300  # scenes whose pixels are read; more take time and change little
 DRAWS = 2000
@@ -103,8 +103,8 @@ class GapJudge:
         )
 
     def objects(self, scores: Sequence[GapScore], boxes: Sequence[Boxes]) -> tuple[float, float]:
-        """Return the least and the largest plausible number of objects. A free box that several models have is counted
-        once, with the mean probability of all free boxes."""
+        """Return the least and the largest plausible number of objects. Each free box is counted once, even if
+        several models have it, and weighted with the mean probability that a free box is right."""
         line = [candidates(sample, [own[i] for own in boxes]) for i, sample in enumerate(self._samples)]
         free = sum(one.relation == "free" for own in line for one in own)
         share = sum(one.unlabelled.sum() for one in scores) / max(1.0, sum(one.free.sum() for one in scores))
