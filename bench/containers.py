@@ -85,8 +85,7 @@ def run(containers: bool, names: Sequence[str], settings: Mapping[str, str], dev
             except subprocess.TimeoutExpired:
                 process.kill()
                 said.append(process.communicate()[0] + "\nno end within the limit")
-    found = re.findall(r"via (\S+)", said[1]) + re.findall(r"Using network (\S+)", said[1])
-    result: dict[str, Any] = {"transports": sorted(set(found))}
+    result: dict[str, Any] = {"transports": sorted(set(re.findall(r"via (\S+)", said[1])))}
     if times := re.search(r"SECONDS (.*)", said[1]):
         result["gb_per_s"] = round((size_mib << 20) / 1e9 / median(json.loads(times[1])[2:]), 2)
     else:

@@ -98,7 +98,7 @@ LENDS_WEIGHTS = frozenset(arm.after for arm in ARMS.values() if arm.after and AR
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What all runs of a kind of photographs have in common."""
+    """The settings that all runs on one kind of photographs share."""
 
     base: Path
     batch_size: int
@@ -272,10 +272,11 @@ def estimate_regimes(study: Study, regimes: Sequence[Regime], draws: int) -> Non
     found: dict[str, Any] = json.loads(path.read_text())["regimes"] if path.is_file() else {}
     for regime in regimes:
         write_data(study, regime)
-        photographs, split = (DIGITS, "train") if regime.name.startswith(DIGITS) else (CELLS, "score")
-        given, everything = (read_rows(study.rows(regime, split, labels)) for labels in ("gaps", "all"))  # type: ignore[arg-type]
-        kept, rows = study.out / "answers" / f"{photographs}.jsonl", study.rows(regime, split, "all")  # type: ignore[arg-type]
-        drawn = estimated.drawn_answers(regime.setting.base, rows, kept)
+        photographs = DIGITS if regime.name.startswith(DIGITS) else CELLS
+        split: Literal["train", "score"] = "train" if photographs == DIGITS else "score"
+        rows = study.rows(regime, split, "all")
+        given, everything = read_rows(study.rows(regime, split, "gaps")), read_rows(rows)
+        drawn = estimated.drawn_answers(regime.setting.base, rows, study.out / "answers" / f"{photographs}.jsonl")
         if regime.name not in found and time.monotonic() < study.deadline:
             found[regime.name] = estimated.estimated(given, everything, drawn)
             write_atomically(path, json.dumps({**circumstances(), "regimes": found}, indent=1) + "\n")

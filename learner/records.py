@@ -72,8 +72,8 @@ Rect = tuple[int, int, int, int]  # left, top, right, bottom in pixels
 
 
 class View(NamedTuple):
-    """How an augmented picture is made (`data.augment`): `window` is cut out of the photograph, turned, mirrored, and
-    resized to `size`. Colors are factors; 1 changes nothing."""
+    """The way in which an augmented picture is made (`data.augment`): `window` is cut out of the photograph, turned,
+    mirrored, and resized to `size`. Colors are factors; 1 changes nothing."""
 
     photograph: Size  # size of the upright photograph
     window: Rect

@@ -225,7 +225,7 @@ def _add_state_routes(router: APIRouter, service: RolloutService) -> None:
 
     @router.get("/status/", response_model=ServerStatus)
     async def status(request: Request) -> Response:
-        """What it serves, and what it is doing."""
+        """Return what the server serves, and what it is doing."""
         return _json(service.status())
 
     @router.get("/get_world_size/", response_model=WorldSizeReply, responses=_answers(WorldSizeReply(world_size=1)))

@@ -71,7 +71,7 @@ class ModelShape:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Use:
-    """How the model is trained."""
+    """The settings of training that decide how much memory it takes."""
 
     row_tokens: int
     weight_bytes: int = 2  # bytes per value

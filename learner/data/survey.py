@@ -253,15 +253,16 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
 
 def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str], list[str]]:
     """Return photographs with equal content in two splits, by pair of splits. Names may differ."""
-    images = [
-        (split, image, sample) for split, samples in splits.items() for sample in samples for image in sample.images
-    ]
-    lengths: dict[int | str, set[str]] = {}  # the splits that have a photograph of this length
-    for split, image, _ in images:
-        lengths.setdefault(_length(image), set()).add(split)
+    by_length: dict[int | str, list[tuple[str, str, Sample]]] = {}  # split, image and sample
+    for split, samples in splits.items():
+        for sample in samples:
+            for image in sample.images:
+                by_length.setdefault(_length(image), []).append((split, image, sample))
     where: dict[str, dict[str, str]] = {}  # the photograph's name in each split, by fingerprint
-    for split, image, sample in images:
-        if len(lengths[_length(image)]) > 1:
+    for alike in by_length.values():
+        if len({split for split, *_ in alike}) == 1:
+            continue
+        for split, image, sample in alike:
             where.setdefault(_fingerprint(image), {})[split] = _called(image, sample)
     found: dict[tuple[str, str], list[str]] = {}
     for names in where.values():

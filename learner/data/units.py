@@ -76,7 +76,7 @@ def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[f
 
 @dataclass(slots=True)
 class _Fit:
-    """How well a unit fits: the number of boxes inside their photographs, and the largest shares of width and height
+    """The fit of a unit: the number of boxes inside their photographs, and the largest shares of width and height
     that they reach. `side` is the side of every image in this unit; 1 if `add` gets shares."""
 
     side: float = 1.0

@@ -66,8 +66,8 @@ _RESULTS = TypeAdapter(list[CocoResult])
 
 @dataclass(frozen=True, kw_only=True)
 class ReadAs:
-    """How results are read. `names` maps a class's number or name in the results to its name in the annotations; ""
-    leaves the class out. `listed` has the names of the class numbers, in their order."""
+    """The way in which results are read. `names` maps a class's number or name in the results to its name in the
+    annotations; "" leaves the class out. `listed` has the names of the class numbers, in their order."""
 
     unit: Unit = "pixels"
     box_format: BoxFormat = "xywh"

@@ -262,6 +262,9 @@ def _situation(found: Preflight, environment: Mapping[str, str], devices: Sequen
     return replace(situation, servers=look(found.plan.servers, read_token(environment), probe=situation.probe))
 
 
+_MARKS = {"ok": "", "warn": "! ", "fail": "wrong: ", "skipped": "not checked: "}
+
+
 def run_checks(
     groups: Mapping[str, Mapping[str, Check]], situation: Situation, say: Callable[[str], None]
 ) -> dict[str, dict[str, Finding]]:
@@ -276,6 +279,3 @@ def run_checks(
             text = masked(" ".join(f"{finding.text}{remedy}".split()))
             say(f"  {_MARKS[finding.verdict]}{name}: {text}")
     return findings
-
-
-_MARKS = {"ok": "", "warn": "! ", "fail": "wrong: ", "skipped": "not checked: "}

@@ -74,7 +74,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerPlace:
-    """Where a tracker stores a run. `run_id`: the id of the run to continue; None: a new one."""
+    """The place where a tracker stores a run. `run_id`: the id of the run to continue; None: a new one."""
 
     project: str
     run_name: str

@@ -140,7 +140,7 @@ def segment_attention(
 
 
 class _Kept(Protocol):
-    """What the forward pass of `Repeated` keeps for its backward pass."""
+    """The tensors that the forward pass of `Repeated` keeps for its backward pass."""
 
     num_rows: int
 

@@ -112,7 +112,7 @@ class Record:
 
     @property
     def fit(self) -> float:
-        """How well the boxes of the best weights so far fit: F1@mIoU / F1@0.5 on validation; 1 if either is unknown.
+        """The fit of the boxes of the best weights so far: F1@mIoU / F1@0.5 on validation; 1 if either is unknown.
         Missing labels lower both alike."""
         stage = self.stage(self.best_of)
         metrics = stage.after if stage is not None else self.stages[0].before if self.stages else {}

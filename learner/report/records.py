@@ -122,7 +122,7 @@ class SpikePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """How far a run is. `total_steps` is 0 if it is not known. `ended` is `finished`, `stopped` or `failed`, and
+    """The progress of a run. `total_steps` is 0 if it is not known. `ended` is `finished`, `stopped` or `failed`, and
     `because` says why; both are empty while the run goes on, or if its process was killed. `seconds_per_step` is the
     mean of the last steps with everything between them, NaN if unknown. `time_up_s` is the Unix time at which
     `training.max_minutes` end the run, NaN if its steps end it first."""

@@ -19,8 +19,8 @@ from shared.seeds import request_seed
 
 # Requests that belong to no micro-step have a negative `micro_step_idx`, so that no two requests share a seed.
 AHEAD_OF_STEPS = -1  # for rollouts made ahead of the steps; their `global_step` is the number of their share of samples
-TELL_S = 10.0  # seconds between two lines about how far an evaluation is
 COMPLETES_LABELS = -2
+TELL_S = 10.0  # seconds between two lines about how far an evaluation is
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

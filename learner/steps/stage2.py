@@ -34,7 +34,8 @@ CALLS_PER_STEP = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallTotals:
-    """How many generation calls have ended since the start, and their seconds added up. Failed calls count too."""
+    """The number of generation calls that have ended since the start, and the sum of their seconds. Failed calls count
+    too."""
 
     number: int = 0
     seconds: float = 0.0

@@ -129,8 +129,8 @@ class TrainingConfig(Section):
         "resume from this checkpoint folder, or from the `latest` one in `output_dir`", None, req="R18 R26"
     )
     callbacks: list[str] = key(
-        "import paths of classes, `my_package.my_module:MyCallback`, that are told of each step, evaluation and "
-        "checkpoint on rank 0, and may end the run",
+        "import paths of classes, `my_package.my_module:MyCallback`, whose methods are called at each step, evaluation "
+        "and checkpoint on rank 0, and may end the run",
         [],
         req="R38",
     )

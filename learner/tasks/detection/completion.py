@@ -126,9 +126,9 @@ def tally(found: Sequence[LabelCandidate], num_answers: int) -> Tally:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CompletionEstimate:
-    """How good completed labels would be, estimated without the true objects. In each tuple, entry v - 1 is about
-    v votes, for v from 1 on. `source` says what the estimate is made from; one made from `votes` is correct only if
-    labels are missing at random."""
+    """The quality that completed labels would have, estimated without the true objects. In each tuple, entry v - 1 is
+    about v votes, for v from 1 on. `source` says what the estimate is made from; one made from `votes` is correct only
+    if labels are missing at random."""
 
     min_votes: int | None  # least votes of clusters that become labels; None: no labels are added, see `why`
     why: str

@@ -107,8 +107,8 @@ def assign(iou: Floats, feasible: NDArray[np.bool_]) -> list[tuple[int, int, flo
 
 
 class Gains(NamedTuple):
-    """What each of N predictions adds to the counts of its sample, if predictions are added by falling score. So the
-    match of all predictions with a score of at least s has `right[scores >= s].sum()` pairs, and judges
+    """The amounts that each of N predictions adds to the counts of its sample, if predictions are added by falling
+    score. So the match of all predictions with a score of at least s has `right[scores >= s].sum()` pairs, and judges
     `judged[scores >= s].sum()` predictions."""
 
     right: Floats  # [N] 0 or 1

@@ -4,7 +4,7 @@ In: an assignment, of which only the parsed answer is used, because each reward 
 numbers from 0 to 1 by name, larger for better answers.
 
     f1          F1 at IoU 0.5 of objects with the same description
-    f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, likewise
+    f1_miou     mean of F1 at IoU 0.50, 0.55, ..., 0.95, of the same objects
     soft_iou    2 x the largest total IoU of one-to-one pairs with the same description / (predictions + truth)
     count       1 - |predictions - truth| / the larger of the two
     class_only  F1 of the descriptions without the boxes; descriptions match only within an image

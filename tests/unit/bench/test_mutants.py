@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from pathlib import Path
 
@@ -169,6 +170,42 @@ def test_a_mutant_is_killed_by_the_tests_that_it_is_given(tmp_path: Path, monkey
     assert (place.folder / "shared/sums.py").read_text() == (source / "shared/sums.py").read_text()
 
 
+@pytest.mark.slow
+def test_a_test_that_runs_out_of_its_time_kills_by_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mutants, "_COPIED", ("shared", "tests", "pyproject.toml"))
+    source = _repository(tmp_path / "one")
+    slow = "import pytest, time\nimport shared.sums\n\n@pytest.mark.timeout(0.2)\ndef test_slow():\n    time.sleep(9)\n"
+    (source / "tests/unit/shared/test_slow.py").write_text(slow)
+    place = mutants.Copy(source, tmp_path / "copy")
+    test = "tests/unit/shared/test_slow.py::test_slow"
+    assert place.outcome(mutants.Mutant("shared/sums.py", 1, "", -1), {test: 0.1}) == ("killed by time", test)
+
+
+@pytest.mark.slow
+def test_a_line_that_only_another_process_executes_is_tried_with_all_direct_tests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(mutants, "_COPIED", ("shared", "tests", "pyproject.toml"))
+    source = _repository(tmp_path / "one")
+    (source / "shared/__init__.py").touch()  # it wins over the real one, which stays on the path here
+    code = "from shared.sums import more; assert more(1) == 2"
+    (source / "tests/unit/shared/test_started.py").write_text(
+        "import subprocess, sys\nimport shared.sums as sums\n\ndef test_started():\n"
+        f"    assert sums.LIMIT\n    assert subprocess.run([sys.executable, '-c', {code!r}]).returncode == 0\n"
+    )
+    monkeypatch.setattr(mutants, "ROOT", source)
+    mutants._begin(source, tmp_path, float("inf"))  # a process of the pool begins so
+    file = "tests/unit/shared/test_started.py"
+    known = {file: mutants._lines_of((file, "", ["shared/sums.py"]))}
+    more = next(one for one in draw(["shared/sums.py"], 99, 0) if one.change == "Add to Sub")
+    less = next(one for one in draw(["shared/sums.py"], 99, 0) if one.change == "Lt to LtE")
+    rows = [mutants._judge(mutants._job(one, known)) for one in (more, less)]
+    assert [(row["outcome"], row["tests"], row["executed_by"]) for row in rows if row] == [
+        ("killed", "other processes", 0),
+        ("lives", "other processes", 0),
+    ]
+
+
 def test_the_report_gives_both_shares(capsys: pytest.CaptureFixture[str]) -> None:
     def row(place: int, outcome: str, executed_by: int) -> dict[str, object]:
         one = {"path": "shared/sync/one.py", "line": place, "change": "x", "place": place}
@@ -189,3 +226,53 @@ def test_the_report_gives_both_shares(capsys: pytest.CaptureFixture[str]) -> Non
     assert "controls: killed 0 of 1 (0.0%)" in printed
     assert printed.index("shared/sync/one.py:3 x #3") > printed.index("not executed here:")
     assert printed.index("shared/sync/one.py:2 x #2") < printed.index("not executed here:")
+
+
+class _Fake:
+    """Copies nothing; mutants live where `living` says so, for each kind of tests."""
+
+    living: dict[str, set[int]] = {}
+
+    def __init__(self, source: Path, folder: Path) -> None:
+        self.folder = folder
+
+    def lines(self, file: str, paths: list[str]) -> dict[str, object]:
+        return {"seconds": {f"{file}::test": 0.1}, "lines": {file: {path: list(range(1000)) for path in paths}}}
+
+    def outcome(self, mutant: mutants.Mutant, tests: dict[str, float]) -> tuple[str, str]:
+        kind = "direct" if set(tests) == {"tests/unit/rollout_server/test_gate.py::test"} else "area"
+        return "lives" if mutant.place in self.living[kind] | {-1} else "killed", ""
+
+
+def test_rows_say_which_tests_killed_and_are_not_done_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mutants, "Copy", _Fake)
+    monkeypatch.setattr(mutants, "NEEDED", ())
+    monkeypatch.setattr(mutants, "AREAS", ("tests/unit/rollout_server",))
+    monkeypatch.setattr(mutants, "fitting_tests", lambda path: ["tests/unit/rollout_server/test_gate.py"])
+    out, target = tmp_path / "mutants.jsonl", ["rollout_server/gate.py"]
+    drawn = draw(target, 8, 0)
+    monkeypatch.setattr(_Fake, "living", {"direct": {one.place for one in drawn[:3]}, "area": {drawn[1].place}})
+
+    def rows() -> list[dict[str, object]]:
+        return [json.loads(line) for line in out.read_text().splitlines()]
+
+    old = {"path": drawn[0].path, "line": drawn[0].line, "change": drawn[0].change, "place": drawn[0].place}
+    out.write_text(json.dumps(old | {"outcome": "lives"}) + "\n")
+    for number in (5, 8):
+        mutants.main(out=out, target=target, number=number, seed=0, seconds=100, workers=2, again=False)
+    found = {row["place"]: (row["outcome"], row["tests"]) for row in rows()[1:]}
+    assert len(rows()) == 10, "the one that only direct tests had tried goes on, others once; a control"
+    assert found[-1] == ("lives", "area")
+    assert found[drawn[0].place] == found[drawn[2].place] == ("killed", "area")
+    assert found[drawn[1].place] == ("lives", "area")
+    assert [found[one.place] for one in drawn[3:]] == [("killed", "direct")] * 5
+    printed = capsys.readouterr().out
+    assert "all: killed 7 of 8" in printed
+    kept = [json.loads(line)["file"] for line in out.with_suffix(".lines.jsonl").read_text().splitlines()]
+    assert len(kept) == len(set(kept)), "what tests execute is kept too"
+    monkeypatch.setattr(_Fake, "living", {"direct": set(), "area": set()})
+    mutants.main(out=out, target=target, number=1, seed=0, seconds=100, workers=1, again=True)
+    assert len(rows()) == 11
+    assert "all: killed 8 of 8" in capsys.readouterr().out

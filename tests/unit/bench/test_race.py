@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -10,7 +12,10 @@ import pytest
 from PIL import Image
 
 from bench.race import LARGE, RaceResults, RunningSide, SideResult, enlarged, parts_lines, steps_with_parts, table
+from bench.watch import GpuUse
+from deploy.launch import supervised
 from shared.errors import DataError, DeadlineError
+from tests.unit.bench.test_runs import started
 
 WORK = {"model": "tiny", "steps": 4, "data": "bccd"}
 
@@ -59,6 +64,24 @@ def test_steps_are_kept_when_a_side_is_cut_off(tmp_path: Path) -> None:
     assert parts_lines(again.sides["ours"])[0] == "sync: merge 0.125, rest 0.125"
 
 
+def test_memory_is_that_of_the_race_own_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other programs may have the host's first one."""
+    asked: list[Sequence[str]] = []
+
+    @contextmanager
+    def gpu_use(every_ms: int, devices: Sequence[str] = ()) -> Iterator[dict[int, GpuUse]]:
+        asked.append(devices)
+        yield {2: GpuUse(busy_mean=0.5, busy_median=0.5, memory_mib=64.0)}
+
+    monkeypatch.setattr("bench.race.gpu_use", gpu_use)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    results = RaceResults(tmp_path / "race.json", WORK)
+    side = RunningSide(side="ours", read=lambda: ({}, [step(1.0)] * 4), results=results)
+    side.run(lambda timeout_s, *, until: until(), 5.0)
+    assert asked == [["2"]]
+    assert results.sides["ours"].gpu["memory_mib"] == 64.0
+
+
 def test_a_file_of_another_race_is_left_alone(tmp_path: Path) -> None:
     out = tmp_path / "race.json"
     RaceResults(out, WORK).write()
@@ -67,6 +90,18 @@ def test_a_file_of_another_race_is_left_alone(tmp_path: Path) -> None:
         RaceResults(out, {**WORK, "steps": 5})
     assert (refused.value.found, refused.value.wanted) == (f"steps {WORK['steps']}", "steps 5")
     assert out.read_bytes() == before
+
+
+def test_a_side_that_hangs_is_stopped(tmp_path: Path) -> None:
+    """The file has its steps until then."""
+    results = RaceResults(tmp_path / "race.json", WORK)
+    with supervised() as processes:
+        run = started(processes, tmp_path, "import time; time.sleep(60)")
+        watched = RunningSide(side="ours", read=lambda: ({}, [step(2.0)]), results=results)
+        with pytest.raises(DeadlineError):
+            watched.run(run.wait, 0.3)
+        assert run.process.popen.poll() is not None
+    assert json.loads((tmp_path / "race.json").read_text())["sides"][0]["steps"] == [step(2.0)]
 
 
 def test_the_factor_is_over_the_first_side() -> None:

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 import typer
 
+import bench.watch
 from bench import topologies
 from bench.runs import Server
-from bench.topologies import MODES, WARM_UP_STEPS, Topology, Workload, markdown, run_config, summary
-from bench.watch import family, read_smi, watch
+from bench.topologies import MODES, WARM_UP_STEPS, Topology, Workload, markdown, run_config, summary, taken_away
+from bench.watch import family, gpu_use, peak_memory, read_smi, watch
 from deploy.launch import Process
 from learner.config.load import load_config
 from rollout_server.config import load_server_config
@@ -76,6 +77,46 @@ def test_utilisation_is_read_per_gpu_and_a_cut_line_is_left_out() -> None:
     assert read_smi("") == {}
 
 
+SMI = """#!/bin/sh
+while true; do echo "3, 50, 700"; echo "3, 100, 900"; touch "$0.ran"; sleep 0.02; done
+"""
+
+
+def test_gpus_are_sampled_while_the_block_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program in nvidia-smi's place prints the same lines."""
+    (tmp_path / "nvidia-smi").write_text(SMI)
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    with gpu_use(20, ["3"]) as use:
+        wait_until((tmp_path / "nvidia-smi.ran").exists)
+        assert use == {}
+    assert list(use) == [3]
+    assert use[3].memory_mib == 900.0
+    assert use[3].busy_mean == pytest.approx(0.75, abs=0.26)
+
+
+def test_the_most_memory_that_a_program_held_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[int] = []
+
+    def resident_bytes(pid: int) -> int:
+        found.append(resident(pid))
+        return found[-1]
+
+    resident = bench.watch.resident_bytes
+    monkeypatch.setattr(bench.watch, "resident_bytes", resident_bytes)
+    code = "import sys; held = b'x' * (64 << 20); sys.stdin.readline(); del held; print('left', flush=True); input()"
+    holder = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+    assert holder.stdin is not None
+    assert holder.stdout is not None
+    with peak_memory({"holder": holder.pid}) as peaks:
+        wait_until(lambda: peaks["holder"] > 64 << 20)
+        print(file=holder.stdin, flush=True)
+        assert holder.stdout.readline() == "left\n"
+        wait_until(lambda: found[-1] < 64 << 20)
+    assert peaks["holder"] > 64 << 20
+    holder.communicate("\n")
+
+
 WRITER = """
 import sys, pathlib
 for name, num_bytes in (("new", 300_000), ("newer", 150_000)):
@@ -99,6 +140,14 @@ def test_what_a_program_writes_is_counted_and_a_large_file_is_seen(tmp_path: Pat
     assert seen.new_files == {str(tmp_path / "new"): 300_000, str(tmp_path / "newer"): 150_000}
     assert 300_000 <= seen.written["one"] < 1_000_000
     assert seen.gpus == {} or all(0 <= use.busy_mean <= 1 for use in seen.gpus.values())
+
+
+def test_a_file_that_is_taken_away_comes_back(tmp_path: Path) -> None:
+    file = tmp_path / "weights"
+    file.write_text("w")
+    with taken_away(file):
+        assert not file.exists()
+    assert file.read_text() == "w"
 
 
 def test_a_runs_events_come_to_rates_and_phases() -> None:

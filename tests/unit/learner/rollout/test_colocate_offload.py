@@ -351,8 +351,10 @@ def test_a_closed_engine_has_let_go_of_everything(
     monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", SimpleNamespace(**groups))
     engine = start(ranks=CUDA, keeps_awake=not asleep)
     assert engine.llm.is_sleeping == asleep
-    said, memory = engine.llm.told, weakref.ref(engine.llm.worker)
+    said, memory, threads = engine.llm.told, weakref.ref(engine.llm.worker), engine._threads
     engine.close()
+    with pytest.raises(RuntimeError, match="shutdown"):
+        threads.submit(print)
     assert said == ["shutdown False"], "vLLM frees no memory that is not mapped"
     assert told == sorted(names, reverse=True)
     assert memory() is None, "training gets it now, and not when Python next looks"
