@@ -224,7 +224,7 @@ def test_tries_end_with_their_time_and_the_last_one_is_at_its_end(monkeypatch: p
         now[0] += seconds
 
     monkeypatch.setattr(waits, "awake_s", lambda: now[0])
-    monkeypatch.setattr(waits, "time", SimpleNamespace(sleep=sleep))
+    monkeypatch.setattr(waits, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))  # the clock ticks on
     retry, tried_at = Retry(2.5, 1.0), [0.0]
     assert retry.next_s(0.25) == 0.25, "the other side's wish"
     assert retry.next_s(9.0) == 2.5, "no wish is longer than what is left"
