@@ -19,7 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal
@@ -30,8 +30,7 @@ import typer
 from bench.demo_model import build as build_small_model
 from bench.figures import circumstances
 from bench.models import build_photograph_model
-from bench.runs import Server, learner_config, read_events, say, served_by, start_learner, steps_of
-from bench.topologies import Topology, Workload, serve_all
+from bench.runs import Server, learner_config, read_events, say, served_by, start_learner, start_server, steps_of
 from bench.watch import GpuUse, gpu_use
 from deploy.launch import Processes, supervised
 from shared.errors import ProjectError
@@ -53,6 +52,50 @@ PROMPT = '<image>List every cell as JSON: [{"bbox_2d": [x1, y1, x2, y2], "label"
 WARM_UP_STEPS = 3  # they compile
 KV_CACHE_BYTES = 24 << 30
 _ENDS_S = 60.0  # time after the last step
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Topology:
+    rollout_gpus: int
+    learner_gpus: int
+
+    @classmethod
+    def read(cls, text: str) -> Topology:
+        """ "3+1" is 3 rollout GPUs and 1 learner GPU."""
+        parts = text.split("+")
+        if len(parts) != 2 or not all(part.isdigit() and int(part) for part in parts):
+            raise typer.BadParameter(f"found {text!r}, wanted ROLLOUT+LEARNER such as 3+1")
+        return cls(rollout_gpus=int(parts[0]), learner_gpus=int(parts[1]))
+
+    @property
+    def name(self) -> str:
+        return f"{self.rollout_gpus}+{self.learner_gpus}"
+
+    @property
+    def num_gpus(self) -> int:
+        return self.rollout_gpus + self.learner_gpus
+
+    def devices(self, *, on_gpu: bool) -> tuple[list[list[int]], list[int]]:
+        """Return the devices of each server and of the learner; none on the CPU."""
+        if not on_gpu:
+            return [[] for _ in range(self.rollout_gpus)], []
+        return [[i] for i in range(self.rollout_gpus)], list(range(self.rollout_gpus, self.num_gpus))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Workload:
+    """The parts that are the same for all topologies and modes."""
+
+    model: Path
+    data: Path
+    folder: Path
+    steps: int
+    samples_per_step: int
+    max_new_tokens: int
+    row_tokens: int  # longest packed row
+    on_gpu: bool
+    limit_s: float
+    modes: tuple[str, ...]
 
 
 def photographs(data: Path) -> dict[str, Any]:
@@ -89,7 +132,7 @@ def run_mode(
     """Return the figures of one mode. Raises ServerError or DeadlineError if the run failed."""
     run = f"{topology.name}-{name.replace(', ', '-').replace(' ', '_')}"
     config = run_config(MODES[name], topology, servers, work, work.folder / run)
-    _, devices = topology.devices(work.num_gpus)
+    _, devices = topology.devices(on_gpu=work.on_gpu)
     began, limit_s, steps = time.monotonic(), work.limit_s, work.steps
     learner = start_learner(processes, work.folder, run, config, ranks=topology.learner_gpus, devices=devices)
     num_steps = lambda: len(steps_of(read_events(learner.run_dir)))  # noqa: E731
@@ -211,8 +254,8 @@ def main(
     if unknown := set(mode or ()) - MODES.keys():
         raise typer.BadParameter(f"found {sorted(unknown)}, wanted some of {list(MODES)}", param_hint="--mode")
     on_gpu = size == "4B"
-    num_gpus = torch.cuda.device_count() if on_gpu else 0
-    if too_large := [one.name for one in wanted if on_gpu and not one.fits(num_gpus, shared=False)]:
+    num_gpus = torch.cuda.device_count()
+    if too_large := [one.name for one in wanted if on_gpu and one.num_gpus > num_gpus]:
         found = f"found {num_gpus} GPUs, wanted those of {', '.join(too_large)}; without a GPU: --size tiny"
         raise typer.BadParameter(found, param_hint="--topology")
     samples = samples or (32 if on_gpu else 4)
@@ -232,7 +275,7 @@ def main(
         samples_per_step=samples,
         max_new_tokens=512 if on_gpu else 48,
         row_tokens=16_384 if on_gpu else 4096,
-        num_gpus=num_gpus,
+        on_gpu=on_gpu,
         limit_s=limit,
         modes=tuple(mode or MODES),
     )
@@ -255,7 +298,12 @@ def _rows(topology: Topology, work: Workload) -> Iterator[dict[str, Any]]:
     """Yield a row per mode. The servers are started once, and serve one learner after the other."""
     config = server_config(work.model, work.data, on_gpu=work.on_gpu)
     with supervised() as processes:
-        servers = serve_all(processes, topology, config, work)
+        servers = [
+            start_server(processes, work.folder, f"server-{topology.name}-{i}", config, devices=mine)
+            for i, mine in enumerate(topology.devices(on_gpu=work.on_gpu)[0])
+        ]
+        for server in servers:
+            say(f"{topology.name}: {server.url} ready after {server.wait_ready():.0f} s")
         for name in work.modes:
             try:
                 yield run_mode(processes, topology, name, servers, work)

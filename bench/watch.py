@@ -1,27 +1,22 @@
-"""Watch what happens around a run: how busy each GPU is, what processes hold and write, and new large files.
+"""Watch what happens around a run: how busy each GPU is, and what memory processes hold.
 
-In: process ids, folders, GPUs. Out: objects that are complete after their `with` block. A
-program's numbers include all its descendants. Bytes written are those given to any write call (`wchar` in
-/proc/PID/io), on any file system. They would include weights that travel as files. Without a GPU they also include what
-gloo writes to its sockets.
+In: process ids, GPUs. Out: objects that are complete after their `with` block. A program's numbers include all its
+descendants.
 """
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
 _MEMORY_EVERY_S = 0.25
-_SAMPLE_EVERY_S = 0.5
-_GPU_EVERY_MS = 200
 _SMI_ENDS_S = 10.0
 
 
@@ -34,44 +29,25 @@ class GpuUse:
     memory_mib: float  # the most that was in use
 
 
-@dataclass(kw_only=True, slots=True)
-class Watched:
-    gpus: dict[int, GpuUse] = field(default_factory=dict)
-    written: dict[str, int] = field(default_factory=dict)  # bytes by program
-    new_files: dict[str, int] = field(default_factory=dict)  # large ones that were not there before, with their size
-
-
-@contextmanager
-def watch(programs: Mapping[str, int], folders: Sequence[Path], large_bytes: int) -> Iterator[Watched]:
-    """Watch what `programs` (name -> process id) do meanwhile, and files of at least `large_bytes` in `folders`."""
-    seen = Watched()
-    before = dict(_large_files(folders, large_bytes))
-    at_first = dict(_written_by(programs))
-    written = dict(at_first)
-
-    def look() -> None:
-        written.update(_written_by(programs))
-        for path, size in _large_files(folders, large_bytes):
-            if before.get(path) != size:
-                seen.new_files[path] = size
-
-    with gpu_use(_GPU_EVERY_MS) as seen.gpus, _again_and_again(look, _SAMPLE_EVERY_S):
-        yield seen
-    for name in programs:
-        seen.written[name] = sum(n - at_first.get(key, 0) for key, n in written.items() if key[0] == name)
-
-
 @contextmanager
 def peak_memory(programs: Mapping[str, int]) -> Iterator[dict[str, int]]:
     """Yield the most bytes that each program (name -> process id) held at once, sampled four times a second."""
     peaks = dict.fromkeys(programs, 0)
+    ended = threading.Event()
 
     def look() -> None:
-        for name, pid in programs.items():
-            peaks[name] = max(peaks[name], resident_bytes(pid))
+        while not ended.is_set():
+            for name, pid in programs.items():
+                peaks[name] = max(peaks[name], resident_bytes(pid))
+            ended.wait(_MEMORY_EVERY_S)
 
-    with _again_and_again(look, _MEMORY_EVERY_S):
+    thread = threading.Thread(target=look, name="watch", daemon=True)
+    thread.start()
+    try:
         yield peaks
+    finally:
+        ended.set()
+        thread.join()
 
 
 @contextmanager
@@ -112,25 +88,6 @@ def read_smi(said: str) -> dict[int, GpuUse]:
     }
 
 
-@contextmanager
-def _again_and_again(look: Callable[[], None], every_s: float) -> Iterator[None]:
-    ended = threading.Event()
-
-    def loop() -> None:
-        while True:
-            look()
-            if ended.wait(every_s):
-                return
-
-    thread = threading.Thread(target=loop, name="watch", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ended.set()
-        thread.join()
-
-
 def family(pid: int) -> list[int]:
     """Return a process and its descendants."""
     try:
@@ -152,25 +109,3 @@ def _resident_bytes(pid: int) -> int:
     except OSError:
         return 0
     return 1024 * next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-
-
-def _written_by(programs: Mapping[str, int]) -> Iterator[tuple[tuple[str, int], int]]:
-    for name, root in programs.items():
-        for pid in family(root):
-            try:
-                lines = Path(f"/proc/{pid}/io").read_text().splitlines()
-            except OSError:  # it has ended meanwhile
-                continue
-            yield (name, pid), next(int(line.split()[1]) for line in lines if line.startswith("wchar:"))
-
-
-def _large_files(folders: Sequence[Path], large_bytes: int) -> Iterator[tuple[str, int]]:
-    for folder in folders:
-        for parent, _, names in os.walk(folder):
-            for path in (Path(parent) / name for name in names):
-                try:
-                    size = path.lstat().st_size
-                except OSError:  # it is gone again
-                    continue
-                if size >= large_bytes:
-                    yield str(path), size
