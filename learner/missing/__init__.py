@@ -1,1 +1,2 @@
-"""Objects that nobody labelled: suggested by what a model's answers agree on, reviewed by a person, written back."""
+"""Finds objects that nobody labelled. A model's answers suggest them, a person reviews them, new annotations get
+them."""

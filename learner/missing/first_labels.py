@@ -1,7 +1,8 @@
-"""`rollout-learner init FOLDER --label-with MODEL --classes a,b`: first labels of photographs without any (R50).
+"""`rollout-learner init FOLDER --label-with MODEL --classes a,b`: makes first labels (R50).
 
-In: a folder of photographs, and a vision-language model. Out: `labels/photographs.json`, COCO without annotations, and
-`labels/suggestions/`, the model's boxes for `find-missing review`. What a person accepts becomes the first labels.
+In: a folder of photographs without labels, and a vision-language model. Out: `labels/photographs.json`, COCO without
+annotations, and `labels/suggestions/`, the model's boxes for `find-missing review`. What a person accepts becomes the
+first labels.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ PHOTOGRAPHS, FOLDER = "photographs.json", "labels"
 
 
 def label(folder: Path, out: Path, model: Path, classes: Sequence[str], asked: AnswerSettings) -> int:
-    """Suggest labels, and return the exit code. Raises ConfigError, DataError, OutputError, and what the model
-    raises."""
+    """Write the photographs and their suggested labels below `out`, and return the exit code. Raises ConfigError,
+    DataError, OutputError, and what the model raises."""
     if not classes:
         remedy = "name them: --classes raccoon,dog"
         raise ConfigError("--label-with needs classes", found="no --classes", wanted="names to look for", remedy=remedy)
@@ -64,7 +65,7 @@ def label(folder: Path, out: Path, model: Path, classes: Sequence[str], asked: A
 def _predicted(
     model: ModelFiles, photographs: Sequence[Path], folder: Path, classes: Sequence[str], asked: AnswerSettings
 ) -> list[tuple[Prediction, list[Suggestion]]]:
-    """Return what the model finds in each photograph that can be read."""
+    """Return the model's boxes in each photograph that can be read, and the same boxes as suggestions."""
     line = {
         place: InputImage(id=place + 1, source=str(file.absolute()), name=str(file.relative_to(folder)))
         for place, file in enumerate(photographs)
@@ -81,7 +82,8 @@ def _predicted(
 
 
 def _suggestions(one: Prediction) -> list[Suggestion]:
-    """Return the boxes as suggestions. One answer has all of them, so scores rank them."""
+    """Return the photograph's boxes as suggestions. All of them come from one answer, so `agreement` is the box's
+    score."""
     return [
         Suggestion(
             sample_id=str(one.id),

@@ -1,10 +1,11 @@
-"""A page on which one person reviews suggestions, and the new annotations: `find-missing review`, `audit` and `write`.
+"""Serves a page where a person reviews suggestions, and writes new annotations: `find-missing review`, `audit`,
+`write`.
 
 In: a folder with `suggestions.json`. Out: `decisions.json` in it, saved after each decision, and by `write` a new
-annotation file. A decision is `accept` with a name, or `reject`, by the suggestion's place in the list. An audit shows
-some suggestions, drawn by chance; its verdicts are in `audit.json`, which runs read (`labels.complete.audit`). The
-browser keeps a copy, so that nothing is lost while the server is away. `learner.report.web` decides who reaches the
-page.
+annotation file. A decision is `accept` with a name, or `reject`. Its key is the suggestion's index in the list. An
+audit shows some suggestions, drawn by chance; its verdicts are in `audit.json`, which runs read
+(`labels.complete.audit`). The browser keeps a copy of the decisions, so that nothing is lost while the server is away.
+`learner.report.web` decides who reaches the page.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ from shared.validation import first_wrong
 
 LONGEST_NAME = 200  # max characters
 _DECISION_BYTES = 100 + 12 * LONGEST_NAME  # max bytes of one decision as JSON; a character may become two `\\u0000`
-_MOST_BYTES = 4 << 20  # enough for 70,000 decisions with names of usual length
+_MOST_BYTES = 4 << 20  # max bytes of a request: 70,000 decisions with names of usual length
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("learner.missing"), autoescape=True, undefined=jinja2.StrictUndefined
 )
 
 
 class Decision(BaseModel):
-    """`name` is what the person calls an accepted object. Only audits have `wrong name` and `cannot tell`."""
+    """A person's decision on a suggestion. `name` is the object's name if it is accepted. `wrong name` and `cannot
+    tell` are used only in audits."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -57,7 +59,7 @@ _DECISIONS: TypeAdapter[Decisions] = TypeAdapter(Decisions)
 
 
 def read_decisions(folder: Path) -> Decisions:
-    """Return the decisions so far. Raises DataError."""
+    """Return the decisions saved in the folder; {} if there is no file yet. Raises DataError for a bad file."""
     path = folder / DECISIONS
     if not path.is_file():
         return {}
@@ -76,16 +78,15 @@ def read_decisions(folder: Path) -> Decisions:
 def make_app(folder: Path, audit: int | None = None) -> FastAPI:
     """Return the app: `/` is the page, `/state` has suggestions and decisions, `/image/N` is the photograph of
     suggestion N, `PUT /decisions` saves all decisions. If `audit` is a number, only the suggestions of the folder's
-    audit are shown; so many are drawn if it has no audit yet. Raises DataError."""
+    audit are shown. Without an audit, `audit` suggestions are drawn. Raises DataError."""
     _, suggestions = read_folder(folder)
     if audit is None:
         read_decisions(folder)
     else:
         suggestions = [suggestions[one.place] for one in audited(folder, audit)]
     names = sorted({s["name"] for s in suggestions} | {name for s in suggestions for name, _ in s["labels"]})
-    digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[
-        :16
-    ]  # the browser stores its copy under this name
+    # The browser keeps the user's decisions under this name.
+    digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[:16]
     app = page_app(body_bytes=min(_MOST_BYTES, (1 + len(suggestions)) * _DECISION_BYTES))
     images, lock = Images(ImageRules()), threading.Lock()
 
@@ -144,7 +145,8 @@ _VERDICTS: dict[str, Verdict] = {
 
 
 def audited(folder: Path, number: int) -> list[AuditedFind]:
-    """Return the finds of the folder's audit. Without an audit, `number` finds are drawn. Raises DataError."""
+    """Return the suggestions in the folder's audit. Without an audit, draw `number` suggestions and save them as one.
+    Raises DataError."""
     path, suggestions = folder / AUDIT, read_folder(folder)[1]
     if path.is_file():
         found = read_audit(path)
@@ -164,7 +166,7 @@ def audited(folder: Path, number: int) -> list[AuditedFind]:
 
 
 def verdicts_of(folder: Path, shown: Sequence[Mapping[str, Any]]) -> Decisions:
-    """Return the verdicts as decisions of the page."""
+    """Return the verdicts of the audit as decisions of the page, by index in `shown`."""
     names = {verdict: name for name, verdict in _VERDICTS.items()}
     found = enumerate(zip(read_audit(folder / AUDIT), shown, strict=True))
     return {
@@ -185,7 +187,8 @@ def save_verdicts(folder: Path, decisions: Decisions) -> int:
 
 
 def added_in_words(number: int, folder: Path) -> str:
-    """Return in words what `write` added. If it added nothing, most often nobody has reviewed yet."""
+    """Return in words how many objects `write` added. If it added none, say why: nothing was accepted, or nothing
+    reviewed."""
     if number:
         return f"{number} new object{'s' if number > 1 else ''}"
     decided = len(read_decisions(folder))
@@ -194,8 +197,8 @@ def added_in_words(number: int, folder: Path) -> str:
 
 
 def to_train_on(folder: Path, out: Path) -> str:
-    """Return `data.train` for the annotations that `write` made. The file has all samples of the annotations, so the
-    part that the run learned is added to its path."""
+    """Return the value of `data.train` for the annotations that `write` made: their path `out`, and the part (`[:90%]`)
+    that the run learned, because the file has the samples of all parts."""
     train = read_folder(folder)[0].train
     return f"{out}{train.removeprefix(part_of(train)[0])}"
 

@@ -1,9 +1,9 @@
-"""Suggestions of missing labels: `rollout-learner find-missing suggest`.
+"""Suggests missing labels: `rollout-learner find-missing suggest`.
 
 In: a model, annotations, and K answers to each image. Out: a folder with `suggestions.json`, the suspected objects.
-Suggestions are sorted by the probability that they are right, from looks and votes (`learner.tasks.detection.gaps`). If
-looks say too little, they are sorted by agreement, times the score if the model has a calibration (`calibration.json`).
-A folder that has suggestions is not overwritten.
+Suggestions are sorted by the probability that they are right, estimated from pixels and votes
+(`learner.tasks.detection.gaps`). If pixels give no estimate, they are sorted by the answers' agreement, times the score
+if the model has a calibration (`calibration.json`). A folder that has suggestions is not overwritten.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ SUGGESTIONS, DECISIONS, AUDIT = "suggestions.json", "decisions.json", "audit.jso
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """A suspected object. `box` is x1, y1, x2, y2 in pixels; `names` are its names in the answers, the most frequent
-    first; `labels` are the annotated boxes of its image, which are shown beside it. `score` is the probability that box
-    and name are right by the model's calibration, `probability` the same by looks and votes; None: not known."""
+    """A suspected object. `box` is x1, y1, x2, y2 in pixels. `votes` of `answers` answers have it. `names` are its
+    names in the answers, the most frequent first. `labels` are the annotated boxes of its image, which are shown beside
+    it. Two values estimate the probability that box and name are right: `score` by the model's calibration,
+    `probability` by pixels and votes. None: not known."""
 
     sample_id: str
     image: str
@@ -73,8 +74,8 @@ class Suggestion:
 def annotations_of(
     model: ModelFiles, annotations: str, *, image_root: str | None = None, named: bool = False
 ) -> DataConfig:
-    """Return how annotations are read: as the model's run reads them if its configuration is `named`. Otherwise their
-    boxes may extend beyond their images."""
+    """Return the settings for reading `annotations`. If the user named the run's configuration (`named`), they are the
+    run's. Otherwise boxes that extend beyond their images are clipped."""
     data, _ = reading(model, [annotations], named=named)
     data = data or DataConfig(train=annotations, on_bad_record="clip")
     own_paths = {"train": annotations, "val": None, "test": None}
@@ -117,7 +118,7 @@ def suggest(
         answered = zip(samples, answers.each(asked_as(model, samples)), strict=True)
         for number, (sample, rollouts) in enumerate(answered, start=1):
             parsed = [task.parse(rollout) for rollout in rollouts]
-            drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # the first is greedy
+            drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # answer 0, greedy, has no vote
             scores.append(scored_objects(parsed, pieces, calibration) if calibration is not None else None)
             agreed.append(candidates(sample, drawn))
             crops.append(crops_of(sample, [one.object for one in agreed[-1] if one.relation == "free"], load, share))
@@ -125,7 +126,7 @@ def suggest(
                 tell(f"{number} of {len(samples)} images")
     known, judged = estimate_gaps(samples, agreed, crops, asked.samples)
     tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)
-    own = judged if known.source != "votes" else agreed  # votes are in the agreement already
+    own = judged if known.source != "votes" else agreed  # `agreement` contains the votes already
     found = [one for parts in zip(samples, own, scores, strict=True) for one in of_sample(*parts)]
     found.sort(key=lambda one: (-one.rank, -one.agreement, one.sample_id, one.box))
     told = {"data": data.model_dump(mode="json"), "key": _key_of(model, data.train)}
@@ -135,8 +136,8 @@ def suggest(
 
 
 def _key_of(model: ModelFiles, path: str) -> str:
-    """Return `val` or `test` if the model's run has `path` under this key of `data`, but not under `train`. Otherwise
-    return `train`."""
+    """Return the key of the run's `data` section that has `path`: `val` or `test`. Return `train` if neither has it, or
+    if `data.train` has it too."""
     held_out = ("val", "test") if model.run is not None and model.run.data.train != path else ()
     return next((key for key in held_out if model.run is not None and model.run.data.path_of(key) == path), "train")
 
@@ -156,7 +157,8 @@ def require_one_image(samples: Sequence[Sample]) -> None:
 def of_sample(
     sample: Sample, found: Sequence[LabelCandidate], scored: Sequence[ScoredObject] | None = None
 ) -> Iterator[Suggestion]:
-    """Yield the sample's objects without a label. `scored`: scored objects of all its answers; None: no scores."""
+    """Yield a suggestion for each found object that has no label. `scored`: the scored objects of all answers to the
+    sample; None: no scores."""
     labels = tuple((obj.desc, addition_of(obj, sample).box) for obj in sample.objects)
     for one in found:
         if one.relation in ("free", "repeats"):
@@ -180,8 +182,8 @@ def of_sample(
 
 def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
     """Return the score of the scored object that overlaps `obj` most, among those with an IoU of at least SAME_IOU;
-    objects of the same name go first. 0 if there is none. The two boxes may differ a little: a scored box is a
-    cluster's, and the greedy answer is part of the cluster."""
+    objects of the same name go first. 0 if there is none. The two boxes may differ a little, because only the scored
+    box also depends on the greedy answer."""
     overlaps = iou_matrix([obj], [one.object for one in scored])[0] if scored else []
     same = [
         (one.object.desc == obj.desc, float(overlap), one.score)
@@ -192,13 +194,14 @@ def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
 
 
 def key_of(folder: Path) -> str:
-    """Return the key under `data` for the annotations that `write` makes. Raises DataError."""
+    """Return the key of the `data` section under which a run uses the annotations that `write` makes: `train`, `val` or
+    `test`. Raises DataError."""
     key = _content(folder).get("key")
     return key if key in ("val", "test") else "train"
 
 
 def read_folder(folder: Path) -> tuple[DataConfig, list[dict[str, Any]]]:
-    """Return the annotations' settings, and the suggestions, best first. Raises DataError."""
+    """Return the settings for reading the annotations, and the suggestions, best first. Raises DataError."""
     content = _content(folder)
     try:
         data = DataConfig.model_validate(content["data"])

@@ -1,9 +1,10 @@
-"""Bootstrap intervals over samples of COCO's AP, and of the difference between two detectors on the same draws.
+"""Computes bootstrap intervals of COCO's AP, and of the difference in AP between two detectors on the same draws.
 
-A sample is one image, or several images that are drawn together. COCO's matches do not depend on other images, so they
-are made once (pycocotools). A draw weights each sample by how often it was drawn. The result equals that of pycocotools
-for a set with as many copies of each sample as were drawn, because copies of a box have equal scores and so stand
-together in the order. The two differ only if two boxes in one image have equal scores. No side effects.
+Samples are drawn. A sample is one image, or several images that are drawn together. COCO's matches do not depend on
+other images, so they are made once (pycocotools). A draw weights each sample by how often it was drawn. The result
+equals that of pycocotools for a set with as many copies of each sample as were drawn, because copies of a box have
+equal scores and so are neighbours in the ranking. The two differ only if two boxes in one image have equal scores. No
+side effects.
 """
 
 from __future__ import annotations
@@ -41,11 +42,12 @@ class RankedBoxes:
     images: NDArray[np.int64]  # [D] index of each box's sample
     right: NDArray[np.bool_]  # [T, D] True: the box is matched with an object at this threshold
     wrong: NDArray[np.bool_]  # [T, D] True: it is matched with no object and with no ignore region
-    truth: NDArray[np.float64]  # [samples] number of objects that count
+    truth: NDArray[np.float64]  # [samples] number of objects in each sample, without ignore regions
 
 
 def _ranked_boxes(evaluation: COCOeval | None, owners: Sequence[int]) -> list[RankedBoxes]:
-    """Return the ranked boxes of each class; [] without matches. `owners` has the index of each image's sample."""
+    """Return the ranked boxes of each class; [] if `evaluation` is None. `owners` has the index of each image's
+    sample."""
     if evaluation is None:
         return []
     number = len(owners)

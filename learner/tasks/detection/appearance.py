@@ -1,8 +1,8 @@
-"""Estimates from pixels how often finds that overlap no label are right (R49, D22).
+"""Estimates from pixels how often finds (the model's boxes that overlap no label) are right (R49, D22).
 
-In: photographs, their labels, and finds with votes. A find is a box of the model. Out: for each find the probability
-that its name and box are right. No person judges any find. Labels need not be missing at random, because an object
-looks the same with and without a label.
+In: photographs, their labels, and finds with votes. Out: for each find the probability that its name and box are right.
+No person judges any find. Labels need not be missing at random, because an object looks the same with and without a
+label.
 
 1. *Examples.* A labelled box is moved. With IoU >= 0.55 it is still on its object and an example of a right box. With
    IoU 0.08 to 0.45 it is beside the object and an example of a misplaced box. Edges at the photograph's border are not
@@ -15,7 +15,7 @@ looks the same with and without a label.
    The right examples' part of the mixture at a find's score is the find's probability.
 
 There is no estimate if labels are too few, or if a classifier cannot separate its own examples. The estimate cannot
-show that labels are complete: with no right find, it has been 0.06 to 0.34. No side effects.
+show that labels are complete: where no find was right, it was 0.06 to 0.34. No side effects.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from threadpoolctl import threadpool_limits
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.bins import bounding_box, to_pixels
 
-MIN_LABELS = 200  # labels; with 200 in 16 photographs of cells errors were at most 0.12, in 8 photographs 0.35
-MIN_AUC = 0.75  # least AUC on held-out labels; below it there is no estimate
-OWN_CLASS = 60  # right examples of a class that get a classifier of their own
-MOST_LABELS = 6000  # labels whose pixels are read; more of them do not improve the estimate
+MIN_LABELS = 200  # min labels; 200 labels in 16 photographs of cells gave errors up to 0.12, in 8 photographs 0.35
+MIN_AUC = 0.75  # min AUC on held-out labels; below it there is no estimate
+OWN_CLASS = 60  # min right examples of a class with a classifier of its own; smaller classes share one
+MOST_LABELS = 6000  # max labels whose pixels are read; more of them do not improve the estimate
 FOLDS = 3
-ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (least IoU with the label, the number below which the IoU must be)
-_BORDER = 0.0125  # share of a side within which a box touches the photograph's border
-_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # a crop: cells per side, side / box's side, least side in pixels
+ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (min, limit) of the IoU with the label, for right and for misplaced examples
+_BORDER = 0.0125  # share of a side; a box nearer to the photograph's border touches it
+_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # a crop: cells per side, its side / the box's, min box side in pixels
 _NUMBERS = 4 * _SIDE**2 + 3  # numbers per crop: three colours and an edge per cell, and the spread of each colour
 _TRIES = 60
-PENALTY = 300.0  # factor of the squared weights
+PENALTY = 300.0  # L2 penalty on the classifiers' weights
 _BIN_EDGES = np.linspace(-5, 5, 11)  # edges of bins of scores, in logits
-_FEWEST_FINDS = 25  # finds; smaller groups of votes are joined before their shares are fitted
+_FEWEST_FINDS = 25  # min finds of a group with equal votes; smaller groups are merged before their shares are fitted
 _FEWEST_EXAMPLES = 25
-_OF_FIRST = 200.0  # number of finds that the shares of the first model count as, when a later model is fitted
+_OF_FIRST = 200.0  # weight of the first model's shares, in finds, when the shares of a later model are fitted
 
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
 Open = Callable[[str], Image.Image]
-Shares = dict[tuple[str | None, bool], Sequence[float]]  # shares of the example kinds, by class and border
+Shares = dict[tuple[str | None, bool], Sequence[float]]  # by (class, at border): shares of right, misplaced, misnamed
 
 # The matrices are small. Beside other programs, several BLAS threads would mostly wait for each other.
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
@@ -68,7 +68,8 @@ class Crop(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleCrops:
-    """All crops of one sample. `finds` are in the given order."""
+    """All crops of one sample: right examples (`on` their objects), misplaced examples (`beside` their objects), and
+    finds in the order in which `crops_of` gets them."""
 
     on: tuple[Crop, ...]
     beside: tuple[Crop, ...]
@@ -77,9 +78,9 @@ class SampleCrops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Appearance:
-    """The probabilities of the finds, by sample and in the given order. `auc` says how well the classifiers separate
-    held-out examples. If there is no estimate, `why` has the reason, and `probabilities` is empty. `shares` are the
-    shares of right, misplaced and misnamed finds among those with the fewest votes."""
+    """What `Looks.judge` estimates. `probabilities` has the finds of each sample, in the given order. `auc` says how
+    well the classifiers separate held-out examples. If there is no estimate, `why` has the reason, and `probabilities`
+    is empty. `shares` is about the finds with the fewest votes."""
 
     probabilities: tuple[tuple[float, ...], ...] = ()
     shares: Shares = field(default_factory=dict)
@@ -192,7 +193,8 @@ def _iou(box: Floats, others: Floats) -> Floats:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Line:
-    """Crops of all samples in a row: pixels [N, D], and for each crop [N] its class, border and part (of `FOLDS`)."""
+    """The N crops of all samples, one after the other: pixels [N, D], class, whether the crop is at the photograph's
+    border, and the number of its part for cross-validation (0 to FOLDS - 1)."""
 
     pixels: Pixels
     names: NDArray[np.str_]
@@ -217,7 +219,7 @@ class Looks:
     """Learns from some samples how objects and their surroundings look. Classifiers are fitted when first needed."""
 
     def __init__(self, samples: Sequence[SampleCrops], *, names: bool = True) -> None:
-        """`names`: estimate the probability that name and box are right; False: that the box is right."""
+        """`names`: estimate the probability that name and box are right; False: that the box alone is right."""
         self._names = names
         self._on, self._beside = (
             _Line.of((i, crop) for i, own in enumerate(samples) for crop in getattr(own, kind))
@@ -270,12 +272,13 @@ def _in_group(names: NDArray[np.str_], name: str | None, own_class: set[str]) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Group:
-    """One class's classifiers by part, and for its examples the scores in logits and whether they touch the border."""
+    """One class's classifiers, one per part for cross-validation, and its right (`on`) and wrong examples: their scores
+    in logits, and whether they touch the border."""
 
     by_part: Sequence[Callable[[Pixels], Floats]]
     on: Floats
     on_border: NDArray[np.bool_]
-    wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # (scores, border) of misplaced and of misnamed examples
+    wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # (scores, at border) of misplaced, and of misnamed examples
 
     @classmethod
     def of(cls, on: _Line, beside: _Line, name: str | None, own: set[str], *, names: bool) -> _Group:
@@ -301,7 +304,7 @@ class _Group:
         return cls(by_part=by_part, on=of_on[fit_on], on_border=on.at_border[fit_on], wrong=tuple(wrong))
 
     def scores(self, pixels: Pixels, part: NDArray[np.int64]) -> Floats:
-        """Return the logits [F] of the finds."""
+        """Return the logits [F] of the F finds with these pixels [F, D] and parts [F]."""
         return _scores(self.by_part, pixels, part)
 
     def auc(self) -> float:
@@ -312,7 +315,8 @@ class _Group:
     def right(
         self, scores: Floats, votes: NDArray[np.int64], border: bool, first: Sequence[float] | None
     ) -> tuple[Floats, Sequence[float]]:
-        """Return the probability [F] of each find, and the shares of the kinds. All finds have the same `border`."""
+        """Return for each find [F] the probability that it is right, and the shares of right, misplaced and misnamed
+        ones among the finds with the fewest votes. `border`: all these finds touch the border, or none does."""
         kinds = [values[edge == border] for values, edge in ((self.on, self.on_border), *self.wrong)]
         whole = [self.on, *(values for values, _ in self.wrong)]
         if min(len(kinds[0]), len(kinds[1])) < _FEWEST_EXAMPLES:
@@ -346,7 +350,8 @@ def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
 def _right_of_mixture(
     scores: Floats, kinds: Sequence[Floats], first: Sequence[float] | None
 ) -> tuple[Floats, Sequence[float]]:
-    """Return for each score [F] the probability that it is of the first kind, and the likeliest shares of the kinds."""
+    """Return for each score [F] the probability that its find is of the first kind (right), and the likeliest shares of
+    the kinds. `kinds` has the scores of the examples of each kind."""
     places = np.digitize(scores, _BIN_EDGES)
     density = np.array(
         [np.bincount(np.digitize(kind, _BIN_EDGES), minlength=len(_BIN_EDGES) + 1) + 0.5 for kind in kinds]

@@ -1,11 +1,11 @@
-"""Corrects the probabilities of all finds by a person's verdicts on some of them (R49).
+"""Corrects the probabilities of all finds (the model's boxes without a label) by a person's verdicts on some (R49).
 
 In: finds with votes and probabilities, and verdicts on some finds. Out: better probabilities of all finds.
 
-How many finds with v votes are drawn is proportional to the square root of the number of all finds with v votes, so
-that rare numbers of votes are drawn too. A logistic regression is fitted to the verdicts:
+An audit draws finds. How many of those with v votes it draws is proportional to the square root of their number. So
+finds with a rare number of votes are drawn too. A logistic regression is fitted to the verdicts:
 
-    logit(right) = a + b logit(probability) + c log2(votes of eight answers)
+    logit(right) = a + b logit(probability) + c log2(votes, scaled to eight answers)
 
 A prior draws a, b and c towards 0, 1 and 0, so without verdicts the probabilities do not change. After 60 verdicts on
 finds of blood cells the share of right finds is within 0.08 at 2 to 6 votes in 90% of 200 draws. Only `read_audit`
@@ -26,7 +26,7 @@ from learner.records import Votes
 from shared.errors import DataError
 
 Verdict = Literal["right", "wrong name", "nothing there", "cannot tell"]
-FEWEST = 10  # verdicts; an audit with fewer is refused
+FEWEST = 10  # min verdicts that say right or wrong; an audit with fewer is refused
 _PRIOR = np.array([0.0, 1.0, 0.0])
 _SPREAD = np.array([0.5, 0.3, 0.3])  # standard deviations of the prior, in logits
 _SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # standard deviations of the prior if no probabilities are known
@@ -35,7 +35,7 @@ Floats = NDArray[np.float64]
 
 
 class AuditedFind(NamedTuple):
-    """A find with a person's verdict, or None while it has none. `place` is its index in the list of suggestions.
+    """A find, and a person's verdict on it; None: no verdict yet. `place` is its index in the list of suggestions.
     `probability` is the estimate before the verdict, None if there was none."""
 
     place: int
@@ -51,7 +51,7 @@ class AuditedFind(NamedTuple):
 
 
 def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
-    """Return the indices in `votes` of `number` drawn finds, in random order; of all finds if there are fewer."""
+    """Draw `number` finds, or all if there are fewer. Return their indices in `votes`, in random order."""
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)
@@ -64,9 +64,9 @@ def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
 
 
 def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audited: Sequence[AuditedFind]) -> Floats:
-    """Return the probabilities [N] of finds, corrected by the verdicts. If some probability is not known (None), votes
-    alone are fitted, which needs about 100 verdicts. `votes` is None for finds of a single answer, which all have one
-    vote."""
+    """Return the probabilities [N] of all finds, corrected by the verdicts in `audited`. If some probability is not
+    known (None), only votes are used, which needs about 100 verdicts. `votes` is None if there is a single answer,
+    because all its finds have one vote."""
     if votes is None:
         assert probabilities is not None
         votes = [Votes(1, 8)] * len(probabilities)
@@ -90,7 +90,7 @@ def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audite
 
 
 def _design(probabilities: Floats, votes: Sequence[Votes]) -> Floats:
-    """Return the columns [N, 3]: 1, the logit, and log2 of the votes that eight answers would give."""
+    """Return the columns [N, 3] of the regression: 1, the logit, and log2 of the votes, scaled to eight answers."""
     sure = np.clip(probabilities, 1 - _SUREST, _SUREST)
     shares = np.array([one.share for one in votes], dtype=float)
     return np.stack([np.ones(len(sure)), np.log(sure / (1 - sure)), np.log2(8 * shares)], axis=1)

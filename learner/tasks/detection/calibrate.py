@@ -1,9 +1,10 @@
-"""Fits scores: makes a `Calibration` from candidates of validation images, and measures how good scores are.
+"""Fits a `Calibration`, which gives boxes their scores, and measures how good the scores are.
 
-A candidate is right if one more object is found with it than with the candidates of higher scores alone (`gains` in
-`match.py`, at IoU 0.5). So right boxes are those that F1 counts, at every threshold. A candidate in an ignore region
-that finds no object is left out. scipy's L-BFGS minimises the penalised log loss. The penalty is the one of `PENALTIES`
-with the least log loss on held-out images (5 parts). Scores of held-out images also give the threshold and `measured`.
+Candidates are boxes in validation images, with features. They are added by falling score. A candidate is right if one
+more object is found once it is added (`gains` in `match.py`, at IoU 0.5). So right boxes are those that F1 counts, at
+every threshold. A candidate in an ignore region that finds no object is left out. scipy's L-BFGS minimises the
+penalised log loss. The penalty is the one of `PENALTIES` with the least log loss on held-out images (5 parts). Scores
+of held-out images also give the threshold and `measured`.
 
 `auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error:
 the mean distance between the score and the share of right boxes over ten bins of equal width, weighted by the number of
@@ -35,7 +36,7 @@ from learner.tasks.detection.scores import (
 )
 from shared.errors import DataError
 
-PENALTIES = (10.0, 3.0, 1.0, 0.3)  # factors of the squared weights that are tried
+PENALTIES = (10.0, 3.0, 1.0, 0.3)  # factors of the squared weights in the loss; the best on held-out images is used
 FOLDS = 5
 BINS = 10
 NUM_KNOTS = 5  # knots of each feature's piecewise linear function
@@ -251,15 +252,17 @@ def ece(right: Floats, scores: Floats, num_bins: int = BINS) -> float:
 
 
 def best_threshold(found: Gains, scores: Floats, num_truth: int) -> float:
-    """Return the threshold with the largest F1, halfway between the last score above it and the next lower one."""
+    """Return the score threshold with the largest F1, halfway between the lowest score that passes it and the next
+    lower one."""
     if not len(scores):
         return 0.0
     order = np.argsort(-scores, kind="stable")
     ranked = scores[order]
     f1 = 2 * found.right[order].cumsum() / np.maximum(found.judged[order].cumsum() + num_truth, 1)
-    last = np.append(ranked[:-1] > ranked[1:], True)  # boxes with equal scores are above or below together
+    last = np.append(ranked[:-1] > ranked[1:], True)  # no threshold separates boxes with equal scores
     best = int(np.where(last, f1, -1.0).argmax())
     least = ranked[best]
     middle = (least + (ranked[best + 1] if best + 1 < len(ranked) else min(0.0, least))) / 2
-    # The middle of two neighbouring floats may be the lower one, whose boxes are below.
+    # The middle of two neighbouring floats is rounded, perhaps to the lower one. Then boxes with the lower score would
+    # pass.
     return float(middle if ((scores >= middle) == (scores >= least)).all() else least)

@@ -1,13 +1,13 @@
-"""Completes labels with gaps by objects on which several answers to the same image agree (`labels.complete`, D20).
+"""Adds objects on which several answers agree to labels that have gaps (`labels.complete`, D20).
 
-In: a sample, and the objects of K answers drawn from the model. Out: the sample with more labels.
+In: a sample, and the objects of K answers to it, drawn from the model. Out: the sample with more labels.
 
 1. The objects are clustered, at most one per answer (`agreement`). A cluster's votes are the answers that have it.
 2. A cluster *confirms* a label (same name, IoU >= 0.5, one-to-one), or it overlaps a label without confirming it and
    *contradicts* it, or it overlaps no label and is *free*. Clusters in ignore regions are left out.
    A free cluster that overlaps a free one with more votes *repeats* it, and is not counted.
-3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`).
-   Each keeps its votes.
+3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`). A
+   completed label keeps its votes.
 
 Both rules need an estimate of how often free clusters are right. `gaps.py` makes it from the pixels. If it cannot, the
 estimate comes from votes, which is correct for labels that are missing at random. Over all samples, let c clusters with
@@ -19,12 +19,13 @@ v votes confirm labels, d contradict labels, and f be free:
 
 r is the number of objects without a label per labelled one. If labels are missing at random, unlabelled objects get v
 votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. A few clusters with many votes
-may be chance. So r is f / (c + d) over the clusters with most votes: as many as have `ENOUGH` clusters near labels, but
-only clusters that about half of the answers have. Invented boxes are rarer among clusters with more votes. So p and s
-do not fall with v, and they are fitted under this condition (`not_falling`). This removes most of the noise of small
-counts. The product p s is an upper bound: boxes that the model invents as surely as it finds real objects look like
-real ones. `auto` takes the number of votes for which most labels are gained: the estimated number of right labels minus
-that of wrong ones. Nothing is completed if complete labels could have given the same clusters.
+may be chance. So r is f / (c + d) over the clusters with the most votes. Lower numbers of votes are included until
+`ENOUGH` of the clusters are near labels, but none below about half of the answers. Invented boxes are rarer among
+clusters with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`). This
+removes most of the noise of small counts. The product p s is an upper bound: boxes that the model invents as surely as
+it finds real objects look like real ones. `auto` takes the number of votes for which most labels are gained: the
+estimated number of right labels minus that of wrong ones. Nothing is completed if complete labels could have given the
+same clusters.
 
 Invariants: labels are not changed. No two completed labels overlap, and none overlaps a label or an ignore region.
 Objects stay in canonical order. No side effects.
@@ -46,9 +47,9 @@ from learner.tasks.detection.bins import canonical_order
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import Overlaps
 
-OVERLAP = 0.3  # IoU; boxes that overlap more are about the same object
-MIN_CLUSTERS = 20  # clusters that overlap labels; fewer give no estimate
-ENOUGH = 150  # clusters that overlap labels, from which r is computed
+OVERLAP = 0.3  # min IoU of two boxes that are taken for the same object
+MIN_CLUSTERS = 20  # min clusters that overlap labels; fewer give no estimate
+ENOUGH = 150  # number of clusters that overlap labels from which r is computed
 MISSING = 0.10  # share of the objects without a label; above it labels are reported to have gaps
 MIN_MISSING = 0.02  # share of the objects without a label; below it nothing is completed
 
@@ -60,10 +61,10 @@ Tally = NDArray[np.int64]  # [K + 1, 3] number of clusters by votes and relation
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelCandidate:
-    """A cluster of a sample's answers outside of ignore regions. `object` has its votes. `names` counts the answers
-    that give each name. `agreement`, from 0 to 1, is the share of answers that have the object, times the share of
-    these answers that give its name, times the mean IoU of their boxes with its box. `probability`, for free clusters,
-    is the probability that box and name are right; None: not known."""
+    """A cluster of objects of the answers to a sample, outside of ignore regions. `object` has the cluster's votes.
+    `names` counts the answers that give each name. `agreement`, from 0 to 1, is the share of answers that have the
+    object, times the share of these answers that give its name, times the mean IoU of their boxes with its box.
+    `probability`, for free clusters, is the probability that box and name are right; None: not known."""
 
     object: DetectionObject
     relation: Relation
@@ -83,7 +84,8 @@ def candidates(
     *,
     can_be_label: Callable[[DetectionObject], bool] = lambda _: True,
 ) -> list[LabelCandidate]:
-    """Return the clusters of a sample, most votes first. Free clusters that cannot be labels are left out."""
+    """Cluster the objects of the answers to a sample, and return the clusters, most votes first. A free cluster (it
+    overlaps no label) is left out if it cannot become a label."""
     found = cluster_objects(answers)
     objects = [one.object._replace(votes=Votes(one.votes, len(answers))) for one in found]
     overlaps = Overlaps.of(objects, sample.objects, sample.ignored)
@@ -138,7 +140,7 @@ class CompletionEstimate:
     free: tuple[int, ...]  # number of free clusters with exactly v votes
     source: Source = "votes"
     auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried
-    may_be_complete: bool = False  # True if the surest clusters without a label may be chance
+    may_be_complete: bool = False  # True if the surest clusters without a label may be invented
     not_random: str = ""  # the sign that labels are not missing at random, as a sentence; empty: there is no sign
 
     @property
@@ -157,14 +159,14 @@ class CompletionEstimate:
         return cls(**fields)
 
     def free_right(self, min_votes: int = 1) -> float:
-        """Return the estimated share of the free clusters with at least `min_votes` votes that are right; 0 if there
-        are none."""
+        """Return which share of the free clusters (they overlap no label) with at least `min_votes` votes is right, by
+        the estimate; 0 if there are none."""
         free, precision = self.free[min_votes - 1 :], self.precision[min_votes - 1 :]
         return sum(f * p for f, p in zip(free, precision, strict=True)) / max(1, sum(free))
 
     def in_words(self, right: float) -> str:
-        """Return text that follows the number of completed labels in a log line. `right`: share of these
-        labels that are right."""
+        """Return the text for a log line, after the number of completed labels. `right`: share of these labels that are
+        right."""
         if self.missing is None:
             return ""
         made = {
@@ -183,8 +185,8 @@ class CompletionEstimate:
 
 
 def estimate(counts: Tally, num_labels: int) -> CompletionEstimate:
-    """Estimate the precision and the threshold of `auto` from votes. `counts` is the sum of the samples' tallies,
-    `num_labels` the number of their labels."""
+    """Estimate from votes how many completed labels are right, and how many votes they need (`auto`). `counts` is the
+    sum of the samples' tallies, `num_labels` the number of their labels."""
     confirms, contradicts, free = (counts[1:, i].astype(float) for i in range(len(_COLUMNS)))
     near = confirms + contradicts
     recall = confirms[::-1].cumsum()[::-1] / max(1, num_labels)
@@ -211,7 +213,7 @@ def estimate(counts: Tally, num_labels: int) -> CompletionEstimate:
     )
 
 
-Counts = NDArray[np.float64]  # [K] by votes, from 1 on
+Counts = NDArray[np.float64]  # [K], one value for each number of votes, 1 to K
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -261,7 +263,8 @@ def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
 
 
 def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
-    """Return the number of votes for which most labels are gained. If none gains labels, return None and the reason."""
+    """Return the least votes of clusters that become labels, chosen so that most labels are gained (right ones minus
+    wrong ones). If no choice gains labels, return None and the reason."""
     gained = (free * (2 * precision - 1))[::-1].cumsum()[::-1]
     if gained.max() <= 0:
         return None, f"at most {precision.max():.0%} of what could be completed would be right"
@@ -297,7 +300,7 @@ def completed(
 
 
 def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
-    """Return which objects are kept if each one that overlaps an earlier kept one is left out."""
+    """Return for each object whether it is kept. An object that overlaps an earlier kept one is not."""
     near, apart = iou_matrix(objects, objects) >= OVERLAP, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
         apart[i] = not near[i, apart].any()

@@ -3,11 +3,11 @@
 In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and free clusters
 (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
-Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. Its name is taken to be
-right as often as the names of clusters at labels with as many votes and the same agreement. If labels are too few, or a
-classifier cannot separate objects from their surroundings, only votes are left. They are misleading if labels are not
-missing at random, because a model that learned labels has learned their gaps (D22). Two signs show it, among clusters
-that half of the answers have:
+Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. The probability that
+its name is right is taken from clusters at labels that have as many votes and equal agreement: the share of them with
+the right name. If labels are too few, or a classifier cannot separate objects from their surroundings, only votes are
+left. They are misleading if labels are not missing at random, because a model that learned labels has learned their
+gaps (D22). Two signs show it, among clusters that half of the answers have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, place and class, on held-out photographs
@@ -41,11 +41,11 @@ from learner.tasks.detection.completion import (
 )
 from learner.tasks.detection.geometry import iou_matrix
 
-PROBABLE = 0.5  # probability; above it a new label helps more than it harms
-_FEWEST = 20  # clusters with a label, and clusters without one; with fewer the signs are not tested
-_AUC, _CHANCE = 0.6, 0.001  # least AUC and largest p-value of the sign `features`
-_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # least chi2 per degree of freedom and largest p-value of the sign `photographs`
-_BORDER = 12.5  # bins within which a box touches the border
+PROBABLE = 0.5  # min probability of a new label; less probable ones harm more than they help
+_FEWEST = 20  # min clusters with a label, and min clusters without one; with fewer the signs are not tested
+_AUC, _CHANCE = 0.6, 0.001  # the sign `features` needs more than this AUC and less than this p-value
+_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # the sign `photographs` needs more chi2 per degree of freedom and less p-value
+_BORDER = 12.5  # bins; a box nearer to the photograph's border touches it
 _PENALTY = 3.0
 
 Found = Sequence[Sequence[LabelCandidate]]
@@ -92,9 +92,10 @@ def estimate_gaps(
 
 
 def _right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
-    """Return the probability that the name of a find in the right place is right: the share at labels, by votes and by
-    whether all answers that have it give the same name. It does not fall with more votes."""
-    right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))  # by agreement and votes
+    """Return a function that gives the probability that a cluster's name is right if its place is right. This is the
+    share of right names among clusters at labels with as many votes. Clusters whose answers all give one name are
+    counted apart from the others. The probability does not fall with more votes."""
+    right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))  # [several names, votes - 1]
     for sample, own in zip(samples, found, strict=True):
         near = [one for one in own if one.relation in ("confirms", "contradicts")]
         for one, overlaps in zip(near, iou_matrix([one.object for one in near], sample.objects), strict=True):
@@ -104,7 +105,7 @@ def _right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> C
                 right[at] += sample.objects[overlaps.argmax()].desc == one.object.desc
     overall = (right.sum() + 1) / (whole.sum() + 1)
     pooled = [not_falling(*parts) for parts in zip(right, whole, strict=True)]
-    shares = [(parts + overall) / (wholes + 1) for parts, wholes in pooled]  # few examples: near the overall share
+    shares = [(parts + overall) / (wholes + 1) for parts, wholes in pooled]  # with few examples, near the overall share
     return lambda one: float(shares[len(one.names) > 1][one.votes - 1])
 
 

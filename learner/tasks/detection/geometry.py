@@ -35,7 +35,8 @@ def iou_matrix(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> ND
 
 
 def covered_share(a: Sequence[DetectionObject], b: Sequence[DetectionObject]) -> NDArray[np.float64]:
-    """Return the share of each `a` inside each `b` [len(a), len(b)]; 0 where its area is 0."""
+    """Return which share of the area of each object in `a` is inside each object in `b`, [len(a), len(b)]; 0 for an
+    object in `a` without an area."""
     if not a or not b:
         return np.zeros((len(a), len(b)))
     overlap, area_a, _ = _overlaps(a, b)
@@ -79,7 +80,7 @@ def _box_areas(boxes: NDArray[np.float64]) -> NDArray[np.float64]:
 
 
 def _box_intersections(a: NDArray[np.float64], b: NDArray[np.float64]) -> NDArray[np.float64]:
-    # Widths and heights are computed apart, on contiguous columns: twice as fast as on arrays of pairs.
+    # Widths and heights are computed separately, on contiguous arrays: twice as fast as on arrays of (x, y) pairs.
     (ax1, ay1, ax2, ay2), (bx1, by1, bx2, by2) = a.T[:, :, None].copy(), b.T.copy()
     width, height = np.minimum(ax2, bx2), np.minimum(ay2, by2)
     width -= np.maximum(ax1, bx1)

@@ -25,7 +25,7 @@ GEOMETRY_KINDS: dict[bytes, GeometryKind] = {b"bbox_2d": "bbox_2d", b"poly": "po
 
 JSON_SPACE = b" \t\n\r"
 _WS = rb"[ \t\n\r]*+"
-_NAME = rb'"([^"\\\x00-\x1f]*+)"'  # compared byte by byte: the names that are read have no escapes
+_NAME = rb'"([^"\\\x00-\x1f]*+)"'  # a field's name; it has no escapes, so names are compared byte by byte
 _STRING = rb'"(?:[^"\\\x00-\x1f]++|\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4}))*+"'
 _SCALAR = rb'[^][{}",: \t\n\r]++'
 
@@ -36,7 +36,7 @@ FIELD = re.compile(_WS + _NAME + _WS + b":" + _WS + _VALUE + _WS + rb"([,}])")
 BALANCE = re.compile(rb'"(?:[^"\\]++|\\.)*+"|[][{}"]', re.DOTALL)
 _NUMBER = rb"[1-9][0-9]{0,17}+"
 OBJECT_NAME = re.compile(rb"object_(" + _NUMBER + rb")")
-IMAGE = b"image"  # name of the field
+IMAGE = b"image"  # name of the field that has the number of the object's image
 _IMAGE_NUMBER = rb"[1-9][0-9]{0,2}+"
 IMAGE_NUMBER = re.compile(_IMAGE_NUMBER)
 
@@ -52,7 +52,7 @@ class Grammar:
     open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is the closer if the container is empty
     entry_pattern: re.Pattern[bytes]  # the text up to an object's "{"; group 1 is the object's name, if `indexed`
     next_pattern: re.Pattern[bytes]  # the text after an entry; group 1 is ",", the closer, or empty
-    usual_pattern: re.Pattern[bytes]  # a correct entry in written order, and the text after it; for speed
+    usual_pattern: re.Pattern[bytes]  # a correct entry with fields in the order in which they are written; for speed
     list_pattern: re.Pattern[bytes]  # a list that holds only coordinates
 
     def coordinate_text(self, value: int) -> str:

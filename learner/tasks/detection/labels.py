@@ -6,18 +6,18 @@ their labels. No side effects.
 The rule is the same for both spellings of coordinates. As long as the predicted and the ground-truth number have the
 same tokens, each token is its own label. At the first token that differs, the ground-truth token is the label. The rest
 of the number is masked. A coordinate token is a number of one token, so its label is the ground-truth token. Digits may
-be fused with their surroundings (`spelling.py`). Then the token that differs may hold structure too. If the
-ground-truth number is longer (`12,` against `123,`), the token that differs may be the one after the number, even if
-that token belongs to the tail. If two numbers claim one token, the first number has it. A pair with different kinds of
-geometry, or with polygons of different numbers of points, has no corresponding coordinates and is not supervised. All
-numbers of an answer are labelled in one call, because there are hundreds.
+be fused with their surroundings (`spelling.py`). Then the token that differs may also hold brackets, commas or spaces.
+If the ground-truth number is longer (`12,` against `123,`), the token that differs may be the one after the number,
+even if that token belongs to the tail. If two numbers claim one token, the first number has it. A pair with different
+kinds of geometry, or with polygons of different numbers of points, has no corresponding coordinates and is not
+supervised. All numbers of an answer are labelled in one call, because there are hundreds.
 
 Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction in the right place may have the
-wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are not corrected without this key.
-The rule is the one for numbers: tokens are their own labels up to the first difference, its label is the true token,
-and the rest is masked. A token that holds any byte of the description belongs to it. If the true description is longer,
-the token that differs may be the one after the description. A description is masked as a whole if the rollout's tokens
-are not those that the tokenizer gives for its text.
+wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are corrected only with this key. The
+rule is the one for numbers: tokens are their own labels up to the first difference, its label is the true token, and
+the rest is masked. A token that holds any byte of the description belongs to it. If the true description is longer, the
+token that differs may be the one after the description. A description is masked as a whole if the rollout's tokens are
+not those that the tokenizer gives for its text.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ def description_labels(
 def _up_to_parting(
     text: TokenText, predicted: PredictedObject, wanted: str, pieces: TokenPieces
 ) -> Iterator[tuple[int, int]]:
-    """Yield (position, label) of the tokens of a wrong name; labels are the tokens of `wanted` in the same
-    surroundings."""
+    """Yield (position, label) of the tokens of a wrong name, up to the first token that differs. Labels are the tokens
+    of `wanted` between the same characters. Yield nothing if the answer's own tokens are not the tokenizer's."""
     begin, end = _inside_quotes(predicted)
     first, last = text.token_at(begin), text.tokens_until(end)  # `last` is the token after the description
     last = min(last, len(text.ids) - 1)
@@ -103,7 +103,8 @@ def coordinate_labels(
 
 
 def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, Ints]:
-    """Return positions and labels. `tokens` [N, W] are the first tokens of the true numbers, in place."""
+    """Return positions and labels. `tokens` [N, W] are the first tokens of the true numbers in the predicted ones'
+    places."""
     right = numbers.bin == numbers.wanted
     parting = numbers.start + _first_difference(numbers, tokens, token_ids, right)
     behind = np.where(right, numbers.end, parting + 1)

@@ -107,9 +107,9 @@ def assign(iou: Floats, feasible: NDArray[np.bool_]) -> list[tuple[int, int, flo
 
 
 class Gains(NamedTuple):
-    """The amounts that each of N predictions adds to the counts of its sample, if predictions are added by falling
-    score. So the match of all predictions with a score of at least s has `right[scores >= s].sum()` pairs, and judges
-    `judged[scores >= s].sum()` predictions."""
+    """What each of N predictions adds to the counts if predictions are added by falling score. For each score s, the
+    predictions with at least this score have `right[scores >= s].sum()` pairs, and `judged[scores >= s].sum()` of them
+    count as right or wrong."""
 
     right: Floats  # [N] 0 or 1
     judged: Floats  # [N] 0 for a prediction that does not count

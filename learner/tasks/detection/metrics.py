@@ -71,9 +71,9 @@ COLUMNS = (
     "truth",  # ground-truth objects
     "predictions",  # valid predictions
     *(f"tp@{t:.2f}" for t in THRESHOLDS),
-    *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # descriptions ignored
+    *(f"tp_any@{t:.2f}" for t in THRESHOLDS),  # true positives if descriptions are ignored
     *(f"ignored@{t:.2f}" for t in THRESHOLDS),  # predictions in ignore regions that are not true positives
-    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # counted as `ignored`, but whatever the descriptions
+    *(f"ignored_any@{t:.2f}" for t in THRESHOLDS),  # like `ignored`, if descriptions are ignored
     "iou_sum",  # sum over the true positives at 0.50
     "duplicates",  # predictions like an earlier one: same description, IoU >= DUPLICATE_IOU
     "parsed",  # answers that are one closed container without a dropped object
@@ -98,7 +98,7 @@ class CountTable:
 
 
 def columns_of(values: NDArray[np.float64]) -> dict[str, NDArray[np.float64]]:
-    """Return `values` [..., len(COLUMNS)] by column name, each [...]."""
+    """Split `values` [..., len(COLUMNS)] into its columns [...], by name."""
     return {name: values[..., i] for name, i in _COLUMN.items()}
 
 
@@ -231,7 +231,7 @@ def bootstrap_interval(
 def bootstrap_difference(
     before: CountTable, after: CountTable, metric: str, *, n: int = 2000, seed: int = 0, confidence: float = 0.95
 ) -> Interval:
-    """Return the interval of `metric` of `after` minus that of `before`, on the same draws of scenes.
+    """Return the interval of the difference `after` - `before` in `metric`, on the same draws of scenes.
 
     Raises DataError if the two do not have the same scenes in the same order.
     """
@@ -335,7 +335,8 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
         reference.dataset = dataset
         reference.createIndex()
         evaluation = COCOeval(reference, reference.loadRes(results), iouType="bbox")
-        # COCO also matches small, medium and large objects apart, which is three quarters of its time.
+        # By default COCO also matches small, medium and large objects by themselves, which takes three quarters of its
+        # time.
         evaluation.params.areaRng, evaluation.params.areaRngLbl = evaluation.params.areaRng[:1], ["all"]
         evaluation.evaluate()
     return evaluation

@@ -7,9 +7,9 @@ the prefix.
 1. `read_answer` reads the text into entries, one `Entry` per syntactically closed object. An object is *closed* if its
    brackets balance outside strings, so its content cannot make later text unreadable. Nothing is repaired: an object
    that is closed but wrong is dropped with one reason, and reading continues after it. Reading stops where no next
-   object can be read. Fields are read until the first unreadable one. `truncated` counts once the text cut off by the
-   answer's end, or by a syntax error between objects that makes the rest unreadable (a missing comma, an
-   entry that is not an object, unbalanced brackets).
+   object can be read. Fields are read until the first unreadable one. Text after the last readable object counts as one
+   `truncated`. It was cut off by the answer's end, or follows a syntax error between objects (a missing comma, an entry
+   that is not an object, unbalanced brackets).
 2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some of them only
    look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only those
    inside a list that the grammar has read, where each is a number of the list.

@@ -103,7 +103,7 @@ def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedR
 
 def _cut(assignment: Assignment, last: int, task: ObjectTask) -> Assignment:
     """Return the assignment of the answer up to object `last`. If that object does not end at the end of a token,
-    return `assignment`."""
+    return `assignment` unchanged."""
     begun = up_to_object(assignment.parsed, last, task)
     if len(begun.objects) > last + 1:
         return assignment

@@ -5,8 +5,8 @@ number of objects in the photographs.
 
 1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
    without matching it, or is a second box on one object. Any other box is right with a probability, from its pixels
-   (`appearance`), or from pixels and a person's verdicts (`audit`). Each model's share of right finds is drawn towards
-   the share of the first model, because with a few hundred finds its error is as large as the models' differences.
+   (`appearance`), or from pixels and a person's verdicts (`audit`). Each model's share of right boxes is drawn towards
+   the share of the first model, because with a few hundred boxes its error is as large as the models' differences.
 2. The number of objects is not known, because some have no label and no model found them. But it is the same for all
    models. So F1 = 2 right / (boxes + objects) is computed for a range of objects: from all right boxes of all models to
    `MOST_OBJECTS` times as many. If the order of two models changes within the range, it is not decided.
@@ -33,7 +33,7 @@ from learner.tasks.detection.metrics import Interval, interval_of
 
 MOST_OBJECTS = 2.0  # max number of objects per right box of all models; on blood cells the true ratio is 1.3
 GAPS = 0.1  # right boxes without a label, per label; from this number on labels have gaps
-CREDIBLE = 0.4  # share of right boxes among those without a label; complete labels have given 0.34
+CREDIBLE = 0.4  # min share of right ones among boxes without a label; below it labels may be complete, which gave 0.34
 MOST_SCENES = 300  # scenes whose pixels are read; more take time and change little
 DRAWS = 2000
 _THREADS = 4
@@ -68,7 +68,7 @@ class GapJudge:
     def __init__(self, samples: Sequence[Sample], open_image: Open, audited: Sequence[AuditedFind] = ()) -> None:
         self._samples, self._open, self._audited = samples, open_image, audited
         self._looks: Looks | None = None
-        self.shares: Shares = {}  # shares of right, misplaced and misnamed boxes among the first model's finds
+        self.shares: Shares = {}  # shares of right, misplaced and misnamed boxes of the first model
         self.why = ""
 
     @property
@@ -120,8 +120,9 @@ def has_gaps(score: GapScore, num_labels: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedModel:
-    """One model's F1@0.5: with an interval over scenes for the middle of the range of objects, and at the range's ends
-    (`low`: most objects, `high`: fewest). `undecided` names earlier models that may be better or worse."""
+    """One model's F1@0.5. `f1` has an interval over scenes, and assumes the middle of the range of objects. `low`
+    assumes the most objects, `high` the fewest. `right` is the expected number of right boxes. `undecided` names
+    earlier models that may be better or worse."""
 
     name: str
     f1: Interval

@@ -78,7 +78,7 @@ class _RewardView:
         return cls(Overlaps.of(predictions, sample.objects, sample.ignored), predicted, true)
 
     def reward(self, name: str, number: int) -> float:
-        """Return the reward of the first `number` predictions."""
+        """Return the reward `name` of an answer that ends after its first `number` predictions."""
         first = self.overlaps.rows(slice(number))
         if name == "f1":
             return self._f1(first, THRESHOLDS[0])

@@ -52,7 +52,7 @@ _HALF_NATS = 4.0  # a log-probability of -4 nats gives a score of 0.5 without ca
 
 
 class ScoreCandidate(NamedTuple):
-    """A candidate. `votes` counts the drawn answers that have it; None: no answers were drawn."""
+    """A box to be scored. `votes` is the number of drawn answers that have it; None: no answers were drawn."""
 
     object: DetectionObject
     in_greedy: bool
@@ -61,7 +61,8 @@ class ScoreCandidate(NamedTuple):
 
 
 class ObjectLogprobs(NamedTuple):
-    """Log-probabilities in nats of one object in its answer, and its place there."""
+    """Log-probabilities of one object in its answer, in nats: of its name, of a coordinate on average, and of its least
+    probable coordinate. `place` is the object's place in the answer, from 0 (first) to 1 (last)."""
 
     name: float
     coords: float
@@ -166,7 +167,7 @@ class Calibration(BaseModel):
 
     samples: int
     names: list[str]  # classes that have columns in `design`
-    knots: dict[str, list[float]]  # for each feature: its least value, values between, its largest value
+    knots: dict[str, list[float]]  # by feature: the values, ascending, between which its function is linear
     weights: list[float]
     threshold: float
     num_images: int

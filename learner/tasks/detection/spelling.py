@@ -41,8 +41,10 @@ class Numbers(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """The surroundings of a number. The number shares the token `before` with `lead` earlier bytes, and the token
-    `last` with `tail` later bytes (NO_TOKEN if it shares no token). `after` is the token after `last`."""
+    """How a number's text is tokenized at its ends. If its first token begins before the number, `before` is that
+    token, and `lead` the number of its bytes before the number. If its last token ends after the number, `last` is that
+    token, and `tail` the number of its bytes after the number. NO_TOKEN: no token crosses that end. `after` is the next
+    token."""
 
     before: int
     lead: int
@@ -52,7 +54,7 @@ class _Context(NamedTuple):
 
 
 class Spelling:
-    """The tokens of one tokenizer's coordinates. `spelling_of` makes it."""
+    """How one tokenizer splits coordinates into tokens. Made by `spelling_of`."""
 
     def __init__(self, coordinate_text: Callable[[int], str], pieces: TokenPieces) -> None:
         self._pieces = pieces
@@ -98,7 +100,7 @@ class Spelling:
             return self._in_places(list(map(_Context._make, zip(*columns, strict=True))), wanted)
 
     def _in_places(self, contexts: Sequence[_Context], wanted: Ints) -> Ints:
-        if len(self._places) > _MAX_PLACES:  # an untrained model writes numbers in any surroundings
+        if len(self._places) > _MAX_PLACES:  # text of an untrained model would make the table grow without end
             self._places.clear()
             self._tokens[:] = _NOT_MET
         places = np.fromiter(map(self._index_of, contexts), dtype=np.int64, count=len(contexts))
@@ -109,7 +111,7 @@ class Spelling:
         return np.asarray(self._tokens[places, wanted] if len(unmet) else tokens, dtype=np.int64)
 
     def _index_of(self, place: _Context) -> int:
-        """Return the row of `place` in the table; a new place gets a new row."""
+        """Return the row of `place` in the table of tokens; a new place gets a new row."""
         index = self._places.setdefault(place, len(self._places))
         if index == len(self._tokens):
             self._tokens = np.concatenate([self._tokens, np.full_like(self._tokens, _NOT_MET)])

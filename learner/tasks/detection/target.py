@@ -8,8 +8,8 @@ In: an `Assignment` (or a sample alone, for plain teacher forcing). Out: a `Targ
 Invariants: the prefix is the rollout's own token ids. Every missed object is in the tail, in canonical order.
 `learner/tasks/supervision.py` has the invariants of all tasks. No side effects, no torch.
 
-Tail. Every token has weight 1. Tokens that hold any byte of a description have `desc_weight`, also if they hold other
-bytes. Predictions without a label (`keep_unmatched`) are sorted in among the missed objects, with weight 0.
+Tail. Every token has weight 1. Tokens that hold any byte of a description have weight `desc_weight`, even if they hold
+other bytes too. Predictions without a label (`keep_unmatched`) are sorted in among the missed objects, with weight 0.
 
 Matched predictions. `labels.py` gives the right token for each token of a coordinate and of a description. By default
 (SPEC) coordinates have weight 1 and descriptions weight 0.
@@ -56,7 +56,7 @@ def build_target(
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, untaught)
-    read = target.token_ids[: len(prefix) + 1]  # a number at the prefix's end may differ in the token after it
+    read = target.token_ids[: len(prefix) + 1]  # if a number ends the prefix, the next token may differ first
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
@@ -81,7 +81,7 @@ def _missed(assignment: Assignment, loss: LossConfig) -> list[DetectionObject]:
 def _appended(
     missed: list[DetectionObject], unlabelled: list[DetectionObject], task: ObjectTask
 ) -> tuple[list[DetectionObject], list[int]]:
-    """Return missed and unlabelled objects in canonical order, and the places of the unlabelled ones."""
+    """Return missed and unlabelled objects in canonical order, and the indices of the unlabelled ones."""
     both = [(obj, True) for obj in missed] + [(obj, False) for obj in unlabelled]
     if unlabelled:
         both.sort(key=lambda pair: task.canonical_key(pair[0]))
@@ -95,7 +95,7 @@ def _teach_besides(target: Target, position: int, label: int, weight: float) -> 
 
 
 def ground_truth_target(sample: Sample, task: ObjectTask, tokenizer: Tokenizer, desc_weight: float = 1.0) -> Target:
-    """Return the whole answer, teacher-forced: every object of `sample` in canonical order (stage 1, Channel-A)."""
+    """Return the whole answer for plain teacher forcing: every object of `sample` in canonical order."""
     tail = task.serialize(sample.objects, after=None)
     return _with_tail(np.empty(0, dtype=np.int64), tail, pieces_of(tokenizer), desc_weight)
 

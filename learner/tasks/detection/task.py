@@ -128,7 +128,7 @@ class DetectionTask(Task):
         return count_objects(assignments)
 
     def counts(self, assignments: Sequence[Assignment]) -> list[Mapping[str, float]]:
-        """Return the rows of `count` as numbers by column name, without zeros."""
+        """Return each row of `count` as numbers by column name, without zeros."""
         rows = self.count(assignments).values
         return [{name: float(v) for name, v in zip(COLUMNS, row, strict=True) if v} for row in rows]
 

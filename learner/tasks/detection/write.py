@@ -1,4 +1,5 @@
-"""Writes objects as an answer or as its continuation, and checks whether ground truth can be written and read back.
+"""Writes objects as an answer or as the continuation of one, and checks whether ground truth can be written and read
+back.
 
 The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters unescaped. Parsing prefix +
 tail gives the prefix's objects, then the written ones, in a closed container. `validate_sample` is called once per
@@ -66,7 +67,7 @@ def validate_sample(sample: Sample, pieces: TokenPieces | None) -> None:
     """Raises DataError, which names sample and object, if an object cannot be a target, or if an object of a sample
     with several images does not say which image it is in.
 
-    With `pieces` None it is not checked whether descriptions survive tokenization.
+    `pieces` None: it is not checked that descriptions are read back unchanged after tokenization.
     """
     _validate_images(sample)
     for number, obj in enumerate(sample.objects, start=1):
