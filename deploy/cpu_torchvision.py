@@ -2,9 +2,9 @@
 
 PyPI has only torchvision's CUDA build. With CPU torch its compiled operators do not load, and its import fails
 with "operator torchvision::nms does not exist". vLLM's vision models import torchvision without using those operators.
-Declaring the operators' schemas before torchvision is first imported is enough. Every process must do it, also those
-that vLLM starts. So this file is copied into site-packages, and a `.pth` line there installs an import hook that costs
-nothing until torchvision is imported. If a CPU build of torchvision is installed, nothing is done.
+The import works once the operators' schemas are declared. Every process must declare them, also those that vLLM starts.
+So this file is copied into site-packages, and a `.pth` line there installs an import hook, which declares them just
+before torchvision is first imported. If a CPU build of torchvision is installed, nothing is copied.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SCHEMAS = {
     "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
     "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
 }
-_libraries: list[object] = []  # a torch.library.Library must stay referenced
+_libraries: list[object] = []  # keeps the declaring `Library`: torch undoes the declarations once it is freed
 
 
 def declare_operators() -> None:

@@ -11,10 +11,11 @@
 Every configuration, and the learner's folder, is checked before anything starts. The exit code is the learner's, or
 128 + n after signal n. `--check` starts nothing: it also checks the data, this machine, and the servers' ports.
 
-A server that ends before the learner has started ends the launch: the same would happen again. Later it is restarted up
-to `max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the count begins anew. Then the
-server is given up, and the run ends once all servers are. A server counts as ready only if its answer has the
-`server_id` of the process that was started here, so an older server on the same port does not count.
+If a server ends before the learner has started, the launch ends, because the server would only fail again. A server
+that ends later is restarted up to `max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the
+count begins anew. After the last restart it is given up, and once all servers are given up, the run ends. A server
+counts as ready only if its answer has the `server_id` of the process that was started here, so an older server on the
+same port does not count.
 
 Whatever happens, no started process is left at the end. If this program is killed, the kernel ends its children.
 """
@@ -65,7 +66,7 @@ from shared.wire import SERVER_ID_VARIABLE
 
 STOP_TIMEOUT_S = 30.0
 POLL_S = 0.2
-LOOK_S = 5.0  # deadline of one answer of `/ready/`, before the learner has started
+LOOK_S = 5.0  # longest wait for one answer of `/ready/` while the learner has not started
 BACK_OFF_S = 1.0  # wait before the first restart; doubled before each further restart
 MAX_BACK_OFF_S = 60.0
 STEADY_S = 600.0
@@ -74,7 +75,7 @@ STEADY_S = 600.0
 @dataclass
 class Process:
     """A child process in its own session. Its output goes to `log` (None: this program's own output). A rollout server
-    answers with `server_id`, which is new at each start."""
+    names `server_id` in its answers; each start has a new one."""
 
     name: str
     popen: subprocess.Popen[bytes]
@@ -113,8 +114,8 @@ class Processes:
         log: Path | None = None,
         again: bool = False,
     ) -> Process:
-        """Start a program in a session of its own. `again`: append to `log`. The program is killed when the calling
-        thread ends."""
+        """Start a program in a session of its own. `devices`: its CUDA_VISIBLE_DEVICES; (): all. `again`: append to
+        `log`. The program is killed when the calling thread ends."""
         server_id, parent_pid = uuid.uuid4().hex[:12], os.getpid()
         env = os.environ | without_working_directory(os.environ) | {SERVER_ID_VARIABLE: server_id}
         if devices:
@@ -147,7 +148,8 @@ class Processes:
         return self.started[-1]
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal. During a start it waits until the new process is listed, so that it is stopped too."""
+        """Handle a signal: raise KeyboardInterrupt with its number. While a process starts, that waits until the new
+        process is listed, so that it is stopped too."""
         leave_lost_output()
         if self._starting:
             self._postponed = signum
@@ -196,8 +198,8 @@ def start_server(
 
 
 def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequence[Process] = ()) -> float:
-    """Wait until this very server, not another one at the same address, answers `/ready/` with 200. Return the seconds
-    it took. The servers `beside` it must stay alive meanwhile.
+    """Wait until `server` itself, not another one at the same address, answers `/ready/` with 200. Return the seconds
+    that this took. The servers `beside` must stay alive meanwhile.
 
     Raises ServerError, which shows the end of the log, if one of these servers ends first. Raises DeadlineError after
     `timeout_s`.
@@ -242,7 +244,7 @@ def learner_argv(config_path: str, nproc: int, max_restarts: int = 0) -> list[st
 
 
 def ranks_argv(learner: LearnerLaunch) -> list[str]:
-    """Return the torchrun command for the learner's ranks, behind the command prefix `via`."""
+    """Return the command that starts the learner's ranks by torchrun. It begins with `learner.via`, if that is set."""
     if learner.nodes == 1:
         return [*learner.via, *learner_argv(learner.config, learner.nproc, learner.max_restarts)]
     # Every start gets a new store, because an old store holds the addresses of ended ranks.
@@ -269,14 +271,15 @@ class Server:
             processes, entry.config, log=self._log, devices=entry.devices, via=entry.via
         )
         self.given_up = False
-        self._is_ready = True  # `launch` has waited for it
+        self._is_ready = True  # true before the first `look`: `launch` waits for the first start
         self._num_restarts = 0
         self._started_at = awake_s()
         self._start_at: float | None = None  # time of the next restart
         say(f"{self._name} at {self.url}, devices {entry.devices or 'any'}, log {self._log}")
 
     def look(self, client: httpx.Client, ready_timeout_s: float) -> None:
-        """Check the server once: restart it if it is time, print that it is ready again, or notice its end."""
+        """Check the server once. Restart it if the pause before its restart is over, say so if it is ready again, and
+        plan its next restart or give it up if it has ended."""
         now = awake_s()
         if self.given_up:
             return
@@ -338,8 +341,8 @@ def launch(config: LaunchConfig) -> int:
 
 
 def check(config: LaunchConfig) -> int:
-    """Check the learner's run and this machine as `rollout-learner check --machine` does, for servers that this program
-    would start. Returns the exit code. Files and machine of a learner with `via` are elsewhere, and not checked."""
+    """Check the learner's run and this machine as `rollout-learner check --machine` does, for servers that are not yet
+    started. Returns the exit code. A learner with `via` is on another machine, so nothing is checked."""
     if config.learner.via:
         print(f"not checked: the learner's files and machine, which are elsewhere (learner.via)\n{READY}")
         return 0
@@ -351,8 +354,8 @@ def check(config: LaunchConfig) -> int:
 
 
 def _run_beside(learner: Process, servers: Sequence[Server], ready_timeout_s: float) -> int:
-    """Return the learner's exit code, once it has ended. Meanwhile ended servers are restarted. Raises ServerError once
-    all servers are given up."""
+    """Wait for the learner's end, and return its exit code. Meanwhile, ended servers are restarted. Raises ServerError
+    once all servers are given up."""
     with httpx.Client(trust_env=False, timeout=1.0) as client:
         while (code := learner.popen.poll()) is None:
             for server in servers:

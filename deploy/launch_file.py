@@ -1,7 +1,7 @@
-"""launch.yaml: the servers and the learner of one run, wherever it runs.
+"""The keys of launch.yaml, which describes the servers and the learner of one run, on this machine or a cluster.
 
-`load_launch_config` reads it for this machine (`deploy.launch`), `deploy.places` for a cluster. Both check every
-configuration that the file names, and raise ConfigErrors.
+`load_launch_config` reads the file for this machine (`deploy.launch`), `deploy.places` reads it for a cluster. Both
+check every configuration that the file names, and raise ConfigErrors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.tokens import read_token
 
 Device = Annotated[int, Field(ge=0)]
 SbatchOption = Annotated[str, Field(pattern=r"^-[^\x00-\x1f\x7f-\x9f]+$")]  # a second line would be a command
-LEARNER_SHARE = 0.1  # min share of a device's memory for the learner beside servers
+LEARNER_SHARE = 0.1  # min share of a device's memory that servers must leave to a learner on the same device
 NO_IMAGE = "REPLACE-ME@sha256:REPLACE-ME"
 IMAGE = r"^[a-z0-9][a-z0-9._/:-]*@sha256:[0-9a-f]{64}$"
 
@@ -116,7 +116,8 @@ def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig
 
 
 def one_machine(config: LaunchConfig) -> Iterator[Mistake]:
-    """Yield mistakes of parts that cannot start here: without `via`, a part runs on this machine and its devices."""
+    """Yield a mistake for each server or learner that cannot start on this machine: several equal servers, or several
+    machines without `via`. Also yield one for `devices` beside `via`."""
     elsewhere = "write it for a cluster (--to slurm, kubernetes or skypilot)"
     for i, server in enumerate(config.servers):
         if server.count > 1:
@@ -146,8 +147,8 @@ def claimed_once(config: LaunchConfig) -> Iterator[Mistake]:
 
 
 def shares_fit(config: LaunchConfig, shares: Sequence[float]) -> Iterator[Mistake]:
-    """Yield a mistake for each device whose servers together take too much memory: the learner needs `LEARNER_SHARE` if
-    it uses the device too. `shares`: the servers' `gpu_memory_utilization`."""
+    """Yield a mistake for each device whose servers together take too much of its memory: more than all, or more than
+    1 - LEARNER_SHARE if the learner uses the device too. `shares`: the servers' `gpu_memory_utilization`."""
     for device in sorted({device for server in config.servers for device in server.devices}):
         here = [i for i, server in enumerate(config.servers) if device in server.devices]
         taken = sum(shares[i] for i in here)

@@ -91,7 +91,7 @@ def wait_all_ready(urls: Sequence[str], timeout_s: float) -> float:
 
 def look(client: httpx.Client, url: str, server_id: str = "") -> str:
     """Ask `/ready/` once. Return "" if the server is ready, otherwise its answer or the error as text. `server_id`: the
-    start of the server that must answer; "": any start."""
+    id that the answer must have; "": any. A server gets a new id at each start."""
     try:
         code, content = ask(client, f"{url}/ready/", timeout_s=client.timeout.read or ANSWER_S)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:

@@ -46,7 +46,8 @@ def listen(host: str, port: int, *, what: str) -> socket.socket:
 def is_free(port: int) -> bool:
     """Return True if a program can listen on this loopback port now."""
     with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # a port is free as soon as its last server ended
+        # Without this option a port would seem taken for a while after its last server has ended.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             probe.bind(("127.0.0.1", port))
         except OSError:

@@ -26,18 +26,19 @@ async def gather(calls: Iterable[Coroutine[object, None, T]]) -> list[T]:
         first = errors.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    raise first  # outside of `except`, so that the group does not become its context
+    raise first  # outside of `except`, so that the exception group does not become its context
 
 
 def reason(error: BaseException) -> str:
-    """Return an error's message. Without one: the name of the error's class, or that the caller hung up."""
+    """Return an error's message. If it is empty: the name of the error's class, or for a CancelledError that the caller
+    went away."""
     nothing_said = "the caller went away" if isinstance(error, asyncio.CancelledError) else type(error).__name__
     return str(error) or nothing_said
 
 
 async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, None]]) -> AsyncGenerator[T]:
-    """Yield each item that `work(put)` puts, as it comes, then raise the error of `work`, if it failed. `work` never
-    waits until an item is taken. Close the generator to cancel `work`."""
+    """Run `work(put)`, and yield each item as soon as `work` puts it. `put` never waits. After the last item, the error
+    of `work` is raised. Close the generator to cancel `work`."""
     ended: asyncio.Queue[tuple[T] | None] = asyncio.Queue()
     working = asyncio.create_task(work(lambda item: ended.put_nowait((item,))))
     working.add_done_callback(lambda _: ended.put_nowait(None))
@@ -51,12 +52,11 @@ async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, No
 
 
 class LoopThread:
-    """An event loop in a thread of its own. `run` returns or raises exactly what the coroutine did. A caller that is
-    interrupted cancels what it started."""
+    """An event loop in a thread of its own, on which other threads run coroutines."""
 
     def __init__(self, name: str) -> None:
         self._loop = asyncio.new_event_loop()
-        # The thread is a daemon: an interpreter that exits because of an error must not wait for an answer.
+        # A daemon: after an error the interpreter must not wait for coroutines that still wait for an answer.
         self._thread = threading.Thread(target=self._loop.run_forever, name=name, daemon=True)
         self._thread.start()
 
@@ -65,11 +65,12 @@ class LoopThread:
         return self._loop.is_closed()
 
     def submit(self, coroutine: Coroutine[object, None, T]) -> Future[T]:
-        """Start `coroutine` on the loop. Cancelling the future cancels it there."""
+        """Start `coroutine` on the loop, and return its future. Cancelling the future cancels the coroutine."""
         return asyncio.run_coroutine_threadsafe(coroutine, self._loop)
 
     def run(self, coroutine: Coroutine[object, None, T]) -> T:
-        """Run `coroutine` to its end. The coroutine has its own deadlines."""
+        """Return the coroutine's result, or raise its error. If the caller is interrupted, the coroutine is cancelled.
+        There is no time limit: the coroutine must have its own."""
         future = self.submit(coroutine)
         try:
             return future.result()
@@ -78,7 +79,8 @@ class LoopThread:
             raise
 
     def close(self, timeout_s: float) -> None:
-        """Cancel what still runs and end the thread within `timeout_s`. A second call does nothing."""
+        """Cancel all running coroutines, then end the thread; each of the two may take `timeout_s`. Raises TimeoutError
+        if a coroutine does not end. A second call does nothing."""
         if self.closed:
             return
         self.submit(_cancel_others()).result(timeout_s)

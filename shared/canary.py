@@ -2,8 +2,8 @@
 the served model. Pure functions, used on both sides.
 
 vLLM scores a whole answer without its prefix cache, but rollouts read that cache. So some tokens of each answer are
-scored a second time, each by a separate request that reads the cache. Only these find cached keys and values of old
-weights. Their gaps have a mean of their own, because a few tokens hardly change the mean of all.
+scored a second time, each by a separate request that reads the cache. Only these requests find cached keys and values
+of old weights. Their gaps have a separate mean, because a few tokens hardly change the mean of all tokens.
 """
 
 from __future__ import annotations
@@ -48,10 +48,11 @@ def shape_error(learner: Logprobs, reply: ScoreReply) -> str:
 def compare(
     learner: Logprobs, reply: ScoreReply, *, tolerance: float, what: str, name_of: Callable[[int], str]
 ) -> CanaryGap:
-    """Return the gap of a reply without `shape_error`. `what` says who was compared, `name_of` names an answer by its
-    index.
+    """Return the gap between the learner's log-probabilities and a reply in which `shape_error` finds nothing. For
+    messages, `what` says who was compared, and `name_of` names an answer by its index.
 
-    Raises CanaryError if one of the two means is above the tolerance or not a number.
+    Raises CanaryError if the mean gap over all tokens, or over the tokens scored through the prefix cache, is above the
+    tolerance or NaN.
     """
     places = [(i, j) for i, answer in enumerate(learner) for j in range(len(answer))]
     served = {(i, j): reply.logprobs[i][j] for i, j in places}

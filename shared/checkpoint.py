@@ -5,7 +5,7 @@ that a weight load is complete reads the tensors' names from the folder's files.
 
 `signature` takes a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`) and gives the sizes that
 determine the tensors' names and shapes. `differences` compares only what both signatures state, because versions of
-transformers write different defaults. `checkpoint_digest` says whether two folders hold the same weights.
+transformers write different defaults. `checkpoint_digest` is the same for two folders with the same weights.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class EngineImages:
         self.renderer, self._threads = renderer, threads
         self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # digests, by vLLM's hash of the image
         self._lock = threading.Lock()
-        # The settings are the same for all prompts: this program sets every prompt's overrides.
+        # Read once, with the first prompt: this program gives all prompts the same overrides.
         self._settings: dict[str, str] = {}
         self._dtype = ""
 
@@ -127,8 +127,8 @@ class EngineImages:
 
 
 def beginning(whole: Prompt, rendered: EngineInput, prompt: Prompt) -> EngineInput | None:
-    """Return `prompt` as vLLM renders it, cut from `rendered`, which is `whole` as vLLM renders it. Both prompts have
-    the same images. None if `whole` does not begin with `prompt`."""
+    """Return what vLLM would render for `prompt`, cut from `rendered`, which vLLM rendered for `whole`. Both prompts
+    have the same images. None if `whole` does not begin with `prompt` and all images."""
     number = len(prompt.token_ids)
     if whole.token_ids[:number] != prompt.token_ids or whole.pixels != prompt.pixels:
         return None

@@ -74,7 +74,7 @@ class ProjectError(Exception):
         return "; ".join(parts)
 
     def as_status(self, http_status: int) -> Self:
-        """Return this error, answered with another HTTP status than its class has."""
+        """Return this error, with `http_status` in place of the HTTP status of its class."""
         self.http_status = http_status
         return self
 
@@ -153,7 +153,8 @@ class CoverageError(SyncError):
 
 
 class CanaryError(SyncError):
-    """The served probabilities are wrong although the bytes arrived intact. Lists the likeliest causes first."""
+    """The served model gives wrong probabilities, although the bytes arrived intact. The remedy is one of the two texts
+    below: STALE_CACHE if only scores through the prefix cache are wrong, else LIKELY_CAUSES."""
 
     LIKELY_CAUSES = (
         "likely causes, in order: 1. the server computes in another precision: set its dtype to the learner's "

@@ -2,7 +2,7 @@
 
 In: a checkpoint's `config.json`. Out: nothing, or a ConfigError. A family is the value of `model_type`. For the
 families in `TESTED`, both sides gave the same prompt token ids and a weight sync passed the canary, with real vLLM
-(`bench.families`, `tests/integration/test_backends.py`). Imports neither torch nor transformers, so a check can use it.
+(`bench.families`, `tests/integration/test_backends.py`). Imports neither torch nor transformers, so checks stay fast.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ _FETCH_CHUNK_BYTES = 1 << 16
 
 
 class Fetcher:
-    """Fetches images by `ImageRules`."""
+    """Fetches the images that `rules` allow, and keeps up to `rules.cache_bytes` of them."""
 
     def __init__(self, rules: ImageRules) -> None:
         self.rules = rules
@@ -78,7 +78,8 @@ class Fetcher:
         return bytes(data)
 
     def _checked_url(self, url: str, source: str) -> SplitResult:
-        """Return the URL's parts, for the fetch too: parsing twice could give another host. Raises MediaError."""
+        """Return the parts of an allowed URL. Raises MediaError for any other. The fetch uses these parts, because
+        parsing the URL again could give another host."""
         try:
             parts = urlsplit(url)
             scheme, host, _ = parts.scheme.lower(), parts.hostname, parts.port

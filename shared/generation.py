@@ -33,7 +33,8 @@ if TYPE_CHECKING:
 CPU_ENGINE_ARGS = {"enable_chunked_prefill": False}
 
 IMAGE_PLACEHOLDER = "<image>"
-# Min and max tokens of a repeated part. An object has at least so many; shorter parts, as of digits, may repeat.
+# Min and max length, in tokens, of a part that may not repeat. An object's text is at least 8 tokens long. Shorter
+# parts, such as digits, may repeat.
 FEWEST_REPEATED, MOST_REPEATED = 8, 128
 
 
@@ -41,7 +42,8 @@ def engine_args(
     *, model: str, dtype: str, max_model_len: int | None, max_lora_rank: int, on_cpu: bool, **others: object
 ) -> dict[str, object]:
     """Return the arguments of every vLLM engine of this project. `max_lora_rank` 0: the engine takes no adapters."""
-    args = {"model": model, "dtype": dtype, "seed": 0, "disable_log_stats": True, **others}  # requests have seeds
+    # `seed` is never used: each request that samples has its own.
+    args = {"model": model, "dtype": dtype, "seed": 0, "disable_log_stats": True, **others}
     if max_model_len is not None:
         args["max_model_len"] = max_model_len
     if max_lora_rank:
@@ -105,7 +107,7 @@ def _count_error(messages: Sequence[Turn], num_images: int) -> RequestError:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids with one placeholder per image, which vLLM expands to the image's size, and the images, RGB.
+    """Token ids with one placeholder per image, and the images, RGB. vLLM repeats a placeholder by the image's size.
 
     `pixels`: the result of `limit_pixels`, which overrides the checkpoint's limits of an image's size."""
 
@@ -163,13 +165,13 @@ class Generation:
     text: str
     finish_reason: str  # "stop", "length"
     logprobs: list[float] | None = None  # natural log-probability of each response token; None: not asked for
-    stop_token_id: int | None = None  # the stop token
-    stop_logprob: float | None = None
-    pixels: ProcessedImages | None = None  # None if they were not asked for
+    stop_token_id: int | None = None  # token that ended the response; None: cut off, or ended by a stop string
+    stop_logprob: float | None = None  # natural log-probability of that token
+    pixels: ProcessedImages | None = None  # what the vision tower saw; None: not asked for
 
     @property
     def sampled_logprobs(self) -> tuple[float, ...] | None:
-        """The log-probabilities of the response's tokens and of the stop token."""
+        """Natural log-probabilities of the response's tokens and of the stop token; None: not asked for."""
         if self.logprobs is None:
             return None
         return (*self.logprobs, *(() if self.stop_logprob is None else (self.stop_logprob,)))
@@ -179,8 +181,8 @@ class Generation:
 class Scores:
     prompt_token_ids: list[int]
     logprobs: list[float]  # natural log-probability of each response token
-    cached_logprobs: list[float] = field(default_factory=list)  # at `cached_positions`, through the prefix cache
-    pixels: ProcessedImages | None = None  # None if they were not asked for
+    cached_logprobs: list[float] = field(default_factory=list)  # at `cached_positions`, scored with the prefix cache
+    pixels: ProcessedImages | None = None  # what the vision tower saw; None: not asked for
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
@@ -240,8 +242,8 @@ def cached_scoring(prompt: Prompt, response_token_ids: list[int]) -> list[tuple[
     return [one(position) for position in cached_positions(len(response_token_ids))]
 
 
-# Max tries of a request that the engine gives back (`was_given_back`). No `Retry`: the next try follows at once, and
-# brings what the engine lacked.
+# Max tries of a request that the engine gives back (`was_given_back`). There is no pause between two tries: the next
+# try brings the image that the engine lacked.
 TRIES = 5
 
 
@@ -288,7 +290,7 @@ def read_generation(
 def check_logprobs(output: RequestOutput) -> None:
     """Raises NotFiniteError if vLLM's output has log-probabilities of sampled tokens, and one is not finite."""
     for completion in output.outputs:
-        # An output of a stream without new tokens may repeat earlier rows.
+        # A streamed output without new tokens may repeat earlier rows, so the lengths may differ.
         rows = zip(getattr(completion, "logprobs", None) or (), completion.token_ids, strict=False)
         _check_finite([float(row[i].logprob) for row, i in rows])
 

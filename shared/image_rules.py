@@ -18,7 +18,7 @@ class ImageRules:
     roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
     hosts: tuple[str, ...] = ()  # hosts whose URLs may be fetched
     timeout_s: float = 10.0  # deadline for fetching one image
-    max_bytes: int = 32 << 20  # max size of one encoded image
+    max_bytes: int = 32 << 20  # max bytes of one encoded image
     max_pixels: int = 64_000_000  # max width x height of one image
     cache_bytes: int = 0  # max bytes of fetched images kept in memory
     keys: str = "data."

@@ -52,9 +52,9 @@ _SIGNATURE = re.compile(
 _SIGNATURE_CHARS = 16  # base64 of 12 bytes, as long as the longest signature
 _SPACES = b" \t\n\r\f\v"
 _MOST_PERCENTS = 1 << 20  # max `%XX` in a data URL; decoding one takes 100 times its three bytes
-_LONGEST_PATH = 4096  # Linux's PATH_MAX
+_LONGEST_PATH = 4096  # max bytes of a path: Linux's PATH_MAX
 
-# `max_pixels` replaces Pillow's own limit, which only warns, and whose warning one thread alone cannot silence.
+# `max_pixels` replaces Pillow's own limit. That limit only warns, and the warning can only be silenced for all threads.
 Image.MAX_IMAGE_PIXELS = None
 
 _JPEG_SCAN = b"\xff\xda"
@@ -72,7 +72,7 @@ _DECODING_ERRORS = (UnidentifiedImageError, OSError, ValueError, SyntaxError, EO
 
 
 class Images:
-    """Reads images by `ImageRules`. Pickling and copying leave the cache out."""
+    """Reads the images that `rules` allow. A pickled or copied object begins with an empty cache of fetched images."""
 
     def __init__(self, rules: ImageRules) -> None:
         self.rules = rules
@@ -170,7 +170,7 @@ class Images:
         The check is of the opened file, so a link that changes meanwhile cannot get around it.
         """
         for text in _paths_in(source):
-            path = folder / text  # made once, because paths take most of the time of a check of 100,000 photographs
+            path = folder / text  # made once: making paths takes most of the time in a check of 100,000 photographs
             try:
                 handle = os.open(path, os.O_PATH | os.O_CLOEXEC)  # O_PATH: opens no device and waits for no pipe
             except (OSError, ValueError):  # raised also for a name that is too long or holds a zero byte

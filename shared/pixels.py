@@ -1,7 +1,7 @@
 """Checks that learner and engine feed the vision tower the same pixels (R45).
 
-In: an image processor's output for a request's images, before the device. Out: `ProcessedImages`, small enough to be
-sent with every answer, and `check_pixels`, which compares the two sides.
+In: an image processor's output for a request's images, before it is copied to the device. Out: `ProcessedImages`, small
+enough to be sent with every answer. `check_pixels` compares those of the two sides.
 
 Equal digests mean equal pixels. Digests are of the values in the type of the engine's processor: the model's type, or
 levels of 0 to 255 where vLLM normalizes on the device. The learner converts its own values to that type
@@ -69,8 +69,8 @@ class ImageProcessing:
         )
 
     def processed(self, pixel_values: torch.Tensor, grids: torch.Tensor, dtype: str) -> ProcessedImages:
-        """Summarize one request. `pixel_values` `[P, patch_dim]`: all its images, one after another; `grids` `[I, 3]`;
-        `dtype`: the engine's type of pixel values."""
+        """Return digests and sample values of one request's images. `pixel_values` `[P, patch_dim]`: the patches of all
+        images, one image after another; `grids` `[I, 3]`; `dtype`: the engine's type of pixel values."""
         parts = pixel_values.split(grids.prod(dim=1).tolist())
         return ProcessedImages(
             images=[
@@ -87,7 +87,7 @@ class ImageProcessing:
 
         channels = len(self.scale)
         scale, shift = (torch.tensor(values, dtype=torch.float64)[:, None] for values in (self.scale, self.shift))
-        times, plus = (1 / scale).float(), (0.5 - shift / scale).float()  # 0.5: the cast cuts off
+        times, plus = (1 / scale).float(), (0.5 - shift / scale).float()  # 0.5, because the cast to uint8 rounds down
         for rows in pixel_values.split(_ROWS):
             if dtype == LEVELS:
                 yield (rows.view(len(rows), channels, -1) * times).add_(plus).clamp_(0, 255).to(torch.uint8)
@@ -96,8 +96,8 @@ class ImageProcessing:
 
 
 def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int]) -> ProcessedImage:
-    """Summarize one image. `parts`: its patches `[P, patch_dim]`, some at a time, `size` values in all; `grid`: the
-    numbers of patches in time, height and width."""
+    """Return digest and sample values of one image. `parts`: tensors `[P, patch_dim]` that together hold all its
+    patches, `size` values; `grid`: the numbers of patches in time, height and width."""
     import torch
 
     digest, values, begin = hashlib.sha256(), list[float](), 0
@@ -118,7 +118,8 @@ def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int])
 
 
 def settings_of(image_processor: BaseImageProcessor, overrides: Mapping[str, object] | None = None) -> dict[str, str]:
-    """Return the settings that decide how images are resized and scaled, as text. `overrides`: a call's arguments."""
+    """Return the settings that decide how images are resized and scaled, as text. `overrides`: settings that a call of
+    the processor replaces."""
     own = {name: getattr(image_processor, name, None) for name in _SETTINGS} | dict(overrides or {})
     found = {name: _in_words(own[name]) for name in _SETTINGS if own[name] is not None}
     return {"processor": type(image_processor).__name__, **found, **_versions()}
@@ -141,10 +142,11 @@ def _versions() -> dict[str, str]:
 
 
 def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: str, name: str) -> float:
-    """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the name of
-    the other side. Raises ServerMismatchError if its vision tower sees other pixels than the learner's."""
+    """Return the largest difference of pixel values: 0.0, or a difference that rounding explains. `name`: the other
+    side in messages. Raises ServerMismatchError if its vision tower sees other pixels than the learner's."""
     others = _other_settings(mine.settings, theirs.settings)
-    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING  # else equal levels give different values
+    # With other settings of normalizing, equal levels become different values.
+    normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING
     if mine.images == theirs.images and normalized_alike:
         return 0.0
     gap = max(_gaps(mine, theirs), default=0.0)

@@ -18,13 +18,13 @@ _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def unlinked(path: str, flags: int) -> int:
-    """Open a file to write, but not through a link: the `opener` of `open`. Raises OSError for a link."""
+    """Return the descriptor of an opened file. Raises OSError if the path is a link. Pass it to `open` as `opener`."""
     return os.open(path, flags | os.O_NOFOLLOW, 0o666)
 
 
 def cache_folder(environment: Mapping[str, str], program: str) -> Path:
-    """Return this user's folder for code that `program` compiles and later starts load. If other users could write it,
-    return a new folder that is removed when this process ends."""
+    """Return this user's cache folder for the code that `program` compiles; its next start loads that code. If other
+    users could write to the folder, return a new one, which is removed when this process ends."""
     try:
         root = Path(environment.get("XDG_CACHE_HOME") or Path.home() / ".cache").expanduser()
         folder = root / program / "torch"
@@ -66,14 +66,14 @@ SHARED_MEMORY = Path("/dev/shm")
 
 def locked_folder(prefix: str, around: Path, *, leave: Callable[[Path], bool] = lambda _: True) -> str:
     """Make a folder for the temporary files of this process and its forked children. It is removed when this process
-    ends. After SIGKILL the next call with the same `prefix` removes it, if `leave(folder)` is true."""
+    ends. If SIGKILL prevents that, the next call with the same `prefix` removes it, unless `leave(folder)` is False."""
     for lock in around.glob(f"{prefix}*/{LOCK}"):
         if (handle := _lock(lock)) is not None:
             if leave(lock.parent):
                 shutil.rmtree(lock.parent, ignore_errors=True)
             os.close(handle)
     folder = tempfile.mkdtemp(prefix=prefix, dir=around)
-    while _lock(Path(folder, LOCK), new=True) is None:  # taken by a process that started at the same moment
+    while _lock(Path(folder, LOCK), new=True) is None:  # locked by a process that started at the same moment
         folder = tempfile.mkdtemp(prefix=prefix, dir=around)
     atexit.register(_remove_own, folder, os.getpid())
     return folder

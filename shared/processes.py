@@ -105,5 +105,6 @@ def last_words(log: Path | None) -> str:
     if log is None or not log.exists():
         return "(no log)"
     lines = [line for line in log.read_text(errors="replace").splitlines() if line.strip()]
-    lines = [line for line in lines if line.startswith("error")] or lines  # libraries complain at the end, too
+    # The program's own errors come first, because libraries may print other lines after them.
+    lines = [line for line in lines if line.startswith("error")] or lines
     return " | ".join(lines[-_LAST_LINES:]) or "(empty log)"

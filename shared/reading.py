@@ -19,7 +19,7 @@ _MARK = b"\xef\xbb\xbf"  # a byte order mark, as some editors and Windows tools 
 
 
 def json_in(path: Path) -> Any:
-    """Return the value in a JSON file. Raises ValueError, and OSError, also for a pipe, which may never end."""
+    """Return the value in a JSON file. Raises ValueError, and OSError, also for a pipe: reading it might never end."""
     _refuse_other_than_file(path)
     return json_of(path.read_bytes())
 

@@ -1,5 +1,5 @@
-"""Waits with a deadline, by a clock that stops while this process is stopped: Ctrl-Z and `fg`, or a paused machine. An
-answer may have come during the pause, before this process could see it.
+"""Waits with a deadline, by a clock that stops while this process is stopped (by Ctrl-Z, or with its machine). By the
+system's clock a wait could end too early: its answer may have come while this process could not see it.
 
 In: limits in seconds. Out: deadlines for threads, coroutines and loops that poll, and pauses before work that failed is
 tried again. Waits for the end of a process, and waits inside libraries, have other limits, by the system's clock.
@@ -22,17 +22,17 @@ _MOST_PER_TICK_S = 4 * _TICK_S  # a longer tick is a pause of the process, not a
 
 
 class _AwakeClock:
-    """Counts the seconds during which this process ran. A thread ticks, and of the time since the last tick at most
-    `_MOST_PER_TICK_S` counts. Without ticks a pause would look like a time in which nothing happened."""
+    """Counts the seconds during which this process ran. A thread ticks every `_TICK_S`. At most `_MOST_PER_TICK_S` of
+    the time between two ticks counts, so a pause of the process adds no more than that."""
 
     def __init__(self) -> None:
-        # (this clock's time, the system's time) at the last tick; one tuple, so that both change together
+        # (seconds counted so far, the system's time) at the last tick; one tuple, so that both change together
         self._last = (0.0, time.monotonic())
         self._ticking: threading.Thread | None = None
         self._starting = threading.Lock()
 
     def now_s(self) -> float:
-        if self._ticking is None or not self._ticking.is_alive():  # the first call, or a forked child without it
+        if self._ticking is None or not self._ticking.is_alive():  # the first call, or a forked child has no thread
             self._start()
         return self._at(time.monotonic())
 
@@ -75,21 +75,21 @@ class Deadline:
 
 
 def back_off_s(num_failures: int, first_s: float, most_s: float) -> float:
-    """Return the pause after so many failures in a row: `first_s` after one, doubled with each further one, at most
-    `most_s`."""
+    """Return the seconds to wait after `num_failures` failures in a row: `first_s` after one failure, twice as long
+    after each further one, at most `most_s`."""
     return min(most_s, first_s * 2.0 ** min(num_failures - 1, 60))
 
 
 class Retry:
-    """The pauses between the tries of work that fails, for `limit_s` from now. The caller says which errors are worth
-    another try, and logs them."""
+    """The pauses between tries of work that may fail, until `limit_s` from now. The caller decides which errors are
+    worth another try, and logs them."""
 
     def __init__(self, limit_s: float, pause_s: float) -> None:
         self._deadline, self._pause_s = Deadline(limit_s), pause_s
 
     def next_s(self, asked_s: float | None = None) -> float | None:
-        """Return the seconds until the next try; None: the time is over. `asked_s`: a pause that the other side wants
-        instead."""
+        """Return the seconds until the next try; None: the time is over. `asked_s`: a pause that the other side asked
+        for, used instead of `pause_s`."""
         pause_s = self._pause_s if asked_s is None else asked_s
         return None if self._deadline.is_over() else min(pause_s, self._deadline.left_s())
 
@@ -103,7 +103,8 @@ class Retry:
 
 @contextlib.asynccontextmanager
 async def time_limit(limit_s: float) -> AsyncIterator[None]:
-    """Cancel the body after `limit_s` by this clock, and raise TimeoutError, as `asyncio.timeout` does."""
+    """Cancel the body after `limit_s` seconds in which this process ran (see `Deadline`), and raise TimeoutError, as
+    `asyncio.timeout` does."""
     deadline, loop = Deadline(limit_s), asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
         timer: asyncio.Handle
@@ -123,7 +124,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
 
 
 async def ends_within(limit_s: float, task: asyncio.Future[object]) -> bool:
-    """Return True if `task` ends within `limit_s`. Otherwise the task goes on."""
+    """Return True if `task` ends within `limit_s`. Otherwise return False; the task goes on."""
     deadline = Deadline(limit_s)
     while not (await asyncio.wait({task}, timeout=deadline.left_s()))[0]:
         if deadline.is_over():

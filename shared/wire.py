@@ -287,7 +287,7 @@ class ServedWeights:
     """The weights that a server serves, or served last. A rollout's infos name them by the same three fields."""
 
     ver: int
-    incarnation: str  # the incarnation of the learner that sent the weights; "": no learner has
+    incarnation: str  # id of the group in which a learner sent the weights; "": they are from the server's checkpoint
     weights: str  # digest of the weights; "": not known
 
 

@@ -1,10 +1,11 @@
 """The demo: learning from incomplete labels, end to end on this machine: `python -m deploy.demo.run` (`make demo`).
 
-Training labels leave out 40% of the objects. Two runs learn from them, for equally many steps, from the shipped
-checkpoint: plain teacher forcing (`sft`), and ours. Ours first adds the objects on which four answers of the model
-agree to the labels (`labels.complete`). Every completion and evaluation follows a checked weight sync. For `sft` the
-best step counts, chosen by validation scenes with incomplete labels; ours ends at its last step. Both are scored on
-test scenes with complete labels. Pictures show the predictions for three test scenes, before and after the run.
+Training labels leave out 40% of the objects. Two runs learn from these labels, for equally many steps, from the shipped
+checkpoint: plain teacher forcing (`sft`), and ours. Ours first completes the labels (`labels.complete`): the model
+answers each scene four times, and objects on which the answers agree become labels. Every completion and evaluation
+follows a checked weight sync. For `sft` the best step is scored, chosen by validation scenes with incomplete labels;
+for ours, the last step. Both are scored on test scenes with complete labels. Pictures show the predictions for three
+test scenes, before and after our run.
 
 Writes summary, report, pictures, metrics and logs under `runs/demo`. Ports are chosen from the free ones. All started
 processes are stopped at the end.
@@ -92,7 +93,7 @@ def _tell(phases: dict[str, float], started: float) -> int:
 
     from deploy.demo.summary import draw_before_and_after, show, summarize
 
-    torch.set_num_threads(1)  # for three scenes, two threads are slower: they wait for each other
+    torch.set_num_threads(1)  # the pictures show three scenes, for which two threads are slower than one
     with timed(phases, "pictures"):
         pictures = draw_before_and_after(MODEL, OUT / "ours", OUT / "pictures")
     phases["total"] = time.monotonic() - started
@@ -134,8 +135,8 @@ def write_data(out: Path) -> None:
 
 
 def has_fast_bfloat16() -> bool:
-    """Return True if this CPU computes in bfloat16 about as fast as in float32. Without AVX-512, a row of the demo
-    takes 12 times as long in bfloat16. (Processors with AMX have AVX-512 too.)"""
+    """Return True if this CPU computes in bfloat16 about as fast as in float32. Without AVX-512, a training row takes
+    12 times as long in bfloat16. (Processors with AMX have AVX-512 too.)"""
     import torch
 
     return torch.backends.cpu.get_cpu_capability().startswith("AVX512")

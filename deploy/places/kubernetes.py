@@ -1,11 +1,13 @@
 """Kubernetes: a StatefulSet with a headless service for each entry of `servers`, and an indexed Job for the learner.
 
-Every server has an address of its own, because the learner calls each server and joins its group. Pods run as a user
-without rights, on a read-only root file system: they write to the claim (`runs`, the cache) and to memory or scratch
-(`/tmp`, `/dev/shm`). A NetworkPolicy lets only the learner's pods reach the servers.
+Every server has an address of its own, because the learner calls each server and joins its group for weight syncs. Pods
+run as a user without rights, on a read-only root file system. They write only to the claimed volume (`runs`, the cache)
+and to volumes that end with the pod (`/tmp`, `/dev/shm`). A NetworkPolicy lets only the learner's pods reach the
+servers.
 
-The StatefulSet restarts servers. torchrun restarts ranks; after that the Job restarts pods, up to `max_requeues` times.
-A drained machine does not count, and a wrong configuration (exit code 2) ends the Job. All starts of a Job are one run.
+The StatefulSet restarts servers. torchrun restarts ranks, up to its limit. Then the Job restarts pods, up to
+`max_requeues` times, not counting restarts because a machine was drained. A wrong configuration (exit code 2) ends the
+Job. All starts of a Job are one run.
 """
 
 from __future__ import annotations
@@ -135,7 +137,7 @@ def claim(plan: Plan) -> Object:
 
 def network(plan: Plan) -> list[Object]:
     """Return the network policies. Only the learner reaches the servers; only learner and servers reach the learner.
-    Weight syncs and ranks also listen on ports that the system chooses."""
+    Ports that the system chooses are open too, because weight syncs and ranks listen on them."""
     first, last = SYSTEM_PORTS
     chosen = {"protocol": "TCP", "port": first, "endPort": last}
     learner, server = ({"podSelector": {"matchLabels": labels(plan, part)}} for part in ("learner", "server"))
@@ -170,8 +172,8 @@ def policy(plan: Plan, part: str, ingress: list[Object]) -> Object:
 
 
 def headless(name: str, ports: dict[str, int]) -> Object:
-    """Return a headless service, which gives pods DNS names even if they are not ready. The learner must reach a server
-    that is not ready after a failed sync, and ranks meet before they are ready."""
+    """Return a headless service, which gives pods DNS names even if they are not ready. A server is not ready after a
+    failed sync, and the learner must reach it. Ranks must find each other before they are ready."""
     return {
         "apiVersion": "v1",
         "kind": "Service",
@@ -266,7 +268,8 @@ def job(plan: Plan) -> Object:
 
 
 def ranks(plan: Plan, name: str) -> list[str]:
-    """Return torchrun's arguments: `deploy.torchrun` on one machine; on several, ranks meet at pod 0."""
+    """Return Python's arguments that start the ranks: `deploy.torchrun` on one machine; on several machines torch's own
+    torchrun, whose ranks meet at pod 0."""
     learner = plan.launch.learner
     program = ["-m", "learner", "--config", f"{FOLDER}/learner.yaml"]
     restarts = f"--max-restarts={learner.max_restarts}"
@@ -286,7 +289,7 @@ def ranks(plan: Plan, name: str) -> list[str]:
 
 
 def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int) -> Object:
-    """Return a pod with one container. `runs`: mount the folder `runs`, for writing."""
+    """Return the specification of a pod with one container. `runs`: the pod can write to the folder `runs`."""
     cluster = plan.cluster
     memory = f"{devices * cluster.memory_per_device_gib}Gi"
     gpus = {"nvidia.com/gpu": str(devices)} if cluster.gpu else {}
@@ -338,8 +341,8 @@ def pod(plan: Plan, container: Object, *, devices: int, runs: bool, grace_s: int
 
 
 def environment(plan: Plan, *, of_job: bool) -> list[Object]:
-    """Return the environment variables: secrets by name, the pod's address, the Job's id (all starts of a Job are one
-    run), and folders for caches that the pod may write."""
+    """Return a pod's environment variables: its address, the secrets, and folders for caches that it may write to.
+    `of_job`: also the Job's id, by which all starts of a Job are one run."""
     uid = "metadata.labels['batch.kubernetes.io/controller-uid']"
     return [
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},

@@ -1,4 +1,4 @@
-"""Writes YAML for containers: several documents in a file, and texts of several lines as blocks."""
+"""Writes several YAML documents into one file. Texts of several lines become YAML blocks (`|`)."""
 
 from __future__ import annotations
 
@@ -24,5 +24,5 @@ _Dumper.add_representer(Hidden, _text)
 
 
 def dump(header: str, documents: Iterable[Mapping[str, Any]]) -> str:
-    """Return the documents as YAML below `header`, a comment."""
+    """Return `header` (lines of comment), followed by the documents as YAML."""
     return header + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120)

@@ -1,11 +1,12 @@
 """Reads a launch file into a `Plan`, from which every place writes its files.
 
 The configurations of the servers and the learner become self-contained: bases are merged and variables filled in,
-except secrets (`${NAME}` whose name contains TOKEN, KEY, SECRET or PASSWORD), which the place provides. Paths stay as
-they are: every place starts both programs in a folder that has `data/` and `runs/`. `Plan.paths` lists the paths.
+except secrets (`${NAME}` whose name contains TOKEN, KEY, SECRET or PASSWORD), which the place (Slurm, Kubernetes, ...)
+provides. Paths stay as they are: every place starts both programs in a folder that has `data/` and `runs/`.
+`Plan.paths` lists the paths.
 
-Raises ConfigErrors. This machine may be a laptop, so paths are not checked here. Only whether `a/b` is a folder here
-decides if it is a path or a name on the Hugging Face hub.
+Raises ConfigErrors. This machine may be a laptop without the data, so paths are not checked. A model `a/b` is a path if
+this machine has such a file or folder, else a name on the Hugging Face hub.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ HEADER = "# Written by `rollout-launch --to {place}` from {source}. Do not edit:
 _VARIABLE = re.compile(r"\$\{(\w+)\}")
 _HUB = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _PART = re.compile(r"\[[\d:%]*\]$")
-# Keys of both programs whose values are paths that a run writes, or reads. A test checks that no key is missing.
+# Keys of both programs whose values are paths: WRITTEN if a run writes there, READ if it only reads. A test checks that
+# no such key is missing.
 WRITTEN = frozenset({"output_dir", "write", "log_dir"})
 READ = frozenset(
     {"path", "train", "val", "test", "image_root", "annotation_root", "resume_from_checkpoint", "discovery", "model"}
@@ -66,7 +68,8 @@ class ServerPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class NamedPath:
-    """A path that a configuration names: in `file`, at `key`."""
+    """A path that the configuration `file` names at its key `key`. `written`: the run writes there. `of_server`: the
+    file is a server's."""
 
     key: str
     file: str
@@ -80,7 +83,8 @@ class NamedPath:
 
     @property
     def is_on_hub(self) -> bool:
-        """Return True if the path can be a name on the hub, and no file or folder here has it."""
+        """Return True if the path could be a name on the Hugging Face hub, and this machine has no such file or
+        folder."""
         is_name = _HUB.fullmatch(str(self.path)) is not None and not str(self.path).startswith(SHARED)
         return is_name and not self.written and not Path(self.path).exists()
 
@@ -90,7 +94,8 @@ class NamedPath:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """One run. `source` is the launch file's path, `secrets` the environment variables that hold secrets."""
+    """One run. `source` is the launch file's path, `learner` the values of the learner's configuration, `secrets` the
+    names of the environment variables that hold secrets."""
 
     source: str
     launch: LaunchConfig
@@ -116,7 +121,8 @@ class Plan:
         return self.launch.learner.nodes * self.launch.learner.nproc
 
     def learner_values(self, urls: Sequence[str], discovery: list[str] | None = None) -> dict[str, Any]:
-        """Return the learner's configuration with the servers at `urls`."""
+        """Return the values of the learner's configuration, with `urls` as its servers, and with `discovery` (a command
+        that lists servers) if it is given."""
         servers = [{"base_url": Hidden(url), "group_port": GROUP_PORT} for url in urls]
         over: dict[str, Any] = {"servers": servers, "base_url": None, "group_port": None}
         if discovery is not None:
@@ -129,7 +135,8 @@ class Plan:
         return dump_yaml(self.learner_values(urls, discovery))
 
     def header(self, place: str) -> str:
-        """Return the comment that begins each file: always one line, because a second could be run as code."""
+        """Return the comment line that begins each file. A line break in `source` is escaped: a second line could be
+        run as code."""
         source = self.source if self.source.isprintable() else json.dumps(self.source)
         return HEADER.format(place=place, source=source)
 
@@ -167,7 +174,8 @@ def read_plan(path: str, overrides: Sequence[str] = ()) -> Plan:
 
 
 def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
-    """Yield a mistake for each `via`, because the place decides where programs run."""
+    """Yield a mistake for each `via` (command that runs a program elsewhere): with `--to`, the place decides where
+    programs run."""
     for owner, entry in config.parts.items():
         if entry.via:
             remedy = "remove it, or launch without --to"
@@ -177,8 +185,8 @@ def nothing_elsewhere(config: LaunchConfig) -> Iterator[Mistake]:
 def paths_in(
     values: object, file: str, *, of_server: bool, key: str = "", annotations: str = ""
 ) -> Iterator[NamedPath]:
-    """Yield the paths of files and folders that a configuration names, without the split or the part that may follow a
-    path. `annotations`: the format of annotations, which decides whether they may be on the hub."""
+    """Yield the paths that a configuration names. A `:split` or a `[part]` behind a path is left out. `annotations`:
+    the format of the data; data of the format `datasets` may be on the Hugging Face hub, and then yields no path."""
     name = key.rpartition(".")[2].partition("[")[0]
     if isinstance(values, Mapping):
         annotations = values.get("format") or annotations
@@ -198,7 +206,7 @@ def paths_in(
 
 
 def _check_learner(plan: Plan, document: Document) -> None:
-    """Raises ConfigErrors if the learner's file is wrong, alone or with as many servers as the launch has."""
+    """Raises ConfigErrors if the learner's file is wrong as it is, or once it lists all servers of the launch."""
     config_of(document, world_size=plan.num_ranks)
     urls = [f"http://server-{i}:8000" for i in range(plan.num_servers)]
     learner = config_of(plan.learner_values(urls), world_size=plan.num_ranks)

@@ -1,8 +1,8 @@
 """SkyPilot: one task on several machines. The first ones learn (torchrun), the others serve.
 
 SkyPilot provides the machines, ends all of them when one fails, and restarts a managed job after a machine was taken
-away; all starts of a task are one run. A script on each server's machine restarts a server that has ended. Servers end
-once the learner has written a file into the shared folder of logs.
+away; all starts of a task are one run. A script on each server's machine restarts a server that has ended. At its end
+the learner writes a file into the shared folder of logs, and then the servers end.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def submit(plan: Plan, out: Path) -> str:
 
 
 def task(plan: Plan, out: Path) -> dict[str, Any]:
-    """Return the task. Its machines are equal: each is as large as the largest part needs."""
+    """Return SkyPilot's task. Its machines are equal: each has what the learner or the largest server needs."""
     cluster, learner = plan.cluster, plan.launch.learner
     devices = max(learner.nproc, *(server.num_devices for server in plan.servers))
     resources: dict[str, Any] = {

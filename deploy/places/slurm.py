@@ -15,7 +15,7 @@ from shared.config.model import Hidden, Mistake
 from shared.config.parse import dump_yaml
 
 HTTP_PORT = 8000  # port of the first server; each next server adds 1, so that two can share a machine
-WARNING_S = 300  # time before the time limit in which a checkpoint is written
+WARNING_S = 300  # time before Slurm's time limit at which the learner is told to write a checkpoint and stop
 PATIENCE_S = 60  # longest time between the ends of the first and the last task of a step
 
 SCRIPT = """\
@@ -90,7 +90,7 @@ def submit(plan: Plan, out: Path) -> str:
 
 
 def options(plan: Plan) -> list[str]:
-    """Return sbatch's options. All machines of a job are equal: each is as large as the largest part needs."""
+    """Return sbatch's options. A job's machines are equal: each has what the learner or the largest server needs."""
     cluster = plan.cluster
     devices = max(plan.launch.learner.nproc, *(server.num_devices for server in plan.servers))
     found = [
@@ -108,7 +108,8 @@ def options(plan: Plan) -> list[str]:
 
 
 def launch_values(plan: Plan, out: Path) -> dict[str, Any]:
-    """Return the launch file for use inside the job. `via` runs every part as a step on its machines."""
+    """Return the values of the launch file that the job uses. Its `via` runs each server and the learner as a Slurm
+    step on the machines chosen for it."""
     learner, first = plan.launch.learner, plan.num_servers
     machines = [f"${{NODE_{i}}}" for i in range(first, first + learner.nodes)]
     return {
@@ -134,7 +135,7 @@ def launch_values(plan: Plan, out: Path) -> dict[str, Any]:
 
 
 def step(plan: Plan, machines: list[str], devices: int) -> list[str]:
-    """Return the srun command for one task per machine, with all its cores and `devices` GPUs."""
+    """Return the srun command that runs one task per machine, with all cores and `devices` GPUs of the machine."""
     numbers = [f"--nodes={len(machines)}", f"--ntasks={len(machines)}", "--ntasks-per-node=1"]
     gpus = [f"--gpus-per-node={devices}"] if plan.cluster.gpu else []
     return [

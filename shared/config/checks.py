@@ -1,4 +1,4 @@
-"""What the checks of all programs share: how they collect mistakes, and what they print last."""
+"""Helpers for the checks of all programs (such as `--check`): collect mistakes, and word the last line."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def mistakes_of(check: Callable[[], object], key: str = "") -> list[Mistake]:
 
 
 def verdict(num_wrong: int, num_warnings: int) -> str:
-    """Return the last line of a check."""
+    """Return the last line that a check prints: `ready`, `ready, with 2 warnings`, `not ready: 2 things are wrong`."""
     if num_wrong:
         return f"not ready: {num_wrong} thing{'s are' if num_wrong > 1 else ' is'} wrong"
     return f"{READY}, with {num_warnings} warning{'s' if num_warnings > 1 else ''}" if num_warnings else READY

@@ -1,6 +1,6 @@
-"""The JSON Schemas of the programs' files, as the installed packages hold them, for editors.
+"""The JSON Schemas of the programs' configuration files, for editors. They are files in the installed packages.
 
-`make docs` writes the files (`tools.docs`). Each program prints the schema of its own file.
+`make docs` writes the schemas (`tools.docs`). With `--schema` each program prints the schema of its own file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def json_schema(program: str) -> str:
 
 
 def schema_option(program: str) -> object:
-    """Return the option `--schema`: it prints the schema and ends, even if required options are missing."""
+    """Return the option `--schema`. It prints the schema and ends the program, even if required options are missing."""
     help = "Print the JSON Schema of this file, for editors."
     return typer.Option("--schema", help=help, callback=_printer(program), is_eager=True)
 

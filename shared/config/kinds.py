@@ -1,5 +1,5 @@
-"""Find out which program a configuration file is for, by its top-level keys. In a file of another program every key is
-wrong, and a list of them all would hide the real mistake.
+"""Finds out by its top-level keys which program a configuration file is for. In a file of another program every key is
+wrong, and a list of all these keys would hide the real mistake.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     "learner": ("data", "training", "custom"),
     "launcher": ("servers", "learner", "log_dir"),
 }
-_LEAST = 2  # a file is another program's if it has at least two of that program's keys; one may be misplaced
+_LEAST = 2  # min top-level keys of a program that show that a file is for it; a single key may be misplaced
 
 
 def for_program(document: Document, wanted: Kind) -> Document:
@@ -38,7 +38,7 @@ def for_program(document: Document, wanted: Kind) -> Document:
 
 
 def _kind_of(document: Document) -> tuple[Kind | None, list[str]]:
-    """Return the program and the keys that show it; None and [] if the keys do not tell."""
+    """Return the program that the file is for, and the keys that show it; None and [] if no keys show it."""
     for kind, names in _KEYS.items():
         keys = [name for name in names if name in document]
         if len(keys) >= _LEAST:

@@ -5,7 +5,7 @@
 - `Mistake` is one thing that is wrong. It prints as `path.to.key: found ... (file:line); wanted ...; what to do`. Paths
   are dotted, list items are `[0]`. `ConfigErrors` carries all mistakes of a file, one line each.
 - `mistake_of` turns one pydantic error into a `Mistake` that names the nearest correct key.
-- `trusted_view` shows a partly wrong configuration to the rules between keys. It refuses to show wrong values.
+- `trusted_view` shows a partly wrong configuration to the rules that compare keys. It refuses to show wrong values.
 """
 
 from __future__ import annotations
@@ -126,7 +126,8 @@ class Hidden(str):
 
 
 def hide(config: BaseModel, secrets: Mapping[str, str]) -> None:
-    """Make `shown` write each secret text as it was written. `secrets` maps the text to `${NAME}`."""
+    """Make `shown` write `${NAME}` in place of each secret text, as the user's file does. `secrets` maps text to
+    `${NAME}`."""
     if isinstance(config, Section):
         config._secrets.update(secrets)
 
@@ -353,7 +354,8 @@ def _first_to_write(model: type[BaseModel], path: KeyPath) -> KeyPath:
 
 
 def _real_path(loc: tuple[str | int, ...], values: object, *, keep_last: bool) -> KeyPath:
-    """Return pydantic's location without the names of union members, which are not keys."""
+    """Return pydantic's location `loc` without the names of union members, which are not keys. `keep_last`: the last
+    part stays although `values` lacks it, because it names a missing key."""
     path: list[str | int] = []
     for index, part in enumerate(loc):
         inner = values if isinstance(values, dict) else dict(enumerate(values)) if isinstance(values, list) else {}

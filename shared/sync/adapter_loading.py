@@ -51,8 +51,8 @@ def adapt_linear_layers_only() -> None:
 
 
 def adapter_request(name: str) -> LoRARequest:
-    """Return what makes vLLM answer a request with the adapter that was loaded last. Each adapter needs a new name,
-    because vLLM caches prefixes by the adapter's name."""
+    """Return a LoRA request. Passed to vLLM with a prompt, it applies the adapter that was loaded last. Each adapter
+    needs a new name, because vLLM caches prefixes by the adapter's name."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(name, _ADAPTER_ID, "in the worker's memory")
@@ -78,7 +78,8 @@ class AdapterLoad:
         self._tensors |= {name: tensor.to(self._dtype, copy=True) for name, tensor in tensors}
 
     def finish(self) -> int:
-        """Return the number of tensors that are now served. Raises CoverageError, SyncError."""
+        """Replace the served adapter by the received tensors, and return their number. Raises CoverageError, and
+        SyncError if the rank is too large."""
         pairs = self._pairs()
         rank = max(lora_a.shape[0] for lora_a, _ in pairs.values())
         if rank > self._max_rank:
@@ -125,7 +126,7 @@ class AdapterLoad:
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return modules
-        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # the LoRA manager fuses q, k and v
+        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # not fused: the LoRA manager fuses q, k and v
         return [
             name.removesuffix(".weight") for name in renaming.apply_list([f"{module}.weight" for module in modules])
         ]

@@ -3,8 +3,8 @@
 In: named tensors. Out: contiguous byte buffers (`pack`), and the tensors as views into them (`unpack`). The layout
 follows from the specs alone, so only specs are sent with the bytes: tensors in order, each at the next multiple of 16
 bytes. The last 16 bytes are the seal: the digest (`digest.py`) of all bytes before it, under the group's key, for the
-version and the bucket's index. So the seal is wrong for a bucket of another group, update or index, as it is for a
-changed byte, and only the group's secret can make a seal. Both sides compute the seal on the device that has the bytes.
+version and the bucket's index. So the seal does not match if a byte has changed, or if the bucket is of another group,
+update or index. Nobody can make a seal without the group's secret. Both sides compute it on the device of the bytes.
 """
 
 from __future__ import annotations
@@ -125,12 +125,13 @@ def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[
 
 
 def seal_key(secret: bytes) -> bytes:
-    """Return the key of a group's seals."""
+    """Return the 32-byte key with which a group's buckets are sealed, derived from the group's secret."""
     return hmac.digest(secret, b"seal", hashlib.sha256)
 
 
 def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> None:
-    """Write the seal of bucket `index` of the update to `ver`. Does not wait for the device."""
+    """Write the seal into the last bytes of `buffer`, the bucket `index` of the update to version `ver`. Does not wait
+    for the device."""
     buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, key, ver, index))
 
 

@@ -1,8 +1,8 @@
 """A digest of bytes, computed on their device: 128 bits, the same on every device, about as fast as memory is read.
 
 In: a 1-D uint8 tensor, a key and a nonce. Out: an int64 tensor `[2]` on the same device; nothing waits for the device.
-If no nonce is used twice with one key, the digest of other bytes can be guessed without the key with a chance of about
-2^-60. Without a key (`b""`) the digest only detects accidents.
+Who does not know the key can guess the digest of other bytes with a chance of about 2^-60, as long as no nonce is used
+twice with one key. Without a key (`b""`) the digest only detects accidents.
 
 It is NH and its Toeplitz extension, as in UMAC (Black, Halevi, Krawczyk et al. 1999), as a tree. The bytes are
 read as signed 32-bit words, in blocks of 2 x PAIRS; the last block is filled with zeros. A block's sum in lane j is the
@@ -27,7 +27,7 @@ ROWS, COLUMNS, LANES = 8, 1024, 2
 PAIRS = ROWS * COLUMNS
 BLOCK_WORDS = 2 * PAIRS
 
-_BLOCKS_AT_ONCE = 8  # on CPU, so that temporaries stay in the cache
+_BLOCKS_AT_ONCE = 8  # blocks summed in one step on CPU; with more, temporaries do not fit its cache
 _BLOCKS_A_THREAD = 64  # min blocks per thread; with fewer, a thread costs more than it saves
 
 

@@ -170,7 +170,8 @@ class _Tcp(Communicator):
                 link.close()
 
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
-        content = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]  # it is a buffer
+        # mypy does not know that numpy arrays are buffers.
+        content = memoryview(tensor.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
         def broadcast() -> None:
             deadline = Deadline(timeout_s)

@@ -4,9 +4,9 @@ Runs in the process of the model: the server's workers, or a learner with a colo
 the checkpoint's layout (unquantized dense layers on CUDA), they are overwritten in place. Otherwise vLLM reloads layer
 by layer, as on CPU, where the backend repacks linear weights and drops the originals.
 
-vLLM's own report proves little: a loader takes one of three fused tensors and reports the whole fused parameter as
-loaded. So coverage is checked twice: every tensor of the model's checkpoint has come, and every served parameter was
-written or shares memory with a written one.
+vLLM's own report proves little: a loader that got one of three fused tensors reports the whole fused parameter as
+loaded. So coverage (that all weights were replaced) is checked twice: every tensor of the model's checkpoint has come,
+and every served parameter was written or shares memory with a written one.
 
 vLLM's loaders take some 80 microseconds of Python per tensor, longer than sending the tensor over NVLink. In place,
 each update copies the same bytes of a bucket to the same bytes of the model. So the first load's copies are recorded,
@@ -45,7 +45,8 @@ _CONSTANTS = {torch.ops.aten.fill_.Scalar, torch.ops.aten.zero_.default}
 
 @dataclass(frozen=True, kw_only=True)
 class TensorCopy:
-    """One copy: a part of a bucket's tensor, and its target in the model. Strides and offset are in elements."""
+    """One copy of a part of a bucket's tensor to `target` in the model. `index`: the tensor's place in the bucket.
+    `stride` and `offset` of the part are in elements."""
 
     target: torch.Tensor
     index: int
