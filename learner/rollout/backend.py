@@ -1,8 +1,8 @@
-"""The source of rollouts: one protocol for rollout servers, colocated vLLM and Hugging Face `generate`.
+"""One protocol for all that make rollouts: rollout servers, colocated vLLM and Hugging Face `generate`.
 
 `RolloutBackend` is the protocol. `Requests` are the samples that a backend must answer, with the seed of each request.
-A `RolloutCallLog` records each call of one `generate_window` with its seed, its time and its error, for the step's
-metrics and the log (R15, R30). Backends write the record, and the trainer reads it.
+A backend makes one or more calls for a `generate_window`. It writes each call's seed, time and error into a
+`RolloutCallLog`, which the trainer reads for the step's metrics and the log (R15, R30).
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from learner.config.sections.decoding import DecodingConfig
 from learner.records import CallRecord, Rollout, RolloutCallLog, Sample
 from shared.seeds import request_seed
 
-# Requests that belong to no micro-step have a negative `micro_step_idx`, so that no two requests share a seed.
+# `micro_step_idx` of requests that belong to no micro-step. It is negative, so that no two requests share a seed.
 AHEAD_OF_STEPS = -1  # for rollouts made ahead of the steps; their `global_step` is the number of their share of samples
-COMPLETES_LABELS = -2
-TELL_S = 10.0  # seconds between two lines about how far an evaluation is
+COMPLETES_LABELS = -2  # for rollouts that complete the labels of samples
+TELL_S = 10.0  # seconds between two lines that report the progress of an evaluation
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +34,7 @@ class MicroStep:
 
 
 class RequestIndex(NamedTuple):
-    """A request's position in its optimizer step; `req_idx` counts over all ranks."""
+    """A request's position in its optimizer step. `req_idx` counts the micro-step's requests of all ranks."""
 
     micro_step_idx: int
     req_idx: int
@@ -42,8 +42,8 @@ class RequestIndex(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Requests:
-    """A window's requests, all micro-steps in one sequence. A request's seed depends on its index only (R11), not on
-    the other requests."""
+    """The requests of a window (a few micro-steps), all in one sequence. A request's seed depends on its index in the
+    run only (R11), not on the other requests."""
 
     samples: Sequence[Sample]
     indices: Sequence[RequestIndex]
@@ -61,10 +61,10 @@ class Requests:
 
 
 class RolloutBackend(Protocol):
-    """Makes one rollout for each sample, all rollouts of a call with the weights of one version. `stream` yields them
-    as they end, the other methods return them in the samples' order. Backends subclass this protocol.
+    """Makes one rollout for each sample. All rollouts of a call are made with the same version of the weights. `stream`
+    yields rollouts as they end; the other methods return them in the samples' order. Backends subclass this protocol.
 
-    Raises ServerError, SyncError, RolloutError or DeadlineError.
+    The methods raise ServerError, SyncError, RolloutError or DeadlineError.
     """
 
     def generate_window(
@@ -75,10 +75,10 @@ class RolloutBackend(Protocol):
         greedy: bool = False,
         temperature: float | None = None,
     ) -> list[list[Rollout]]:
-        """Return the rollouts of several micro-steps, made with the same weights: a list for each micro-step.
+        """Return the rollouts of several micro-steps, made with the same weights: one list per micro-step.
 
-        Decoding follows the run's configuration, with two exceptions. `greedy`: decode greedily. `temperature`: draw
-        from all tokens at this temperature.
+        Decoding follows the run's configuration, unless one of these is given. `greedy`: decode greedily.
+        `temperature`: draw from all tokens at this temperature.
         """
         ...
 
@@ -97,25 +97,27 @@ class RolloutBackend(Protocol):
         return rollouts
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
-        """Begin the rollouts of `generate_window`, which other processes make meanwhile."""
+        """Begin the rollouts of `generate_window` and return at once; other processes make them. Only the backend of
+        rollout servers has this."""
         raise AssertionError("only servers hand on rollouts as they end")
 
     def close(self) -> None: ...
 
 
 class RolloutStream(Protocol):
-    """A window's rollouts as they end: pairs of the sample's index in the window, and the rollout. One thread iterates
-    the stream, once. The iteration raises the error that ended the rollouts."""
+    """Yields a window's rollouts as they end, as pairs (index of the sample in the window, rollout). One thread may
+    iterate the stream, once. The iteration raises the error that ended the rollouts."""
 
     def __iter__(self) -> Iterator[tuple[int, Rollout]]: ...
 
     def close(self) -> None:
-        """Cancel the rollouts that have not ended; the iteration ends. Any thread may call this at any time."""
+        """Cancel the rollouts that have not ended. The iteration then ends without an error. Any thread may call this
+        at any time."""
         ...
 
 
 def drawn_at(temperature: float, decoding: DecodingConfig) -> DecodingConfig:
-    """Return `decoding` changed to draw from all tokens at this temperature."""
+    """Return `decoding` changed so that each token is drawn from the whole vocabulary at this temperature."""
     plain = {"top_p": 1.0, "top_k": -1, "decode_mode": "sample", "num_beams": 1}
     return decoding.model_copy(update={"temperature": temperature, **plain})
 
@@ -129,8 +131,8 @@ def split_window(window: Sequence[MicroStep], rollouts: Sequence[Rollout]) -> li
 def begin_record(
     window: Sequence[MicroStep], *, global_step: int, chunk: int, ver: int | None = None
 ) -> RolloutCallLog:
-    """Begin the record of a window with at least one micro-step, before anything is generated. `global_step`: the step
-    that the window's seeds depend on."""
+    """Return the record of a window's calls, with no call yet. The window has at least one micro-step. `global_step`:
+    the step that the seeds of the window depend on."""
     is_ahead = window[0].micro_step_idx == AHEAD_OF_STEPS
     return RolloutCallLog(
         global_step=None if is_ahead else global_step,
@@ -146,7 +148,8 @@ def begin_record(
 
 @contextmanager
 def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] | None) -> Iterator[None]:
-    """Record one `generate_window`: `on_call` gets the record at its end, also if it failed."""
+    """Measure the time of one `generate_window`, which runs in the block. At the end, also after an error, write its
+    seconds into `record` and call `on_call(record)`."""
     begin = time.monotonic()
     try:
         yield
@@ -158,7 +161,8 @@ def recorded(record: RolloutCallLog, on_call: Callable[[RolloutCallLog], None] |
 
 @contextmanager
 def local_call(record: RolloutCallLog, asked: Requests, *, name: str) -> Iterator[None]:
-    """Record one generation in the learner's own process; `name` stands in place of a server's URL."""
+    """Add one call to `record`: the block, which generates in the learner's own process. `name` stands in place of a
+    server's URL."""
     begin, error_text = time.monotonic(), ""
     try:
         yield

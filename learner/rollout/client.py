@@ -1,12 +1,13 @@
 """The async HTTP client of ONE rollout server.
 
-In: bodies of `shared/wire.py`. Out: their replies, or an error of the project's tree that names the server. Invariants:
-- every wait has a deadline. The deadline of an `/infer/` call also holds while the server's `/health/` answers (D16);
-- a call is sent again only after a 503 that says "busy", because the server did not execute it. `/update_weights/` and
-  `/init_communicator/` are never sent again. The caller may repeat a lost `/infer/` call, because its requests have
-  uuids;
+In: request bodies of `shared/wire.py`. Out: the server's replies, or a `ProjectError` that names the server.
+Invariants:
+- every wait has a deadline. An `/infer/` call fails at its deadline even if the server's `/health/` answers (D16);
+- a call is sent again only if the server answered 503 with the error "busy": then it did not execute the call.
+  `/update_weights/` and `/init_communicator/` are never sent again. The caller may repeat an `/infer/` call whose
+  answer was lost, because the server knows repeated requests by their uuids;
 - the server's own error text reaches the caller.
-A client lives on one event loop.
+A client may be used on one event loop only.
 """
 
 from __future__ import annotations
@@ -56,25 +57,27 @@ T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
 HEALTH_TIMEOUT_S = 5.0  # deadline of one call of /health/
-LAST_LOOK_S = 3.0  # deadline of a call of /health/ at a server whose answer is late
-POLL_S = 5.0  # time between two checks of one server
+LAST_LOOK_S = 3.0  # deadline of the call of /health/ that follows a late answer; without a reply the server is gone
+POLL_S = 5.0  # seconds between two calls of one server's /health/
 MAX_LOOKS_PER_S = 32.0  # max calls of /health/ per second, to all servers together: each takes 1 ms of CPU
-BROKEN_S = 2.0  # patience with a server that broke a connection, if others can answer
-SILENT_S = 30.0  # patience with a server whose /health/ is silent, if others can answer
+# If other servers can answer, a server counts as gone when its /health/ has been silent for so many seconds:
+BROKEN_S = 2.0  # after it broke a connection
+SILENT_S = 30.0  # otherwise
 REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that the server's error arrives first
-# Two seconds are below uvicorn's 5: an idle connection is dropped here before the server closes it under a new request.
+# Uvicorn closes a connection after 5 idle seconds. The client closes it earlier, so that uvicorn never closes it just
+# when a new request is sent.
 KEEPALIVE_S = 2.0
 
 # The bytes of an answer are bounded. For each token the answer has a text, the id twice, and a log-probability.
-MAX_REPLY_BYTES = 64 << 20
+MAX_REPLY_BYTES = 64 << 20  # a longer reply raises RolloutError; `/infer/` adds the bytes below for each answer
 _ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # max bytes of an `/infer/` answer without its tokens; max bytes per token
 _MOST_TOKENS = 1 << 17  # most tokens of an answer whose request sets no limit
-_MOST_BYTES = "most_bytes"  # key of the bound in an httpx request's extensions
+_MOST_BYTES = "most_bytes"  # key in an httpx request's extensions; its value is the max number of bytes of the reply
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Timeouts:
-    """Seconds. `infer_s` None: the deadline of an `/infer/` call follows from the server's pace."""
+    """A client's deadlines in seconds. `infer_s`: for an `/infer/` call; None: computed from the server's pace."""
 
     connect_s: float
     read_s: float
@@ -86,8 +89,8 @@ class Timeouts:
 
     @classmethod
     def of(cls, timeout_s: float, infer_timeout_s: float | None, *, num_servers: int = 1) -> Timeouts:
-        """Make the timeouts from the two numbers of the configuration (R05); an `infer_timeout_s` of 0 or less counts
-        as null. From 160 servers (`num_servers`) on, `/health/` of each server is called less often."""
+        """Make the timeouts from the configuration's `timeout_s` and `infer_timeout_s` (R05); an `infer_timeout_s` of 0
+        or less counts as None. With more than 160 servers, each server's `/health/` is called less often."""
         return cls(
             connect_s=min(10.0, timeout_s),
             read_s=timeout_s,
@@ -99,8 +102,8 @@ class Timeouts:
         )
 
     def patience(self, *, has_others: bool) -> Patience:
-        """Return the patience with a server that fails: short if others can do its work, else as long as
-        `timeout_s`."""
+        """Return how long a failing server is waited for. `has_others`: other servers can do its work, so the time is
+        short; otherwise it is `timeout_s`."""
         if not has_others:
             return Patience(silent_s=self.gone_s, broken_s=self.gone_s, has_others=False)
         silent_s = min(self.gone_s, SILENT_S, self.infer_s or SILENT_S)
@@ -109,22 +112,23 @@ class Timeouts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Patience:
-    """Seconds until a failing server counts as gone. `has_others`: the run can go on without this server."""
+    """How long `/health/` may be silent before the server counts as gone. `has_others`: the run can go on without this
+    server."""
 
-    silent_s: float  # while `/health/` does not answer
-    broken_s: float  # after a connection broke, while `/health/` does not answer
+    silent_s: float  # seconds, if no connection broke
+    broken_s: float  # seconds, after a connection broke
     has_others: bool
 
 
 @functools.cache
 def _certificates() -> ssl.SSLContext:
-    """Return the certificates. They are read once, while httpx would read them for each client: 16 ms each, or 8 s per
-    rank with 512 servers."""
+    """Return the TLS certificates that clients trust, read once per process. httpx would read them for each client,
+    which takes 16 ms: 8 s per rank with 512 servers."""
     return httpx.create_ssl_context()
 
 
 class ServerClient:
-    """`base_url` is a URL prefix (R06). `token` is the bearer token, if the server wants one."""
+    """Calls one rollout server. `base_url` is a URL prefix (R06). `token`: bearer token, if the server wants one."""
 
     def __init__(self, base_url: str, *, timeouts: Timeouts, token: str | None = None) -> None:
         self.base_url = base_url.rstrip("/")
@@ -140,7 +144,7 @@ class ServerClient:
         )
 
     async def _check_size(self, response: httpx.Response) -> None:
-        """Raises RolloutError: at once if the answer is compressed, else as soon as the answer exceeds its bound."""
+        """Raises RolloutError if the reply is compressed. A reply that is too long raises it while its body is read."""
         if is_packed(response):
             raise RolloutError(
                 f"{self.base_url}: the answer is packed",
@@ -160,12 +164,12 @@ class ServerClient:
         )
 
     async def health(self) -> None:
-        """Look at `/health/` once; raises unless it answers 200."""
+        """Call `/health/` once. Raises an error unless the server answers 200."""
         await self._look("/health/")
 
     async def wait_healthy(self, limit_s: float | None = None) -> None:
-        """Poll `/health/` for at most `limit_s` (None: `gone_s`). Raises ServerUnreachableError; after a final answer
-        (4xx) it raises that answer's error at once."""
+        """Call `/health/` until it answers 200, for at most `limit_s` (None: `gone_s`). Raises ServerUnreachableError
+        after that time. An answer 4xx is final: its error is raised at once."""
         limit_s = self.timeouts.gone_s if limit_s is None else limit_s
         retry = Retry(limit_s, min(self.timeouts.poll_s, limit_s / 4))
         while True:
@@ -179,7 +183,7 @@ class ServerClient:
             await asyncio.sleep(pause_s)
 
     async def ready(self) -> None:
-        """Look at `/ready/` once; raises unless it answers 200."""
+        """Call `/ready/` once. Raises an error unless the server answers 200."""
         await self._look("/ready/")
 
     async def status(self) -> ServerStatus:
@@ -195,10 +199,10 @@ class ServerClient:
         """Call `on_answer(i, output)` when request `i` ends; return when all requests have ended. Each request is
         answered once; the caller checks the content. An exception of `on_answer` ends the call.
 
-        Raises DeadlineError if an answer takes longer than its deadline, ServerUnreachableError if `/health/` is silent
+        Raises DeadlineError if the call takes longer than its deadline, ServerUnreachableError if `/health/` is silent
         for longer than `patience` says, ServerError if the connection broke and the server is alive, RolloutError if an
         answer is malformed or missing, ServerBusyError if the server stayed busy for `gone_s`, or became busy after
-        some answers. Before it raises ServerBusyError it waits, so the caller can send the unanswered requests again at
+        some answers. After such a ServerBusyError the caller need not wait: it can send the unanswered requests at
         once.
         """
         patience = patience or self.timeouts.patience(has_others=False)
@@ -206,7 +210,7 @@ class ServerClient:
         answers = Answers(self.base_url, len(call.infer_requests), on_answer)
 
         async def late(health_age_s: float) -> None:
-            if patience.has_others:  # a last call of /health/ tells a slow server from one that is gone
+            if patience.has_others:  # if a last call of /health/ fails, the server is gone, not slow
                 await self._last_look(health_age_s)
             raise self._late(answers, deadline_s, health_age_s=health_age_s)
 
@@ -218,7 +222,8 @@ class ServerClient:
         try:
             await self._patiently("/infer/", exchange)
         except ServerBusyError:
-            if answers.num_missing < answers.number:  # a line of the answer said "busy"; a line has no Retry-After
+            # The server said "busy" after some answers, in a line of the reply. A line cannot have a Retry-After.
+            if answers.num_missing < answers.number:
                 await asyncio.sleep(RETRY_AFTER_S)
             raise
         answers.check_complete()
@@ -227,7 +232,7 @@ class ServerClient:
     async def _send_infer(
         self, call: InferCall, deadline_s: float, answers: Answers, patience: Patience
     ) -> httpx.Response:
-        """Send one call and return the response. `answers` has read its body if the call succeeded."""
+        """Send an `/infer/` call once and return the response. If it succeeded, its body was read into `answers`."""
         answer_bytes = _ANSWER_BYTES + _TOKEN_BYTES * (call.request_config.max_tokens or _MOST_TOKENS)
         read_s, most_bytes = deadline_s + REPLY_GRACE_S, MAX_REPLY_BYTES + len(call.infer_requests) * answer_bytes
         try:
@@ -248,12 +253,12 @@ class ServerClient:
         return read_reply(response.content, TypeAdapter(ScoreReply), self.base_url, "/score/")
 
     async def init_communicator(self, call: InitCommunicatorCall, patience: Patience | None = None) -> None:
-        """Returns when the server's workers and the learner have joined the group. Raises ServerUnreachableError too,
-        if `/health/` is silent for longer than `patience` says."""
+        """Returns when the server's workers and the learner have joined the process group. Raises DeadlineError if that
+        takes too long, ServerUnreachableError if `/health/` is silent for longer than `patience` says."""
         await self._send_weights_call("/init_communicator/", call, patience)
 
     async def update_weights(self, call: UpdateWeightsCall, patience: Patience | None = None) -> UpdateWeightsReply:
-        """Returns when the buckets have been broadcast and the server has checked its new weights. Raises as
+        """Returns the reply when all weights have been broadcast and the server has checked them. Raises as
         `init_communicator` does."""
         response = await self._send_weights_call("/update_weights/", call, patience)
         return read_reply(response.content, TypeAdapter(UpdateWeightsReply), self.base_url, "/update_weights/")
@@ -276,7 +281,7 @@ class ServerClient:
         return await self._while_alive(sending, silent_s, deadline_s=limit_s, late=late)
 
     async def expect_scores(self, call: ExpectScoresCall) -> None:
-        """Send the scores that the server must reach in the canary of the current update."""
+        """Send the learner's log-probabilities on the canary (a test prompt), which the updated server must match."""
         await self._send_once("/expect_scores/", call)
 
     async def close_communicator(self, call: CloseCommunicatorCall) -> None:
@@ -301,7 +306,8 @@ class ServerClient:
         return response
 
     async def _patiently(self, path: str, exchange: Callable[[], Awaitable[httpx.Response]]) -> httpx.Response:
-        """Repeat `exchange` while the server is busy, for at most `gone_s`. Return its success, or raise its error."""
+        """Repeat `exchange` while the server is busy, for at most `gone_s`. Return the first successful response;
+        raises the error of any other response."""
         retry: Retry | None = None
         while True:
             response = await exchange()
@@ -319,8 +325,8 @@ class ServerClient:
     async def _send(
         self, method: str, path: str, body: BaseModel | None = None, *, read_s: float | None = None
     ) -> httpx.Response:
-        """Send one call and return the response, whatever its status; `read_s` None: `timeouts.read_s`. Raises
-        DeadlineError or ServerUnreachableError."""
+        """Send one call and return the response, whatever its status. `read_s`: deadline for reading; None:
+        `timeouts.read_s`. Raises DeadlineError or ServerUnreachableError."""
         read_s = self.timeouts.read_s if read_s is None else read_s
         async with self._errors(path, read_s):
             return await self._http.request(
@@ -334,7 +340,7 @@ class ServerClient:
     def _stream(
         self, path: str, body: BaseModel, read_s: float, most_bytes: int
     ) -> AbstractAsyncContextManager[httpx.Response]:
-        """Send a POST whose answer is read as it comes."""
+        """Return a context that sends a POST and gives the response, whose body can be read as it arrives."""
         return self._http.stream(
             "POST",
             self.base_url + path,
@@ -372,9 +378,9 @@ class ServerClient:
         deadline_s: float = math.inf,
         late: Callable[[float], Awaitable[None]] | None = None,
     ) -> httpx.Response:
-        """Wait for the response of one call, and poll `/health/` meanwhile. Raises ServerUnreachableError when
-        `/health/` was silent for `silent_s`. After `deadline_s` it calls `late(seconds since the server was last
-        seen)`, which raises an error."""
+        """Return the response of the call `sending`, and call `/health/` from time to time meanwhile. Raises
+        ServerUnreachableError when `/health/` has been silent for `silent_s`. After `deadline_s` it calls `late` with
+        the seconds since `/health/` last answered; `late` must raise an error."""
         task = asyncio.create_task(sending)
         looking: asyncio.Task[None] | None = None
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
@@ -396,16 +402,17 @@ class ServerClient:
                     last_seen = self._seen(looking, last_seen, silent_s)
                     looking, next_look = None, awake_s() + poll_s
         finally:
-            # The tasks are awaited, so that no answer is handed on after this call has ended.
+            # The cancelled tasks are awaited: one of them could otherwise call `on_answer` after this function has
+            # ended.
             ended = {task, looking} if looking else {task}
             for one in ended:
                 one.cancel()
             await asyncio.wait(ended)
 
     def _seen(self, looking: asyncio.Task[None], last_seen: float, silent_s: float) -> float:
-        """Return the time at which the server was last seen. `looking` is a call of `/health/`, begun since
-        `last_seen`. Raises ServerUnreachableError if the call has not ended, or if it failed and the server has been
-        silent for more than `silent_s`."""
+        """Return the time of the last answer of `/health/`: now if the call `looking` succeeded, `last_seen` if it
+        failed. Raises ServerUnreachableError if the call has not ended, or if it failed and the last answer is more
+        than `silent_s` ago."""
         if not looking.done():
             raise self._gone(f"silence at /health/ for {awake_s() - last_seen:.1f} s", silent_s)
         try:
@@ -447,6 +454,5 @@ class ServerClient:
 
 
 def _last_seen_of(error: ProjectError) -> str:
-    """Return the text of a failed call of `/health/`. If the call's error says that the server is unreachable, return
-    only its `found`, because the caller says so, too."""
+    """Return what a failed call of `/health/` found, for the `found` of a ServerUnreachableError."""
     return error.found if isinstance(error, ServerUnreachableError) else str(error)

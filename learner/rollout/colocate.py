@@ -4,9 +4,10 @@
 
 In: samples of this rank. Out: one rollout per sample, in order, by the weights last synced. Ranks that share an engine
 gather their requests, and each takes the answers to its own requests. A request's seed follows from its index over all
-ranks. With engines over several ranks `generate` is collective, also for a rank without samples. Invariants: the
-engine makes the image tokens of a prompt itself, from the images, so the prompt-prefix check compares two renderings;
-no rollout is made with unchecked weights.
+ranks. If an engine spans several ranks, `generate` is collective: a rank without samples must call it too.
+
+Invariants: the engine itself turns a prompt's images into tokens. So the later comparison of its prompt tokens with the
+learner's compares two independent results. No rollout is made with unchecked weights.
 """
 
 from __future__ import annotations
@@ -43,15 +44,17 @@ NAME = "colocate"  # call records have it in place of a server's URL
 
 
 class _Asked(NamedTuple):
-    """One rank's requests."""
+    """One rank's requests, one per sample."""
 
     samples: Sequence[Sample]
     seeds: Sequence[int]
-    looks: Sequence[bool]  # per sample: True if its rollout gets `pixels`
+    looks: Sequence[bool]  # True if the sample's rollout gets digests of its processed images (`Rollout.pixels`)
 
 
 class ColocateBackend(RolloutBackend):
-    """`on_call` gets the record of every `generate_window`, also of one that failed."""
+    """Makes rollouts with a colocated engine. `logprobs`: rollouts have log-probabilities. `pixel_share`: share of the
+    samples whose learned rollouts get digests of their processed images. `on_call` gets the record of every
+    `generate_window`, also if it failed."""
 
     def __init__(
         self,
@@ -92,7 +95,8 @@ class ColocateBackend(RolloutBackend):
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=self.engine.ver)
         with recorded(record, self._on_call), local_call(record, asked, name=NAME):
             how = self._decoding.of(greedy=greedy, temperature=temperature)
-            share = self._pixel_share if not greedy and temperature is None else 0.0  # other rollouts are not learned
+            # Processed images are compared for learned rollouts only.
+            share = self._pixel_share if not greedy and temperature is None else 0.0
             looks = [share > 0 and asks_pixels(share, one, global_step=global_step) for one in asked.samples]
             return split_window(window, self._generate(_Asked(asked.samples, asked.seeds, looks), how, record.parts))
 
@@ -126,8 +130,8 @@ class ColocateBackend(RolloutBackend):
         ]
 
     def _generate_together(self, asked: _Asked, how: RequestConfig, parts: dict[str, float]) -> list[Generation]:
-        """Return this rank's generations, made together with those of all ranks that share its engine. Writes the
-        seconds of each part of the call into `parts`."""
+        """Return this rank's generations. One call of the engine makes them together with those of all ranks that share
+        the engine. Writes the seconds of the call's parts ("prompts", "engine") into `parts`."""
         shares, mine = [asked], 0
         size = self.engine.tensor_parallel_size
         if size > 1:
@@ -147,7 +151,7 @@ class ColocateBackend(RolloutBackend):
         return generations[start : start + len(asked.samples)]
 
     def _prompts(self, samples: Sequence[Sample]) -> list[Prompt]:
-        """Return the samples' prompts. A sample that comes several times in a row (`grpo`) is read and rendered once.
-        Samples count as the same if they are one object: ids are sure to be unique only in data files."""
+        """Return the samples' prompts, in order. A sample that comes several times in a row (`grpo`) is encoded once.
+        Samples are compared by identity, because only samples of data files are sure to have unique ids."""
         groups = [list(group) for _, group in itertools.groupby(samples, key=id)]
         return [prompt for group in groups for prompt in [self._encoder.for_engine(group[0])] for _ in group]

@@ -1,15 +1,14 @@
 """vLLM inside the learner's job: `vllm.mode: colocate` (R02, R03, R04, R10, R11, R21).
 
-`ColocatedEngine` is vLLM in the learner's own process, on its device; it is the only code of the learner that speaks
-vLLM's API. One engine spans `tensor_parallel_size` ranks, each of which runs the same requests in the same order.
-Invariants:
-- vLLM works only inside `awake`: training state is offloaded, and on CUDA the engine sleeps before and after (vLLM for
-  CPU has no sleep mode, and shares no device memory with training). An engine that has room beside training, as
-  estimated or measured, stays awake instead: sleeping and waking moves its weights to host memory and back;
-- the random generators of training, and torch's folder for compiled code, are left as they were;
+`ColocatedEngine` is vLLM in the learner's own process, on the learner's device. Only this module calls vLLM's engine.
+One engine spans `tensor_parallel_size` ranks, each of which runs the same requests in the same order. Invariants:
+- vLLM works only inside the block `awake`, in which training state is offloaded. On CUDA the engine sleeps outside the
+  block: its weights are in host memory. If the device has room for the engine and for training, as estimated or
+  measured, the engine stays awake, which saves copying its weights. On CPU vLLM cannot sleep, and need not;
+- training's random generators, and torch's folder for compiled code, are left as they were;
 - `ver` is the version of the weights that were loaded and checked; None: the weights are unchecked, and may be zeros
   before the first load;
-- the adapter that was loaded last answers, until all weights are loaded.
+- answers are computed with the adapter that was loaded last. `load` removes that adapter.
 
 `learner/run/environment.py` must have prepared the environment before vLLM is imported.
 """
@@ -64,9 +63,9 @@ from shared.sync.adapter_loading import AdapterLoad, BaseWeightLoad, adapt_linea
 from shared.sync.loading import CopyMemory, WeightLoad
 from shared.wire import RequestConfig
 
-_PIECE_BYTES = 64 * 2**20
-ROOM = 0.08  # share of the device that stays free beside an engine that stays awake
-SURPLUS = 1.5  # factor on the estimated memory of learning, used before any was measured
+_PIECE_BYTES = 64 * 2**20  # weights are handed to vLLM in pieces of at least so many bytes
+ROOM = 0.08  # an engine stays awake only if this share of the device's memory is free beside it and training
+SURPLUS = 1.5  # the estimated memory of learning is multiplied by this, until the memory has been measured
 LORA_RANKS = (8, 16, 32, 64, 128, 256, 512)  # adapter ranks that vLLM accepts
 GRAPHS_ALONE = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}  # vLLM's settings for CUDA graphs of uncompiled code
 if TYPE_CHECKING:
@@ -82,8 +81,8 @@ ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 class ColocatedEngine:
     """`model` is a checkpoint with the architecture of the trained model. Its weights are read only with
     `reads_weights`, because each sync overwrites them. `lora_rank` is the rank of the adapters that will be loaded; 0:
-    no adapters, which decodes a little faster. `keeps_awake`: nothing else needs the device, so the engine never
-    sleeps. `learning_bytes`: estimated device memory of learning, without the weights; None: not known."""
+    no adapters, and decoding is a little faster. `keeps_awake`: nothing else needs the device, so the engine never
+    sleeps. `learning_bytes`: estimated bytes of device memory for learning, without the weights; None: not known."""
 
     def __init__(
         self,
@@ -99,7 +98,8 @@ class ColocatedEngine:
         keeps_awake: bool = False,
         learning_bytes: int | None = None,
     ) -> None:
-        """Start the engine; collective. Raises ConfigError if vLLM cannot start with these settings and this memory."""
+        """Start the engine. Every rank that shares the engine must call this. Raises ConfigError if vLLM cannot start
+        with these settings and the memory that is free."""
         self.ver: int | None = None
         self.dtype, self.tensor_parallel_size = dtype, tensor_parallel_size
         self.max_lora_rank = next((r for r in LORA_RANKS if r >= lora_rank), LORA_RANKS[-1]) if lora_rank else 0
@@ -112,7 +112,8 @@ class ColocatedEngine:
         folder = model_folder(model, "model.path")
         with offload.away(), keeping_random_state(ranks.device), keeping_compiler_variables():
             self._llm = self._start(folder)
-            # Removes shared memory that the engine of a killed run left; the next start removes what this run leaves.
+            # Removes shared memory that a killed run's engine left, and notes this process, so that the next start can
+            # remove what this run may leave.
             left = locked_folder("engine-", Path(tempfile.gettempdir()), leave=remove_semaphores)
             note_processes(left, [os.getpid()])
             # The first sleep takes longest, because it allocates memory on the host.
@@ -123,14 +124,14 @@ class ColocatedEngine:
         self.max_model_len = int(model_config.max_model_len)
         self._caches_prefixes = bool(self._llm.llm_engine.vllm_config.cache_config.enable_prefix_caching)
         self._stop_token_ids = stop_token_ids(model_config, self._llm.get_tokenizer())
-        self._adapter: LoRARequest | None = None  # requests are answered with this LoRARequest
+        self._adapter: LoRARequest | None = None  # the adapter that answers requests; None: the weights without one
         self._threads = ThreadPoolExecutor(max_workers=2, thread_name_prefix="pixels")
         self._images = EngineImages(self._llm.llm_engine.renderer, self._threads)
         self._adapter_numbers = itertools.count(1)
 
     @property
     def model(self) -> torch.nn.Module:
-        """The model as vLLM serves it."""
+        """vLLM's module of the served model on this rank."""
         model: torch.nn.Module = self._runner.model
         return model
 
@@ -144,14 +145,14 @@ class ColocatedEngine:
 
     @property
     def leaves_training(self) -> bool:
-        """True if waking the engine changes nothing: it is awake, and training's state stays on the device. Then the
-        trained model can compute while the engine does."""
+        """True if the engine is awake and training's state stays on the device. Then the trained model can compute at
+        the same time as the engine."""
         return not self._asleep and not self._offload.moves
 
     @contextmanager
     def awake(self, *, after_update: bool = False) -> Iterator[None]:
         """Keep the engine ready to load, generate and score inside this block. `after_update`: training may have
-        computed since the last block."""
+        computed since the last block, so the free memory can be measured."""
         with self._offload.away(), keeping_random_state(self._ranks.device):
             if self._asleep:
                 measures = after_update and self._num_loads > 0 and self._may_stay_awake()
@@ -160,8 +161,9 @@ class ColocatedEngine:
                 if measures:  # waking up frees cached memory of the device, which training will allocate again
                     self._stays_awake = self._has_room(held - torch.cuda.memory_reserved(self._ranks.device))
             elif self._stays_awake and self.tensor_parallel_size > 1:
-                # Each rank sees its own device, so another rank of this engine may have slept, and vLLM forgets its
-                # caches then. Ranks that remember other prefixes would schedule other tokens, and wait for each other.
+                # The engine may have slept on another of its ranks, because each rank measures its own device. vLLM
+                # empties the caches of a rank that sleeps. Ranks with different caches would schedule different tokens,
+                # and wait for each other forever.
                 self._reset_caches()
             try:
                 yield
@@ -177,14 +179,15 @@ class ColocatedEngine:
         looks: Sequence[bool] | None = None,
     ) -> list[Generation]:
         """Return one response per prompt and seed, in order; at most `decode_batch_size` per device are decoded at
-        once. `looks`: per prompt, True if its generation gets `pixels`. Raises PromptTooLongError, RolloutError."""
+        once. `looks`: for each prompt, True if its response gets digests of the processed images (`Generation.pixels`).
+        Raises PromptTooLongError, RolloutError."""
         num_new = config.max_tokens or 1
         for prompt in prompts:
             self._check_length(len(prompt.token_ids), num_new)
         looks = looks or [False] * len(prompts)
         with self._images.looking(prompts, looks) as seen:
             outputs = self._run(prompts, [sampling_params(config, seed) for seed in seeds])
-        for output in outputs:  # vLLM alone expands the images
+        for output in outputs:  # only vLLM's own token ids count the tokens of the images
             self._check_length(len(output.prompt_token_ids), num_new)
         return [
             replace(read_generation(output, self._stop_token_ids), pixels=self._images.result(prompt, images))
@@ -192,8 +195,8 @@ class ColocatedEngine:
         ]
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
-        """Return the natural log-probabilities of each response after its prompt, with and without the prefix cache,
-        and the prompts' pixels. Raises as `generate` does."""
+        """Return the log-probabilities (nats) of each response's tokens after its prompt, computed without and with the
+        prefix cache, and digests of the prompt's processed images (`Scores.pixels`). Raises as `generate` does."""
         pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
         asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]
@@ -211,8 +214,8 @@ class ColocatedEngine:
         ]
 
     def load(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Overwrite the served weights, check that every parameter was written, empty the caches of the old weights,
-        and remove the adapter.
+        """Overwrite the served weights, and check that every parameter was written. Then empty the caches, which hold
+        values of the old weights. The adapter is removed.
 
         Raises CoverageError, or SyncError for any error of vLLM's loaders.
         """
@@ -225,7 +228,7 @@ class ColocatedEngine:
             self._take(weights, WeightLoad(*model))
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Replace the last adapter; the served weights stay. Raises as `load` does."""
+        """Load an adapter in place of the last one. The weights below it do not change. Raises as `load` does."""
         self.ver = None
         self._num_loads += 1
         self._take(weights, AdapterLoad(self._runner.lora_manager))
@@ -247,18 +250,18 @@ class ColocatedEngine:
         self._reset_caches()
 
     def _reset_caches(self) -> None:
-        """Empty the caches of values that the old weights computed. Raises SyncError."""
+        """Empty the caches, whose values the old weights computed. Raises SyncError if the prefix cache is in use."""
         engine = self._llm.llm_engine
         if not engine.reset_prefix_cache():
             raise SyncError("the colocated engine's prefix cache cannot be reset", found="blocks in use")
         engine.reset_encoder_cache()  # the cache of processed images can stay: pixels do not depend on weights
 
     def close(self) -> None:
-        """Free the engine's memory, and leave the process group that it made if the job has none."""
+        """Free the engine's memory. With one rank, also end the process group that vLLM made."""
         from vllm.distributed.parallel_state import destroy_distributed_environment, destroy_model_parallel
 
         with self._offload.away():  # the device may have no room for the engine and training's state together
-            if self._asleep:  # vLLM's allocator reports an error when it frees memory that is not mapped
+            if self._asleep:  # memory of a sleeping engine is not mapped, and vLLM reports an error when it frees that
                 torch.cuda.empty_cache()
                 self._wake_up()
             self._threads.shutdown()
@@ -322,26 +325,27 @@ class ColocatedEngine:
         return self._config.vllm.sleep == "auto" and not self._offload.moves
 
     def _has_room(self, needed_bytes: int = 0) -> bool:
-        """Return True if the device has `needed_bytes` free beside the engine, and the part ROOM of its memory for
-        larger rows."""
+        """Return True if, beside the engine, the device has `needed_bytes` free, and also the share ROOM of its memory,
+        which larger rows may need."""
         free, total = torch.cuda.mem_get_info(self._ranks.device)
         return free - needed_bytes >= ROOM * total
 
     def _rest(self) -> None:
-        """Sleep, unless there is room beside training."""
+        """Let the engine sleep, unless the device has room for it and for training."""
         self._stays_awake = self._stays_awake and self._has_room()
         if not self._stays_awake:
             self._sleep()
 
     def _sleep(self) -> None:
-        """Move the weights to host memory and free the KV cache."""
+        """Move the engine's weights to host memory, and free its KV cache. An engine that never sleeps stays awake."""
         if self._sleeps and not self._asleep:
             with _beside_other_programs(self._worker):
                 self._llm.sleep(level=1)
             self._asleep = True
 
     def _run(self, prompts: Sequence[Prompt], params: Sequence[SamplingParams]) -> list[RequestOutput]:
-        """Return vLLM's outputs in order. vLLM's errors become errors of this project."""
+        """Return vLLM's outputs, in the prompts' order. vLLM's errors are raised as PromptTooLongError or
+        RolloutError."""
         try:
             asked = [prompt.for_engine() for prompt in prompts]
             return self._llm.generate(asked, list(params), use_tqdm=False, lora_request=self._adapter)
@@ -380,9 +384,9 @@ class ColocatedEngine:
 
 @contextmanager
 def _beside_other_programs(worker: Worker) -> Iterator[None]:
-    """Turn a failed assertion of vLLM's worker into a warning. When it sleeps, the worker asserts that the device has
-    more free memory than before, but another program may have taken memory. The engine does sleep, and its executor
-    must know that."""
+    """Turn a failed assertion of vLLM's worker into a warning inside the block. When the worker sleeps, it asserts that
+    the device's free memory has grown. But another program may take that memory. The worker sleeps nevertheless, so
+    vLLM's executor must not see an error."""
     sleep = worker.sleep
 
     def asleep(level: int = 1) -> None:
@@ -404,8 +408,8 @@ def _beside_other_programs(worker: Worker) -> Iterator[None]:
 
 
 def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield a few tensors at a time, because merged tensors are made during iteration and need memory beside the
-    model."""
+    """Yield the weights in lists of about _PIECE_BYTES. Merged tensors are made during the iteration, so only one
+    list's tensors need memory at a time."""
     piece: list[tuple[str, torch.Tensor]] = []
     for named in weights:
         piece.append(named)

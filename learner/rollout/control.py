@@ -1,19 +1,19 @@
-"""Requests to add servers to a running run, and to remove servers (R40). A user makes requests by small files in the
-run directory; other requests follow from the list of servers that a cluster keeps.
+"""Requests to add rollout servers to a running run, and to remove them (R40). A user's requests are small files in the
+run directory. More requests come from the list of servers that a cluster keeps.
 
 `ask` writes one request as a file; rank 0 takes it at the end of a step (`ServerControl.take`). `ServerControl.show`
-writes the run's servers to a file whenever they change; `read_state` reads this file. The processes share only these
-files, so the command works on any machine that sees the run directory. Any user who can write there can name servers.
+writes the run's servers to a file whenever they change; `read_state` reads this file. User and run share only these
+files, so a user may make requests on any machine that sees the run directory. Whoever can write there can name servers.
 
-Invariants: a file is whole or not there; a request is taken once; a damaged request is logged and removed; if the state
-cannot be written, the run goes on.
+Invariants: a file is complete or absent; a request is taken once; a damaged request is logged and removed; if the
+servers cannot be written to their file, the run goes on.
 
-`Discovery` reads a cluster's list, from a file or a command, in the background, so no step waits for it. A URL that is
-new in the list is added once. A member that an earlier list named and the last two lists lack is asked to be removed
-until it is gone; a single list may be incomplete, because its file is being written or a name service fails for a
-moment. Servers that no list named are left alone. A list that cannot be read changes nothing. Whoever writes the list
-names servers that get the run's token and weights. At its end the process waits for a command that still runs, up to
-the command's deadline.
+`Discovery` reads a cluster's list, from a file or a command, in the background, so that no step waits for it. A server
+that is new in the list is added once. A server that was in an earlier list and is missing from two lists in a row is
+removed: this is requested again and again, until the server has left. One list is not enough, because it may be
+incomplete while its file is written, or while a name service fails. Servers that were in no list are not touched. If
+the list cannot be read, nothing changes. Servers in the list get the run's token and weights, so trust whoever writes
+it. When the run ends, the process waits for a command that is still running, up to the command's deadline.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from shared.reading import json_in
 FOLDER, STATE, REQUESTS = "servers", "state.json", "requests"
 _MAX_REQUEST_BYTES = 1 << 16
 GROUP_PORT = 51216  # group port of a server whose line names no port
-EVERY_S = 15.0  # time between two readings of the list
-COMMAND_S = 10.0  # deadline of the command; no step waits for it
-MAX_BYTES = 1 << 20  # a longer list is an error
+EVERY_S = 15.0  # seconds between two readings of the list
+COMMAND_S = 10.0  # seconds that the command which prints the list may take
+MAX_BYTES = 1 << 20  # max bytes of a list; a longer one raises ConfigError
 Listed = Mapping[str, int]  # base_url -> group port
 log = logging.getLogger("learner.rollout")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerRequest:
-    """A request to the run, by a user or by a list. Only `add` has a `group_port`."""
+    """A request to add or remove a server, by a user or by the cluster's list. `group_port` is 0 for "remove"."""
 
     action: Literal["add", "remove"]
     base_url: str
@@ -62,8 +62,8 @@ class ServerRequest:
 
 
 def ask(run_dir: Path, request: ServerRequest) -> Path:
-    """Write a request to the run in `run_dir`. Raises ConfigError if no run there could read it, OutputError if it
-    can't be written."""
+    """Write a request to the run in `run_dir`, and return the request's file. Raises ConfigError if no run with servers
+    goes on there, OutputError if the file can't be written."""
     read_state(run_dir)
     if not is_running(run_dir):
         raise ConfigError(
@@ -78,7 +78,8 @@ def ask(run_dir: Path, request: ServerRequest) -> Path:
 
 
 def read_state(run_dir: Path) -> dict[str, Any]:
-    """Return what `ServerControl.show` wrote last. Raises ConfigError where no run has written it."""
+    """Return the state of the run's servers, as `ServerControl.show` wrote it last. Raises ConfigError if there is no
+    such file, or if it is damaged."""
     path = run_dir / FOLDER / STATE
     try:
         state = json_in(path)
@@ -94,17 +95,18 @@ def read_state(run_dir: Path) -> dict[str, Any]:
 
 
 class ServerControl:
-    """Rank 0's side: takes requests, and writes the state."""
+    """Takes requests and writes the state of the run's servers, on rank 0. It removes requests to an earlier run."""
 
     def __init__(self, run_dir: Path, discovery: Discovery | None = None) -> None:
         self._folder, self._discovery = run_dir / FOLDER, discovery
         self._shown: Membership | None = None
-        for old in self._requests():  # requests to an earlier run are removed
+        for old in self._requests():
             log.warning("%s was asked of an earlier run and is removed", old)
             _remove(old)
 
     def take(self) -> list[ServerRequest]:
-        """Return the requests since the last call, in order."""
+        """Return the requests since the last call: first the users' requests in order, then those that follow from the
+        cluster's list."""
         found = []
         for path in self._requests():
             try:
@@ -123,7 +125,7 @@ class ServerControl:
         return sorted(folder.glob("*.json")) if folder.is_dir() else []
 
     def show(self, membership: Membership) -> None:
-        """Write the state, if it has changed."""
+        """Write the servers and their states to the file, if they have changed."""
         if membership == self._shown:
             return
         served = asdict(membership.served) if membership.served else None
@@ -141,7 +143,7 @@ class ServerControl:
 
 
 def state_lines(state: dict[str, Any]) -> list[str]:
-    """Return one line per server, for a terminal."""
+    """Return the state of `read_state` as lines for a terminal: one per server, then the served version."""
     lines = []
     for server in state["servers"]:
         since = _local_time(server["since_s"]) if server.get("since_s") else "start"
@@ -160,7 +162,7 @@ def _remove(path: Path) -> None:
 
 
 def _request(value: Any) -> ServerRequest:
-    """Return the request in a JSON value. Raises ValueError or TypeError."""
+    """Return a parsed JSON value as a request. Raises ValueError or TypeError if it is no request."""
     request = ServerRequest(**value)
     if request.action not in ("add", "remove") or not isinstance(request.base_url, str):
         raise ValueError(f"unknown request {value!r:.200}")
@@ -187,7 +189,7 @@ def _check_state(state: object) -> None:
 
 
 def _local_time(unix_s: Any) -> str:
-    """Return a Unix time as text in local time. Raises ValueError."""
+    """Return a Unix time (seconds) as text in local time. Raises ValueError if it is no time."""
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(unix_s))
     except (OverflowError, TypeError, OSError) as error:
@@ -198,20 +200,20 @@ def _local_time(unix_s: Any) -> str:
 
 
 class Discovery:
-    """Reads the list of servers on rank 0. One thread calls its methods."""
+    """Reads the cluster's list of servers every `every_s` seconds, on rank 0. Call its methods on one thread only."""
 
     def __init__(self, source: FileOrCommand, *, every_s: float = EVERY_S) -> None:
         self._source, self._every_s = source, every_s
-        self._named: dict[str, int] = {}  # servers of all lists so far
-        self._listed: Listed = {}  # servers of the last two lists
-        self._last: Listed = {}  # servers of the last list
-        self._due = 0.0  # time of the next reading, monotonic seconds
+        self._named: dict[str, int] = {}  # servers in any list so far
+        self._listed: Listed = {}  # servers in one of the last two lists
+        self._last: Listed = {}  # servers in the last list
+        self._due = 0.0  # time of the next reading, in seconds of `time.monotonic`
         self._reading: Future[Listed] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="discovery")
 
     def take(self, membership: Membership) -> list[ServerRequest]:
-        """Return requests to add and remove servers, by the last list that was read. Begins a new reading if one is
-        due."""
+        """Return requests to add servers that are new in the list, and to remove members that are missing from it (see
+        the module). Begins a new reading of the list if it is time."""
         new = self._read()
         if self._reading is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every_s
@@ -226,7 +228,8 @@ class Discovery:
         return added + [ServerRequest(action="remove", base_url=url) for url in gone]
 
     def _read(self) -> dict[str, int]:
-        """Return the servers that are new in a list whose reading has ended since the last call."""
+        """If the reading of a list has ended since the last call, return its servers that were in none of the last two
+        lists, as URL -> group port. Otherwise return {}."""
         if self._reading is None or not self._reading.done():
             return {}
         reading, self._reading = self._reading, None
@@ -241,14 +244,14 @@ class Discovery:
 
 
 def read(source: FileOrCommand) -> Listed:
-    """Return the list as it is now. Raises ConfigError if it is not a list of servers, DeadlineError if the command
-    does not end in time."""
+    """Return the list of servers that `source` (a file's path, or a command) gives now. Raises ConfigError if it is not
+    a list of servers, DeadlineError if the command does not end in time."""
     return parse(_content(Path(source)) if isinstance(source, str) else _output(source))
 
 
 def parse(content: bytes) -> Listed:
-    """Read one server per line: its URL, and its group port if that is not GROUP_PORT. `#` begins a comment. Raises
-    ConfigError."""
+    """Return the servers in a text with one server per line: its URL, and its group port if that is not GROUP_PORT. `#`
+    begins a comment. Raises ConfigError for a line that is no server."""
     listed: dict[str, int] = {}
     for number, line in enumerate(content.decode(errors="replace").splitlines(), start=1):
         fields = line.partition("#")[0].split()
@@ -264,7 +267,8 @@ def parse(content: bytes) -> Listed:
 
 def _content(path: Path) -> bytes:
     try:
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # a pipe is not waited for
+        # Without O_NONBLOCK, opening a pipe would wait for its writer.
+        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
         with os.fdopen(handle, "rb") as stream:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise _not_a_list(f"{path}: no file")
@@ -277,7 +281,8 @@ def _content(path: Path) -> bytes:
 
 
 def _output(argv: list[str]) -> bytes:
-    """Return the output of the command. All processes that the command started are ended."""
+    """Run the command and return its standard output. At the end all processes that the command started are killed.
+    Raises ConfigError if it fails, DeadlineError after COMMAND_S."""
     try:
         process = subprocess.Popen(
             argv, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
@@ -304,8 +309,8 @@ def _output(argv: list[str]) -> bytes:
 
 
 def _read_both(process: subprocess.Popen[bytes], name: str, within_s: float) -> tuple[bytes, bytes]:
-    """Return stdout, and the end of stderr, of a command that ends. Raises ConfigError as soon as stdout is too long,
-    TimeoutExpired after `within_s`."""
+    """Wait for the command and return its stdout, and the last 300 bytes of its stderr. Raises ConfigError when stdout
+    has more than MAX_BYTES, TimeoutExpired after `within_s`."""
     assert process.stdout is not None
     assert process.stderr is not None
     deadline, output, said = time.monotonic() + within_s, bytearray(), b""

@@ -1,21 +1,24 @@
-"""The distribution of requests to servers, and how many may be in flight at each (SPEC.md D4, D10; R07, R21, R23, R30).
+"""Decides which server answers which request, and how many requests each server may have in flight (SPEC.md D4, D10;
+R07, R21, R23, R30).
 
 `distribute` is pure. In: the number of this rank's requests, the rank, the servers' world sizes, `decode_batch_size`.
-Out: contiguous spans of requests in request order, and this rank's quota on each server. Every rank computes its own
-part without communication. A quota does not depend on the number of a rank's requests, so at every moment all ranks
-together hold at most `decode_batch_size * s_i` sequences on server `i`.
+Out: contiguous spans of requests in request order, and this rank's quota on each server (max requests in flight). Every
+rank computes its own part without communication. The quotas do not depend on the number of requests. So at every moment
+all ranks together hold at most `decode_batch_size * s_i` sequences on server `i`, where `s_i` is its world size.
 
-The line of slots: the `n` requests of each of `W` ranks are `G = W * n` slots. Server `i` owns the next
-`ceil(G * s_i / T)` slots, where `T = sum(s_i)`. Rank `r` owns the slots `[r * n, (r + 1) * n)`. A rank's quota on a
-server is the number of slots that both own with `n = chunk`.
+Formula D4 deals out slots. Each of `W` ranks has `n` slots, one per request: rank `r` owns the slots
+`[r * n, (r + 1) * n)` of all `G = W * n`. The same slots are divided among the servers, in order: server `i` owns the
+next `ceil(G * s_i / T)` slots, where `T = sum(s_i)`. A rank's quota on a server is the number of slots that both own if
+`n` is the rank's `chunk_size`.
 
-A `Dispatcher` sends one rank's requests to all servers and returns each answer as it ends. Invariants: a server has at
-most its quota of requests in flight; requests start in request order; while a request waits, every server has its whole
-quota in flight (D9), so a server without waiting requests takes requests from the server with most; unanswered requests
-of a failed batch are sent again in halves. A server that becomes busy after some answers of a batch has not failed: the
-other requests are sent again. A server that is gone, stays busy, or fails one request twice, is lost: its requests go
-to other servers, with the same seeds (D15). `run` raises if a request also fails twice on a second server, or is
-malformed.
+A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: a server has at
+most its quota of requests in flight; requests start in request order; while any request waits, every server has its
+whole quota in flight (D9), so a server without waiting requests takes some from the server where most wait.
+
+If a batch fails, its unanswered requests are sent again in halves. If a server becomes busy after some answers of a
+batch, it has not failed, and the other requests are sent again. A server is lost if it is gone, stays busy, or fails
+one request twice. Its requests go to other servers, with the same seeds (D15). `run` raises if a request also fails
+twice on a second server, or is malformed.
 """
 
 from __future__ import annotations
@@ -45,17 +48,18 @@ from shared.errors import (
 R = TypeVar("R")
 log = logging.getLogger("learner.rollout")
 
-# A server is refilled by a 32nd of its quota at a time: single requests up to 32, and 97% of a larger quota in use.
+# A batch has at least a 32nd of the server's quota, if so many requests wait. Quotas up to 32 are refilled by single
+# requests. At least 97% of a larger quota is in use.
 REFILLS = 32
-# These errors belong to the request: any server would give them.
+# These errors are the request's fault: any server would give them.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
-# These errors belong to the server: another try at the same server would not help.
+# These errors are the server's fault: sending the request to the same server again would not help.
 LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError, UnauthorizedError)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerSpan:
-    """This rank's requests `[start, stop)`, which go to `server` (an index into the configured list)."""
+    """The requests `[start, stop)` of this rank, which go to `server` (an index into the list of servers)."""
 
     server: int
     start: int
@@ -67,17 +71,18 @@ class ServerSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """`spans` cover this rank's requests in order; `quotas[i]` bounds its requests in flight on server `i`."""
+    """One rank's part. `spans` cover its requests in order. `quotas[i]`: max requests that it may have in flight on
+    server `i`."""
 
     spans: tuple[ServerSpan, ...]
     quotas: tuple[int, ...]
 
 
 def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num_ranks: int) -> int:
-    """Return the number of requests that one rank may have in flight over all servers: `floor(decode_batch_size * T /
-    W)`.
+    """Return the number of requests that one rank may have in flight on all servers together: `floor(decode_batch_size
+    * T / W)`, with T rollout GPUs and W ranks.
 
-    Raises ConfigError if that is zero: the cap cannot hold while every rank sends at least one request (R23).
+    Raises ConfigError if that is zero: then one request per rank would be more than `decode_batch_size` allows (R23).
     """
     total = sum(server_world_sizes)
     chunk = decode_batch_size * total // num_ranks
@@ -95,12 +100,12 @@ def chunk_size(*, decode_batch_size: int, server_world_sizes: Sequence[int], num
 def distribute(
     num_requests: int, *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> Distribution:
-    """Apply formula D4 for one rank and one call. A rank may always have one request in flight, even if servers were
-    lost and `chunk_size` would raise.
+    """Return one rank's spans and quotas by formula D4 (see the module). A rank may always have one request in flight,
+    even if servers were lost and `chunk_size` would raise.
 
-    Up to `chunk` requests are all in flight at once: requests that exceed this rank's quota on a server go to the
-    neighbouring servers. With more requests, the slots of a server whose quota is zero go to the next server with a
-    quota, in cyclic order. Only in this case can one server own two spans.
+    If the quotas have room for all requests, all are sent at once: requests above the quota of their server go to the
+    neighbouring servers. With more requests, those of a server whose quota is zero go to the next server with a quota,
+    in cyclic order. Only in this case can one server own two spans.
     """
     quotas = quotas_of(
         rank=rank, num_ranks=num_ranks, server_world_sizes=server_world_sizes, decode_batch_size=decode_batch_size
@@ -114,13 +119,13 @@ def distribute(
 def quotas_of(
     *, rank: int, num_ranks: int, server_world_sizes: Sequence[int], decode_batch_size: int
 ) -> tuple[int, ...]:
-    """Return this rank's quota on each server, as in `distribute`. The quota of a server of size 0 is 0."""
+    """Return this rank's quota on each server, in server order. A server of size 0 has quota 0."""
     chunk = max(1, decode_batch_size * sum(server_world_sizes) // num_ranks)
     return _slots(chunk, rank, num_ranks, server_world_sizes)
 
 
 def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -> tuple[int, ...]:
-    """Return how many of the rank's slots each server owns, in server order. The sum is `num_requests`."""
+    """Return how many of the rank's slots belong to each server, in server order. Their sum is `num_requests`."""
     num_slots, total = num_ranks * num_requests, sum(sizes)
     first, last = rank * num_requests, (rank + 1) * num_requests
     owned, edge = [], 0
@@ -131,7 +136,7 @@ def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -
 
 
 def _within(owned: Sequence[int], quotas: Sequence[int]) -> tuple[int, ...]:
-    """Return `owned` with each number cut to its quota. The excess goes to later servers, or else to earlier ones."""
+    """Return `owned` with no number above its quota. What is above goes to later servers, or else to earlier ones."""
     edges = [0, *accumulate(owned)]
     total = edges[-1]
     for i, quota in enumerate(quotas):
@@ -152,7 +157,8 @@ def _spans(numbers: Sequence[int]) -> tuple[ServerSpan, ...]:
 
 
 def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSpan, ...]:
-    """Return each span on the next server that has a quota; neighbours on one server become one span."""
+    """Return the spans, each moved to the next server with a quota (in cyclic order) if its own server has none.
+    Neighbouring spans of one server become one span."""
     moved: list[ServerSpan] = []
     for span in spans:
         server = next(i % len(quotas) for i in range(span.server, span.server + len(quotas)) if quotas[i % len(quotas)])
@@ -166,8 +172,8 @@ def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests `[start, stop)` of one HTTP call. `failed`: the requests failed once on the server that they wait for.
-    `suspect`: one of the requests made another server count as lost."""
+    """Requests `[start, stop)` of one HTTP call. `failed`: the requests have failed once on the server that they wait
+    for. `suspect`: another server was lost because one of these requests failed twice there."""
 
     start: int
     stop: int
@@ -185,7 +191,8 @@ class Batch:
 
 
 def halves(unanswered: Sequence[int], *, suspect: bool = False) -> list[Batch]:
-    """Return the batches to send after a failure; each has consecutive requests."""
+    """Return the batches in which the `unanswered` requests of a failed batch are sent again: at least two if there are
+    two requests. Each batch has consecutive requests."""
     middle = len(unanswered) // 2
     parts = (unanswered[:middle], unanswered[middle:])
     return [
@@ -204,10 +211,10 @@ def _runs(numbers: Sequence[int]) -> Iterator[range]:
 
 @dataclass(kw_only=True, slots=True)
 class _ServerQueue:
-    """One server's waiting batches, and the number of further requests that it may hold now (`free`)."""
+    """The batches that wait for one server."""
 
-    quota: int
-    free: int
+    quota: int  # max requests in flight
+    free: int  # number of further requests that may be sent now; negative after the quota has fallen
     waiting: deque[Batch] = field(default_factory=deque)
 
     @property
@@ -217,7 +224,8 @@ class _ServerQueue:
 
 @dataclass(kw_only=True, slots=True)
 class _Flight:
-    """A batch that was sent. `given_up`: its server was lost, and other servers answer its unanswered requests."""
+    """A batch that was sent. `given_up`: its server was lost, so its unanswered requests go to other servers, and late
+    answers of the lost server are ignored."""
 
     server: int
     batch: Batch
@@ -229,18 +237,19 @@ class _Flight:
 # returns when all requests have ended.
 Answered = Callable[[int, R], None]
 Send = Callable[[int, Batch, Answered[R]], Coroutine[object, None, None]]
-# `lose(server, error)` leaves a server out; returns all servers' new quotas. Raises `error` if the run can't go on.
+# `lose(server, error)` stops using a server and returns all servers' new quotas. Raises if the run can't go on.
 Lose = Callable[[int, ProjectError], Sequence[int]]
 
 
 def lose_none(server: int, error: ProjectError) -> Sequence[int]:
-    """Raises `error`: for runs that need every server."""
+    """Raises `error`. It is the `Lose` function of a run that needs every server."""
     raise error
 
 
 class Dispatcher(Generic[R]):
-    """Sends the batches of all spans; a batch never crosses a span's end. `on_answer(request, result)` is called when a
-    request ends, `on_split(requests, error)` before requests are sent again; both on the event loop of `run`."""
+    """Sends one rank's requests to the servers, in batches. A batch has requests of one span only. `on_answer(request,
+    result)` is called when a request ends, `on_split(requests, error)` before requests are sent again. Both are called
+    on the event loop of `run`."""
 
     def __init__(
         self,
@@ -256,19 +265,19 @@ class Dispatcher(Generic[R]):
             self._servers[span.server].waiting.append(Batch(start=span.start, stop=span.stop))
         self._send, self._on_answer, self._on_split, self._lose = send, on_answer, on_split, lose
         self._flying: dict[asyncio.Task[None], _Flight] = {}
-        self._given_up: list[asyncio.Task[None]] = []  # calls that were in flight on servers that are lost
+        self._given_up: list[asyncio.Task[None]] = []  # cancelled calls to servers that were lost
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Send all requests; return when every request is answered. Raises the first final error, after the calls in
-        flight were cancelled."""
+        """Send all requests; return when every request is answered. An error that no retry can mend cancels the calls
+        in flight, and is raised."""
         try:
             self._launch()
             while self._flying:
                 await self._changed.wait()
                 self._changed.clear()
                 for task in [task for task in self._flying if task.done()]:
-                    if task in self._flying:  # not given up because of another call's failure
+                    if task in self._flying:  # no other call of this loop has made its server count as lost
                         self._land(task)
                 self._launch()
             assert not any(server.waiting for server in self._servers), "requests wait, and no server takes them"
@@ -278,12 +287,13 @@ class Dispatcher(Generic[R]):
             await asyncio.gather(*self._flying, *self._given_up, return_exceptions=True)
 
     def _launch(self) -> None:
-        """Fill every server, first with its own requests, then with requests of the server where most wait."""
+        """Send requests until every quota is in use: first to each server the requests that wait for it, then also
+        requests that wait for the server with the longest queue."""
         for index, server in enumerate(self._servers):
             while batch := self._take(server, server.waiting):
                 self._start(index, batch)
         full = [server for server in self._servers if server.waiting]
-        if not full:  # the usual case after an answer: saves a comparison of hundreds of servers
+        if not full:  # the usual case after an answer; the loop below over hundreds of servers is then not needed
             return
         for index, server in enumerate(self._servers):
             while server.free > 0 and not server.waiting:
@@ -293,7 +303,8 @@ class Dispatcher(Generic[R]):
                 self._start(index, batch)
 
     def _take(self, server: _ServerQueue, waiting: deque[Batch]) -> Batch | None:
-        """Return the next batch of `waiting` to send to `server` now."""
+        """Remove the next batch for `server` from `waiting` and return it. None if none waits, or if the server is free
+        for fewer requests than a batch must have (REFILLS)."""
         size = min(server.free, len(waiting[0])) if waiting else 0
         if size <= 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):
             return None
@@ -309,7 +320,7 @@ class Dispatcher(Generic[R]):
         self._flying[task] = flight
 
     def _answered(self, flight: _Flight, request: int, result: R) -> None:
-        if flight.given_up:  # a cancelled call may still have had an answer
+        if flight.given_up:  # an answer may arrive before the cancelled call ends
             return
         flight.unanswered.remove(request)
         self._servers[flight.server].free += 1
@@ -327,7 +338,7 @@ class Dispatcher(Generic[R]):
             assert not flight.unanswered, "a batch ended without all of its answers"
 
     def _retry(self, flight: _Flight, error: ProjectError) -> None:
-        # No `Retry`: the requests join a queue again at once, in smaller batches or for another server.
+        # No `Retry` with pauses: the requests join a queue at once, in smaller batches or for another server.
         batch, unanswered = flight.batch, sorted(flight.unanswered)
         if isinstance(error, REQUEST_ERRORS) and not isinstance(error, LOST_ERRORS):
             raise error
@@ -344,7 +355,8 @@ class Dispatcher(Generic[R]):
             self._send_again(flight.server, halves(unanswered, suspect=batch.suspect), error)
 
     def _send_again(self, server: int, again: Sequence[Batch], error: ProjectError) -> None:
-        """Put the batches `again` in front of the server's queue. `again` is empty if every answer arrived."""
+        """Put the batches `again` at the front of the server's queue. `again` is empty if every answer had arrived
+        before the error."""
         if not again:
             return
         requests = [request for batch in again for request in range(batch.start, batch.stop)]
@@ -354,8 +366,8 @@ class Dispatcher(Generic[R]):
         self._servers[server].waiting.extendleft(reversed(again))
 
     def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:
-        """Go on without the server that failed `flight`. All requests of that server wait for other servers to take
-        them. Raises `error` if the run can't go on without this server."""
+        """Stop using the server that failed `flight`, and cancel its calls. Its unanswered requests stay in its queue,
+        from which other servers take them. `suspect`: `flight` failed twice. Raises if the run needs this server."""
         lost = flight.server
         for server, quota in zip(self._servers, self._lose(lost, error), strict=True):
             server.free += quota - server.quota

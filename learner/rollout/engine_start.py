@@ -1,13 +1,12 @@
-"""The start of a colocated engine: skips steps whose results the learner's process already has, and restores what vLLM
-changes in the process.
+"""Makes the start of a colocated engine faster, and restores what vLLM changes in the learner's process.
 
-In: vLLM, before its engine is made. Out: the engine starts without reading weights that the first sync overwrites
-(`unread_weights`), and starts no process to look at the model's class (`inspecting_here`).
+In: vLLM, before its engine is made. Out: an engine that has not read the weights that the first sync overwrites
+(`unread_weights`), and that has started no process to inspect the model's class (`inspecting_here`).
 
-Invariants: parameters are zero until the first sync. Memory that was only taken may hold NaNs, which would stay in the
-KV cache after the engine's warm-up. Buffers stay as the model made them. Nothing generates before a sync has written
-every parameter: `WeightLoad.finish` counts the parameters, and `ColocatedEngine.ver` is None until then. A version of
-vLLM without the functions that are replaced here starts too, but more slowly.
+Invariants: parameters are zero until the first sync, not uninitialised: that memory may hold NaNs, which the engine's
+warm-up would leave in the KV cache. Buffers keep the values that the model gave them. No answer is generated before a
+sync has written every parameter: `WeightLoad.finish` counts the parameters, and `ColocatedEngine.ver` is None until
+then. If a version of vLLM lacks the functions that are replaced here, the engine starts too, but more slowly.
 """
 
 from __future__ import annotations
@@ -30,21 +29,22 @@ if TYPE_CHECKING:
     from vllm.config import ModelConfig
 
 LOAD_FORMAT = "by_the_first_sync"
-# vLLM sets these variables for the whole process, to a folder of its compiled model, named after the engine's settings.
+# vLLM sets these variables for the whole process. The two folders are then those of vLLM's compiled model, and differ
+# for each engine's settings.
 COMPILER_VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS")
 
 
 @cache
 def unread_weights() -> str:
-    """Register a load format with vLLM, in this process, that reads no weights; return its name. Reading 8.9 GB took
-    1.4 s with the files in memory (H200)."""
+    """Register a load format with vLLM in this process, and return the format's name. It reads no weights and sets all
+    parameters to zero. Reading 8.9 GB takes 1.4 s with the files in memory (H200)."""
     from vllm.model_executor.model_loader import register_model_loader
     from vllm.model_executor.model_loader.base_loader import BaseModelLoader
 
     @register_model_loader(LOAD_FORMAT)
     class Zeros(BaseModelLoader):
         def download_model(self, model_config: ModelConfig) -> None:
-            """Do nothing: no file of the folder is needed."""
+            """Do nothing: no weights are read."""
 
         @torch.no_grad()
         def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
@@ -56,12 +56,13 @@ def unread_weights() -> str:
 
 @contextmanager
 def inspecting_here() -> Iterator[None]:
-    """Let vLLM inspect the model's class in this process, which needs the class anyway. vLLM would start another
-    process to leave CUDA untouched: 15 s with empty caches (0.26, H200). Here CUDA is in use already."""
+    """Let vLLM inspect the model's class in this process inside the block. Otherwise vLLM starts another process for
+    this, so that CUDA is not initialised, which takes 15 s with empty caches (vLLM 0.26, H200). Here CUDA is in use
+    already."""
     from vllm.model_executor.models import registry
 
     before = getattr(registry, "_run_in_subprocess", None)
-    if before is None:  # another version: the start only takes longer
+    if before is None:  # another version of vLLM: its start takes longer
         yield
         return
     registry._run_in_subprocess = lambda inspect: inspect()
@@ -73,7 +74,8 @@ def inspecting_here() -> Iterator[None]:
 
 @contextmanager
 def keeping_random_state(device: torch.device) -> Iterator[None]:
-    """Restore every random generator: vLLM seeds all of them at its start, and sometimes draws from torch's."""
+    """Restore the random generators of Python, NumPy and torch after the block. vLLM seeds all of them when it starts,
+    and may draw from torch's later."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -85,11 +87,12 @@ def keeping_random_state(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def keeping_compiler_variables() -> Iterator[None]:
-    """Restore COMPILER_VARIABLES. Otherwise the learner's compiled layers would go to the folder of vLLM's model, and a
-    run with other settings of the engine would compile them again.
+    """Restore COMPILER_VARIABLES after the block. Otherwise the learner's compiled layers would be stored in the folder
+    of vLLM's model, and a run with other engine settings would compile them again.
 
-    vLLM sets Triton's folder only when it compiles its model. A run that finds the model compiled looks for the other
-    kernels in this process's folder, so they are copied there: to compile them again took 11 s."""
+    Triton's kernels are copied from vLLM's folder to this process's folder. vLLM sets its own folder only when it
+    compiles its model. A later run that finds the model compiled looks for the other kernels in this process's folder,
+    and would need 11 s to compile them again."""
     before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     try:
         yield
@@ -106,7 +109,8 @@ def keeping_compiler_variables() -> Iterator[None]:
 
 
 def _copy_kernels(source: Path, folder: Path) -> None:
-    """Copy Triton's kernels, a folder each, that `folder` lacks. Other processes may read and add meanwhile."""
+    """Copy the Triton kernels (one folder each) that are in `source` and not in `folder`. Other processes may read and
+    write `folder` at the same time."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as scratch:
         for kernel in source.iterdir():
@@ -118,8 +122,8 @@ def _copy_kernels(source: Path, folder: Path) -> None:
 
 @contextmanager
 def all_told_by(name: str) -> Iterator[None]:
-    """Log all messages of the library `name` inside this block, because only vLLM's log has its times of loading,
-    compiling and capturing."""
+    """Log the messages of level INFO of the library `name` inside the block. Only vLLM's log says how long it loaded,
+    compiled and captured."""
     logger = logging.getLogger(name)
     level = logger.level
     logger.setLevel(logging.INFO)

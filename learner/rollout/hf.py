@@ -1,18 +1,19 @@
 """Rollouts by the training model itself: `rollout_backend: hf` (R02, R03, R11, R21, R29).
 
 In: samples of this rank. Out: one rollout per sample, in order, by the present weights. There is no server, no sync and
-no collective, so every rank generates for itself. A rollout's `ver` is the number of updates before it.
+no collective, so every rank generates for itself. A rollout's `ver` is the number of optimizer steps before it.
 
-Invariants: prompts are the encoder's token ids; at most `decode_batch_size` sequences are decoded at once, where a beam
-search has `num_beams` sequences for each sample; a rollout depends on its prompt and its seed, not on the other samples
-of its batch; afterwards, also after an error, the model has its old attention, training modes and generation settings.
-Weights, `requires_grad` and random generators are not touched. Must not run while another thread runs a forward pass.
+Invariants: prompts are the encoder's token ids; at most `decode_batch_size` sequences are decoded at once (a beam
+search decodes `num_beams` sequences for each sample); a rollout depends on its prompt and its seed, not on the other
+samples of its batch; afterwards, also after an error, the model has its old attention, training modes and generation
+settings. Weights, `requires_grad` and random generators are not touched. Rollouts must not be made while another thread
+runs a forward pass of the model.
 
 transformers samples all sequences from one global generator, and counts padding as repeated tokens. The logits
 processors here make a sequence depend on its own prompt and seed only. Their order is vLLM's: repetition penalty,
 temperature, top-k, top-p, draw.
 
-Shapes: B prompts, P tokens with padding, R running sequences (B, or B x beams), V entries of the vocabulary.
+Shapes: B prompts, P tokens of the longest prompt, V entries of the vocabulary.
 """
 
 from __future__ import annotations
@@ -59,14 +60,14 @@ from shared.errors import ConfigError, PromptTooLongError, RolloutError
 from shared.generation import FEWEST_REPEATED, MOST_REPEATED
 
 log = logging.getLogger("learner.rollout")
-NAME = "hf"  # call records have it in place of a server's URL
+NAME = "hf"  # the `base_url` of this backend's call records, which have no server
 
 
 def logits_processors(
     decoding: DecodingConfig, *, mode: str, attention_mask: torch.Tensor, seeds: Sequence[int]
 ) -> LogitsProcessorList:
-    """Return the processors by which `decoding` changes logits in `mode` (greedy, sample, beam). `attention_mask` `[B,
-    P]` is 0 at padding."""
+    """Return the processors that change the logits as `decoding` says. `mode`: "greedy", "sample" or "beam".
+    `attention_mask` `[B, P]` is 0 at padding."""
     processors = LogitsProcessorList()
     if decoding.repetition_penalty != 1.0:
         processors.append(RepetitionPenalty(decoding.repetition_penalty, attention_mask))
@@ -82,8 +83,8 @@ def logits_processors(
 
 
 class RepetitionPenalty(LogitsProcessor):
-    """Tokens of a sequence's own prompt and answer become less likely (CTRL, arXiv:1909.05858). Padding does not
-    count."""
+    """Makes tokens less likely that the sequence's prompt or answer contains (CTRL, arXiv:1909.05858). Padding does not
+    count as a token of the prompt."""
 
     def __init__(self, penalty: float, attention_mask: torch.Tensor) -> None:
         self._penalty, self._is_prompt = penalty, attention_mask.bool()
@@ -98,10 +99,11 @@ class RepetitionPenalty(LogitsProcessor):
 
 
 class SeededChoice(LogitsProcessor):
-    """Draws each sequence's token with a random number of the sequence, and masks all other tokens for greedy search.
+    """Draws the next token of each sequence, and gives all other tokens the score -inf, so that greedy search takes the
+    drawn one.
 
-    Random number i follows from the sequence's seed and i, on any device. The drawn token is the first one whose
-    cumulative probability exceeds the number.
+    The random number for token i depends only on the sequence's seed and i, not on the device. The drawn token is the
+    first one whose cumulative probability exceeds this number.
     """
 
     def __init__(self, seeds: Sequence[int], prompt_length: int, max_new_tokens: int) -> None:
@@ -109,10 +111,12 @@ class SeededChoice(LogitsProcessor):
         self._draws, self._prompt_length = torch.stack(draws), prompt_length  # [B, max_new_tokens], in [0, 1)
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
-        """Raises RolloutError if the model gives no distribution, because its weights are not finite."""
+        """Return scores that are 0 for the drawn token and -inf for all others. Raises RolloutError if the model's
+        logits are not finite."""
         self._draws = self._draws.to(scores.device, torch.float64)  # copied at the first token only
         draw = self._draws[:, input_ids.shape[1] - self._prompt_length, None]
-        cumulative = scores.double().softmax(-1).cumsum(-1)  # [B, V]; float64: a float32 sum is off by whole tokens
+        # [B, V], in float64: rounding errors of a float32 sum would exceed the probability of a rare token.
+        cumulative = scores.double().softmax(-1).cumsum(-1)
         total = cumulative[:, -1:]
         if not total.isfinite().all():
             raise RolloutError(
@@ -127,7 +131,7 @@ class SeededChoice(LogitsProcessor):
 
 
 class Repetitions(StoppingCriteria):
-    """Ends each sequence whose answer `repeats`."""
+    """Ends each sequence whose answer ends with `count` repetitions of the same tokens (see `repeats`)."""
 
     def __init__(self, count: int, prompt_length: int) -> None:
         self.count, self._prompt_length = count, prompt_length
@@ -138,7 +142,7 @@ class Repetitions(StoppingCriteria):
 
 
 class Pulse(StoppingCriteria):
-    """Reports from time to time how many tokens the answers have, because they take minutes on a CPU. Ends nothing."""
+    """Tells every TELL_S how many tokens the answers have: on a CPU they take minutes. It never ends a sequence."""
 
     def __init__(self, tell: Callable[[str], None], prompt_length: int, about: str) -> None:
         self._tell, self._prompt_length, self._about = tell, prompt_length, about
@@ -152,8 +156,8 @@ class Pulse(StoppingCriteria):
 
 
 def repeats(token_ids: Sequence[int], count: int) -> bool:
-    """Return True if an answer ends with `count` times the same FEWEST_REPEATED to MOST_REPEATED tokens, as vLLM's
-    `check_sequence_repetition` does."""
+    """Return True if an answer ends with the same tokens `count` times in a row, as vLLM's `check_sequence_repetition`
+    does. The repeated part has FEWEST_REPEATED to MOST_REPEATED tokens."""
     for size in range(FEWEST_REPEATED, min(MOST_REPEATED, len(token_ids) // count) + 1):
         tail = token_ids[-size * count :]
         if tail[size:] == tail[:-size]:
@@ -162,8 +166,9 @@ def repeats(token_ids: Sequence[int], count: int) -> bool:
 
 
 class ChosenLogprobs:
-    """Log-probabilities of the tokens that a search chooses, by the model's own logits. `raw` goes before all other
-    processors, `chosen` after them: greedy search takes the largest of the scores that it sees."""
+    """Collects the log-probabilities (nats) of the tokens that greedy search chooses, under the model's own logits. The
+    processor `raw` must run before all others: it keeps the logits. `chosen` must run after all others: the largest
+    score that it sees belongs to the token that is chosen."""
 
     def __init__(self) -> None:
         self._now = torch.empty(0)
@@ -181,8 +186,8 @@ class ChosenLogprobs:
         return LogitsProcessorList([self.raw, *processors, self.chosen])
 
     def of(self, lengths: Sequence[int]) -> list[tuple[float, ...]]:
-        """Return the log-probabilities of the first `lengths[b]` tokens of sequence b."""
-        # One copy from the device: reading each value by itself makes the host wait for the device each time.
+        """Return for each sequence b the log-probabilities of its first `lengths[b]` tokens."""
+        # All values are copied from the device at once: for each single value the host would wait for the device.
         of_steps = torch.stack(self._steps, dim=1).tolist()  # [B, steps]
         return [tuple(row[:length]) for row, length in zip(of_steps, lengths, strict=True)]
 
@@ -190,8 +195,9 @@ class ChosenLogprobs:
 def pad_left(
     prompts: Sequence[EncodedPrompt], *, pad_token_id: int, image_token_id: int | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """Return `input_ids` and `attention_mask` `[B, P]`. With images also the concatenated pixels of all prompts, their
-    grids, and the places of image tokens, from which the model makes multimodal positions without padding."""
+    """Return the inputs of `model.generate` for prompts padded on the left: `input_ids` and `attention_mask` `[B, P]`.
+    With images also the concatenated pixels of all prompts, their grids, and `mm_token_type_ids` `[B, P]`, which is 1
+    at image tokens; from it the model computes multimodal positions."""
     length = max(len(prompt.token_ids) for prompt in prompts)
     input_ids = torch.full((len(prompts), length), pad_token_id)
     attention_mask = torch.zeros_like(input_ids)
@@ -209,7 +215,7 @@ def pad_left(
 
 
 def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tuple[tuple[int, ...], int | None]:
-    """Return the new tokens before the first stop token, and the stop token; None if the sequence has no stop token."""
+    """Return the tokens before the first stop token, and that stop token (None if there is none)."""
     end = next((i for i, token_id in enumerate(token_ids) if token_id in stop_token_ids), None)
     if end is None:
         return tuple(token_ids), None
@@ -217,8 +223,8 @@ def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tu
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the tokens that end an answer, as for the rollout server: from the checkpoint's generation settings and
-    the tokenizer."""
+    """Return the ids of the tokens that end an answer: those of the checkpoint's generation settings and of the
+    tokenizer. A rollout server uses the same ids."""
     listed = model.generation_config.eos_token_id
     ids = {listed} if isinstance(listed, int) else set(listed or ())
     return tuple(sorted(ids | {tokenizer.eos_token_id}))
@@ -226,17 +232,17 @@ def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -
 
 @contextmanager
 def generating(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, `model.generate` takes left-padded batches, with a key-value cache, no dropout and no gradients, and uses
-    only the settings of its caller. Outside, the language model attends to packed rows only."""
-    settings = model.config.get_text_config()  # the vision tower's attention is kept, because it works for both
+    """Let `model.generate` take left-padded batches inside the block, with a key-value cache, without dropout and
+    gradients, and with only the settings of its caller. Outside the block the language model takes packed rows only."""
+    settings = model.config.get_text_config()  # the vision tower's attention need not change
     attention, defaults = settings._attn_implementation, model.generation_config
     modes = [(module, module.training) for module in model.modules()]
     try:
         settings._attn_implementation = "sdpa"
-        # Without this, settings that the caller of `generate` does not give, such as the temperature, would be the
-        # checkpoint's.
+        # Otherwise `generate` would take settings that its caller leaves out, such as the temperature, from the
+        # checkpoint.
         model.generation_config = GenerationConfig()
-        model.eval()  # gradient checkpointing, too, needs training mode
+        model.eval()  # this switches off dropout, and gradient checkpointing too
         with torch.no_grad(), uncompiled():
             yield
     finally:
@@ -247,7 +253,8 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
 
 
 def samples_at_once(config: RolloutMatchingConfig, mode: str) -> int:
-    """Return the number of samples that `decode_batch_size` sequences can answer. Raises ConfigError if it is 0."""
+    """Return how many samples can be answered at once with `decode_batch_size` sequences: a beam search needs
+    `num_beams` sequences per sample. Raises ConfigError if the number is 0."""
     num_beams = config.decoding.num_beams if mode == "beam" else 1
     if config.decode_batch_size < num_beams:
         raise ConfigError(
@@ -260,7 +267,8 @@ def samples_at_once(config: RolloutMatchingConfig, mode: str) -> int:
 
 
 class HfBackend(RolloutBackend):
-    """`on_call` gets the record of every `generate_window`, also of one that failed."""
+    """Makes rollouts with the policy's own model, by transformers' `generate`. `on_call` gets the record of every
+    `generate_window`, also if it failed."""
 
     def __init__(
         self,
@@ -273,8 +281,8 @@ class HfBackend(RolloutBackend):
         tell: Callable[[str], None] = lambda _: None,
     ) -> None:
         """Raises ConfigError if the model cannot generate, or has no room for a prompt. `logprobs`: rollouts have
-        log-probabilities, except after beam search. Greedy rollouts always have them, because an evaluation scores its
-        boxes with them. `tell` gets a line every TELL_S while answers are written."""
+        log-probabilities, except after beam search. Greedy rollouts always have them, because an evaluation computes
+        the scores of its boxes from them. `tell` gets a line every TELL_S while answers are written."""
         self.config, self.chunk = config, samples_at_once(config, config.decoding.mode)
         self._policy, self._run_seed, self._on_call, self._logprobs = policy, run_seed, on_call, logprobs
         self.tell = tell
@@ -291,8 +299,8 @@ class HfBackend(RolloutBackend):
         greedy: bool = False,
         temperature: float | None = None,
     ) -> list[list[Rollout]]:
-        """See `RolloutBackend`. Raises PromptTooLongError before anything is generated, RolloutError if memory is too
-        small."""
+        """Return the window's rollouts (see `RolloutBackend`). Raises PromptTooLongError before anything is generated,
+        RolloutError if memory is too small."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         if not asked.samples:
             return [[] for _ in window]
@@ -356,10 +364,10 @@ class HfBackend(RolloutBackend):
         with_logprobs: bool,
         about: str,
     ) -> list[tuple[tuple[int, ...], int | None, tuple[float, ...] | None]]:
-        """Return responses, stop tokens and log-probabilities of one batch. Raises RolloutError if memory is too
-        small."""
+        """Return one batch's answers: (response token ids, stop token id or None, log-probabilities in nats or None).
+        Raises RolloutError if memory is too small."""
         policy = self._policy
-        pad_token_id = self._stop_ids[0]  # fills the places after an answer's end, which nothing reads
+        pad_token_id = self._stop_ids[0]  # after an answer's end, where no value is read
         try:
             inputs = pad_left(
                 prompts,
@@ -396,7 +404,7 @@ class HfBackend(RolloutBackend):
             raise self._out_of_memory(len(prompts), error) from error
         new = output[:, inputs["input_ids"].shape[1] :].tolist()
         answers = [read_answer(token_ids, self._stop_ids) for token_ids in new]
-        if stops is not None:  # the padding after a repeating answer looks like a stop token
+        if stops is not None:  # the padding after an answer that repeats looks like a stop token
             answers = [(ids, None if repeats(ids, stops.count) else stop) for ids, stop in answers]
         lengths = [len(response) + (stop is not None) for response, stop in answers]
         logprobs = chosen.of(lengths) if chosen is not None else [None] * len(answers)

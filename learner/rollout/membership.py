@@ -1,14 +1,15 @@
 """The rollout servers of a run, which of them serve, and the weights that they serve (D15, R40). Pure.
 
 A `Membership` is immutable: each method returns a new one. Only rank 0 decides on a new membership. All ranks adopt it
-in an agreement, at the end of each step and of each sync (`learner.sync.members`). Distribution, sync and records read
-the membership. If a server fails a rank, the rank stops using it at once, and reports it at the next agreement.
+in an agreement, at the end of each step and of each sync (`learner.sync.members`). If a server fails a rank, the rank
+stops using it at once, and reports it at the next agreement.
 
-    added --> out --> serving --> out        out: left out, waits until it is ready again
-                  \\          \\--> draining    draining: taken out by the user; gone after the next sync
+A server has one of three states:
+    serving     it answers requests. Every serving server has got the weights `served` in a completed sync
+    out         it is new, or it has failed. It gets no requests, and may serve after the next completed sync to it
+    draining    it served and was removed. It gets no requests, and is gone after the next sync
 
-Invariants: a server serves only after a completed sync to it; every serving server has the weights `served`; a server
-that is left out or removed gets no new request; `number` rises with every change.
+Invariant: `number` rises with every change.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MIN_SERVERS = "custom.extra.rollout_matching.vllm.server.min_servers"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Member:
-    """One server. `since_s` (Unix seconds) and `because` belong to its state."""
+    """One server. `since_s`: when its state began (Unix seconds). `because`: why it has this state."""
 
     base_url: str
     group_port: int
@@ -37,13 +38,13 @@ class Member:
     since_s: float = 0.0
     because: str = ""
     failures: int = 0  # failures in a row, without a completed sync between them
-    is_new: bool = False  # added while the run goes on, and has not served yet
+    is_new: bool = False  # it was added to a running run, and has not served yet
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Membership:
-    """`members` are in the order in which they were named. `min_servers`: the run ends if fewer serve; `all`: it ends
-    when the first server fails."""
+    """The servers of a run. `members` are in the order in which they were named. `min_servers`: the run ends if fewer
+    serve; "all": the run ends when the first server fails. `number` counts the changes."""
 
     members: tuple[Member, ...]
     min_servers: MinServers = 1
@@ -62,7 +63,7 @@ class Membership:
     def wanted(self) -> int:
         """The number of servers that must serve."""
         if self.min_servers == "all":
-            # A server that was added and has never served does not count.
+            # A server that was added to the running run does not count before it has served.
             return len(self.serving) + sum(not member.is_new for member in self.out)
         return self.min_servers
 
@@ -79,21 +80,23 @@ class Membership:
         return next((member for member in self.members if member.base_url == base_url), None)
 
     def leave_out(self, base_url: str, because: str, *, now_s: float) -> Membership:
-        """Return the membership with a failed server out. Nothing changes if it is not serving."""
+        """Return the membership in which a failed server is out. Nothing changes if the server is not serving."""
         member = self.get(base_url)
         if member is None or member.state != "serving":
             return self
         return self._with(replace(member, state="out", because=because, since_s=now_s, failures=member.failures + 1))
 
     def refuse(self, base_url: str, because: str, *, now_s: float) -> Membership:
-        """Return the membership with one more failure of a server that is out and could not join."""
+        """Return the membership with one more failure of a server that is out: it could not join the last sync. Nothing
+        changes if the server is not out."""
         member = self.get(base_url)
         if member is None or member.state != "out":
             return self
         return self._with(replace(member, because=because, failures=member.failures + 1))
 
     def explain(self, base_url: str, because: str) -> Membership:
-        """Return the membership with the reason why a server that is out answers, but cannot serve."""
+        """Return the membership with a new reason (`because`) of a server that is out: it answers, but cannot serve.
+        Nothing changes if the server is not out."""
         member = self.get(base_url)
         if member is None or member.state != "out" or member.because == because:
             return self
@@ -106,8 +109,8 @@ class Membership:
         return replace(self, members=tuple(members))
 
     def synced(self, base_urls: Collection[str], served: ServedWeights, *, now_s: float) -> Membership:
-        """Return the membership after a completed sync to `base_urls`: these serve, draining servers are gone, the
-        others are out."""
+        """Return the membership after a completed sync to `base_urls`: these servers serve, draining servers are gone,
+        and all others are out."""
         members = []
         for member in self.members:
             if member.state == "draining":
@@ -122,7 +125,8 @@ class Membership:
         return replace(self, members=tuple(members), served=served, number=self.number + changed)
 
     def add(self, base_url: str, group_port: int, *, now_s: float) -> Membership:
-        """Return the membership with a new or returning server. The server is out until it completes a sync."""
+        """Return the membership with a server that is new, or that was draining. It is out until its first completed
+        sync. Nothing changes if the server is a member already."""
         if (known := self.get(base_url)) is not None and known.state != "draining":
             return self
         member = Member(
@@ -137,7 +141,8 @@ class Membership:
         return replace(self, members=(*kept, member), number=self.number + 1)
 
     def remove(self, base_url: str, *, now_s: float) -> Membership:
-        """Return the membership without a server: a serving one drains until the next sync, one that is out is gone."""
+        """Return the membership after a user's or list's request to remove a server: a serving server becomes draining,
+        a server that is out is gone."""
         member = self.get(base_url)
         if member is None or member.state == "draining":
             return self
@@ -157,7 +162,8 @@ class Membership:
         )
 
     def changes_since(self, before: Membership) -> list[ServerChange]:
-        """Return what happened between two agreements."""
+        """Return the servers that were added, lost, refused or removed, or that joined, since the membership
+        `before`."""
         old = {member.base_url: member.state for member in before.members}
         said = {member.base_url: member.because for member in before.out}
         found = [
@@ -187,6 +193,6 @@ _WHAT: dict[tuple[State | None, State], ServerEvent] = {
     ("out", "serving"): "joined",
     ("draining", "serving"): "joined",
     ("serving", "out"): "lost",
-    ("out", "out"): "refused",  # no change if the reason is the same as before
+    ("out", "out"): "refused",  # reported only if the reason is a new one
     ("serving", "draining"): "removed",
 }

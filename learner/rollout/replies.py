@@ -1,8 +1,8 @@
 """Reads a rollout server's reply: a wire model, the server's own error, or the answers of one `/infer/` call.
 
-In: the bytes or the stream of a reply. Out: models of `shared/wire.py`, or an error of the project's tree that names
-the server. Invariants: each request of a call is answered once, in one of the two forms of the answer; the server's
-own error text reaches the caller; without such a text, the HTTP status decides which error is raised.
+In: the bytes or the stream of a reply. Out: models of `shared/wire.py`, or a `ProjectError` that names the server.
+Invariants: each request of an `/infer/` call is answered once, in a list at the end or in a line as soon as it ends;
+the server's own error text reaches the caller; without such a text, the HTTP status decides which error is raised.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ from shared.waits import awake_s
 from shared.wire import NDJSON, TOKEN_VARIABLE, AnswerLine, ErrorBody, RolloutOutput
 
 T = TypeVar("T")
-RETRY_AFTER_S = 1.0  # pause before the next call of a busy server that sends no Retry-After
-# Without infer_timeout_s, these constants set the deadline of an /infer/ call (D16).
+RETRY_AFTER_S = 1.0  # seconds before a call is repeated, if the busy server sent no Retry-After
+# Without infer_timeout_s, these constants set the deadline of an /infer/ call (D16), see `Pace.deadline_s`.
 MAX_INFER_S = 600.0
-MIN_INFER_S = 120.0  # a weight update or a compilation may hold up one call
-PACE_CALLS = 32
-PACE_MARGIN = 4.0
+MIN_INFER_S = 120.0  # a weight update or a compilation may delay one call so much
+PACE_CALLS = 32  # number of last calls whose paces are kept
+PACE_MARGIN = 4.0  # factor on the seconds that the slowest of these paces gives
 
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 
 
 def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str) -> T:
-    """Read the body as its wire model. Raises RolloutError, which names the server and the first wrong field."""
+    """Return the JSON body `content` as the adapter's wire model. Raises RolloutError if it does not fit; the error
+    names the server and the first wrong field."""
     try:
         return adapter.validate_json(content)
     except ValidationError as error:
@@ -50,8 +51,8 @@ def read_reply(content: bytes, adapter: TypeAdapter[T], base_url: str, path: str
 
 
 def error_of(response: httpx.Response, base_url: str) -> ProjectError:
-    """Return the server's own error with its URL in front. If the body is not an `ErrorBody`, the HTTP status decides
-    which error is returned."""
+    """Return the error in the body of a failed call, with the server's URL in front. If the body is no `ErrorBody`, the
+    HTTP status decides which error is returned."""
     try:
         return from_server(ErrorBody.model_validate_json(response.content), base_url)
     except ValidationError:
@@ -64,7 +65,7 @@ def from_server(body: ErrorBody, base_url: str) -> ProjectError:
 
 
 def retry_after_s(response: httpx.Response) -> float:
-    """Return the seconds that the server asks to wait (`Retry-After`)."""
+    """Return the seconds to wait before the next call: the server's `Retry-After`, or RETRY_AFTER_S without one."""
     try:
         return max(0.01, float(response.headers.get("Retry-After", RETRY_AFTER_S)))
     except ValueError:
@@ -88,25 +89,27 @@ def _error_by_status(response: httpx.Response, base_url: str) -> ProjectError:
 
 
 class Pace:
-    """The pace at which a server has answered: tokens per second of the longest answer in each of the last calls."""
+    """How fast a server answers: for each of the last PACE_CALLS calls, tokens per second of its longest answer."""
 
     def __init__(self) -> None:
         self._rates: deque[float] = deque(maxlen=PACE_CALLS)
 
     def saw(self, num_tokens: int, seconds: float) -> None:
-        """Note a call that was answered in `seconds`; its longest answer has `num_tokens`."""
+        """Note one call: its longest answer has `num_tokens` and arrived `seconds` after the call was sent."""
         self._rates.append(max(1, num_tokens) / max(1e-6, seconds))
 
     def deadline_s(self, max_new_tokens: int | None) -> float:
-        """Return `PACE_MARGIN` times the seconds for `max_new_tokens` at the pace of the slowest of the last calls,
-        within MIN_INFER_S and MAX_INFER_S. Before the first answer, or if answers have no limit: MAX_INFER_S."""
+        """Return the deadline of an `/infer/` call in seconds: PACE_MARGIN times what `max_new_tokens` take at the
+        slowest of the last paces, but at least MIN_INFER_S and at most MAX_INFER_S. Before the first answer, or without
+        `max_new_tokens`, it is MAX_INFER_S."""
         if not self._rates or max_new_tokens is None:
             return MAX_INFER_S
         return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))
 
 
 class Answers:
-    """The answers of one `/infer/` call. Hands each answer on when it arrives, and measures the server's pace."""
+    """The answers of one `/infer/` call with `number` requests. Calls `on_answer(index of the request, output)` when an
+    answer arrives, and notes the longest answer for `Pace`."""
 
     def __init__(self, base_url: str, number: int, on_answer: Callable[[int, RolloutOutput], None]) -> None:
         self.number, self.sent_at = number, 0.0
@@ -132,7 +135,7 @@ class Answers:
             self._take(i, output)
 
     def check_complete(self) -> None:
-        """Raises RolloutError if the reply ended before its last answer."""
+        """Raises RolloutError if a request has no answer yet."""
         if self._missing:
             raise self._incomplete(self.number - len(self._missing))
 
@@ -165,8 +168,8 @@ class Answers:
 
 
 async def _lines(response: httpx.Response) -> AsyncIterator[bytes]:
-    """Yield the body's lines. httpx's own `aiter_lines` also splits at separators that may stand inside of JSON
-    strings."""
+    """Yield the lines of the body, which end with "\\n". httpx's own `aiter_lines` also splits at other characters,
+    which JSON strings may contain."""
     rest = b""
     async for content in response.aiter_bytes():
         *lines, rest = (rest + content).split(b"\n")

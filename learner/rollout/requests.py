@@ -1,7 +1,7 @@
-"""Samples as the server's requests, and its answers as rollouts (R03, R10, R11, R13).
+"""Turns samples into a rollout server's requests, and the server's answers into rollouts (R03, R10, R11, R13).
 
-Every request gets a random uuid when it is built, and keeps it through retries, so that a server which has answered
-the request gives the same answer again.
+Every request gets a random uuid when it is built. A retry has the same uuid, so that a server which has answered the
+request already gives the same answer again.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ DECODING = "custom.extra.rollout_matching.decoding"
 
 
 def sent_pictures(samples: Sequence[Sample], images: Images) -> dict[int, list[str]]:
-    """Return the pictures that servers get instead of the images of augmented samples, by `id(sample)`. Threads make
-    the pictures, each picture once. Raises DataError for a photograph that can't be read."""
+    """Return the images of augmented samples as servers get them, by `id(sample)`: altered, and encoded as strings.
+    Each sample's images are made once, on several threads. Raises DataError for a photograph that can't be read."""
     augmented = {id(sample): sample for sample in samples if sample.view is not None}
     with ThreadPoolExecutor(_THREADS) as pool:
         return dict(zip(augmented, pool.map(lambda one: _sent(one, images), augmented.values()), strict=True))
@@ -47,7 +47,8 @@ def infer_request(
     sample: Sample, images: Sequence[str] | None = None, *, seed: int | None = None, pixels: bool = False
 ) -> RolloutInferRequest:
     """Return the sample as ms-swift's `RolloutInferRequest`: its messages without the answer, images as strings.
-    `images` come from `sent_pictures`; None: the sample's own. `pixels`: asks for the vision tower's input.
+    `images` come from `sent_pictures`; None: the sample's own. `pixels`: the answer must have digests of the processed
+    images.
 
     Raises DataError if a message is no `Message` of shared/wire.py.
     """
@@ -65,15 +66,16 @@ def infer_request(
 
 
 def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
-    """Return True if all rollouts of a sample in a step ask for their pixels, False if no rollout does. A hash of step
-    and sample chooses the part `share` of the samples, other samples in every step."""
+    """Return True if the sample's requests of this step ask for digests of the processed images. That is so for the
+    part `share` of the samples with images. A hash of step and sample chooses them, so the choice changes at every
+    step."""
     digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
     return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64
 
 
 def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: bool = False) -> RequestConfig:
-    """Return the decoding settings, without a seed; `greedy` overrides the configuration (evaluation). `logprobs`
-    asks for log-probabilities of the answer's tokens.
+    """Return `decoding` as the settings of a request, without a seed. `greedy`: decode greedily, whatever `decoding`
+    says (for evaluations). `logprobs`: ask for the log-probabilities of the answer's tokens.
 
     Raises ConfigError if vLLM does not have the mode.
     """
@@ -105,9 +107,9 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 
 class Decodings:
-    """The decoding of a run's requests: as configured, greedily, or drawn at another temperature. `logprobs`: requests
-    that are decoded as configured ask for log-probabilities. Other requests always ask for them, because
-    log-probabilities score boxes.
+    """The decoding settings of a run's requests: as configured, greedy, or drawn at another temperature. `logprobs`:
+    requests with the configured settings ask for log-probabilities. Requests with other settings always do, because the
+    scores of their boxes are computed from log-probabilities.
 
     Raises ConfigError if vLLM does not have the configured mode."""
 
@@ -119,7 +121,7 @@ class Decodings:
         }
 
     def of(self, *, greedy: bool = False, temperature: float | None = None) -> RequestConfig:
-        """See `RolloutBackend.generate_window`."""
+        """Return the settings for `greedy` or `temperature`, as `RolloutBackend.generate_window` explains them."""
         if temperature is None:
             return self._known[greedy]
         return request_config(drawn_at(temperature, self._decoding), logprobs=True)
@@ -135,11 +137,11 @@ def read_rollout(
     base_url: str,
     logprobs: bool = False,
 ) -> Rollout:
-    """Return the rollout of one request. `seed`: the request's seed. `logprobs`: the request asked for
-    log-probabilities.
+    """Return one request's rollout. `seed`: the request's seed. `served`: the weights that must have answered; None:
+    any may. `logprobs`: the request asked for log-probabilities.
 
-    Raises RolloutError if place, seed or content is wrong, ServerMismatchError if the answer is not by the weights of
-    the last sync (R10).
+    Raises RolloutError if the answer's uuid, seed or content is wrong, ServerMismatchError if other weights than
+    `served` have answered (R10).
     """
     infos = output.rollout_infos
     if infos.uuid != request_uuid:
@@ -171,7 +173,8 @@ def read_rollout(
 
 
 def _logprobs(output: RolloutOutput, choice: Choice, base_url: str) -> tuple[float, ...]:
-    """Return the log-probabilities of the response's tokens and of the stop token. Raises RolloutError."""
+    """Return the log-probabilities of the response's tokens, and of the stop token if there is one. Raises RolloutError
+    if their number is wrong."""
     stop = () if choice.stop_logprob is None else (choice.stop_logprob,)
     logprobs = (*(output.rollout_logprobs or [[]])[0], *stop)
     wanted = len(output.response_token_ids) + (choice.stop_token_id is not None)

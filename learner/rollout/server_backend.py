@@ -1,13 +1,15 @@
 """Rollouts from servers that are already running: `RolloutBackend` over all of them (R05-R07, R10-R16, R21, R23, R30).
 
-In: samples of this rank. Out: one rollout per sample, as each ends (`stream`) or all in order (`generate_window`), by
-one weight version. Invariants: `connect` checks the servers and asks their world sizes, once; a request's seed depends
-only on its index over all ranks; the quotas of `distribution.py` hold through refills and retries; no sample is
-skipped: an error ends the call. At most one window of rollouts is in memory. A server that fails is left out from then
-on, if `min_servers` allows it (D15), and its unanswered requests go to the other servers. Other ranks learn of the
-failure at the next agreement. Until then a server may exceed its cap by the requests that this rank moves to it.
+In: samples of this rank. Out: one rollout per sample, as each ends (`stream`) or all in order (`generate_window`), all
+by one version of the weights. Invariants: `connect` checks the servers and asks their world sizes, once; a request's
+seed depends only on its index over all ranks; a server never has more requests than its quota (`distribution.py`), also
+when requests are sent again; no sample is skipped: an error ends the call. At most one window of rollouts is in memory.
 
-All clients of a process live on one asyncio event loop in a thread of its own (`LoopThread`), so rollouts and the
+If a server fails and `min_servers` allows it, this rank stops using the server, and sends the unanswered requests to
+the other servers (D15). Other ranks learn of the failure at the next agreement. Until then the other servers may have
+more requests than `decode_batch_size` allows, by those that this rank has moved.
+
+All clients of a process use one asyncio event loop, which has a thread of its own (`LoopThread`). So rollouts and the
 weight sync may be called from any thread.
 """
 
@@ -63,23 +65,23 @@ from shared.wire import (
 T = TypeVar("T")
 log = logging.getLogger("learner.rollout")
 
-CLOSE_S = 10.0
+CLOSE_S = 10.0  # max seconds to close the connections, and then max seconds to end the loop's thread
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _StreamJob:
-    """The parts that stay the same during one `stream`."""
+    """What one `stream` generates: its requests, their decoding, and the servers that may answer."""
 
     asked: Requests
     requests: Sequence[RolloutInferRequest]  # the requests of `asked` as they are sent
     config: RequestConfig
     record: RolloutCallLog
     members: Sequence[Member]  # servers that served when the stream began
-    served: ServedWeights | None
+    served: ServedWeights | None  # the weights that must answer; None: before the first sync, not checked
 
 
 class _Rollouts(RolloutStream):
-    """The servers' answers to one job. The event loop's thread adds them, the iterating thread takes them."""
+    """The stream of one job's rollouts. The event loop's thread adds each rollout, the iterating thread takes it."""
 
     def __init__(
         self, begin: Callable[[Answered[Rollout]], Future[None]], record: Callable[[], AbstractContextManager[object]]
@@ -104,10 +106,11 @@ class _Rollouts(RolloutStream):
 
 
 class ServerBackend(RolloutBackend):
-    """`token`: the bearer token. `vocab_size`: the learner's vocabulary size, which every server must have.
-    `pixel_share`: share of the samples whose learned rollouts ask for pixels. `images` reads the photographs of
-    augmented pictures. `on_call` gets the record of every `stream`, in the thread that iterated it. `membership` has
-    the servers that the ranks agreed on, and the weights that must answer; the weight sync sets it."""
+    """Makes rollouts with the run's rollout servers. `token`: the bearer token. `vocab_size`: the learner's vocabulary
+    size, which every server must have. `pixel_share`: share of the samples whose learned rollouts get digests of their
+    processed images. `images` reads photographs that are augmented. `on_call` gets the record of every `stream`, in the
+    thread that iterated it. The attribute `membership` has the servers that the ranks agreed on, and the weights that
+    must answer; the weight sync sets it."""
 
     def __init__(
         self,
@@ -123,7 +126,7 @@ class ServerBackend(RolloutBackend):
         images: Images | None = None,
         on_call: Callable[[RolloutCallLog], None] | None = None,
     ) -> None:
-        self.tell: Callable[[str], None] = lambda _: None  # gets a line every TELL_S while greedy rollouts are made
+        self.tell: Callable[[str], None] = lambda _: None  # gets a line of progress every TELL_S of an evaluation
         self._images = images or Images(ImageRules())
         server = config.vllm.server
         entries: tuple[ServerEntry, ...] = tuple(server.servers or ())
@@ -143,7 +146,7 @@ class ServerBackend(RolloutBackend):
             min_servers=server.min_servers,
         )
         self._lost: dict[str, str] = {}  # servers that failed this rank since the last agreement, and why
-        self._lock = threading.Lock()  # guards membership and lost servers, which the threads of rollouts use too
+        self._lock = threading.Lock()  # guards `membership`, `_lost` and `_clients`, which several threads use
         self._token, self._vocab_size, self._on_call = token, vocab_size, on_call
         self._clients: dict[str, ServerClient] = {}
         self._run_seed, self._rank, self._num_ranks = run_seed, rank, num_ranks
@@ -151,9 +154,11 @@ class ServerBackend(RolloutBackend):
         self._decoding = Decodings(config.decoding, logprobs=logprobs)
 
     def connect(self) -> tuple[ServerStatus, ...]:
-        """Wait until every server is healthy (at most `timeout_s`), check it, and ask its world size.
+        """Wait until every server is healthy (at most `timeout_s`), check it, and ask its world size. Return the
+        servers' states, in order.
 
-        Raises ServerUnreachableError, ServerMismatchError (protocol, vocabulary), ConfigError (caps, lengths).
+        Raises ServerUnreachableError, ServerMismatchError if a server has another protocol or vocabulary, ConfigError
+        if `decode_batch_size` is too small for the ranks, or `max_new_tokens` too large for a server.
         """
         members = self.membership.serving
         statuses = self.statuses()
@@ -181,16 +186,16 @@ class ServerBackend(RolloutBackend):
 
     @property
     def clients(self) -> tuple[ServerClient, ...]:
-        """The clients of the serving servers."""
+        """The clients of the servers that serve, in order."""
         return tuple(self.client(member.base_url) for member in self.membership.serving)
 
     @property
     def world_sizes(self) -> tuple[int, ...]:
-        """The world sizes of the serving servers."""
+        """The world sizes of the servers that serve, in order: the number of GPUs of each."""
         return tuple(member.world_size for member in self.membership.serving)
 
     def client(self, base_url: str) -> ServerClient:
-        """Return the one client of a server."""
+        """Return the client of the server at `base_url`; the first call makes it."""
         with self._lock:
             if base_url not in self._clients:
                 self._clients[base_url] = ServerClient(base_url, timeouts=self.timeouts, token=self._token)
@@ -199,13 +204,14 @@ class ServerBackend(RolloutBackend):
     # ---- who serves ------------------------------------------------------------------------------------------------
 
     def usable(self) -> Membership:
-        """Return what the ranks agreed on, without the servers that have failed this rank since."""
+        """Return the membership that the ranks agreed on, but with servers that have failed this rank since left
+        out."""
         with self._lock:
             return self._without_lost()
 
     def lose(self, base_url: str, error: ProjectError) -> Membership:
-        """Leave a server out on this rank from now on. If too few servers are left, raises `error`, or a ServerError
-        that says how many are missing. Any thread may call this."""
+        """Stop using a server on this rank, and return the membership without it. Raises `error` if the run needs every
+        server, and a ServerError if fewer than `min_servers` would serve. Any thread may call this."""
         with self._lock:
             before = self._without_lost()
             if before.min_servers == "all" or len(before.members) == 1:
@@ -218,12 +224,13 @@ class ServerBackend(RolloutBackend):
         return left
 
     def lost(self) -> dict[str, str]:
-        """Return the servers that have failed this rank since the last agreement, and why."""
+        """Return the servers that have failed this rank since the last agreement: URL -> reason."""
         with self._lock:
             return dict(self._lost)
 
     def adopt(self, membership: Membership, *, told: Collection[str] = ()) -> None:
-        """Take over the membership that the ranks agreed on; `told`: lost servers that this rank reported before."""
+        """Use the membership that the ranks agreed on. `told`: URLs of lost servers that this rank had reported to the
+        other ranks; the new membership takes them into account."""
         with self._lock:
             self.membership = membership
             for base_url in told:
@@ -249,11 +256,12 @@ class ServerBackend(RolloutBackend):
         greedy: bool = False,
         temperature: float | None = None,
     ) -> list[list[Rollout]]:
-        """See `RolloutBackend`: all of `stream`, in order. Without samples nothing is sent."""
+        """Return the rollouts of `stream`, in order (see `RolloutBackend`). Without samples nothing is sent."""
         if not any(step.samples for step in window):
             return [[] for _ in window]
         how = self._decoding.of(greedy=greedy, temperature=temperature)
-        share = self._pixel_share if not greedy and temperature is None else 0.0  # other rollouts are not learned
+        # Processed images are compared for learned rollouts only.
+        share = self._pixel_share if not greedy and temperature is None else 0.0
         rollouts = self._stream(window, how, global_step=global_step, share=share)
         try:
             ended = dict(self._telling(rollouts, sum(len(step.samples) for step in window)) if greedy else rollouts)
@@ -262,7 +270,7 @@ class ServerBackend(RolloutBackend):
         return split_window(window, [ended[i] for i in range(len(ended))])
 
     def _telling(self, rollouts: RolloutStream, number: int) -> Iterator[tuple[int, Rollout]]:
-        """Yield the stream's rollouts. An evaluation takes minutes: say every TELL_S how many answers have ended."""
+        """Yield the stream's rollouts, and tell every TELL_S how many of the `number` rollouts have ended."""
         told_s = time.monotonic()
         for count, ended in enumerate(rollouts, 1):
             if time.monotonic() - told_s > TELL_S:
@@ -271,14 +279,15 @@ class ServerBackend(RolloutBackend):
             yield ended
 
     def stream(self, window: Sequence[MicroStep], *, global_step: int, greedy: bool = False) -> RolloutStream:
-        """See `RolloutBackend`. Ranks may bring different numbers of samples, at different times."""
+        """Begin the window's rollouts (see `RolloutBackend`). Ranks need not call this together, nor with the same
+        number of samples."""
         share = 0.0 if greedy else self._pixel_share
         return self._stream(window, self._decoding.of(greedy=greedy), global_step=global_step, share=share)
 
     def _stream(
         self, window: Sequence[MicroStep], how: RequestConfig, *, global_step: int, share: float
     ) -> RolloutStream:
-        """Begin a stream. `share` is the part of the samples whose requests ask for their pixels."""
+        """Begin a stream. `share`: share of the samples whose requests ask for digests of the processed images."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()
@@ -310,7 +319,8 @@ class ServerBackend(RolloutBackend):
             self.loop.close(CLOSE_S)
 
     async def look(self, client: ServerClient, limit_s: float | None = None) -> ServerStatus:
-        """Wait at most `limit_s` until a server is healthy; check its status and return it."""
+        """Wait until a server is healthy, for at most `limit_s` (None: `timeout_s`). Check its status and return it.
+        Raises as `connect` does."""
         await client.wait_healthy(limit_s)
         status = await client.status()
         self._check(client.base_url, status)
@@ -358,7 +368,7 @@ class ServerBackend(RolloutBackend):
         def lose(server: int, error: ProjectError) -> Sequence[int]:
             self.lose(job.members[server].base_url, error)
             sizes[server] = 0
-            if not any(sizes):  # another call has lost all other servers
+            if not any(sizes):  # all other servers of this job are lost already
                 raise error
             return quotas_of(server_world_sizes=sizes, **place)
 
@@ -412,7 +422,7 @@ class ServerBackend(RolloutBackend):
 
 
 def _check_version(record: RolloutCallLog, rollout: Rollout) -> None:
-    """Raises ServerMismatchError if a rollout has another version than the first answer of the call."""
+    """Raises ServerMismatchError if a rollout is by another version of the weights than the first one in `record`."""
     if record.ver is None:
         record.ver = rollout.ver
     elif rollout.ver != record.ver:
