@@ -34,8 +34,8 @@ log = logging.getLogger(__name__)
 
 Augmented = Callable[[int, int, int], Sample]  # (index, epoch, position) -> the sample as altered for that epoch
 _TRIES = 8  # max draws of a view, if the photograph has objects and no draw shows one
-_LEAST_SHARE = 0.35  # least share of an object's area inside the picture; below it the object is an ignore region
-_LEAST_SIDE = 4.0  # least shorter side in pixels; below it the object is an ignore region
+_LEAST_SHARE = 0.35  # min share of an object's area inside the picture; an object with less becomes an ignore region
+_LEAST_SIDE = 4.0  # min length of an object's shorter side, in pixels; a smaller object becomes an ignore region
 
 
 class Augmenter:
@@ -97,8 +97,8 @@ def augmented(
     b_ratio = 0.0 if stage2 is None or augment.rollouts or plan.async_actor_learner else stage2.schedule.b_ratio
 
     def seen(index: int, epoch: int, position: int) -> Sample:
-        """Return the altered sample. Without the asynchronous actor-learner `position` is the step. Channel-B steps get
-        the unaltered photograph."""
+        """Return the altered sample. Without the asynchronous actor-learner `position` is the step. Steps that learn
+        rollouts (Channel-B) get the unaltered photograph."""
         return samples[index] if scheduled_channel(position, b_ratio) == "B" else augmenter(index, epoch)
 
     return seen

@@ -1,8 +1,8 @@
-"""Yields this rank's micro-batches, epoch after epoch. Prompts are encoded ahead of use. Windows can be repeated.
+"""Yields this rank's micro-batches, epoch after epoch. Prompts are encoded ahead of use.
 
-`Batches`: samples, configuration and rank in, an endless iterator of `MicroBatch` out. Its state is a few numbers of
-JSON, equal on all ranks. Micro-batches that were prefetched and not yet handed out do not count in it, so a resume
-repeats and skips no sample.
+`Batches`. In: samples, configuration and rank. Out: an endless iterator of `MicroBatch`. Its state is a few numbers,
+equal on all ranks. It does not count micro-batches that were prefetched and not yet handed out, so a resume repeats and
+skips no sample.
 
 `sampler.py` decides which samples a rank takes at which micro-step.
 
@@ -11,12 +11,13 @@ says which micro-batches are left.
 
 `ShareReader` reads this rank's part of the same micro-batches for another thread, with an encoder of its own.
 
-`WindowRepeater` hands out each accumulation window of micro-batches `m_steps` times, and marks each micro-batch with
-its `WindowStep`. So rollouts are reused, and no sample is skipped. The last window of an epoch may have fewer than
-`gradient_accumulation_steps` micro-batches. Then it is handed out once (R18). Invariants: over all ranks, an epoch
-hands out each sample `m_steps` times, and samples of a short last window once, also if a resume falls inside a window.
-The state counts whole passes over a window, because a pass is one optimizer step. After a resume an unfinished pass
-starts again from its first micro-batch. What it had handed out before does not count, because no step learned it.
+`WindowRepeater` hands out each accumulation window (the micro-batches of one optimizer step) `m_steps` times, and marks
+each micro-batch with its `WindowStep`. So rollouts are reused, and no sample is skipped. The last window of an epoch
+may have fewer than `gradient_accumulation_steps` micro-batches. Then it is handed out once (R18). Invariants: over all
+ranks, an epoch hands out each sample `m_steps` times, and samples of a short last window once, also if a resume falls
+inside a window. The state counts whole passes over a window, because a pass is one optimizer step. After a resume an
+unfinished pass starts again from its first micro-batch. What it had handed out before does not count, because no step
+learned it.
 """
 
 from __future__ import annotations
@@ -172,13 +173,13 @@ class Batches(Iterator[MicroBatch]):
             self._first += 1
 
     def left(self, epoch: int) -> list[int]:
-        """Return the micro-batches of `epoch` that were not handed out, in order."""
+        """Return the positions of the micro-batches of `epoch` that were not handed out, ascending."""
         first = epoch * self.per_epoch
         return [p for p in range(max(first, self._first), first + self.per_epoch) if p not in self._taken]
 
     def upcoming(self, number: int) -> list[Upcoming]:
-        """Return the next `number` micro-batches, or fewer if the epoch ends. Counts none as handed out, encodes
-        none."""
+        """Return the next `number` micro-batches, or fewer if the epoch ends. They are not encoded, and do not count as
+        handed out."""
         found = []
         for position in islice(self._coming(), number):
             share, samples = self._share(position)
@@ -193,7 +194,8 @@ class Batches(Iterator[MicroBatch]):
         return {"position": self._first, "taken": sorted(self._taken), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on after the micro-batches that `state` counts. Raises CheckpointError if `state` is of other data."""
+        """Continue after the micro-batches that `state` counts as handed out. Raises CheckpointError if `state` belongs
+        to other data."""
         for name, value in self._identity().items():
             if state.get(name) != value:
                 raise CheckpointError(
@@ -215,7 +217,7 @@ class Batches(Iterator[MicroBatch]):
         return [epoch if sample_id in now else max(0, epoch - 1) for sample_id in sample_ids]
 
     def seen_in(self, epoch: int, sample_id: str) -> Sample:
-        """Return a sample as it is handed out in `epoch`."""
+        """Return a sample as it is handed out in `epoch`: altered by `data.augment` if that is set."""
         place = next(i for i, sample in enumerate(self._samples) if sample.sample_id == sample_id)
         if self._augmented is None:
             return self._samples[place]
@@ -244,8 +246,8 @@ class Batches(Iterator[MicroBatch]):
         return share
 
     def _share(self, position: int) -> tuple[Share, tuple[Sample, ...]]:
-        """Return the share and its samples, altered by `data.augment`. If labels were completed meanwhile, an altered
-        picture is made again, because it depends on the labels."""
+        """Return this rank's share of a micro-batch, and its samples, altered by `data.augment`. If a sample's labels
+        were completed meanwhile, it is altered again, because the result depends on the labels."""
         seen = self._seen.get(position)
         share = seen.share if seen else self._sampler.share(position)
         given = tuple(self._samples[i] for i in share.indices)
@@ -360,7 +362,8 @@ class WindowRepeater(Iterator[MicroBatch]):
         self._begin_window()
 
     def shortfall(self, number: int) -> Shortfall | None:
-        """Return what `Batches.shortfall` returns. Call it at the beginning of a pass."""
+        """Return the size of the coming step if it learns fewer samples than other steps, else None. Call it at the
+        beginning of a pass."""
         if self._kept:
             return self._batches.shortfall_of(sum(self._batches.size(b.micro_batch) for b in self._kept), number)
         return self._batches.shortfall(number)
@@ -381,27 +384,28 @@ class WindowRepeater(Iterator[MicroBatch]):
         return batch
 
     def upcoming(self, number: int) -> list[Upcoming]:
-        """Return the window's micro-batches as `Batches.upcoming` does. Call it at the beginning of a pass."""
+        """Return the micro-batches of the coming pass, not encoded. Call it at the beginning of a pass."""
         assert self._taken == 0, "in the middle of a pass"
         if self._kept:
             return [Upcoming(samples=batch.samples, first_req_idx=batch.first_req_idx) for batch in self._kept]
         return self._batches.upcoming(number)
 
     def last_epochs(self, sample_ids: Sequence[str]) -> list[int]:
-        """Return what `Batches.last_epochs` returns."""
+        """Return the epoch in which each sample was handed out last (see `Batches.last_epochs`)."""
         return self._batches.last_epochs(sample_ids)
 
     def seen_in(self, epoch: int, sample_id: str) -> Sample:
-        """Return what `Batches.seen_in` returns."""
+        """Return the sample as altered for that epoch (see `Batches.seen_in`)."""
         return self._batches.seen_in(epoch, sample_id)
 
     def state(self) -> dict[str, object]:
-        """Return the state of `Batches` at the window's beginning, and how many passes over the window are done; as
-        JSON."""
+        """Return the state of `Batches` at the beginning of the window, and the numbers of the window and of the next
+        pass, for JSON."""
         return {**self._start, **self._next._asdict()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on with the passes that are left of the window. At least one is made, even if `m_steps` is smaller now.
+        """Continue with the passes over the window that are left. At least one is made, even if `m_steps` is smaller
+        now.
 
         Raises CheckpointError if `state` is of other data.
         """
@@ -413,7 +417,7 @@ class WindowRepeater(Iterator[MicroBatch]):
     def _begin_window(self) -> None:
         self._start = self._batches.state()
         self._kept: list[MicroBatch] = []
-        self._taken = 0  # micro-batches of the present pass that were handed out
+        self._taken = 0  # number of micro-batches handed out in this pass
 
     def _end_pass(self, *, is_whole: bool) -> None:
         window, m_step = self._next

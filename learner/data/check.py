@@ -45,8 +45,8 @@ def checks_of(config: RunConfig) -> Validates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckedSplit:
-    """The result of checking a split. `dropped` counts records by kind and action. `mistakes` has one item per bad
-    record, and one that counts the bad records that are not listed."""
+    """The result of checking a split. `dropped` counts records by kind and action. `mistakes` lists the first bad
+    records, one item each; if there are more, a last item counts the rest."""
 
     num_samples: int = 0
     dropped: dict[str, dict[str, int]] = field(default_factory=dict)

@@ -13,7 +13,7 @@ _GAP = 12  # pixels between two pictures
 
 
 def side_by_side(pictures: Sequence[Image.Image]) -> Image.Image:
-    """Return all pictures in a row on a white picture."""
+    """Return one white picture with all pictures in a row."""
     width = sum(picture.width for picture in pictures) + _GAP * (len(pictures) - 1)
     made = Image.new("RGB", (max(1, width), max([1, *(picture.height for picture in pictures)])), "white")
     left = 0

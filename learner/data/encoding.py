@@ -1,6 +1,6 @@
 """Encodes prompts ahead of time: in the learner's process, or in worker processes.
 
-In: jobs of samples, in order. Out: their encoded prompts, when `result` is called. A worker sends a job's pixels back
+In: jobs of samples, in order. Out: their encoded prompts, from each job's `result`. A worker sends a job's pixels back
 as one tensor in shared memory, and the learner cuts it into views. Nothing is copied or pickled per sample, so 16 cores
 can feed a GPU. Errors raised in a worker keep their type.
 
@@ -95,8 +95,8 @@ class _Encoded:
 
     token_ids: list[tuple[int, ...]]
     num_images: list[int | None]  # per prompt; None: the prompt has no vision inputs
-    pixel_values: torch.Tensor | None  # [P, patch_dim], all images
-    image_grid_thw: list[list[int]]  # I x 3, all images
+    pixel_values: torch.Tensor | None  # [P, patch_dim] patches of all images
+    image_grid_thw: list[list[int]]  # [I][3]: frames, rows and columns of patches of each image
 
 
 class WorkerPool:

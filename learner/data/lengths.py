@@ -20,11 +20,11 @@ from learner.data.sampler import DistributedSampler
 from learner.extensions import Task
 from learner.records import DetectionObject, Sample
 
-_FEWEST_COORDINATES = 4  # tokens per object: a box has four coordinates, a polygon more
+_FEWEST_COORDINATES = 4  # min tokens of an object: a box has four coordinates, a polygon more
 _CONTAINER_BYTES = 16
-_OBJECT_BYTES = 64  # most bytes of an object's keys, quotes and brackets
-_NUMBER_BYTES = 16  # most bytes of a coordinate: "<|coord_999|>, "
-_ESCAPED_BYTES = 6  # most bytes of an escaped byte of a description: `\u0001`
+_OBJECT_BYTES = 64  # max bytes of an object's keys, quotes and brackets
+_NUMBER_BYTES = 16  # max bytes of a coordinate: "<|coord_999|>, "
+_ESCAPED_BYTES = 6  # max bytes as which a byte of a description is written: `\u0001`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +66,10 @@ def _are_detected(objects: Iterable[object]) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overflow:
-    """More segments have to wait for a row than a rank may carry over."""
+    """The case that more segments wait for a row than a rank may carry over to the next micro-step."""
 
     micro_steps: int  # the overflow happens after this many micro-steps, or earlier
-    carried: int  # on some rank at least so many segments wait for a row
+    carried: int  # at least this many segments then wait on some rank
 
 
 def carry_overflow(

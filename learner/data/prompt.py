@@ -136,7 +136,8 @@ class PromptCheck:
         self._has_told = False
 
     def __call__(self, prompt: EncodedPrompt, rollout: Rollout) -> None:
-        """Raises PromptMismatchError, ServerMismatchError."""
+        """Compare the prompt with the one that the rollout's engine read. Raises PromptMismatchError for other token
+        ids, ServerMismatchError for other pixels."""
         sample_id = rollout.sample.sample_id
         check_prompt_prefix(prompt.token_ids, rollout.prompt_token_ids, sample_id, decode=self._decode)
         if prompt.vision is not None and rollout.pixels is not None:

@@ -162,8 +162,8 @@ class Validates(Protocol):
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SeenImages:
     """A record's images. `sources` are strings that any process can open. `sizes` are the upright images' sizes; None
-    for a URL, which is not fetched. `error` is the error of the first image that cannot be read. `found` has name and
-    file of each image that was found elsewhere."""
+    for a URL, which is not fetched. `error` is the error of the first image that cannot be read. `found` has the
+    written name and the file of each image that is not where its record says."""
 
     sources: tuple[str, ...] = ()
     sizes: tuple[tuple[int, int] | None, ...] = ()
@@ -197,7 +197,7 @@ def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: N
 @dataclass(frozen=True, kw_only=True)
 class SampleMaker:
     """Makes samples and counts bad records. `too_long` returns the length of a sample that does not fit a row, as text.
-    `coordinates` is the unit of all records; None: each record has its own. With `exact` bins are not rounded, because
+    `coordinates` is the unit of all records; None: each record has its own. `exact`: bins are not rounded, because
     tiles with finer bins are cut from the samples."""
 
     task: Validates
@@ -306,7 +306,8 @@ class SampleMaker:
         return size or known[0]
 
     def _sizes(self, record: RawRecord, seen: SeenImages) -> tuple[Size, ...] | None:
-        """Return the size of each image; one size if the record has no image. None as in `_size`."""
+        """Return the size of each image; one size if the record has no image. None if the record is dropped, or if a
+        size is not known."""
         place, number = record.place, len(record.images)
         if number < 2:
             size = self._size(record, seen)
@@ -335,7 +336,8 @@ class SampleMaker:
         return known if len(known) == number else None
 
     def _has_name(self, record: RawRecord) -> bool:
-        """Return True if the record's id is valid UTF-8, so that files and logs can hold it. It may be a file name."""
+        """Return True if the record's id, which may be a file name, is valid UTF-8. Files and logs can hold no other
+        id."""
         if is_utf8(record.sample_id):
             return True
         found, wanted = f"the id {record.sample_id!r}", "a name in UTF-8"

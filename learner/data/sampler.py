@@ -1,4 +1,4 @@
-"""The sampler: which samples a rank takes at which micro-step.
+"""Decides which samples a rank takes at which micro-step.
 
 In: a position. Out: this rank's share of a micro-batch, as a pure function of seed, position and rank, so a resume is
 exact. An epoch is one shuffled order of all samples. Micro-batch m takes the next W*n samples of the order (W ranks, n

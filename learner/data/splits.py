@@ -33,7 +33,7 @@ log = logging.getLogger(__name__)
 
 _THREADS = 8  # threads that read image headers; they mostly wait for the disk
 _TELL_S = 5.0  # seconds between two log lines about progress
-_AHEAD = 256  # records whose images are read at the same time
+_AHEAD = 256  # max records whose images are read in advance
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +52,7 @@ def load_samples(
     geometry: GeometryKind = "bbox_2d",
     reader: Reader | None = None,
 ) -> list[Sample]:
-    """Return only the samples of `load_split`."""
+    """Read annotations as `load_split` does, and return only the samples."""
     return load_split(data, path, task, geometry=geometry, reader=reader).samples
 
 

@@ -25,9 +25,9 @@ from shared.reading import is_file, json_in
 _HEAD_BYTES = 1 << 16
 _MAX_NAMED = 12
 _SMALL_SIDE_PX = 12.0  # a smaller box covers at most a few patches of the model's encoder
-_RARE = 5  # boxes; a class with fewer is reported
-# Fewest photographs to evaluate on. 200 scenes leave an interval of 0.03 around F1 (README.md), so 20 leave about 0.1,
-# which is as much as training gains.
+_RARE = 5  # min boxes of a class; a class with fewer is reported
+# Min photographs to evaluate on; with fewer there is a warning. 200 scenes leave an interval of 0.03 around F1
+# (README.md), so 20 leave about 0.1, which is as much as training gains.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
 _MOST_MISPLACED = 0.25  # share of the boxes; above it the unit is probably wrong
@@ -42,11 +42,11 @@ class Survey:
     num_empty: int  # samples without objects
     num_ignored: int  # ignore regions
     num_unplaced: int  # samples whose prompt has no `<image>`
-    asked_again: Sequence[str]  # photographs of samples with the same question as an earlier sample, but other objects
+    asked_again: Sequence[str]  # photographs of samples that repeat an earlier sample's question, with other objects
     classes: Mapping[str, int]
     boxes_per_image: tuple[int, float, int]  # fewest, median, most
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
-    smallest_side_px: float  # shorter side of the median box
+    smallest_side_px: float  # the boxes' shorter sides: their median
     told: Sequence[str]  # a line for each kind of bad record and action
     num_misplaced: int  # boxes that were cut or left out because they have no area or lie outside
     num_left_out: int  # misplaced boxes that were left out
@@ -228,14 +228,15 @@ def _own_limits(folder: Path) -> PixelLimits | None:
 
 
 def seen_by_model(size: tuple[int, int], limits: PixelLimits) -> Seen:
-    """Return a photograph of `size` (width, height) as the processors of Qwen-VL models resize it."""
+    """Return how the model sees a photograph of `size` (width, height), resized as the processors of Qwen-VL models
+    do."""
     across, down = resized(size, limits)
     share = min(1.0, across * down / max(1, size[0] * size[1]))
     return Seen(size=(across, down), share=share, num_tokens=across * down // limits.factor**2)
 
 
 def seen_in_words(seen: Seen) -> str:
-    """Return one line about the size of the largest photograph for the model."""
+    """Return one line about the size at which the model sees the largest photograph."""
     size = f"{seen.size[0]} x {seen.size[1]}"
     return f"the model sees the largest as {size}: {seen.share:.0%} of it, {seen.num_tokens} tokens"
 
@@ -252,7 +253,8 @@ def small_boxes(found: Survey, seen: Seen) -> str | None:
 
 
 def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str], list[str]]:
-    """Return photographs with equal content in two splits, by pair of splits. Names may differ."""
+    """Return the photographs that two splits share, by pair of splits. They have equal content, but names may
+    differ."""
     by_length: dict[int | str, list[tuple[str, str, Sample]]] = {}  # split, image and sample
     for split, samples in splits.items():
         for sample in samples:

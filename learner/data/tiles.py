@@ -3,7 +3,8 @@
 `predict --tile` asks the model about the whole photograph and about its tiles, so a run learns both. A tile is a `View`
 of its photograph, like an augmented picture. The same rule holds at its border: an object with at least 35% of its area
 in the tile is a label, cut at the border. Of any other object the part in the tile is an ignore region. Tiles overlap
-by a quarter of a side. A smaller object that one tile cuts is whole in the next. No function has side effects.
+by a quarter of a side. So an object that one tile cuts is whole in the next, if it is smaller than the overlap. No
+function has side effects.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from learner.data.augment import seen_as
 from learner.data.raw import rounded
 from learner.records import Sample, View
 
-OVERLAP = 0.25  # share of a tile's side
+OVERLAP = 0.25  # share of a side that neighbouring tiles have in common
 
 
 class Tile(NamedTuple):
-    """A part of an image, in its pixels."""
+    """A rectangular part of an image, in pixels of the image."""
 
     left: int
     top: int

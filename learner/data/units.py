@@ -1,4 +1,4 @@
-"""The unit of the numbers in a split's boxes (D23): converts it to pixels, and finds the unit that fits a split.
+"""Converts boxes to pixels from the unit of their numbers, and finds the unit that fits a split's boxes (D23).
 
 A `Reach` gets the objects one by one, with the numbers in the file. Its `hint` names another unit if that unit fits
 much better. A single box would prove little, all boxes of a split prove more.
@@ -14,10 +14,10 @@ from learner.config.sections.data import Coordinates, ResizedCopy
 from learner.records import Size, Unit
 
 _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 1000.0}
-_ALL = 0.98  # least share of boxes inside their photographs if the unit is right
-_FEW = 0.9  # least share of boxes inside; if it is smaller, the unit or many boxes are wrong
+_ALL = 0.98  # min share of boxes inside their photographs if the unit is right
+_FEW = 0.9  # min share of boxes inside their photographs; if it is smaller, the unit or many boxes are wrong
 _FAR, _NEAR = 0.75, 0.55  # boxes reach at least `_FAR` of a side in the right unit, and at most `_NEAR` in a wrong one
-_LEAST, _MANY = 3, 20  # fewest boxes for a hint, and fewest for a doubtful hint
+_LEAST, _MANY = 3, 20  # min boxes for a hint, and min boxes for a doubtful hint
 _ALL_OF, _EVERY = 20_000, 16  # the first boxes are all counted, of later ones every 16th
 _LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy
 _TOLERANCE = 1.005  # factor by which a rounded number may exceed its limit
@@ -76,8 +76,8 @@ def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[f
 
 @dataclass(slots=True)
 class _Fit:
-    """The fit of a unit: the number of boxes inside their photographs, and the largest shares of width and height
-    that they reach. `side` is the side of every image in this unit; 1 if `add` gets shares."""
+    """How well a coordinate unit fits the boxes: how many lie inside their photographs, and the largest x (`across`)
+    and y (`along`). `side` is what these are divided by to get shares of the sides; 1 if they are shares already."""
 
     side: float = 1.0
     inside: int = 0
@@ -114,9 +114,9 @@ class _Fit:
 
 @dataclass(slots=True)
 class Reach:
-    """Counts of a split's boxes by unit. `corners` counts the boxes that lie inside the photograph if their third and
-    fourth numbers are taken as x2 and y2, not as width and height. After the first 20,000 boxes every 16th is
-    counted."""
+    """Counts how well the boxes of a split fit each unit. `corners` counts the boxes that lie inside the photograph if
+    their third and fourth numbers are taken as x2 and y2, not as width and height. After the first 20,000 boxes every
+    16th is counted."""
 
     xywh: bool = False  # True if the format has left, top, width, height
     num: int = 0
@@ -126,7 +126,7 @@ class Reach:
     )
     taken: _Fit = field(default_factory=_Fit)
     corners: int = 0
-    far: tuple[float, float] = (0.0, 0.0)  # the largest x and y
+    far: tuple[float, float] = (0.0, 0.0)  # the largest x and y of any box, as written
     largest: Size = (0, 0)  # size of the photograph with the largest area
     has_wide: bool = False  # True if some image is not square
     ends: set[tuple[float, float]] = field(default_factory=set)  # up to `_MANY` different (right, lower) ends of boxes
@@ -203,8 +203,8 @@ class Reach:
         return ""
 
     def _may_be_copy(self) -> bool:
-        """Return True if boxes stay in a corner of the photographs. Small photographs are rarely shrunk copies, so they
-        need boxes that end in many places."""
+        """Return True if all boxes stay in a corner of the photographs, so their numbers may be pixels of smaller
+        copies. Small photographs rarely have larger originals, so they need boxes that end in many places."""
         taken, is_large = self.taken, self.largest[0] * self.largest[1] > _LARGE
         enough = self.num >= 2 * _LEAST and (is_large or len(self.ends) >= _MANY)
         return enough and self.units == {"pixels"} and taken.inside >= _ALL * self.num and taken.most <= _NEAR
@@ -218,8 +218,8 @@ class Reach:
         return f"{{max_pixels: {limit}, factor: 28}} (the processor's limit), or the copies' width and height"
 
     def _square(self) -> int:
-        """Return the side of the square copies from which boxes of photographs probably come, if boxes reach that side
-        in both directions and some photograph is not square; else 0."""
+        """Return the side of the square copies that the boxes were probably drawn on: the boxes reach this side in x
+        and in y, although some photograph is not square. Return 0 if there is no such side."""
         near = (side for side in _SQUARES if all(0.95 * side <= far <= side * _TOLERANCE for far in self.far))
         large = self.taken.most <= _FAR and self.has_wide and len(self.ends) >= _MANY
         return next(near, 0) if large and self.units == {"pixels"} else 0

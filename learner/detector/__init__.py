@@ -1,4 +1,4 @@
-"""The way from photographs to scored boxes: `predict`, `calibrate`, `evaluate`, and `Detector` for Python.
+"""Finds scored boxes in photographs: `predict`, `calibrate`, `evaluate`, and `Detector` for Python.
 
 `learner.predict` is another package: it measures what training would gain.
 """

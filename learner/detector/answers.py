@@ -1,8 +1,8 @@
-"""Answers to images: for each image one greedy answer and K drawn answers, by any of a run's backends.
+"""Asks a model about images: for each image it gives one greedy answer and K drawn answers.
 
 `Answers` asks vLLM in this process (the default), transformers' `generate` (`hf`), or a running rollout server. Answers
-carry the log-probabilities of their tokens. A drawn answer's seed follows from the image's place and the number of the
-draw. So the seed does not depend on how many images are answered at once, or on an interruption.
+carry the log-probabilities of their tokens. A drawn answer's seed is computed from the index of the image and the
+number of the draw. So the seed does not depend on how many images are answered at once, or on an interruption.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ from shared.wire import ServerStatus
 
 Backend = Literal["vllm", "hf"]
 SEED = 0
-ON_CPU, ON_CUDA = 32, 128  # sequences that are decoded at once
-REACHABLE_S = 10.0  # seconds until a server's first answer; the server already runs
+ON_CPU, ON_CUDA = 32, 128  # max sequences that are decoded at once
+REACHABLE_S = 10.0  # max seconds until a server's first answer; the server already runs
 GPU_SHARE = 0.85  # share of a GPU's memory that the engine takes: nothing is trained beside it
 MOST_PARTS = 4096  # max parts of an image; each part has seeds of its own
-_TEXT_MARGIN = 64  # tokens, added to the longest expected prompt
+_TEXT_MARGIN = 64  # tokens that are added to the longest expected prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """Settings for answers. `server` is the URL of a rollout server with the same model; another text raises
-    ConfigErrors."""
+    """Settings for answers. `server` is the URL of a rollout server with the same model. Raises ConfigErrors if it is
+    no URL."""
 
     backend: Backend = "vllm"
     server: str | None = None
@@ -65,7 +65,7 @@ class AnswerSettings:
 
 
 class Answers:
-    """Opens the backend on entering, and closes it at the end."""
+    """Gets answers from a model. The backend is opened when the `with` block begins, and closed when it ends."""
 
     def __init__(self, model: ModelFiles, asked: AnswerSettings) -> None:
         self._model, self.asked = model, asked
@@ -248,7 +248,8 @@ class Answers:
         return RolloutMatchingConfig.model_validate({**values, **(changes or {})})
 
     def _longest(self) -> int | None:
-        """Return the tokens of the longest request; None if the processor does not bound its images."""
+        """Return the number of tokens of the longest possible request; None if the processor does not bound its
+        images."""
         images = getattr(self.encoder.processor, "image_processor", None)
         edge = getattr(images, "patch_size", 0) * getattr(images, "merge_size", 0)
         pixels = getattr(getattr(images, "size", None), "longest_edge", None)

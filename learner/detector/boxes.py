@@ -1,4 +1,4 @@
-"""Predicted objects in pixels, and what is found in the tiles of large photographs, merged.
+"""Defines predicted objects in pixels, and merges what was found in the tiles of a large photograph.
 
 A `Prediction` has all boxes of one image. Tiles overlap. So an object that one tile cuts is whole in the next tile, if
 the object is smaller than the overlap. `merge` leaves out a box if a better box of its class overlaps it, or if a
@@ -20,7 +20,7 @@ from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.grammar import NUM_BINS
 
 SAME_IOU, COVERED = 0.5, 0.7
-_EDGE = 2.0  # pixels from a tile's edge at which a box counts as cut
+_EDGE = 2.0  # pixels; a box that is nearer to its tile's edge counts as cut
 
 
 class ScoredBox(NamedTuple):
@@ -62,7 +62,7 @@ def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, flo
 def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height: int) -> list[ScoredBox]:
     """Return the boxes of all tiles, each object once, best first."""
     found = [(box, _is_cut(box, tile, width, height)) for tile, boxes in parts for box in boxes]
-    found.sort(key=lambda entry: (entry[1], -entry[0].score))  # whole boxes first
+    found.sort(key=lambda entry: (entry[1], -entry[0].score))  # boxes that no tile cuts go first
     kept: list[ScoredBox] = []
     for box, cut in found:
         same = [other.box for other in kept if other.name == box.name]

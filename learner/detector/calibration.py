@@ -1,7 +1,8 @@
-"""`rollout-learner calibrate`: answers to annotated validation images in, `calibration.json` beside the model out.
+"""`rollout-learner calibrate`: fits scores on answers to annotated validation images, and writes `calibration.json`.
 
-Each image gets a greedy answer, and as many drawn answers as the largest of `samples`. Smaller numbers are fitted on
-the first drawn answers. The model must not have been trained on the images: answers to training images look too good.
+Each image gets a greedy answer, and as many drawn answers as the largest of `samples`. For a smaller number only that
+many of the drawn answers are used. The model must not have been trained on the images: answers to training images look
+too good.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The model card of an export: what the model is, what it was measured to do, and how to ask it.
 
-In: a checkpoint's folder, the settings by which it is asked, and the run that trained it, if it is a checkpoint of one.
-Out: the text of `README.md`, whose first lines the Hugging Face hub reads. The text has no path of this machine, except
-the last two parts of the training data's path.
+In: a checkpoint's folder, the settings with which the model is asked, and the run that trained it, if a run did. Out:
+the text of `README.md`, whose first lines the Hugging Face hub reads. The text has no path of this machine, except the
+last two parts of the training data's path.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.reading import bytes_beside
 
 CARD = "README.md"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_MAX_METRICS = 8  # max metrics that are shown of a task without F1
+_MAX_METRICS = 8  # max metrics that are shown for a task without F1
 _MAX_CLASSES = 100
 METHODS = {
     "sft": "supervised fine-tuning on the labels (`sft`)",
@@ -59,7 +59,7 @@ def notes_of(
 def card_of(model: ModelFiles, name: str) -> str:
     """Return the text of README.md. `name` is the model's name for people. The owner of the repository
     replaces OWNER in its text."""
-    origin = trained_by(model.folder) if model.run is not None else None  # a configuration that may be read (D24)
+    origin = trained_by(model.folder) if model.run is not None else None  # None: no run may be read (D24)
     run, step = (read_run(origin[0]), origin[1]) if origin else (None, None)
     measured = _measured(run, step) if run else ()
     settings, repo = model.settings, f"OWNER/{re.sub(r'[^A-Za-z0-9._-]+', '-', name).strip('-.') or 'model'}"
@@ -80,7 +80,7 @@ def _base_of(run: RunRecord | None) -> str | None:
 
 
 def _measured(run: RunRecord, step: int | None) -> tuple[EvalPoint, ...]:
-    """Return the evaluations before the first step and of these weights, without those that have no metrics."""
+    """Return the evaluations that have metrics, at step 0 and at `step`, the step of the exported weights."""
     points = [point for point in run.evals if point.metrics]
     return tuple(point for point in points if point.global_step in (0, step))
 
@@ -159,7 +159,7 @@ def _cell(point: EvalPoint, name: str) -> str:
 
 
 def _evaluated_on(run: RunRecord | None) -> str:
-    """Return the data of the evaluations, and how many samples it has."""
+    """Return in words which data the evaluations used, and how many samples it has."""
     count = f"{run.data.num_evaluation:,} samples of " if run and run.data else ""
     return f"{count}{_short(_split(run))}"
 

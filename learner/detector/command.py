@@ -30,7 +30,7 @@ from learner.detector.results import Store, write_results
 from learner.extensions import Reader, reader_of
 from shared.images import ImageRules, Images
 
-LEAST_SCORE = 0.001  # min score of boxes in COCO results without --conf
+LEAST_SCORE = 0.001  # min score of a box in COCO results, if --conf is not given
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,8 +165,9 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
 
 
 def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Reader | None]:
-    """Decide how annotation files are read: as the run reads them if its configuration is `named`, else by the
-    defaults. A configuration that was only found is not used: its reader would be imported (D24)."""
+    """Return the settings and the user's reader for annotation files. If the user named the run's configuration
+    (`named`), they are the run's, otherwise (None, None). A configuration that was only found is not used, because its
+    reader would be imported (D24)."""
     run = model.run
     if run is None or not named:
         return None, None

@@ -75,8 +75,8 @@ class Detector:
         **options: Any,
     ) -> None:
         """`options` are fields of `AnswerSettings`, such as `samples=4` or `backend="hf"`. Boxes with a score below
-        `conf` are left out, and so are boxes of other classes than `classes`, unless `classes` is (). A model that was
-        not trained here is asked for `classes`. `tile` is the side of the tiles of larger photographs, in pixels.
+        `conf` are left out, and so are boxes of other classes than `classes`, unless `classes` is (). A model that this
+        project did not train is asked for `classes`. `tile` is the side of the tiles of larger photographs, in pixels.
 
         Raises ConfigError."""
         self.model = path if isinstance(path, ModelFiles) else find_model(path, classes=classes)
@@ -246,7 +246,7 @@ class Detector:
     def _boxes(self, tile: Tile, answers: Sequence[Rollout], number: int | None = None) -> list[ScoredBox]:
         """Return the boxes, best first. `number` is the image of the boxes, if the answers are to several images."""
         parsed = [self.task.parse(answer) for answer in answers]
-        if self._first is not None:  # a model that was not trained here
+        if self._first is not None:  # a model that this project did not train
             size = tile.right - tile.left, tile.bottom - tile.top
             found = [ScoredObject(obj, score, None) for obj, score in self._first.objects(answers[0], size)]
             own = tuple(PredictedObject(one.object, range(0)) for one in found)

@@ -3,8 +3,8 @@
 Compares detectors on an annotation file: files first, then models, in the order of the command line. Each detector is
 compared with all earlier detectors. Prints a table, and writes `evaluation.json` and `index.html`.
 
-The models answer the annotation files of `--retain` too. What each gained and lost there is compared with the first
-model, beside what it gained on the main file.
+The models also answer the images of the annotation files of `--retain`. The results show what each model gained or lost
+there, compared with the first model.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def evaluate(options: EvaluateOptions) -> int:
     results = evaluate_all(detectors, main, thresholds)
     compared = _compared(options, found, samples, results, thresholds)
     why = {one.name: f"{one.reason.what}; {one.reason.remedy}" for one in detectors if one.reason is not None}
-    # Printed first: the disk may be full, and this took long.
+    # Results are printed before they are written: the disk may be full, and computing them took long.
     console.width = max(console.width, TABLE_WIDTH)
     console.print(_table(results))
     for name, text in why.items():
@@ -149,10 +149,11 @@ def _compared(
     results: list[DetectorResult],
     thresholds: Mapping[str, float],
 ) -> Compared:
-    """Return the comparisons; [] if nothing is retained. All differences are from the first model."""
+    """Return the models' results on the main file and on each file of `retain`; [] without `retain`. Differences are
+    from the first model."""
     if not options.retain:
         return []
-    if options.predictions:  # `results` has differences from the first file, which is no model
+    if options.predictions:  # the differences in `results` are from a result file, which is no model
         models = found[_MAIN][len(options.predictions) :]
         results = evaluate_all(models, samples[_MAIN], thresholds)
     others = [(name, _retained(name)) for name in options.retain]
@@ -207,7 +208,8 @@ def _is_evaluation(file: Path) -> bool:
 
 
 def _retained(name: str) -> str:
-    """Return the key of an annotation file of `retain`, which differs from the keys of other files."""
+    """Return the key for results on an annotation file that was given with `retain`. Its prefix keeps it apart from the
+    keys of the other files."""
     return f"retain {name}"
 
 
@@ -239,7 +241,7 @@ def _read(
 def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found:
     images = [(sample, image) for sample in samples for image in images_of(sample)]
     boxes: dict[str, list[Scored]] = {}
-    answers: list[ParsedRollout] = []  # one answer per image
+    answers: list[ParsedRollout] = []  # the greedy answer to each image
     detector.heard = answers.append
     for place, one in detector.predictions({place: image for place, (_, image) in enumerate(images)}):
         if not isinstance(one, Prediction):

@@ -15,13 +15,14 @@ from learner.records import Rollout
 from shared.errors import RewardError
 
 SCORED = "scored"  # key for the number of rollouts with rewards, by which sums are divided
-TOTAL = "rewarded"  # key for the sum over rollouts of the weighted sums
+TOTAL = "rewarded"  # key for the weighted sums of rollouts, added up
 PREFIX = "reward/"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Rewards:
-    """Rewards by name. `weights` has the weights of `functions` (1 if not given) and of the task's rewards."""
+    """The rewards of a run. `functions` are the user's, by name. `weights` has their weights (1 if not given), and the
+    weights of the task's rewards."""
 
     tokenizer: Tokenizer
     functions: Mapping[str, Reward] = field(default_factory=dict)
@@ -50,16 +51,19 @@ class Rewards:
         return sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
 
     def by_object(self, assignment: object) -> PrefixRewards | None:
-        """Return the part of the total that single objects earn; None if the task cannot divide it."""
+        """Return the task's part of the total after each object of the answer; None if the task cannot divide it by
+        objects."""
         weights = {name: weight for name, weight in self.weights.items() if name not in self.functions}
         return self.task.prefix_rewards(assignment, weights) if self.task is not None else None
 
     def sums(self, rollout: Rollout, assignment: object) -> dict[str, float]:
-        """Return `counts` for one rollout; {} if it has no rewards. Raises RewardError."""
+        """Compute the rewards of one rollout, and return their `counts`; {} if there are no rewards. Raises
+        RewardError."""
         return self.counts(self.parts(rollout, assignment))
 
     def counts(self, parts: Mapping[str, float]) -> dict[str, float]:
-        """Return `parts` as `reward/NAME`, with `scored` 1 and the total. Results are added up over rollouts."""
+        """Return numbers to be added up over rollouts: each reward in `parts` as `reward/NAME`, their weighted sum, and
+        1 as the number of rollouts."""
         if not parts:
             return {}
         return {SCORED: 1.0, TOTAL: self.total(parts), **{PREFIX + name: value for name, value in parts.items()}}

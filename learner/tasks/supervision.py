@@ -72,7 +72,8 @@ def build_segment(
     ver: int | None = None,
     stats: Mapping[str, float] | None = None,
 ) -> Segment:
-    """Return prompt + Y_train. Raises LossError if the target's arrays differ in length, or if the prompt is empty."""
+    """Return prompt and target (Y_train) as one segment. Raises LossError if the target's arrays differ in length, or
+    if the prompt is empty."""
     num_prompt, num_target = len(prompt.token_ids), len(target.token_ids)
     if not num_prompt or not (num_target == len(target.labels) == len(target.loss_weights)):
         raise LossError(

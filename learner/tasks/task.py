@@ -1,6 +1,5 @@
-"""`ObjectTask`, the methods of a task whose answers are lists of objects, and the check of texts that are taught.
-
-The protocol of all tasks is `learner.extensions.Task`.
+"""Defines the methods of tasks whose answers are lists of objects (`ObjectTask`), and checks texts that are taught. The
+protocol of all tasks is `learner.extensions.Task`.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ if TYPE_CHECKING:  # not imported at run time, because it loads numpy, which `ch
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SerializedTail:
-    """Text to append. `desc_spans` has a half-open span of characters for each object's description, `object_spans` a
-    span for each object with the separator before it."""
+    """The text that continues an answer. `desc_spans` has a half-open span of characters for each object's description,
+    `object_spans` a span for each object with the separator before it."""
 
     text: str
     desc_spans: tuple[tuple[int, int], ...]
@@ -32,7 +31,7 @@ class ObjectTask(Protocol):
         ...
 
     def match(self, parsed: ParsedRollout) -> Assignment:
-        """Return a one-to-one assignment of pairs with at least the IoU threshold."""
+        """Match predictions one-to-one with the sample's objects. Each pair has at least the IoU threshold."""
         ...
 
     def serialize(self, objects: Sequence[DetectionObject], *, after: ParsedRollout | None) -> SerializedTail:
@@ -58,8 +57,8 @@ class ObjectTask(Protocol):
 
 
 def text_fault(text: str, pieces: TokenPieces | None, what: str = "description") -> tuple[str, str, str] | None:
-    """Return (found, wanted, what to do) if `text` cannot be taught, else None. With `pieces` None it is not checked
-    whether the text survives tokenization. `what` names the text in the message."""
+    """Return (found, wanted, what to do) if `text` cannot be taught, else None. `pieces` None: it is not checked that
+    the text is the same after tokenization. `what` names the text in the message."""
     remedy = f"rewrite the {what}"
     if not text.strip():
         return repr(text), f"a {what} that is not blank", remedy

@@ -29,7 +29,7 @@ from learner.extensions import Tokenizer
 
 
 def ranges(first: NDArray[np.int64], lengths: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return the numbers of all ranges `first[i] .. first[i] + lengths[i]`, concatenated."""
+    """Return the numbers of all ranges, concatenated. Range i has `lengths[i]` numbers, beginning with `first[i]`."""
     if not len(first):
         return np.empty(0, dtype=np.int64)
     ends = lengths.cumsum()
@@ -42,7 +42,8 @@ _ADDED_TOKEN = r"(<\|[^|<>]*\|>)"
 _NUMBER = r"(?<=[\[ ])(0|[1-9][0-9]{0,2})(?=[,\]])"
 _NO_NUMBER = r"((?!))"
 _DIGIT = "0"  # stands for any digit
-# Space, tab, newline and carriage return in byte-level spelling, and plain, as added tokens have them.
+# The characters that can stand beside a number. Whitespace is given twice: as in byte-level vocabularies, and plain, as
+# in added tokens.
 _BESIDE = r"[\[\], \t\n\rĠĉĊč]"
 _FUSED = re.compile(f"[0-9]{_BESIDE}|{_BESIDE}[0-9]")
 
@@ -58,11 +59,11 @@ class TokenBoundaries:
         self.numbers = _numbers_alone(encode, vocabulary)
         self._added = _splitting_tokens(added)
         self._cut = re.compile(f"{_ADDED_TOKEN}|{_NUMBER if self.numbers else _NO_NUMBER}")
-        # The cache is not on the method: a cache that holds its owner lives until garbage collection.
+        # The cache is not on the method: it would refer to this object, and both would live until garbage collection.
         self._between = lru_cache(maxsize=_CACHED_PARTS)(partial(_encode_between, encode, self.numbers))
 
     def encode(self, text: str) -> list[int] | None:
-        parts = self._cut.split(text)  # repeated: text between, added token or None, number or None
+        parts = self._cut.split(text)  # in turn: text between, added token or None, number or None
         if len(parts) == 1:
             return None
         ids: list[int] = []
@@ -94,7 +95,8 @@ def _encode_between(
 
 
 def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
-    """Return the added tokens `<|...|>` at which texts are always split; empty if another added token could overlap."""
+    """Return the added tokens `<|...|>` at which texts are always split; {} if another added token could overlap one of
+    them."""
     texts = [str(token) for token in added.values()]
     if any(text.endswith("<") or ("<|" in text and not re.fullmatch(_ADDED_TOKEN, text)) for text in texts):
         return {}
@@ -153,7 +155,8 @@ class TokenPieces:
         backend = getattr(tokenizer, "backend_tokenizer", None)
         self._byte_level = "ByteLevel" in repr(getattr(backend, "decoder", None))
         self._added: dict[int, object] = getattr(tokenizer, "added_tokens_decoder", {}) if self._byte_level else {}
-        # The cache is not on the method: a cache that holds its owner keeps these tables until garbage collection.
+        # The cache is not on the method: it would refer to this object, and these tables would live until garbage
+        # collection.
         self._encode = partial(_encode, tokenizer, _encoder_of(backend))
         self.encode = lru_cache(maxsize=_CACHED_ENCODINGS)(self._encode)
         # By token id (the last entry is for larger ids): the length of its bytes, and their offset in `_bytes`, which
@@ -194,7 +197,7 @@ class TokenPieces:
             self._lengths[new] = lengths
 
     def encode_long(self, text: str) -> list[int]:
-        """Return what `encode` returns. It is for texts that rarely repeat: if the text can be cut, its parts are
+        """Return the token ids of `text`, as `encode` does. For long texts, which rarely repeat: parts of the text are
         cached."""
         ids = self.boundaries.encode(text)
         return list(self._encode(text)) if ids is None else ids

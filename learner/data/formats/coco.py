@@ -107,7 +107,7 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
         folder = _near_folder([image.file_name for image in coco.images[:1]], source)
         for image in coco.images:
             found = by_image.get(image.id, ())
-            if "categories" in broken:  # the category may be an unreadable one, which is an error already
+            if "categories" in broken:  # the category may be unreadable, which was reported
                 found = [annotation for annotation in found if annotation.category_id in names]
             place = Place(source.file, f"image {image.id}")
             _check_size(image, place, source)
@@ -127,7 +127,7 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
 
 
 def image_folder(names: Sequence[str], source: Source) -> Path:
-    """Return the folder of these images."""
+    """Return the folder where the images with these file names are."""
     return _near_folder(names, source) or source.image_root(source.file.parent)
 
 
@@ -143,8 +143,8 @@ def _near_folder(names: Sequence[str], source: Source) -> Path | None:
 
 
 def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
-    """Return the file, and the sections with unreadable items. These mistakes are in `source.bad`. Readable items are
-    returned all the same, so that references to them are checked in the same run."""
+    """Return the file, and the sections with unreadable items. The mistakes are added to `source.bad`. Readable items
+    are returned all the same, so that references to them are checked in the same run."""
     model = OutlinedFile if source.geometry == "poly" else CocoFile
     place = Place(source.file, "COCO JSON")
     try:
@@ -164,7 +164,7 @@ def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
 
 def filled(content: bytes) -> bytes:
     """Return the file with parts that some tools leave out: an empty list of annotations, ids of annotations, and boxes
-    that follow from polygons. It is called only if the file could not be read unchanged."""
+    that can be computed from polygons. It is called only if the file could not be read unchanged."""
     try:
         sections = json_of(content)
         annotations = sections["annotations"] = sections["annotations"] or []
@@ -241,7 +241,7 @@ def _annotations_by_image(coco: CocoFile, broken: set[str], source: Source) -> M
             grouped[annotation.image_id].append(annotation)
             continue
         if "images" in broken:
-            continue  # the image may be an unreadable one, which is an error already
+            continue  # the image may be unreadable, which was reported
         place, found = Place(source.file, f"annotation {annotation.id}"), f"image_id {annotation.image_id}"
         source.bad.meet("malformed", place.error("its image is not there", found=found, wanted="an id of `images`"))
     return grouped

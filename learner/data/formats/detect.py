@@ -41,7 +41,7 @@ def format_of(data: DataConfig, path: str) -> Format:
         return "datasets"
     file = Path(path)
     if not is_there(file):
-        file = Path(path.rpartition(":")[0] or path)  # without the split's name
+        file = Path(path.rpartition(":")[0] or path)  # `name:split` without the split
     if not is_there(file):
         raise DataError(
             "an annotation file is missing",

@@ -1,7 +1,7 @@
 """Parts of a split: `data/[:90%]` and `data/[90%:]` are the first 90 and the last 10 percent of the same annotations.
 
 A hash of a record's id decides its part. So the two parts never share a record, the order of the files does not matter,
-and a photograph that is added later moves no other one to another part.
+and adding a photograph moves no other photograph to another part.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ALMOST = re.compile(r"(?P<path>.+)\[(?P<part>[\d%.]*:[\d%.]*)\]")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part in percent: from `first`, up to but not including `last`."""
+    """A part of the records, in percent: from `first`, up to but not including `last`."""
 
     first: int = 0
     last: int = 100

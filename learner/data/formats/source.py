@@ -1,4 +1,4 @@
-"""The input of a reader, and helpers that readers of several formats use."""
+"""Defines a reader's input (`Source`), and helpers that readers of several formats use."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ OTHER_SUFFIXES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Source:
-    """The input of a reader."""
+    """The input of a reader: settings, the annotations' path, the geometry to read, and the list for bad records."""
 
     data: DataConfig
     path: str
@@ -112,7 +112,7 @@ def enclosing(points: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 _UPLOADED = re.compile(r"[0-9a-f]{8}-(.+)")  # Label Studio puts eight hexadecimal digits before a name
-_BESIDE = {"annotations", "annotation", "labels", "label", "json", "ann"}  # images may be beside these
+_BESIDE = {"annotations", "annotation", "labels", "label", "json", "ann"}  # images may be beside a folder of that name
 
 
 class Nearby:

@@ -32,7 +32,7 @@ from shared.reading import as_here, is_there, yaml_of
 SPLITS = ("train", "val", "valid", "test")
 CLASS_FILES = ("classes.txt", "obj.names")
 _WANTED = "a mapping with `names` and, for each split, a folder or a list of images"
-_MAX_BYTES = 1 << 20  # largest size of data.yaml
+_MAX_BYTES = 1 << 20  # max characters of data.yaml
 _VISIBILITIES = (0.0, 1.0, 2.0)
 
 
@@ -59,7 +59,7 @@ class YoloFile:
 
 
 class _Loader(yaml.SafeLoader):
-    """Refuses a key that occurs twice. YAML would use the last one."""
+    """A YAML loader that refuses a key that occurs twice. Plain YAML would use the last value."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
@@ -183,7 +183,7 @@ def images_of(content: YoloFile, split: str, file: Path) -> list[Path]:
     place, root, beside = Place(file, "YOLO"), content.root, file.parent
     found: list[Path] = []
     for part in content.splits[split]:
-        # Some tools export the last form.
+        # Some tools write paths that are right only without the leading ../ (the last form).
         named = [(root, part), (beside, part), (beside, part.removeprefix("../").removeprefix("..\\"))]
         choices = [folder / as_here(name, folder) for folder, name in named]
         path = next((choice for choice in choices if is_there(choice)), None)
