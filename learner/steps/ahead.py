@@ -1,14 +1,15 @@
 """Channel-B ahead of its steps: the asynchronous actor-learner (R25, R27, D11, D12).
 
-One producer per rank makes packs while the learner learns. Packs belong to shares of the epoch (`shares`): a share is
-what one step learns, over all ranks. A Channel-B step takes a share whose packs all ranks have ready, and lays them in
-as few rows as they need; a row holds one version only. A Channel-A step learns a share that the producers leave alone.
-So both channels serve one stream of samples, and each sample is learned once per epoch, also across a resume, on any
-number of ranks. A sample's seed follows from its share and its place in that share, whatever the calls and ranks are.
+One producer per rank makes packs (rollouts of some samples) while the learner learns. Packs belong to shares of the
+epoch (`shares`): a share is what one step learns, over all ranks. A Channel-B step takes a share whose packs all ranks
+have ready, and packs their segments into as few rows as they need; a row holds one version only. A Channel-A step
+learns a share that the producers leave alone. So both channels serve one stream of samples, and each sample is learned
+once per epoch, also across a resume, on any number of ranks. A sample's seed follows from its share and its place in
+that share, however calls and ranks divide the share.
 
 Weights are synced after `sync_every` executed Channel-B steps. They are synced earlier if rollouts with the served
 weights would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs
-made since the last sync are learned. A sync for an evaluation makes no pack older. Before a sync each rank starts no
+made since the last sync are learned. A sync for an evaluation does not count here. Before a sync each rank starts no
 new call, and waits for its call in flight. If the step has a share to learn meanwhile, it learns the share. Then the
 sync runs between two rows of the step, as soon as no call is in flight, or after the last row. It brings the same
 weights as before the step, because they change only at the step's end.
@@ -67,7 +68,7 @@ log = logging.getLogger("learner.stage2")
 
 
 class StarvedError(DeadlineError):
-    """Channel-B steps found no packs for too long."""
+    """Too many scheduled Channel-B steps in a row found no packs."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,8 +142,9 @@ class Stage2Ahead(Stage2Steps):
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:
-        """Return True if rollouts by the present weights could be learned in the next Channel-B step, and a sync is due
-        by `sync_every`, or rollouts by the served weights would be too old then."""
+        """Return True if a sync is due: `sync_every` Channel-B steps have passed, or rollouts by the served weights
+        would be too old in the next Channel-B step. False if rollouts by the present weights would be too old there,
+        too."""
         next_b = self._shares.next_b(global_step)
         if next_b is None or self._too_far(next_b, global_step):
             return False
@@ -214,7 +216,7 @@ class Stage2Ahead(Stage2Steps):
 
     @property
     def _epoch(self) -> int:
-        """The epoch of the share that comes next."""
+        """The epoch of the next step's share."""
         return self._parts.batches.num_taken // self._parts.batches.per_epoch
 
     def _too_far(self, step: int, updates: int) -> bool:
@@ -253,8 +255,8 @@ class Stage2Ahead(Stage2Steps):
         self._producer.await_call(self._deadline_s)
 
     def _choose(self, global_step: int, ready: Sequence[Outlook]) -> StepChoice | None:
-        """Return the choice: of the shares that are ready on all ranks, the one with the oldest packs, else ground
-        truth. Return None if the step must wait for a share."""
+        """Return what the step learns: of the shares that are ready on all ranks, the one with the oldest packs; if no
+        share is ready, ground truth. Return None if the step must wait for a share."""
         shares = common(ready)
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(shares))
         if decision.channel == "B":
@@ -269,7 +271,7 @@ class Stage2Ahead(Stage2Steps):
         1, if the producers have had nothing to do or soon would, or if Channel-A would make rollouts useless."""
         if not any(one.is_making for one in ready):
             return False
-        # Producers that stood still started this share late, and without a wait would start every later one as late.
+        # Producers that stood still began this share late. Unless the step waits, they begin every later share late.
         if all(one.stood_still for one in ready):
             return True
         bounds = self._bounds
@@ -314,7 +316,7 @@ class Stage2Ahead(Stage2Steps):
         return batch
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """Yield the rows of a share whose packs are ready, so that the clock's phase `wait` is short."""
+        """Yield the rows of the step's share, whose packs are ready. So the clock's phase `wait` is short."""
         producer = self._producer
         assert producer is not None, "Channel-B before the first sync"
         with self._clock.phase("wait"):

@@ -2,7 +2,7 @@
 
 The first step of a window is its E-step: rollouts are made, matched and packed as without a buffer, and the rows are
 kept. The window's other steps are M-steps: they learn the same rows in the same order, with no rollout, no sync and no
-packing. `WindowRepeater` hands out the window's micro-batches in every one of them, so the data never runs ahead.
+packing. `WindowRepeater` hands out the window's micro-batches again in each M-step, so the data never runs ahead.
 
 Invariants: steps get copies of the kept rows, so no step changes the rows of the next. The packing buffer changes in
 E-steps only. A micro-batch other than the one that the kept rows were made of raises an error. The buffer is not part
@@ -33,12 +33,12 @@ class KeptRows:
 
 
 class BufferedSteps(FreshSteps):
-    """Steps that learn a window's rows several times. `repeater` is the data that is read."""
+    """Steps that learn a window's rows several times. `repeater` hands out the micro-batches."""
 
     def __init__(self, repeater: WindowRepeater, *args: Any, **settings: Any) -> None:
         super().__init__(repeater, *args, **settings)
         self._repeater = repeater
-        self._window: int | None = None  # None: nothing is kept
+        self._window: int | None = None  # number of the window whose rows are kept; None: no rows are kept
         self._kept: list[KeptRows] = []
         self._due_before: list[str] = []  # the samples that were carried into the window
         self._made_at = 0  # global_step of the window's E-step
@@ -102,8 +102,8 @@ class BufferedSteps(FreshSteps):
 
 
 def copy_row(row: PackedRow) -> PackedRow:
-    """Return a copy of `row`. It shares no array or tensor with `row` but `policy`, into which the first pass writes
-    for all copies."""
+    """Return a copy of `row`. Only the arrays of `policy` are shared with `row`: the first pass writes into them, for
+    all copies."""
     return replace(row, segments=tuple(_copy_segment(segment) for segment in row.segments))
 
 

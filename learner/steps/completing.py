@@ -53,10 +53,10 @@ class Completion:
     """The result of one completion."""
 
     global_step: int
-    ver: int  # the weights that answered
+    ver: int  # version of the weights that answered
     rollouts: int
     accept: str
-    min_votes: int | None  # None: nothing was completed
+    min_votes: int | None  # min answers that must agree on a new label; None: nothing was completed
     why: str  # reason why nothing was completed; empty otherwise
     added: int  # number of labels added
     labels: int  # number of annotated labels
@@ -121,7 +121,8 @@ class LabelCompletion:
         return every != "once" and global_step // every > self._done_at // every
 
     def complete(self, global_step: int, ver: int) -> Completion:
-        """Complete all samples by the weights that the backend has. Collective."""
+        """Complete the labels of all samples by answers of the backend's present weights, which have version `ver`.
+        Collective."""
         settings = self._settings
         annotated = [without_completed(sample) for sample in self._samples]
         looked = self._candidates(annotated, global_step)
@@ -183,8 +184,8 @@ class LabelCompletion:
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[_Looked]:
-        """Return the candidates of all samples, in order. Each rank gets answers to its share of the samples; ranks
-        exchange results after every part."""
+        """Return the label candidates of all samples, in order, each with the pixels of the free ones (those that
+        overlap no label). Each rank asks for answers to its share of a part; then all ranks exchange results."""
         found: list[_Looked] = []
         share_of_labels = share_of(sum(len(sample.objects) for sample in annotated))
         size = _AT_ONCE * self._ranks.world_size
@@ -279,7 +280,7 @@ class LabelCompletion:
 
 
 def _right(found: Sequence[Sequence[LabelCandidate]], min_votes: int | None, probable: float) -> float | None:
-    """Return the mean probability of the free candidates that are accepted; None if there are none."""
+    """Return the mean probability of the accepted candidates that overlap no label (`free`); None: none is accepted."""
     accepted = [
         one.probability
         for own in found

@@ -1,8 +1,8 @@
 """Evaluation by rollouts: the current policy answers held-out samples greedily, and the task scores the answers.
 
-In: a backend that serves the current weights, samples, a task. Out: metrics over the set, one record per sample (kept
-as JSONL for the report), pictures for trackers, and the calibration of scores that belongs to a step's weights. Every
-rank rolls out a contiguous share, and all ranks get the whole result.
+In: a backend that serves the current weights, samples, a task. Out: metrics over all samples, one record per sample
+(kept as JSONL for the report), pictures for trackers, and the calibration of the scores that a step's weights give.
+Every rank rolls out one contiguous part of the samples, and all ranks get the whole result.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
 _OBJECTS = ("truth", "ignored", "predictions")
-NUM_PICTURES, MAX_SIDE = 4, 640  # pictures of an evaluation for trackers; pixels of a side
+NUM_PICTURES, MAX_SIDE = 4, 640  # max pictures per evaluation that trackers get, and max pixels of a picture's side
 TRUTH, PREDICTED = (0, 150, 60), (230, 90, 0)
-_NAME_CHARS = 200  # an image string is cut here: it may be a picture in base64
+_NAME_CHARS = 200  # max characters of an image string in which a file name is looked for: it may be a base64 image
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -61,7 +61,8 @@ class Evaluation:
 class Evaluations:
     """The evaluations of a run. Methods are collective; `step` is the number of updates in the present weights.
 
-    `backend` None: nothing is ever scored. `gaps`: metrics for labels with gaps; None: no such metrics."""
+    `backend` None: nothing is ever scored. `gaps`: metrics for labels with gaps (objects without a label); None: no
+    such metrics."""
 
     def __init__(
         self,
@@ -134,11 +135,12 @@ class Evaluations:
     ) -> Evaluation:
         """Roll out `samples` of the split `data.SPLIT`. Write their scenes to `eval/FILE`, and COCO results beside it.
         `task`: the samples' task if it differs from the run's; then the run's rewards are not computed. `calibrated`:
-        as for `evaluate`."""
+        see the function `evaluate` of this module."""
         basis = self._basis
         assert self.backend is not None
         self._stop.check()
-        # The fence lasts until the rollouts have ended: the servers hold no more requests than those of one call.
+        # The fence stays until the evaluation's rollouts have ended, so that the servers never hold requests of
+        # training beside them.
         with self._source.fence() as fence:
             self._syncs.behind(fence, step)
             with self._journal.clock.phase("eval"):
@@ -157,8 +159,8 @@ class Evaluations:
         return evaluation
 
     def calibration(self, step: int) -> str | None:
-        """Return the calibration of scores of the present weights, fitted on `data.val`. None: the weights were not
-        evaluated there, or the answers are too few to fit."""
+        """Return the calibration of the scores that the weights of `step` give, fitted on `data.val`. None: these
+        weights were not evaluated there, or the answers are too few to fit."""
         if self._basis.config.data.val is None or self._last is None or self.step != step:
             return None
         if self._calibration is None or self._calibration[0] != step:
@@ -176,9 +178,9 @@ def evaluate(
     rewards: Rewards | None = None,
     calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
 ) -> Evaluation:
-    """Roll out `samples` greedily, one share per rank, and score them together. `calibrated` gives all assignments the
-    scores of their predictions; None: they rank by the probabilities of their tokens. Raises RewardError if a reward
-    function fails."""
+    """Roll out `samples` greedily, one share per rank, and score them together. `calibrated` returns all assignments
+    with calibrated scores of their predictions; None: scores follow from the probabilities of the tokens. Raises
+    RewardError if a reward function fails."""
     share = -(-len(samples) // ranks.world_size)
     mine = samples[ranks.rank * share : (ranks.rank + 1) * share]
     rollouts = backend.generate(
@@ -199,10 +201,10 @@ def evaluate(
 
 
 class GapMetrics:
-    """F1 of evaluations whose labels have gaps: the estimate `ESTIMATED`, and F1 at both ends of the range of the
-    number of objects (R49, D22). The first evaluation of a run decides whether the labels have gaps, how many objects
-    there may be, and the shares of right finds towards which later shares are drawn. `file` keeps these decisions for a
-    resume, so that all values of a run are comparable."""
+    """F1 of evaluations whose labels have gaps, that is, objects without a label (R49, D22): the estimate `ESTIMATED`,
+    and F1 for the fewest and the most objects that there may be. The first evaluation of a run decides whether the
+    labels have gaps, how many objects there may be, and how often boxes are right; later evaluations are pulled towards
+    that rate. `file` keeps these decisions for a resume, so that all values of a run are comparable."""
 
     def __init__(
         self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]
@@ -211,10 +213,11 @@ class GapMetrics:
         self._judge = GapJudge([samples[i] for i in self._places], open_image, audited)
         self._ranks, self._file, self._objects = ranks, file, list[float]()
         self._is_known = False
-        self.note = ""  # a sentence on gaps in the labels, by the first evaluation
+        self.note = ""  # a sentence about gaps in the labels, written by the first evaluation; "": nothing to print
 
     def of(self, evaluation: Evaluation) -> dict[str, float]:
-        """Return the metrics; {} if the labels show no gaps, or cannot rank models. Collective. Raises MediaError."""
+        """Return the metrics by name; {} if the labels have no gaps, or too little shows which boxes are right.
+        Collective. Raises MediaError."""
         return self._ranks.all_succeed(lambda: self._of(evaluation) if self._ranks.is_main else {})[0]
 
     def _of(self, evaluation: Evaluation) -> dict[str, float]:
@@ -249,11 +252,13 @@ class GapMetrics:
 
 
 def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str, int] | None = None) -> None:
-    """Write one JSON line per sample: images, sizes, the task's description of the answer, version, and counts. Objects
-    have their place in bins, and as `pixels` of their image. If the answers have objects, `step_N.coco.json` beside
-    `path` has the predictions as COCO results. `categories`: the annotations' category ids by class name.
+    """Write one JSON line per sample: images, sizes, the task's description of the answer, version, and counts. An
+    object's coordinates are given in bins, and as `pixels` of its image. If the answers have objects, a file beside
+    `path` (`.coco.json`) has the predictions as COCO results. `categories`: the annotations' category ids by class
+    name.
 
-    In COCO results an image's id is its sample's. If a sample has several images, `#2` follows for the second."""
+    In COCO results an image has the id of its sample. If the sample has several images, the second one's id is the
+    sample's with `#2` behind it."""
     lines = map(json.dumps, map(_line, evaluation.rollouts, evaluation.scenes, evaluation.counts))
     write_atomically(path, "".join(f"{line}\n" for line in lines))
     if any("predictions" in scene for scene in evaluation.scenes):
@@ -262,7 +267,7 @@ def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str
 
 
 def _numbered(evaluation: Evaluation) -> dict[str, int]:
-    """Return the names in the ground truth, in alphabetical order, with their numbers from 1."""
+    """Return a category id for each class name in the ground truth: numbers from 1, in alphabetical order."""
     names = {item["desc"] for scene in evaluation.scenes for item in scene.get("truth", ())}
     return {name: number for number, name in enumerate(sorted(names), 1)}
 
@@ -331,7 +336,7 @@ def draw_scenes(evaluation: Evaluation, rules: ImageRules) -> list[tuple[str, Im
 
 
 def _draw(picture: Image.Image, number: int, scene: Mapping[str, Any]) -> None:
-    """Draw the objects that a scene has in its image `number`."""
+    """Draw the ground truth and the predictions of a scene's image `number` (from 1) into `picture`."""
     for objects, color in ((scene["truth"], TRUTH), (scene["predictions"], PREDICTED)):
         for item in objects:
             kind: GeometryKind = "bbox_2d" if "bbox_2d" in item else "poly"

@@ -12,14 +12,16 @@ a group's segments together. Advantages do not depend on micro-batches or ranks 
 mean over the whole step on all ranks, which is computed before the first segment is made.
 
 An advantage is a reward minus a baseline: rollouts above the baseline are made more likely, those below it less likely.
-`group`: the group's mean (GRPO, arXiv:2402.03300). `rloo`: the mean of the group's other rollouts (arXiv:2402.14740),
-which is the same times K / (K - 1). `batch`: the mean of all rollouts of the optimizer step, on all ranks.
+Baselines. `group`: the group's mean (GRPO, arXiv:2402.03300). `rloo`: the mean of the group's other rollouts
+(arXiv:2402.14740); the advantage is then that of `group` times K / (K - 1). `batch`: the mean of all rollouts of the
+optimizer step, on all ranks.
 
-Objects. After j of its n objects an answer has earned V[j]. Its reward to go is V[n] - V[j], and 0 after it closes. The
-baseline at place j is the mean reward to go of the group's other answers that have as many objects. This mean depends
-only on the other answers and on the place, so it favours no token. If no other answer has as many objects, the
-advantage is 0: the longest answer of a group learns nothing from its last objects. An object without reward is made
-less likely if other answers earned some at its place. Closing is made less likely if other answers went on and earned.
+With `credit: object` each object gets an advantage. After j of its n objects an answer has earned V[j]. What it earns
+later, V[n] - V[j], is its reward to go; after it closes, this is 0. The baseline at place j is the mean reward to go of
+the group's other answers with as many objects. This mean depends only on the other answers and on the place, so it
+favours no token. If no other answer has as many objects, the advantage is 0: the longest answer of a group learns
+nothing from its last objects. An object without reward is made less likely if other answers earned some at its place.
+Closing is made less likely if other answers went on and earned.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ from shared.pixels import ImageProcessing
 
 GROUPS, NO_SIGNAL, REWARD_STD = "grpo/groups", "grpo/no_signal", "grpo/reward_std"
 Baseline = Literal["group", "rloo", "batch"]
-_ROUNDING = 1e-9  # advantages below it count as none: the mean of equal rewards may differ from them in the last bit
+_ROUNDING = 1e-9  # advantages up to this size count as 0: the mean of equal rewards may differ in the last bit
 
 
 class _Scored:
@@ -110,7 +112,7 @@ class GroupSource(RolloutSource):
         return groups
 
     def reinforced(self, rollouts: Sequence[Rollout], prompts: Sequence[EncodedPrompt]) -> list[Segment]:
-        """Return the segment of each rollout, in order. `rollouts` are whole groups."""
+        """Return the segment of each rollout, in order. `rollouts` are whole groups; `prompts` has one per rollout."""
         return self._reinforced(self._groups(rollouts), prompts, 0.0)
 
     def _reinforced(
@@ -119,7 +121,8 @@ class GroupSource(RolloutSource):
         prompts: Sequence[EncodedPrompt],
         step_mean: float,
     ) -> list[Segment]:
-        """Return the segment of each rollout, in order. `prompts` are those of the rollouts."""
+        """Return the segment of each rollout, in order. `prompts` has one per rollout. `step_mean`: the baseline of
+        `advantage: batch`."""
         found: list[Segment] = []
         prompt = iter(prompts)
         for group, per_token in zip(groups, self._advantages(groups, step_mean), strict=True):
@@ -154,7 +157,8 @@ class GroupSource(RolloutSource):
         return steps
 
     def _mean_of_step(self, groups: Sequence[Sequence[_Scored]]) -> float:
-        """Return the mean over `groups`, this rank's part of the step, and those of all other ranks. Collective."""
+        """Return the mean reward of the step's rollouts on all ranks, without what is earned object by object.
+        `groups`: this rank's rollouts of the step. Collective."""
         parts = [part for own in self._ranks.all_gather_object(_rest(groups)) for part in own]
         return float(np.concatenate(parts).mean()) if parts else 0.0
 
@@ -195,7 +199,7 @@ class GroupSource(RolloutSource):
 
 
 def _rest(groups: Sequence[Sequence[_Scored]]) -> list[NDArray[np.float64]]:
-    """Return for each group the part [K] of its rollouts' rewards that is not earned object by object."""
+    """Return for each group the rewards [K] of its rollouts, without what they earned object by object."""
     return [
         np.array([one.reward - (0.0 if one.by_object is None else one.by_object.values[-1]) for one in group])
         for group in groups
@@ -249,5 +253,6 @@ def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.
     came = ~np.isnan(to_go)
     others = came.sum(axis=0) - came
     totals = np.nansum(to_go, axis=0) - np.where(came, to_go, 0.0)
-    expected = np.divide(totals, others, out=np.where(came, to_go, 0.0), where=others > 0)  # no other answer: 0
+    # Where no other answer has as many objects, `out` makes the advantage 0.
+    expected = np.divide(totals, others, out=np.where(came, to_go, 0.0), where=others > 0)
     return [(row - wanted)[: len(value)] for row, wanted, value in zip(to_go, expected, values, strict=True)]

@@ -1,13 +1,14 @@
-"""Channel-B within the step: rollouts are made, packed and learned in it, by the weights that it updates (R31, R32).
+"""Channel-B within the step: a step's rollouts are made by the weights that the step then updates (R31, R32).
 
 Either the rank's whole share is rolled out first and learned afterwards; or, with servers and packing, rows are learned
 while other samples are rolled out (D9): a second thread makes a segment of each rollout as it ends, and the thread that
 learns takes a row as soon as the row is closed. Both ways number a step's requests over all ranks, so that a sample's
 seed, and so its rollout, is the same either way, on any number of ranks.
 
-The segments between the two threads are at most the rank's share of the step, whose prompts are in memory anyway. So
-no server waits for the learner. Which segments share a row depends on the order in which rollouts end, unless
-`training.deterministic` is set. Which samples a step learns does not depend on this order.
+Any number of finished segments may wait for the learning thread, because they are at most the rank's share of the step,
+whose prompts are in memory anyway. So no server waits for the learner. Which segments share a row depends on the order
+in which rollouts end, unless `training.deterministic` is set. Which samples a step learns does not depend on this
+order.
 """
 
 from __future__ import annotations
@@ -110,7 +111,8 @@ class Stage2InStep(Stage2Steps):
         return check
 
     def _rank_metrics(self) -> RankMetrics:
-        """Return the seconds that the step's rollouts took. During most of them rows were learned."""
+        """Return how long the step's rollouts took. During most of that time, rows are learned. Without `overlap` there
+        are no such metrics."""
         if self._overlap is None:
             return RankMetrics()
         calls, self._calls = self._calls, CallTotals()

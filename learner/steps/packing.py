@@ -1,8 +1,8 @@
 """Segments to packed rows, padding-free (R36). Pure and deterministic: equal inputs in equal order give equal rows.
 
-In: segments, atomic, each of at most `capacity` tokens (`packing_length`, from `global_max_length`). Out: `PackedRow`s.
-Invariants: every segment is in exactly one row, or waits; no row exceeds the capacity; inside a row segments stand in
-order of arrival.
+In: segments of at most `capacity` tokens (`packing_length`, from `global_max_length`), which are never cut. Out:
+`PackedRow`s. Invariants: every segment is in exactly one row, or waits; no row exceeds the capacity; inside a row
+segments stand in order of arrival.
 
 Four ways from segments to the rows that are learned (D6, D9):
 - `ArrivingRows` packs a step's segments as they arrive, and closes rows early: never more rows than FIFO makes.
@@ -41,8 +41,8 @@ def check_length(segment: Segment, capacity: int) -> None:
 
 
 def pack_all(segments: Sequence[Segment], capacity: int, *, share_prompts: bool = False) -> list[PackedRow]:
-    """Pack all of `segments` in as few rows as best-fit decreasing or FIFO needs, rows in order of their oldest
-    segment.
+    """Pack all of `segments`, by best-fit decreasing or FIFO, whichever needs fewer rows. Rows are in order of their
+    oldest segment.
 
     Raises DataError where a segment is longer than `capacity`.
     """
@@ -75,12 +75,13 @@ def _row(units: Sequence[Sequence[Segment]], capacity: int, share_prompts: bool)
 
 
 def pack_lengths(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Return the indices of `lengths` per row; each length is at most `capacity`. O(n log n) comparisons."""
+    """Return rows as lists of indices into `lengths`, by best-fit decreasing or FIFO, whichever needs fewer rows. Each
+    length is at most `capacity`."""
     return min(_best_fit_decreasing(lengths, capacity), fifo(lengths, capacity), key=len)
 
 
 def fifo(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack rows in order of arrival: the baseline."""
+    """Return rows as lists of indices into `lengths`, filled in order of arrival: the baseline."""
     rows: list[list[int]] = []
     free = -1
     for index, length in enumerate(lengths):
@@ -110,11 +111,11 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1) -> list[int]:
-    """Return the indices of the subset with the largest sum up to `capacity` among those that hold the first
-    `num_first`.
+    """Return the indices of the lengths that fill a row best: the first `num_first`, and of the others those that bring
+    the sum closest to `capacity` without exceeding it.
 
-    The result is exact: reachable sums are bits of one integer, so an item costs one shift. Of subsets with equal sums
-    the one with earlier items is taken, so that old segments are learned first.
+    The result is exact: each reachable sum is a bit of one integer, so an item costs one shift. Of several choices with
+    the same sum, the one with earlier items is returned, so that old segments are learned first.
     """
     room = capacity - sum(lengths[:num_first])
     mask = (1 << (room + 1)) - 1
@@ -195,7 +196,7 @@ class ArrivingRows:
 
 
 class RowMaker(Protocol):
-    """A way to make rows of segments. Subclasses say which."""
+    """Makes packed rows of segments. Each subclass does it in another way."""
 
     def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
         """Return the rows to learn now. Raises DataError for a segment that is longer than a row."""

@@ -4,7 +4,7 @@
     if 7 in producer.outlook(step).complete:
         packs = producer.take(7, step)                       # each pack: its segments, in the order of their places
     with producer.fence(deadline_s) as fence:                # on every rank; this rank has no call in flight now
-        ranks.barrier()                                      # and now none has
+        ranks.barrier()                                      # and now no rank has one
         fence.synced(sync_and_broadcast_ver(), updates=step)
 
 The producer makes one generation call after another, and never waits between them. When no call is permitted, its
@@ -45,7 +45,7 @@ _WHY = {
 class ProducerStats:
     """One rank's queue now, and its producer's totals since the start."""
 
-    queued: int  # packs
+    queued: int  # packs that wait to be learned
     counts: PackCounts
     calls: CallTotals
 
@@ -120,7 +120,8 @@ class Producer:
             self._wake()
 
     def outlook(self, step: int) -> Outlook:
-        """Return `ShareQueue.outlook` for `step`, the next step. Raises the error that ended the producer."""
+        """Drop the packs that are too old for `step`, the next step, and return `ShareQueue.outlook`. Raises the error
+        that ended the producer."""
         with self._changed:
             self._queue.check()
             self._forget(self._queue.expire(step))

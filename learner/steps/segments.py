@@ -27,8 +27,8 @@ class SegmentSource(Protocol):
     needs_rollouts: bool
 
     def begin_window(self, window: Sequence[MicroStep], *, global_step: int, clock: PhaseClock) -> None:
-        """Take all micro-steps that `segments` will be called with before the weights change, to roll them out
-        together."""
+        """Roll out several micro-steps together. `window`: all micro-steps for which `segments` is called before the
+        weights change. Sources without rollouts do nothing."""
         return
 
     def segments(

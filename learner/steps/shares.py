@@ -2,15 +2,16 @@
 no clock.
 
 An epoch's samples are cut into shares in order, one share per optimizer step. Each share is learned in one step, as
-ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, also if packs are dropped or
-the run is interrupted. `Shares` says which share a step learns. This depends only on the schedule and on the shares
-learned before, so all ranks agree without communication. Of the shares that an epoch has left, the first are for its
-scheduled Channel-B steps, and the others for Channel-A. A Channel-B step without packs learns one of the shares for
-Channel-A, so that packs that are being made can still be learned. Then the last share for Channel-B (`given_up`) is
-learned as ground truth, by this step or a later one.
+ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, even if its rollouts are
+dropped or the run is interrupted. `Shares` says which share a step learns. This depends only on the schedule and on the
+shares learned before, so all ranks agree without communication. An epoch has a list of shares that are not learned yet.
+Its first shares are for the scheduled Channel-B steps, the others for Channel-A. If a Channel-B step finds no rollouts,
+it learns one of the shares for Channel-A, so that rollouts that are being made can still be learned. To make up for
+that, the last share for Channel-B (`given_up`) is learned as ground truth, by this step or a later one.
 
-`ShareQueue` is one rank's producer, queue and fence. A call rolls out neighbouring places of one share. Its segments
-wait in packs until a step takes the whole share.
+`ShareQueue` is one rank's queue of rollouts. It says which generation call may start, and closes a fence (no call may
+start) around a sync. A call rolls out neighbouring places of one share. Its segments wait in packs (some segments each)
+until a step takes the whole share.
 
     open --request_fence--> fenced --complete_fence--> open          fail: from open or fenced --> failed
                                                                      stop: from open or fenced --> stopped
@@ -103,9 +104,9 @@ class PipelineStoppedError(ProjectError):
 class Bounds:
     """Limits on how far the producer may run ahead."""
 
-    start_below: int  # a call may start while fewer packs than this are queued
+    start_below: int  # calls for shares other than the most urgent may start while fewer packs than this are queued
     keep_at_most: int  # max queued packs; the oldest packs above this number are dropped
-    version_window: int  # a pack may be learned while `pack.ver >= ver - version_window`
+    version_window: int  # max syncs between the rollouts of a pack and its learning; older packs are dropped
     max_update_lag: int | None = None  # max updates from a rollout's weights to the step that learns it; None: any
     sync_every: int = 1  # number of shares that are learned as rollouts between two syncs
 
@@ -159,7 +160,7 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Pack:
-    """Some of a call's places."""
+    """The rollouts of some of a call's places. `index`: the pack's number, counted from 0 on this rank."""
 
     index: int
     share: int
@@ -245,8 +246,8 @@ class ShareQueue:
         return self.in_flight
 
     def finish_call(self) -> tuple[list[Pack], list[Drop]]:
-        """End the call in flight. Return its packs, and the drops that made room for them. Return no packs if the
-        call's share is no longer wanted."""
+        """End the call in flight. Return its packs, and the packs that were dropped to make room. If the call's share
+        is no longer wanted, or the queue has ended, return neither."""
         call, self.in_flight = self.in_flight, None
         assert call is not None, "no call is in flight"
         if self.ended or call.share not in self.wanted:
@@ -287,7 +288,8 @@ class ShareQueue:
         return None
 
     def _makeable(self) -> tuple[int, ...]:
-        """Return the wanted shares whose packs will be at most `version_window` syncs old when they are learned."""
+        """Return the wanted shares for which packs may be made now: those that are learned at most `version_window`
+        syncs later."""
         every = self.bounds.sync_every
         return self.wanted[: max(0, every - self.taken) + self.bounds.version_window * every]
 
@@ -325,7 +327,8 @@ class ShareQueue:
         return found
 
     def outlook(self) -> Outlook:
-        """Return all of the outlook as of one moment, because a call may end between two questions."""
+        """Return which shares this rank has made and what it can still make (`Outlook`), all as of one moment. Separate
+        methods could see a call end in between."""
         urgent, rest = self.wanted[:1], self._makeable()[1:]
         made = [(one.share, one.by.updates) for one in (*self.queue, self.in_flight) if one is not None]
         waiting = sum(pack.share not in urgent for pack in self.queue)
@@ -378,7 +381,7 @@ class ShareQueue:
         """Let calls start again. `served`: the weights that the sync brought; None: no sync. Drop and return the packs
         that are too old now.
 
-        Raises SyncError, and fails, if the version did not rise.
+        If the version did not rise, the queue ends with a SyncError, which is raised.
         """
         self.check()
         assert self.quiet, "the fence was completed before it was quiet"

@@ -94,7 +94,8 @@ class StepSource(Protocol):
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go on from `state()`, before the first step. Raises CheckpointError where it does not fit this run."""
+        """Continue from an earlier run's `state()`, before the first step. Raises CheckpointError if the state does not
+        fit this run."""
         ...
 
     def stop(self) -> None:
@@ -107,7 +108,8 @@ class StepSource(Protocol):
 
 
 class FreshSteps(StepSource):
-    """One micro-step per micro-batch, its rows made for it (`sft`, `rollout_matching_sft`).
+    """Steps with one micro-step per micro-batch. A micro-batch's rows are made just before they are learned (`sft`,
+    `rollout_matching_sft`, `grpo`).
 
     A step has `gradient_accumulation_steps` micro-batches; the last step of an epoch may have fewer. `encoder` encodes
     the samples that a resumed run still has to learn. Step `drains_at` has one more micro-step, with all segments that
@@ -131,7 +133,7 @@ class FreshSteps(StepSource):
         self._encoder, self._clock = encoder, clock
         # (epoch, sample id) of samples that were not learned before the checkpoint; added to the first micro-batch
         self._owed: list[tuple[int, str]] = []
-        self._first_owed = 0  # place of the first of them among all ranks' owed samples
+        self._first_owed = 0  # place of this rank's first owed sample among the owed samples of all ranks
         self._global_step = 0  # the step that began last
         self._num_batches = 0  # micro-batches of that step
 
@@ -197,8 +199,8 @@ class FreshSteps(StepSource):
         return self._segments(step, prompts)
 
     def _owed_step(self) -> MicroStep:
-        """Return the owed samples, as they were handed out before the checkpoint. Their requests are a micro-step of
-        their own, so that no two requests of all ranks share a seed (R11)."""
+        """Return a micro-step of the owed samples, as they were handed out before the checkpoint. It is separate from
+        the other micro-steps, so that no two requests of all ranks share a seed (R11)."""
         return MicroStep(
             samples=tuple(self._batches.seen_in(epoch, sample_id) for epoch, sample_id in self._owed),
             micro_step_idx=self._gradient_accumulation_steps,

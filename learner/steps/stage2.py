@@ -25,10 +25,11 @@ from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
 from learner.steps.source import StepSource, own_share
 
-# Seconds that `close` waits for a producer's thread; the configuration key of the deadlines of all other waits for it.
+# `close` waits CLOSE_S seconds for a producer's thread. All other waits for it have the deadline of DEADLINE_KEY.
 CLOSE_S = 10.0
 DEADLINE_KEY = "training.collective_timeout_s"
-# A step takes the longer of rollout and learning, and one call more: with four calls, at most a quarter more.
+# A step lasts as long as its rollouts or its learning, whichever is longer, plus one call. With four calls per step,
+# that is at most a quarter longer.
 CALLS_PER_STEP = 4
 
 
@@ -51,8 +52,8 @@ class RankMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2Parts:
-    """The parts that both ways need. Each batch of `batches` is the rank's share of a whole step. In it, a sample comes
-    `places_per_sample` times in a row, once for each of its rollouts (`grpo`)."""
+    """The parts that `in_step` and `ahead` both need. Each batch of `batches` is the rank's share of a whole step. In
+    it, a sample comes `places_per_sample` times in a row, once for each of its rollouts (`grpo`)."""
 
     b_ratio: float
     places_per_sample: int = 1
@@ -135,7 +136,8 @@ class Stage2Steps(StepSource):
         return scheduled_channel(global_step, self._parts.b_ratio)
 
     def _in_segments(self, shortfall: Shortfall | None) -> Shortfall | None:
-        """Return `shortfall`, which counts places, as a number of segments of the step's channel."""
+        """Return `shortfall`, which counts places of the batch, counted in segments instead. Channel-A makes one
+        segment of all places of a sample."""
         assert self._decision is not None, "shortfall() before begin()"
         if shortfall is None or self._decision.channel == "B":
             return shortfall
@@ -143,8 +145,8 @@ class Stage2Steps(StepSource):
         return Shortfall(size=shortfall.size // each, whole=shortfall.whole // each)
 
     def _share(self, source: SegmentSource, *, every: int = 1) -> Generator[PackedRow]:
-        """Yield the rows of the rank's whole share. All of it is read, made into segments (one for every `every`-th
-        place), and packed before the first row."""
+        """Yield the rows of the rank's whole share. Before the first row, all samples are read, made into segments (one
+        for every `every`-th place) and packed."""
         with self._clock.phase("data"):
             batch = self._next_batch()
         step = MicroStep(

@@ -60,7 +60,8 @@ class StepSyncs:
         self._journal.sync(self.receipt, step=step)
 
     def agree(self, step: int) -> None:
-        """Agree on the servers that go on, and report changes. Collective. Raises ServerError if too few are left."""
+        """Let all ranks agree on the servers that are still used, and log each server that has come or gone.
+        Collective. Raises ServerError if too few are left."""
         for change in self.sync.agree() if self.sync is not None else ():
             self._journal.server(change, step=step)
 

@@ -2,7 +2,7 @@
 again.
 
 `connect.py` makes backend and sync, `steps.py` samples and rows. Only these three modules import all parts. They read
-no environment but the mapping that is passed in.
+environment variables only from the mapping that is passed in.
 """
 
 from __future__ import annotations
@@ -90,10 +90,11 @@ def train_on(
     goes_on: bool = False,
     before: Callable[[Trainer], bool] = lambda _: True,
 ) -> int:
-    """Train with ranks that have already joined, and that may train again afterwards. Collective.
+    """Train with ranks that have already joined, and return the exit code. The ranks may train again afterwards.
+    Collective.
 
-    `goes_on`: a run in the folder is an earlier start of this run. `before` is called when everything is ready; if it
-    returns False, nothing is trained.
+    `goes_on`: a run that is already in the output folder is an earlier start of this run. `before` is called when
+    everything is ready; if it returns False, nothing is trained.
     """
     with ExitStack() as stack:
         config = claim_output_dir(config, ranks, torchrun_agent(environment), stack=stack, goes_on=goes_on)
@@ -120,7 +121,8 @@ def build(config: RunConfig, plan: Plan, ranks: Ranks, *, token: str | None, sta
     console, timeline = _console(config, ranks, total_steps, stack), Timeline(ranks.rank)
     log.tell = console.note
     _tell_start(basis, log, console)
-    after_backend = stack.enter_context(ExitStack())  # parts that wait for a call until the backend closes it
+    # Parts that are closed after the backend: they may wait for a generation call, which the backend's end ends.
+    after_backend = stack.enter_context(ExitStack())
     optimizer = Optimizer(basis.policy.trainable, config.training, total_steps=total_steps)
     if colocates(config):
         console.note("starting vLLM")
@@ -228,8 +230,8 @@ def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
 
 
 def _tell_start(basis: Basis, log: MetricsLog, console: Console) -> None:
-    """Log whether the model is compiled, or why not; with a GPU, print this reason too. Log the numbers of dropped and
-    clipped records, one line per number."""
+    """Log whether the model is compiled, or why not; with a GPU, print this reason too. Log the numbers of samples.
+    Print the numbers of dropped and clipped records, one line per split."""
     policy, data = basis.policy, basis.data
     log.write("model", {"compiled": not policy.why_not_compiled, "why_not": policy.why_not_compiled})
     if policy.why_not_compiled and policy.device.type == "cuda":
@@ -350,7 +352,8 @@ def _label_completion(basis: Basis, backend: Backend | None, console: Console) -
 
 
 def _gap_metrics(basis: Basis) -> GapMetrics | None:
-    """Return the metrics for labels with gaps, if `training.keep_best: auto` may choose the best checkpoint by them."""
+    """Return the metrics for labels with gaps (objects without a label), if `training.keep_best: auto` may choose the
+    best checkpoint by them; else None."""
     config, samples = basis.config, basis.data.evaluation
     if not isinstance(basis.task, DetectionTask) or config.training.keep_best != "auto" or kept_metric(config) is None:
         return None

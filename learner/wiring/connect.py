@@ -186,13 +186,14 @@ def _probe(sample: Sample, policy: Policy) -> CanaryItem:
 
 
 def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence[CanaryItem], ranks: Ranks) -> Canary:
-    """Make the check of a sync. Only ranks that compute the learner's scores are given answers."""
+    """Return the canary, which checks each sync: learner and generator score the same answers. Only ranks that compute
+    the learner's scores are given the answers."""
     vllm = config.rollout_matching.vllm
     is_asked = ranks.is_main or policy.is_sharded or isinstance(backend, ColocateBackend)
     answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
     return Canary(
         items=items,
-        # A colocated engine takes the tensors themselves, so there is nothing to compare, and no thread that sends.
+        # A colocated engine takes the tensors themselves, so no checksums are compared, and no thread sends.
         scorer=CanaryScorer(
             policy,
             answers,

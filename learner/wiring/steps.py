@@ -92,7 +92,7 @@ def row_limit(config: RunConfig, task: Task, encoder: prompt.PromptEncoder) -> R
 
 
 def step_plan(plan: Plan) -> Plan:
-    """Return the plan that the data follows: a dataloader batch is the rank's share of a whole step (R31)."""
+    """Return `plan` for a dataloader whose batch is the rank's share of a whole step, not of a micro-step (R31)."""
     share = plan.effective_batch_size // plan.world_size
     return replace(plan, per_device_train_batch_size=share, gradient_accumulation_steps=1)
 
@@ -121,7 +121,8 @@ def make_batches(basis: Basis, stack: ExitStack) -> tuple[Batches, int]:
 def check_packing_buffer(
     samples: Sequence[Sample], encoder: prompt.PromptEncoder, config: RunConfig, plan: Plan, total_steps: int
 ) -> None:
-    """Raises ConfigError if the carry buffer must overflow during the run, to fail before hours of training (D6)."""
+    """Raises ConfigError if the segments carried to later rows will exceed `training.packing_buffer` in any case, so
+    that the run fails before hours of training (D6)."""
     training = config.training
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
         return  # the lengths of augmented samples are not known yet
