@@ -95,7 +95,8 @@ class Task(Protocol):
     reader: ClassVar[Reader | None] = None  # used if `data.format` names no reader; None: a built-in reader is used
 
     def __init__(self, config: TaskConfig, tokenizer: Tokenizer) -> None:
-        """`config.options` are the keys of your own. Raises ConfigError if they or the tokenizer do not fit."""
+        """Set up the task. `config.options` has the task's own keys. Raises ConfigError if they or the tokenizer do not
+        fit."""
         ...
 
     def parse(self, rollout: Rollout) -> Any:
@@ -115,7 +116,8 @@ class Task(Protocol):
         ...
 
     def ground_truth(self, sample: Sample, loss: LossConfig) -> Target:
-        """Return the whole answer, teacher-forced: for `sft`, Channel-A, and to see how long an answer may become."""
+        """Return the whole right answer for plain teacher forcing (`sft`, Channel-A steps). It also shows how long an
+        answer may become."""
         ...
 
     def stats(self, assignment: Any) -> Mapping[str, float]:
@@ -442,7 +444,7 @@ def _check_call(value: Any, arguments: Sequence[str]) -> None:
 
 
 def _checked_task(path: str, value: Any) -> type[Task]:
-    """Raises ConfigErrors unless `value` is a class with everything that a `Task` has."""
+    """Return `value`. Raises ConfigErrors if it is not a class with everything that a `Task` has."""
     wanted, remedy = "a class with the methods of learner.extensions.Task", "see docs/extending.md"
     found = ""
     if not isinstance(value, type):

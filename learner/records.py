@@ -1,4 +1,4 @@
-"""The stages of a sample, one frozen record each:
+"""Defines the stages of a sample, one frozen record each:
 
     Sample -> Rollout -> ParsedRollout -> Assignment -> Segment -> PackedRow -> StepResult -> SyncReceipt
 
@@ -118,9 +118,9 @@ class Sample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rollout:
-    """The answer of the policy of version `ver`. `response_token_ids` are stop-trimmed. `logprobs` are natural
-    log-probabilities of the response's tokens and of the stop token, under the weights that generated them; None: they
-    were not asked for, or the trained weights themselves generated the answer."""
+    """The answer of the policy of version `ver`. `response_token_ids` are without the stop token. `logprobs` are
+    natural log-probabilities of the response's tokens and of the stop token, under the weights that generated them;
+    None: they were not asked for, or the trained weights themselves generated the answer."""
 
     sample: Sample
     prompt_token_ids: tuple[int, ...]
@@ -131,7 +131,7 @@ class Rollout:
     server_id: str = ""
     stop_token_id: int | None = None  # the token that ended the answer; None: no stop token did
     logprobs: tuple[float, ...] | None = None
-    # the pixels that the engine's vision tower was fed; None: not asked for, or no images
+    # the pixels that the engine gave its vision tower; None: they were not asked for, or there are no images
     pixels: ProcessedImages | None = None
 
 
@@ -205,7 +205,7 @@ class EncodedPrompt:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Target:
-    """Y_train of one sample, relative to its first token. `labels[i]` is the right token at position i
+    """The tokens that are learned after one sample's prompt (Y_train). `labels[i]` is the right token at position i
     (-100: ignored). It differs from `token_ids[i]` at matched coordinates."""
 
     token_ids: NDArray[np.int64]  # [Y]
@@ -228,8 +228,8 @@ class PolicyTokens:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Segment:
-    """One sample's encoded prompt + Y_train. Atomic: never split, never truncated. `labels[i]` is predicted from the
-    logits at i-1; everything before `prompt_length` has label -100 and weight 0."""
+    """One sample's encoded prompt and target (Y_train). It is never split, never truncated. `labels[i]` is predicted
+    from the logits at i-1; everything before `prompt_length` has label -100 and weight 0."""
 
     sample_id: str
     input_ids: NDArray[np.int64]  # [L]
@@ -246,7 +246,7 @@ class Segment:
 
     @property
     def prompt_key(self) -> tuple[object, ...]:
-        """A key that is equal for segments with the same prompt and images: answers to one sample (R47)."""
+        """Return a key that is equal for segments with the same prompt and images: answers to one sample (R47)."""
         if not self.sample_id or not self.prompt_length:
             return (id(self),)
         grid = self.vision.image_grid_thw.flatten().tolist() if self.vision is not None else None
@@ -275,7 +275,7 @@ class PackedRow:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens that the forward computes: a shared prompt counts once."""
+        """Return the number of tokens that the forward pass computes. A shared prompt counts once."""
         return sum(map(group_tokens, self.groups()))
 
     @property
@@ -292,7 +292,7 @@ class LearnedRow(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepResult:
-    """One optimizer step, reduced over ranks."""
+    """The result of one optimizer step, reduced over ranks."""
 
     global_step: int
     channel: Channel
@@ -316,7 +316,7 @@ class SyncReceipt:
     seconds: float
     num_bytes: int
     num_tensors: int
-    canary_gap: float  # mean |learner logprob - served logprob|, nats
+    canary_gap: float  # mean |learner logprob - served logprob| on test prompts (canary), nats
     canary_gap_max: float
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
     pause_s: float = 0.0  # longest time that any server generated nothing and took no call; 0: not measured
@@ -349,7 +349,7 @@ class RawObject:
     written: str  # class and coordinates, as the file has them
     name: str  # the object's name in messages
     place: Place
-    ignored: bool = False  # a region where nothing is known, not an object
+    ignored: bool = False  # True: an ignore region, not an object
     image: int | None = None  # number among the record's images, from 1; None: the annotations do not say
 
 
@@ -374,7 +374,7 @@ class RawRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CallRecord:
-    """One call after its end; `error` is empty if it was answered."""
+    """One rollout call after its end. `error` is empty if the call was answered."""
 
     base_url: str
     seed: int  # seed of the first request
@@ -397,7 +397,7 @@ class RolloutCallLog:
     """
 
     global_step: int | None
-    share: int | None = None  # number of the share since the start of training; None: the call belongs to a step
+    share: int | None = None  # number of the share of samples, counted since training began; None: made for a step
     micro_step_idx: int
     first_req_idx: int
     num_requests: int

@@ -1,11 +1,11 @@
 """The training loop: sync, learn, update; evaluate and save when due.
 
 One optimizer step: sync if its rollouts need newer weights, learn each micro-step's rows as they come, reduce gradients
-over ranks once, clip, update, count. A sync that must wait for rollouts in flight runs between two rows, if the step
-source (`learner.steps.source`), from which the rows come, allows that. The step's loss is the weighted mean over all
-supervised tokens of the step on all ranks, so packing and the number of ranks do not change the gradient. An epoch's
-last step may have fewer samples than other steps: its gradient and its learning rate are multiplied by its number of
-samples, divided by that of a whole step.
+over ranks once, clip, update, count. Rows come from the step source (`learner.steps.source`). If it allows that, a sync
+that must wait for rollouts in flight runs between two rows. The step's loss is the weighted mean over all supervised
+tokens of the step on all ranks, so packing and the number of ranks do not change the gradient. An epoch's last step may
+have fewer samples than other steps: its gradient and its learning rate are multiplied by its number of samples, divided
+by that of a whole step.
 
 Invariants: rollouts and evaluations run on weights that were synced after the last update (R10). Rollouts that run
 ahead of learning use the weights of the last sync instead. Every rank runs the same number of forward/backward passes
@@ -153,7 +153,8 @@ class Trainer:
         self.journal.end("finished", self.why_early(), step=self.state.global_step)
 
     def save_after(self, error: Exception | Stopped) -> None:
-        """Save the last whole step of a run that `error` ends."""
+        """Save the last whole step of a run that `error` ends: with all ranks if `error` ends all of them, else by this
+        rank alone. After a CheckpointError nothing is saved."""
         if isinstance(error, CheckpointError):
             return
         agreed = isinstance(error, CallbackError) or (isinstance(error, Stopped) and error.agreed)
@@ -167,7 +168,8 @@ class Trainer:
         return f"{self.best.metric} did not improve" if gave_up else ""
 
     def train(self) -> None:
-        """Run the loop."""
+        """Restore the state if the run is resumed, and run the remaining steps, with evaluations and saves between
+        them."""
         training = self.config.training
         self.restore()
         self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
@@ -223,7 +225,7 @@ class Trainer:
         for rows in self.source.micro_steps():
             self.stop.check()
             self.training_step(rows, totals)
-        self.syncs.within(self.state.global_step, at_once=True)  # the weights change now
+        self.syncs.within(self.state.global_step, at_once=True)  # the update below changes the weights
         metrics = self.source.metrics()
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
@@ -264,12 +266,12 @@ class Trainer:
     # ---- between steps ---------------------------------------------------------------------------------------------
 
     def complete_labels(self) -> None:
-        """Complete the labels by the present weights, if it is due before this step. Collective."""
+        """Complete the labels with answers of the present weights, if that is due before this step. Collective."""
         step = self.state.global_step
         if self.labels is None or not self.labels.is_due(step):
             return
         self.stop.check()
-        with self.source.fence() as fence:  # rollouts in flight have the old labels
+        with self.source.fence() as fence:  # waits for rollouts in flight, which have the old labels
             self.syncs.behind(fence, step)
             with self.clock.phase("labels"):
                 completion = self.labels.complete(step, self.syncs.ver(step))

@@ -1,8 +1,8 @@
-"""Scored boxes of any detectors on any annotation file: how good each is, and by how much they differ.
+"""Measures how good detectors' scored boxes are on an annotation file, and by how much the detectors differ.
 
 In: for each detector, boxes with scores by image (COCO results, or a model's own). Out: F1@0.5 and F1@mIoU at a
-threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval, and paired differences of every two.
-Boxes are compared in pixels, without rounding.
+threshold, AP, AP50, AUC and calibration error, each F1 and AP with an interval, and the paired difference of every two
+detectors. Boxes are compared in pixels, without rounding.
 
 The threshold is the one with the best F1@0.5 on a validation set, if its results are given. Otherwise the images are
 split in five parts, and each part is scored at the threshold that is best on the others. So no image influences its own
@@ -46,7 +46,7 @@ SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5")
 
 
 class Scored(NamedTuple):
-    """A box in the sample's scale of 999 by 999, unrounded."""
+    """A box with its score. Its bins (0 to 999 over the image) are not rounded."""
 
     object: DetectionObject
     score: float
@@ -63,8 +63,8 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Values at IoU 0.5 at each of `GRID`: precision by recall, as the mean over classes and by class, and F1 of the
-    boxes with at least this score. Precision is empty without objects."""
+    """Curves at IoU 0.5, one value per point of `GRID`. `precision`: at that recall, mean over classes; empty without
+    objects. `precision_by_class`: the same for each class. `f1`: of the boxes whose score is at least that point."""
 
     precision: Sequence[float]
     f1: Sequence[float]
@@ -134,7 +134,7 @@ class JudgedBoxes:
         return [[box for box in boxes if box.score >= by_part[i % FOLDS]] for i, boxes in enumerate(self.line)]
 
     def f1_by_score(self) -> list[float]:
-        """Return F1@0.5 of the boxes that reach each of `GRID`."""
+        """Return for each score in `GRID` the F1@0.5 of the boxes with at least that score."""
         f1 = []
         for score in GRID:
             kept = self.scores >= score
@@ -145,7 +145,7 @@ class JudgedBoxes:
 
 def without_border(found: Sequence[Found], samples: Sequence[Sample]) -> tuple[list[Found], list[Sample]]:
     """Return boxes and samples without the objects that touch the border of their photograph. Labels at the border
-    become ignore regions. Boxes at the border count only if they are on another label."""
+    become ignore regions. Boxes at the border are kept only if they are on a label that is not at the border."""
     line, inside = list(found), []
     for sample in samples:
         touching = _touching(sample.objects)
@@ -217,7 +217,7 @@ def _curves(classes: Sequence[RankedBoxes], judged: JudgedBoxes) -> Curves:
 
 
 def _precision_by_recall(one: RankedBoxes) -> NDArray[np.float64]:
-    """Return the precision [GRID] of a class that has objects."""
+    """Return the precision of a class at each recall in `GRID`. The class must have objects."""
     right, wrong = one.right[0].cumsum(), one.wrong[0].cumsum()
     precision = np.append(np.maximum.accumulate((right / np.maximum(right + wrong, 1))[::-1])[::-1], 0.0)
     found: NDArray[np.float64] = precision[np.searchsorted(right / one.truth.sum(), GRID, side="left")]
@@ -241,7 +241,7 @@ def _by_class(scenes: Sequence[Scene], ranked: Sequence[RankedBoxes]) -> dict[st
 
 
 def scenes_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> list[Scene]:
-    """Return each sample with its boxes."""
+    """Return a scene of the report for each sample with its boxes."""
     scenes = []
     for sample, kept in zip(samples, line, strict=True):
         sheet = Sheet.of(sample.sizes) if len(sample.images) > 1 else None
@@ -264,7 +264,7 @@ def scenes_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> li
 
 
 def assignment_of(boxes: Sequence[Scored], sample: Sample) -> Assignment:
-    """Return the boxes as an answer that has these objects, for the metrics of answers."""
+    """Return the boxes in the form of a parsed answer, which metrics take."""
     rollout = Rollout(sample=sample, prompt_token_ids=(), response_token_ids=(), finish_reason="stop", ver=0, seed=None)
     parsed = ParsedRollout(
         rollout=rollout,

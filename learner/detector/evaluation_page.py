@@ -1,5 +1,4 @@
-"""What the page of `evaluate` draws: curves, a table of classes, and scenes for the matrices and the gallery of the
-run's report.
+"""Makes the page of `evaluate`: curves, a table of classes, and matrices and a gallery as in a run's report.
 
 In: results of `evaluation.py`, and the boxes that reach a detector's threshold. Out: records of `learner.report`, and
 the page. No side effects.

@@ -1,8 +1,8 @@
-"""First boxes of a vision-language model that nobody trained here (R50): class names in, boxes out.
+"""Detects objects with a vision-language model that this project did not train (R50). In: class names. Out: boxes.
 
 The prompt is made from the classes, in the words that the model's family knows, and its answer is read as that family
 writes: objects of JSON with `bbox_2d` and `label`, or names and boxes between marks. Other text is skipped. Coordinates
-are thousandths, or pixels of the copy that the model sees (Qwen2.5-VL).
+are thousandths, or pixels of the resized image that the model gets (Qwen2.5-VL).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _PROMPT = (
     'format, as [{{"bbox_2d": [x1, y1, x2, y2], "label": "{}"}}, ...], and [] if there is none.'
 )
 _NEW_TOKENS = 2048
-_HALF_NATS = 1.0  # a token's mean log-probability at which the score is 0.5
+_HALF_NATS = 1.0  # the score is 0.5 if the tokens' mean log-probability is -1 nat
 _OBJECT = re.compile(
     rb"\{[^{}]*\}|(?:<ref>|<\|object_ref_start\|>).*?(?:</box>|<\|box_end\|>)(?:\s*(?:<box>|<\|box_start\|>).*?"
     rb"(?:</box>|<\|box_end\|>))*",
@@ -49,8 +49,8 @@ class FirstBox(NamedTuple):
 
 
 def first_settings(folder: Path, classes: Sequence[str]) -> tuple[InferenceSettings, Unit]:
-    """Return how a model is asked for these classes, and the unit of its boxes. Raises ConfigError for a family whose
-    words are not known."""
+    """Return how a model is asked for these classes, and the unit of its boxes. Raises ConfigError for a family of
+    models that is not in `FAMILIES`."""
     try:
         family = str(json_in(folder / "config.json").get("model_type", ""))
     except (OSError, ValueError, AttributeError) as error:

@@ -1,4 +1,4 @@
-"""The inputs of `predict`: photographs, folders of them, patterns, annotation files. Out: `InputImage`s.
+"""Finds the images that `predict` is given: photographs, folders, patterns, annotation files. Out: `InputImage`s.
 
 Order: as given, and inside a folder or a pattern by name. A photograph that is named twice is one image. Annotations
 keep their ids, so that results can be compared with them; other photographs are numbered from 1.
@@ -40,7 +40,7 @@ class InputImage:
 
     @property
     def image(self) -> int | None:
-        """Return the `image` of objects in this image."""
+        """Return the value of `DetectionObject.image` for objects in this image."""
         return None if self.record is None else self.number
 
 
@@ -64,7 +64,7 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
 
     Raises DataError if an input is neither a photograph, a folder, a pattern nor annotations, or if there is no image.
     """
-    sources: dict[str, InputImage | str] = {}  # in order; a photograph has its name as its value
+    sources: dict[str, InputImage | str] = {}  # by image string, in order; a photograph's value is its name
     bad: list[str] = []
     for text in inputs:
         files = _files(text)
@@ -139,8 +139,8 @@ def _photographs(paths: Iterable[Path]) -> list[Path]:
 
 
 def _of_other_kinds(files: Sequence[Path]) -> list[str]:
-    """Return a line for each photograph that cannot be read, unless it is there a second time: cameras write a JPEG
-    beside their raw file."""
+    """Return a line for each photograph of a kind that cannot be read. A photograph that is also there as a readable
+    file gets no line: cameras write a JPEG beside their raw file."""
     readable = {file.with_suffix("") for file in _photographs(files)}
     return [
         f"{file}: photographs of this kind cannot be read ({file.suffix}); convert it to JPEG or PNG"
@@ -167,7 +167,8 @@ def _nothing(text: str, found: str) -> list[Path]:
 
 
 def _annotated(text: str, data: DataConfig, reader: Reader | None) -> tuple[list[InputImage], list[str]]:
-    """Return the images of an annotation file, and a line for each bad record. Bad objects are no mistake here."""
+    """Return the images of an annotation file, and a line for each bad record. Bad objects are left out, without a
+    line."""
     lenient = {kind: "error" if kind in ("image_missing", "image_shape") else "drop" for kind in data.bad_records}
     changed = {"train": text, "on_bad_record": lenient}
     try:

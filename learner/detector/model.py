@@ -1,4 +1,4 @@
-"""The model that `predict` asks: a folder in, its files and settings out.
+"""Finds the model that `predict` asks. In: a folder. Out: the model's files, and the settings with which it is asked.
 
 `MODEL` is a checkpoint, an export, a committed model, or a run's folder, whose newest checkpoint is taken. A checkpoint
 with an adapter is merged into a folder of its own first: engines serve whole models.
@@ -53,8 +53,8 @@ class ModelFiles:
     settings: InferenceSettings
     run: RunConfig | None = None  # the configuration of the run that wrote the model; None: not known
     prompted: bool = False  # True: asked with another prompt than that of training
-    writes: Unit | None = None  # the unit of boxes of a model that was not trained here, and writes as its family does
-    warnings: tuple[str, ...] = ()  # why `run` is None although there is one, and why the weights may be poor
+    writes: Unit | None = None  # unit of the boxes that an untrained model writes; None: the model is trained
+    warnings: tuple[str, ...] = ()  # why a run's configuration is not used, and why the weights may be poor
 
     @property
     def has_adapter(self) -> bool:
@@ -199,12 +199,13 @@ BELONGS = (
 LICENSES = ("LICENSE*", "NOTICE*")  # license files, which an export has too
 # Names of the learner's own files and folders, which are not copied into an export.
 LEARNERS = ("training_state", "trainer_state.json", "manifest.json", "origin.json", "README.md")
-TEMPLATES = "additional_chat_templates"  # the only folder inside a model's folder
+TEMPLATES = "additional_chat_templates"  # the only sub-folder that belongs to a model
 
 
 def model_files(folder: Path) -> tuple[list[str], list[str]]:
     """Return the paths of the files that belong to a model, inside its folder, and the files that are left out, in
-    words: strangers, and links that leave the folder. Hidden files and the learner's own files are in neither list."""
+    words: other files, and links that leave the folder. Hidden files and the learner's own files are in neither
+    list."""
     files, left_out = [], []
     templates = () if (folder / TEMPLATES).is_symlink() else folder.glob(f"{TEMPLATES}/*")
     for path in sorted([*folder.glob("*"), *templates]):

@@ -1,4 +1,4 @@
-"""Photographs with their boxes drawn, and the page that shows them.
+"""Draws boxes on photographs, and writes the page that shows the pictures.
 
 Pictures are JPEG, at most `LONGEST` pixels a side. Small photographs are enlarged, so that names do not hide objects. A
 class has one color on all pictures. The page is one file without scripts. It names the pictures by relative paths, so
@@ -22,7 +22,7 @@ from learner.detector.results import COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES
 from learner.run.files import write_atomically, writing
 
 LONGEST = 1600
-SMALL = 640  # pixels; a photograph of less than half of this is enlarged to it
+SMALL = 640  # pixels; a photograph whose longer side is at most half of this is enlarged to it
 _QUALITY = 88
 _GOLDEN = 0.618034  # hues a golden ratio apart are far from all earlier hues
 _SHOWN_BOXES = 40  # max boxes in a picture's list on the page
@@ -64,7 +64,7 @@ def picture_name(place: int, prediction: Prediction) -> str:
 
 
 def draw(picture: Image.Image, boxes: Sequence[ScoredBox], classes: Sequence[str]) -> Image.Image:
-    """Return a copy in a size for people, with boxes, names and scores."""
+    """Return a copy of the photograph in a size for people, with boxes, names and scores."""
     longest = max(picture.size)
     scale = min(1.0, LONGEST / longest) if 2 * longest > SMALL else SMALL / longest
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))

@@ -1,4 +1,4 @@
-"""The files that `predict` leaves in its folder, and how a second command goes on.
+"""Writes the files of `predict`, and lets a second command continue an interrupted one.
 
     predictions.jsonl   one line per image, written when it is answered; a resume reads them and `request.json`
     predictions.json    COCO results: image_id, category_id, bbox, score, with the names of class and file
@@ -6,8 +6,8 @@
     pictures/           each photograph with its boxes
     index.html          all pictures on a page
 
-Invariant: a line is written whole, after its picture. The next command with the same request does the images that are
-left. A command with another request is refused.
+Invariant: a line is written whole, after its picture. The next command with the same request answers the images that
+are left. A command with another request is refused.
 """
 
 from __future__ import annotations
@@ -29,13 +29,14 @@ from shared.reading import json_in, lines_in
 
 LINES, REQUEST = "predictions.jsonl", "request.json"
 COCO_NAME, CSV_NAME, PAGE_NAME, PICTURES = "predictions.json", "predictions.csv", "index.html", "pictures"
-_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # spreadsheets of some languages accept the wide forms
+_FORMULA = tuple("=+-@\uff1d\uff0b\uff0d\uff20")  # first characters of a formula, also in wide form
 _COLUMNS = ("file", "image_id", "width", "height", "class", "score", "x1", "y1", "x2", "y2")
 
 
 @dataclass
 class Store:
-    """The lines of one folder. `done` are predictions by the place of their image."""
+    """The predictions in one folder, by the index of their image (`done`). Each is a line of `predictions.jsonl`
+    too."""
 
     done: dict[int, Prediction]
     lines: AppendedLines
@@ -141,7 +142,7 @@ def _another_request(out: Path, found: Mapping[str, object], wanted: Mapping[str
 
 
 def _flat(request: Mapping[str, object]) -> dict[str, object]:
-    """Return all options by their own names, without the level of `asked`. Names of the model's settings get a prefix,
+    """Return the options of a request in one mapping, without nested ones. Names of the model's settings get a prefix,
     because some, such as `classes`, are names of options too."""
     flat: dict[str, object] = {}
     for key, value in request.items():

@@ -1,4 +1,4 @@
-"""COCO results of any detector, as boxes of the samples of an annotation file, checked before they are scored (R52).
+"""Reads COCO results of any detector as boxes of an annotation file's samples, and checks the boxes (R52).
 
 A result names its image by the annotation file's id, or by the file's name with or without its ending (as Ultralytics
 writes it). A `file_name`, which results of `predict` have, is tried first. A result names its class by the annotation
@@ -37,9 +37,9 @@ from shared.reading import json_bytes_in
 from shared.validation import fault_of
 
 BoxFormat = Literal["xywh", "xyxy"]
-_ON = 0.5  # IoU of a box that lies on an object
-_CLEAR = 1.3  # another reading of the boxes is right if it has at least so many times the overlap
-_MOST_OUTSIDE = 0.25  # share of the boxes; a warning if more lie outside
+_ON = 0.5  # min IoU of a box that lies on an object
+_CLEAR = 1.3  # another unit or format is right if it gives at least this many times the overlap
+_MOST_OUTSIDE = 0.25  # share of the boxes; if more lie outside their images, there is a warning
 _LEAST = 3  # min number of boxes on objects; with fewer, names are not doubted
 _MAX_NAMED = 5
 
@@ -187,7 +187,7 @@ def _strangers(path: Path, number: int, total: int, example: str, wanted: str, r
 
 
 def _check_unit(path: Path, rows: Sequence[_Row], read_as: ReadAs) -> None:
-    """Raises DataError if the boxes lie on the objects only if they are read otherwise."""
+    """Raises DataError if the boxes lie on the objects only in another unit or format."""
     units: tuple[Unit, ...] = ("pixels", "shares", "thousandths", "percent")
     formats: tuple[BoxFormat, ...] = ("xywh", "xyxy")
     ways = [ReadAs(unit=unit, box_format=one) for unit in units for one in formats]
@@ -333,8 +333,8 @@ class _Naming:
         return f"--names {','.join(f'{key}={name}' for key, name in sorted(names.items()))}", fitting
 
     def _refuse_strangers(self, path: Path, named: Sequence[str | None]) -> None:
-        """Raises DataError for numbers without a name, names that a closed list lacks, and names that the annotations
-        spell otherwise; also if no name is known."""
+        """Raises DataError for class numbers without a name, names that are not in the annotations' list of classes,
+        and names that the annotations spell otherwise; also if no name is known."""
         alike = {_folded(name): name for name in self.known}
         strange: Counter[str] = Counter()
         for row, name in zip(self.rows, named, strict=True):

@@ -1,5 +1,6 @@
-"""`rollout-learner check` and `init`: what is wrong before a run starts, and a first configuration.
+"""Says what is wrong before a run starts (`rollout-learner check`), and writes a first configuration (`init`).
 
-`check.py` runs the checks. Those of the configuration and data list mistakes. Those of the machine (`machine.py`) and
-of the servers (`server_checks.py`) are functions from a `Situation` to a `Finding`, one line each.
+`check.py` runs the checks. The checks of configuration and data return lists of mistakes. The checks of the machine
+(`machine.py`) and of the servers (`server_checks.py`) are functions from a `Situation` to a `Finding`, which is one
+line.
 """

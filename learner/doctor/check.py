@@ -1,6 +1,6 @@
-"""What can be known of a run before it starts: `rollout-learner check`, and `rollout-launch --check`.
+"""Checks a run before it starts: `rollout-learner check`, and `rollout-launch --check`.
 
-`preflight` finds every mistake in the configuration, in the files that it names and, where asked to, in all
+`preflight` finds every mistake in the configuration, in the files that it names and, with `read_data`, in all
 annotations. It needs no GPU, no model and no server, and imports neither torch nor vllm nor transformers. `run_check`
 prints the result; with `probe` it also asks each rollout server once. `check_machine` then also looks at this machine
 and the servers; its checks are in `machine.py` and `server_checks.py`.
@@ -112,8 +112,9 @@ def preflight(
     overrides: Sequence[str] = (),
     drawing: DrawRequest | None = None,
 ) -> Preflight:
-    """Raises ConfigErrors for mistakes in the file itself, and in the user's own parts that it names. Mistakes in files
-    and data are in `mistakes`; with `build_model` also names that the model does not have."""
+    """Find the mistakes in a run. Raises ConfigErrors for mistakes in the configuration file, and in the user's own
+    parts that it names. Mistakes in other files and in data are returned in `mistakes`; with `build_model` also names
+    that the model does not have."""
     num_ranks = 1 if world_size is None else world_size
     if num_ranks < 1:
         remedy = "give the number of learner ranks"

@@ -1,8 +1,8 @@
-"""The report of `check` on a run's data and length, as values for `--json` and as lines for people.
+"""Makes the report of `check` on a run's data and length, as values for `--json` and as lines for people.
 
 In: the configuration, and the splits as they were read. Out: for each split what is in it and what looks wrong,
-photographs that two splits share, and what the model sees of them; steps and epochs, and the time that they take where
-an earlier run in `output_dir` shows it.
+photographs that two splits share, and what the model sees of them; the run's steps and epochs, and the time that they
+take if an earlier run in `output_dir` shows it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shared.config.model import ConfigErrors, Mistake
 from shared.reading import json_of
 
 _MAX_NAMED = 12
-_LITTLE = 0.5  # a warning if the model sees a smaller share of a photograph's pixels
+_LITTLE = 0.5  # share of a photograph's pixels; if the model sees less, there is a warning
 _WARM_UP_STEPS = 3  # number of first steps that the median leaves out, because they compile
 _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "seconds"))
 
@@ -180,7 +180,8 @@ def _duration(seconds: float) -> str:
 
 
 def data_in_words(report: Mapping[str, Any]) -> list[str]:
-    """Return what the data is, what looks wrong with it, how long the run is, and what it takes."""
+    """Return lines for people: what the data is, what looks wrong with it, how long the run is, and what memory it
+    takes."""
     lines: list[str] = []
     for split, number in report.get("samples", {}).items():
         found = report.get("data", {}).get(split, {"about": [f"{number} samples"], "warnings": []})

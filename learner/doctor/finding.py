@@ -1,4 +1,4 @@
-"""What a check gets and returns, and one round of calls to the rollout servers, whose answers the checks read.
+"""Defines what a check gets (`Situation`) and returns (`Finding`), and calls the rollout servers once for all checks.
 
 Invariants: a check does not raise for what it finds, and does not change its `Situation`. `look` changes nothing on a
 server; each of its calls has a deadline. Imports no torch.
@@ -62,7 +62,7 @@ class Situation:
 
     @property
     def statuses(self) -> list[tuple[SeenServer, ServerStatus]]:
-        """The servers that answered."""
+        """Return the servers that answered, each with its status."""
         return [(server, server.status) for server in self.servers if server.status is not None]
 
 

@@ -2,8 +2,8 @@
 commented run.yaml and server.yaml for this machine. It asks nothing, and replaces no file.
 
 In: a folder in one of the layouts of `learner.data.formats.folders`. Out: lines on the terminal and two files. Without
-a split for validation, some of the photographs to train on are held out: a tenth, but at least 20, and a quarter of
-fewer than 80.
+a split for validation, some of the photographs to train on are held out: a tenth, but at least 20; if there are fewer
+than 80, a quarter.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from shared.families import check_folder, text_only
 from shared.reading import is_file
 
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
-LARGEST_PART = 4  # of few photographs, at most one in so many is held out
-_PERCENTS = (*range(10, 100), *range(9, 0, -1))  # the first one that holds out enough is taken
+LARGEST_PART = 4  # of few photographs, one in this number is held out
+_PERCENTS = (*range(10, 100), *range(9, 0, -1))  # percents to hold out; the first that is enough is taken
 _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
-_LARGE_GIB = 30  # memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
-_MIDDLE_GIB = 20  # the same memory, if the model and the optimizer's moments are in host memory while vLLM generates
-_EVALUATIONS = 10  # about so many evaluations in a run, fewer in a short run
+_LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
+_MIDDLE_GIB = 20  # the same, if the model and the optimizer's moments are in host memory while vLLM generates
+_EVALUATIONS = 10  # number of evaluations in a run; a short run has fewer
 _LEAST_STEPS = 8  # min steps between evaluations, because a recipe ends `sft` after two evaluations without a gain
 _MOST_EVALUATED = 500  # max photographs of an evaluation
 _MAX_ERRORS = 5
@@ -118,7 +118,7 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None, model: str 
 
 
 def _trained(model: str) -> InferenceSettings | None:
-    """Return the prompt and the limits that a model was trained with; None if it was not trained here. Raises
+    """Return the prompt and the limits that a model was trained with; None if this project did not train it. Raises
     ConfigError for a model that no run could train on photographs."""
     check_folder(model, key="--model", allow_untested=False)
     if kind := text_only(model):
@@ -272,13 +272,13 @@ def machine_at_hand() -> Machine:
 
 def _images_folder(found: dict[str, Split]) -> str:
     images = [image for split in found.values() for sample in split.samples for image in sample.images]
-    local = [str(path.parent) for image in images if is_file(path := Path(image))]  # base64 may begin like a path
+    local = [str(path.parent) for image in images if is_file(path := Path(image))]  # base64 may look like a path
     return os.path.commonpath(local) if local else "."
 
 
 def _quoted(text: str | None) -> str:
-    """Return a text quoted for our YAML, in which `$${` is a literal `${`. Emoji are not escaped: the two escapes of
-    one in JSON make no character in YAML."""
+    """Return a text quoted for our YAML, in which `$${` is a literal `${`. Emoji are not escaped, because JSON escapes
+    one as two halves, which YAML does not join."""
     return json.dumps(text, ensure_ascii=False).replace("${", "$${")
 
 
@@ -297,11 +297,11 @@ def _question(trained: InferenceSettings | None) -> tuple[str, str]:
 
 
 def _data_lines(data: DataConfig, prompt: str) -> str:
-    """Return the keys of `data` behind `train`."""
+    """Return the lines of run.yaml for the keys of `data` after `train`."""
     keys = ("val", "test", "image_root")
     lines = [f"  {key}: {_quoted(path)}\n" for key in keys if (path := getattr(data, key))]
     paths = [path for path in (data.train, data.val, data.test) if isinstance(path, str)]
-    if all(annotations_of(data, path).format != "jsonl" for path in paths):  # its rows have prompts, others are refused
+    if all(annotations_of(data, path).format != "jsonl" for path in paths):  # JSONL rows have their own prompts
         lines.append(f"  prompt: {prompt}\n")
     return "".join(lines)
 
@@ -317,8 +317,8 @@ def run_yaml(
     data: DataConfig, found: Survey, machine: Machine, *, num_val: int, trained: InferenceSettings | None = None
 ) -> str:
     """Return a configuration that most runs start with: teacher forcing on the labels, evaluated by rollouts. If the
-    `num_val` photographs for validation are enough, they choose the checkpoint. `trained`: how a model that was trained
-    here is asked."""
+    `num_val` photographs for validation are enough, they choose the checkpoint. `trained`: how the model is asked if
+    this project trained it before."""
     pixels, new_tokens = (trained and trained.max_pixels) or pixels_for(found), new_tokens_for(found)
     prompt, task = _question(trained)
     rest = _data_lines(data, prompt)
@@ -366,7 +366,8 @@ global_max_length: {row}     # tokens of a packed row: two photographs with thei
 
 
 def server_yaml(images: str, found: Survey, machine: Machine, trained: InferenceSettings | None = None) -> str:
-    """Return a server's configuration, for a second GPU once rollouts are learned."""
+    """Return the YAML of a rollout server, for users who later train on rollouts and have a second GPU for the
+    server."""
     pixels = (trained and trained.max_pixels) or pixels_for(found)
     length = pixels // 1024 + 256 + new_tokens_for(found)
     dtype = "bfloat16" if machine.num_gpus else "float32"

@@ -1,4 +1,4 @@
-"""`rollout-learner split --config run.yaml --out DIR`: which photographs a run learns, and which it is judged by.
+"""`rollout-learner split --config run.yaml --out DIR`: lists the photographs that a run learns and is judged by.
 
 In: a configuration, whose splits may be percents of one folder. Out: `train.txt`, and `val.txt` and `test.txt` if there
 are such splits, one path per line; with YOLO labels also a `data.yaml` of these lists, so that a YOLO trainer learns

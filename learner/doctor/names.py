@@ -22,7 +22,8 @@ from shared.errors import ConfigError
 
 
 def names_that_are_wrong(config: ModelConfig) -> list[Mistake]:
-    """Return a mistake for each key. A checkpoint that cannot be read is one mistake, of `model.path`."""
+    """Return a mistake for each key of the section `model` that does not fit the model. A checkpoint that cannot be
+    read is one mistake, of `model.path`."""
     try:
         base = lora.base_model_path(config) or config.path
         model = _without_weights(base)
