@@ -176,7 +176,7 @@ def _prepare_environment(config: ServerConfig) -> None:
         "TOKENIZERS_PARALLELISM": "false",  # the tokenizer runs on our threads
         **FEW_SHAPES,
     }
-    if "kv_cache_memory_bytes" not in config.engine_args:  # the variable would override it
+    if "kv_cache_memory_bytes" not in config.engine_args:  # the variable would override this argument
         settings["VLLM_CPU_KVCACHE_SPACE"] = str(config.cpu_kv_cache_gib)
     if config.cpu_threads is not None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}

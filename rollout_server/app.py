@@ -100,7 +100,7 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
         redirect_slashes=False,
     )
     app.state.config = config
-    # Only documents the token in the OpenAPI document. `Guard` checks it.
+    # This only adds the token to the OpenAPI document. `Guard` checks the token.
     guarded = [] if token is None else [Security(HTTPBearer(scheme_name="token"))]
     probes = _router(config.url_prefix, _Route, ErrorBody, [])
     _add_probes(probes, service)

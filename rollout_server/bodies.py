@@ -66,7 +66,7 @@ class _WrongError(Exception):
 
 
 class _Turns:
-    """Lets other tasks run on the event loop, every few milliseconds."""
+    """Lets other tasks run on the event loop, at most once per `_TURN_S` seconds."""
 
     def __init__(self) -> None:
         self._began = time.monotonic()
@@ -131,7 +131,8 @@ def _built(model: type[Body], value: object, where: str) -> Body:
 
 
 async def _built_in_turns(model: type[Body], value: object, where: str, turns: _Turns) -> Body:
-    """Do what `_built` does, but build lists of objects before the object that holds them. Raises _WrongError."""
+    """Return `value` validated as a `model`. Unlike `_built`, it validates the objects in lists one by one, before the
+    object that holds them, and lets other tasks run in between. Raises _WrongError."""
     if isinstance(value, dict):
         built: dict[str, object] = {}
         for name, item in _lists(model).items():

@@ -58,7 +58,8 @@ def with_open_files(config: ServerConfig) -> ServerConfig:
 
 
 class Waiting:
-    """Counts a server's open connections, and keeps the waiting ones, the longest-waiting first."""
+    """Counts a server's open connections, and lists those that wait for their caller's next request, the longest wait
+    first."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config

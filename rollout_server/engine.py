@@ -65,7 +65,7 @@ T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
 END_S = 12.0  # max wait for the engine's processes to end; containers allow 15 s beyond `shutdown_timeout_s`
 _MOST_HELD_S = 1.0  # longest pause of the engine while requests that share a step are sent
-# In tokens: the largest step that is captured as a CUDA graph, and the distance between sizes above vLLM's own.
+# Tokens of the largest step that is captured as a CUDA graph, and tokens between two captured sizes above vLLM's own.
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64
 _GRAPH_ARGS = {
     "compilation_config",
@@ -119,8 +119,8 @@ class Engine(Protocol):
 
 
 async def score(engine: Engine, items: Sequence[ScoreItem], ver: int, *, through_cache: bool = False) -> ScoreReply:
-    """Return the log-probabilities of given answers, for `/score/` and the canary. `through_cache` and errors: as in
-    `Engine.score`."""
+    """Return the log-probabilities of given answers, for `/score/` and the canary. `through_cache` and errors: see
+    `VllmEngine.score`."""
 
     async def one(i: int, item: ScoreItem) -> Scores:
         with named(f"items.{i}"):
@@ -194,7 +194,8 @@ class VllmEngine:
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)
                 )
-        self._check_length(len(answers[0].prompt_token_ids), _MAX_TOKENS, num_new)  # image placeholders were expanded
+        # Checked again, because the engine has expanded the image placeholders.
+        self._check_length(len(answers[0].prompt_token_ids), _MAX_TOKENS, num_new)
         return answers
 
     async def _generation(self, prompt: Prompt, params: SamplingParams, look: Look | None) -> Generation:

@@ -11,9 +11,9 @@ Invariants:
 - calls are in flight only in `serving` and `draining`, so no call sees two versions;
 - `updating` begins with no call in flight;
 - versions rise, also over several learners, so two models are never served under one version;
-- `poisoned` ends only with a complete full update, because weights are overwritten in place and cannot be restored;
-  the weights below an adapter count as complete only together with the adapter of the same learner;
-- an update belongs to the incarnation of the learner that opened the group;
+- `poisoned` (no call is let in) ends only with a complete full update, because weights are overwritten in place and
+  cannot be restored; the weights below an adapter are complete only together with the adapter of the same learner;
+- only the learner that opened the group can send an update. It is known by its `incarnation`, a random id;
 - a refused request changes nothing.
 """
 
@@ -71,12 +71,12 @@ class Gate:
         return True
 
     def leave(self) -> None:
-        """Count out a call that was let in, whether it ended well or not."""
+        """Note that a call that was let in has ended, with or without an error."""
         assert self.in_flight > 0, "more calls left than entered"
         self.in_flight -= 1
 
     def poison(self, because: str) -> None:
-        """Note that the served weights are wrong. Without an update under way, serving stops at once."""
+        """Note that the served weights are wrong. Serving stops at once, unless an update is under way."""
         self._unsound = True
         self.poisoned_because = self.poisoned_because or because
         if self.state == "serving":

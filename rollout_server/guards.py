@@ -99,11 +99,11 @@ class Guard:
 
 
 class BodyLimit:
-    """Refuses a body that is too large or too slow, or if the bodies of all running calls are too large together. Also
-    refuses a call if too many run, unless it is a probe.
+    """Refuses a body that is too large, arrives too slowly, or makes the bodies of all running calls too large
+    together. Also refuses a call if too many run, unless it is a probe.
 
-    It refuses as soon as the announced or the counted length exceeds a limit. A body counts until its call has ended,
-    because its bytes stay in memory until then.
+    A body is refused as soon as its announced or its counted length exceeds a limit. It counts until its call has
+    ended, because its bytes stay in memory until then.
     """
 
     def __init__(self, app: ASGIApp, config: ServerConfig, open_paths: tuple[str, ...] = ()) -> None:

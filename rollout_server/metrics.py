@@ -1,4 +1,5 @@
-"""`/metrics/` in Prometheus' text format. The service counts; other values are read at each call.
+"""`/metrics/` in Prometheus' text format. The service counts requests and tokens. All other values are read anew for
+each call of `/metrics/`.
 
 Names begin with `rollout_`, and units are in the names.
 """

@@ -155,8 +155,8 @@ class OpenAILayer:
         raise given_back()
 
     async def _answer(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
-        """Try once. Raises _GivenBackError if the engine gives the request back; in a stream the iteration raises it,
-        before the first event."""
+        """Return the answer of one try. Raises _GivenBackError if the engine gives the request back. With `call.stream`
+        the iteration raises it, before the first event."""
         serving = self._started()
         watch = _Watch(ver=ver, n=call.n)
         # vLLM's layer calls `_Client.generate` in this context, and finds this call's watch there.
@@ -196,7 +196,8 @@ class OpenAILayer:
 
         self._renderer.check_template_kwargs(call.chat_template_kwargs)
         request = ChatCompletionRequest(**_fields(call, without={"messages", "tools"}), messages=[])
-        left = iter(images)  # set after validation: decoded images are no JSON
+        left = iter(images)
+        # The messages are set after validation, because decoded images are no JSON.
         request.messages = [{"role": message.role, "content": _content(message, left)} for message in call.messages]
         if images and self._renderer.pixels:
             request.mm_processor_kwargs = {"size": dict(self._renderer.pixels)}
@@ -308,7 +309,8 @@ _watch: ContextVar[_Watch] = ContextVar("watch")
 
 
 async def _checked(events: AsyncGenerator[str], watch: _Watch) -> AsyncGenerator[str]:
-    """Yield the events. Raises the first fault; after the first event ServerBusyError instead of _GivenBackError."""
+    """Yield the events. Raises the first fault that `watch` has seen. After the first event a ServerBusyError replaces
+    _GivenBackError, because a part of the answer was sent."""
     began = False
     async with contextlib.aclosing(events):
         async for event in events:
@@ -319,7 +321,8 @@ async def _checked(events: AsyncGenerator[str], watch: _Watch) -> AsyncGenerator
 
 
 class _Client:
-    """The engine client that vLLM's layer uses."""
+    """The engine as vLLM's layer sees it: an `AsyncLLM` whose `generate` adds the served adapter and watches
+    outputs."""
 
     def __init__(self, llm: AsyncLLM, adapter: Callable[[], LoRARequest | None]) -> None:
         self._llm, self._served_adapter = llm, adapter

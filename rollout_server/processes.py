@@ -22,7 +22,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-SPIN_S = 0.005  # longer than the engine's work between two decoding steps
+SPIN_S = 0.005  # seconds of busy-waiting before the sleep; the engine works less between two decoding steps
 
 
 def sleep_when_idle() -> None:
@@ -37,7 +37,7 @@ def sleep_when_idle() -> None:
         waiting.__init__.__defaults__ = (SPIN_S,)
 
 
-# Environment variable with the server's process id. vLLM's start-up has no other way to pass it to vLLM's processes.
+# Environment variable with the server's process id: vLLM offers no other way to pass a value to its processes.
 SERVER_PID_VARIABLE = "ROLLOUT_SERVER_PID"
 _LOOK_EVERY_S = 2.0
 
@@ -89,7 +89,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 def _watch(server_pid: int) -> None:
     family = {os.getppid(), os.getpid()} - {1, server_pid}
-    with contextlib.suppress(ProcessLookupError):  # gone already
+    with contextlib.suppress(ProcessLookupError):  # the server has already ended
         # A descriptor always means this process, while a process id may be reused.
         server = os.pidfd_open(server_pid)
         # `select` returns the descriptor once the server has ended. Its children cannot be listed after that.

@@ -21,7 +21,7 @@ _PIECES_MARGIN = 2
 
 
 class Renderer:
-    """Holds the model's processor, or its tokenizer where it has no processor."""
+    """Renders requests with the model's processor, or with its tokenizer if it has no processor."""
 
     def __init__(self, model_path: str, config: ServerConfig) -> None:
         from transformers import AutoProcessor, PreTrainedTokenizerBase, ProcessorMixin

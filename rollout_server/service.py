@@ -6,7 +6,8 @@ Invariants:
 - all new rollouts of a call are made by one version of the weights;
 - answer `j` to a request is seeded with the request's seed + `j`. Without a seed, request `i` takes the call's seed +
   `i * n`;
-- a call is inside the gate until its last answer is made, however slowly its caller reads;
+- a call is inside the gate, which keeps weight updates out, until its last answer is made, however slowly its caller
+  reads;
 - a repeated uuid gets the same rollout, so that a retry after a lost reply never makes a second rollout, which would be
   trained twice. The rollout keeps the `ver` it was made with, also after a later sync.
 """
@@ -57,8 +58,8 @@ from shared.wire import (
 T = TypeVar("T")
 KEPT_ANSWERS = 4096  # number of recent answers that are kept for retries
 MOST_REQUESTS = 65_536  # max requests of all running calls together
-_MANY_CHARS = 1 << 18  # characters of a text; reading more takes a millisecond or longer
-_MANY_LOGPROBS = 1024  # number of log-probabilities; writing more takes 10 ms or longer
+_MANY_CHARS = 1 << 18  # a request with more characters is hashed on a thread: that takes a millisecond or longer
+_MANY_LOGPROBS = 1024  # an answer with more log-probabilities is written on a thread: that takes 10 ms or longer
 
 
 class RolloutService:
@@ -205,7 +206,8 @@ class RolloutService:
         self.engine.check_answers()
 
     def check_ready(self) -> None:
-        """Raises if a rollout asked for now would have to wait or be refused."""
+        """Raises ServerError, ServerPoisonedError or ServerBusyError if a rollout would now be refused or have to
+        wait."""
         self.check_alive()
         if self.gate.state == "poisoned":
             self.gate.try_enter()  # raises, with the reason

@@ -26,8 +26,8 @@ _HANG_UP_S = 5.0  # seconds in which `/health/` answers 503 after the engine's d
 
 
 class _UvicornServer(uvicorn.Server):
-    """Lets the kernel hold more connections than are accepted at once; asyncio has one number for both.
-    `streams`: the file descriptors that the server prints to."""
+    """uvicorn's server. The kernel may queue more connections than asyncio accepts at once, although asyncio has one
+    number for both. `streams`: the file descriptors that the server prints to."""
 
     def __init__(self, config: uvicorn.Config, *, streams: Collection[int]) -> None:
         super().__init__(config)

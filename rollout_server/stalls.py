@@ -16,7 +16,7 @@ from shared.errors import ServerError
 from shared.waits import ends_within
 
 BUSY_TURNS = 10
-BUSY_SHARE = 0.02  # share of a core; processes that only wait use less
+BUSY_SHARE = 0.02  # min share of a core that working processes use; with less, they only wait
 
 
 class StallWatch:
@@ -68,7 +68,7 @@ class StallWatch:
                 for limit in waiting:
                     # A limit that has passed ends its wait with TimeoutError. `guard` then raises the reason.
                     limit.reschedule(asyncio.get_running_loop().time())
-                # The ping is never given up (see `_call_workers`): its answer ends the stall.
+                # The ping is never cancelled (see `VllmEngine._call_workers`): its answer ends the stall.
                 await asyncio.wait({asking})
             asking.exception()  # a dead engine is reported elsewhere, not by the watch
             self._stalled = False

@@ -1,8 +1,8 @@
 """Weight updates on the server: each call of `/update_weights/` is one update (R09, R10).
 
 In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/` and `/close_communicator/`. Out: replies.
-An update is answered after the workers have loaded and checked all weights, and after the canary's scores were compared
-with the learner's.
+An update is answered after the workers have loaded and checked all weights, and after the canary's scores
+(log-probabilities of fixed answers) were compared with the learner's.
 
 Invariants:
 - one sync call runs at a time; a new learner's group ends the old learner's running call;
@@ -53,7 +53,8 @@ from shared.wire import (
 SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
 MOST_SYNC_S = 600.0
 _SLICE_S = 0.25  # max seconds that a worker waits in one call during an update
-# The engine generates while a group is joined, so a worker answers at once whether it has joined.
+# Seconds that a worker waits for its join in one call, and seconds between two calls. The engine generates meanwhile,
+# so the worker must not wait.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 
 
@@ -73,7 +74,7 @@ class SyncTotals:
     num_strangers: int = 0  # number of connections to the group's port from callers without its secret
 
     def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
-        """Add a completed update."""
+        """Add a completed update, and return its reply."""
         self.completed += 1
         self.num_bytes += reply.num_bytes
         self.seconds += reply.seconds
@@ -315,7 +316,8 @@ async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
 
 
 async def _score_behind(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply, float] | None:
-    """Return what `load_and_score` returns, or None if the load takes longer than a slice."""
+    """Score the canary right behind a load that is under way. Return what `load_and_score` returns; None: the load
+    takes longer than a slice."""
     tasks: list[asyncio.Future[Any]] = []
     try:
         tasks.append(loading := asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S)))

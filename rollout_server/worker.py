@@ -52,7 +52,7 @@ adapt_linear_layers_only()
 def _answering(
     method: Callable[Concatenate[SyncWorker, P], WorkerReply],
 ) -> Callable[Concatenate[SyncWorker, P], str]:
-    """Make the method answer with its reply, or its error, as JSON."""
+    """Return the method in a form that never raises: it returns its reply, or its error, as JSON."""
 
     @functools.wraps(method)
     def answer(self: SyncWorker, *args: P.args, **kwargs: P.kwargs) -> str:
@@ -208,7 +208,7 @@ class Receiving:
         """
         until = time.monotonic() + slice_s
         if not self._opened:
-            self._load.open()  # the first bytes arrive meanwhile
+            self._load.open()  # the first buckets arrive meanwhile
             self._opened = True
         while self._incoming:
             buffer, operation = self._incoming[0]

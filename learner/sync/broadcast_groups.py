@@ -6,7 +6,7 @@ server joins at its configured address, so only servers with the same address ca
 
 Invariants: a group's ranks are its servers' workers, server by server, and last the learner, which is the source of
 every broadcast; no group has a GPU twice; every future ends by its own deadline, and this module waits at most
-CAUSE_GRACE_S longer; every error that leaves this module names the servers. For one thread.
+CAUSE_GRACE_S longer; every error that leaves this module names the servers. Only one thread may use a group.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ServerGroup:
     def join(
         self, secret: str, start_join: StartJoin, device: torch.device, timeout_s: float
     ) -> Operation[Communicator]:
-        """Start to join as the learner's rank."""
+        """Start to join the group as the learner's rank, and return the operation."""
         host, port, backend = self.links[0].client.host, self.links[0].group_port, _backend(device)
         place = (backend, host, port, self.rank, self.rank + 1, timeout_s, device)
         return start_join(*place, secret=bytes.fromhex(secret), allow_shared_gpu=self.allow_shared_gpu)
@@ -98,7 +98,8 @@ Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts that ma
 
 
 class ServerGroups:
-    """The joined groups of one incarnation of the learner. `open_groups` makes them."""
+    """The groups that a learner has joined together. `incarnation`: a random id of this joining, by which servers know
+    their learner. `open_groups` makes them."""
 
     def __init__(self, groups: Sequence[ServerGroup], incarnation: str, key: bytes) -> None:
         self.groups, self.incarnation, self.seal_key = tuple(groups), incarnation, key
@@ -153,7 +154,7 @@ def open_groups(
         cancel(posts)
         for group, join in joins:
             join.cancel(CommunicatorError(f"joining {group.name} was given up"))  # frees the port for the next group
-            # The group had joined before the join could be cancelled.
+            # If the group was joined before the join could be cancelled, leave it.
             if join.future.exception() is None:
                 join.result().abort()
         raise
@@ -219,7 +220,8 @@ def _raise_cause(sent: Sent, posts: Posts) -> None:
 
 
 def accused(posts: Posts) -> dict[str, ProjectError]:
-    """Return the error of each server whose answer is more than a lost connection to the other ranks."""
+    """Return, by URL, the error of each server that failed by itself. A server that only reports a lost connection or a
+    missed deadline is left out: another rank may be the cause."""
     found = {}
     for link, post in posts:
         error = post.exception() if post.done() and not post.cancelled() else None

@@ -118,7 +118,7 @@ class EngineDelivery:
         return self._learner[mode]
 
     def _end_scores(self) -> None:
-        # After a failure the scores are not read yet, but they must end before the policy changes.
+        # After a failure nobody has read the scores, but their computation must end before the policy changes.
         for scores in self._learner.values():
             scores.join()
 

@@ -125,7 +125,8 @@ def check_new(member: Member, status: ServerStatus, others: Sequence[tuple[Membe
 
 
 def is_silent(error: ProjectError) -> bool:
-    """Return True if the error may pass without action: the server does not answer, or is busy, starting or healing."""
+    """Return True if the error may pass without action: the server does not answer, is busy or starting, or serves
+    nothing until its next sync (poisoned)."""
     return isinstance(error, ServerUnreachableError | DeadlineError | ServerBusyError | ServerPoisonedError)
 
 

@@ -35,7 +35,8 @@ MAX_BACK_OFF_S = 600.0
 
 
 class Members:
-    """`control` brings the requests of the user and the cluster. Methods are for rank 0, unless they are collective."""
+    """The servers of a run. `control` brings requests of the user and the cluster to add or remove servers. Methods are
+    for rank 0, unless they are collective."""
 
     def __init__(
         self,

@@ -61,12 +61,13 @@ from shared.waits import Deadline, Retry
 from shared.wire import Bucket, ServedWeights, ServerStatus, UpdateWeightsCall, UpdateWeightsReply
 
 T = TypeVar("T")
-GOODBYE_S = 3.0  # max wait for the servers' answers to the call that a failed sync is over
-# If a server that has not served yet takes part, join and update share a deadline: NEWCOMER_S, or NEWCOMER_MARGIN
-# times the seconds of the last update without such a server if that is more. The update has at least LEAST_S.
+GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirmed that the group is closed
+# A server that has not served yet may be slow. If one takes part, join and update together may take NEWCOMER_S seconds,
+# or NEWCOMER_MARGIN times as long as the last update without such a server, whichever is more. The update alone may
+# always take LEAST_S.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
-SENT_AHEAD = 2  # max unfinished broadcasts when another starts: with fewer the wire idles, more need more memory
+SENT_AHEAD = 2  # max unfinished broadcasts when another starts; with fewer the network idles, more take more memory
 log = logging.getLogger("learner.sync")
 
 
@@ -94,7 +95,8 @@ class ServerDelivery:
         self.members = Members(backend, ranks, control=control, check=check)
         self._groups = ServerGroups((), "", b"")
         self._statuses: dict[str, ServerStatus] = {}  # URL -> the server's status when its group was joined
-        self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}  # the same in every sync
+        # The buckets of each source and dtype, which are the same in every sync.
+        self._plans: dict[tuple[WeightSource, torch.dtype | None], list[Bucket]] = {}
         self._full_weights = ""  # digest of the last full update, which is part of the digest of an adapter
         self._accused: dict[str, ProjectError] = {}  # URL of each server that made the last try fail -> its error
         self._usual_s = 0.0  # seconds of the last update without a new server

@@ -74,11 +74,10 @@ def sealed_buckets(
     dtype: torch.dtype | None,
     device: torch.device,
 ) -> Iterator[torch.Tensor]:
-    """Yield each bucket of `plan` as uint8 `[bytes]` on `device`, sealed with `key`.
+    """Yield each bucket as uint8 `[bytes]` on `device`, sealed with `key`. `plan`: the source's own specs, divided into
+    buckets.
 
-    The plan must be cut from the source's own specs.
-
-    Raises SyncError if the weights are not those of the plan.
+    Raises SyncError if the source's weights differ from its specs.
     """
     weights = source.named_weights(dtype)
     for index, specs in enumerate(plan):
@@ -110,7 +109,7 @@ class SyncRanks(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class _SharedCall:
-    """A shared call that every rank is to make now."""
+    """A message of rank 0: every rank makes the shared call number `index` now, with these arguments."""
 
     index: int
     arguments: tuple[object, ...]

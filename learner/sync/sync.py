@@ -3,7 +3,8 @@
 In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: to rollout servers
 (`server_delivery.py`) or into colocated engines (`colocated.py`). Out: a `SyncReceipt` on every rank. Invariants:
 - `ver` rises only with a completed sync; only rollouts of that version are accepted;
-- a sync is complete when every generator has checked bytes and coverage, and its canary gap is within the tolerance;
+- a sync is complete when every generator has checked that all tensors arrived with the right bytes, and gives fixed
+  answers (the canary) about the learner's log-probabilities;
 - after a failure the next try begins with new connections, and without the servers that are gone. If no generator
   caused the failure, the sync is repeated once (`Delivery.recover`). Other failures raise their cause on every rank.
 
@@ -195,7 +196,7 @@ class Sync:
         adapter = self._adapter
         if adapter is None:  # a generator that has joined can't apply the adapter
             return self._deliver_full()
-        # If the delivery fails, the weights below the adapter are not known.
+        # False until the delivery succeeds: after a failure the weights below the adapter are not known.
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self.ver = self._delivery.deliver_base(adapter.base, self.ver)
