@@ -1,17 +1,18 @@
-"""Attention within segments: one row holds several segments, without padding and without an L x L mask.
+"""Attention within segments: one row has several segments, without padding and without an L x L mask.
 
 In: queries, keys and values of a whole row `[1, H, T, D]`, and where its segments end. Out: `[1, T, H, D]`. Every token
 attends to its own segment only: causally in the language model, to all patches of the same image in a vision tower.
-`use_segment_attention(model)` makes a transformers model use it. The packed forward (`packed.py`) passes the language
-model's `SegmentLayout` as a keyword. Vision towers of the Qwen-VL kind bring their own `cu_seqlens`.
+`use_segment_attention(model)` makes a transformers model use it. The forward pass of a packed row (`packed.py`) gives
+the language model a `SegmentLayout`. Vision towers of the Qwen-VL kind compute the ends of their images themselves
+(`cu_seqlens`).
 
-Answers to one prompt may share it (R47): the row has the prompt once, as a piece, and each answer as a piece whose keys
-are the prompt's and the answer's. `SegmentLayout.key_index` says which tokens these are. Keys and values of a prompt
-are repeated for each answer just before the kernel. Its queries, and all other layers, run once.
+Answers to one prompt may share it (R47). Then the row has the prompt once, as a piece of its own. Each answer is
+another piece, which attends to the prompt's tokens and to its own, as `SegmentLayout.key_index` says. The keys and
+values of a prompt are repeated for each answer just before the kernel. All else is computed once per prompt.
 
-On CUDA in 16 bits, attention is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share an
-SDPA call. In compiled layers (`compiled.py`) the kernel is one opaque operator, whose inputs are tensors and one number
-that changes from row to row without a new compilation. The SDPA calls depend on the lengths, so they are not compiled.
+On CUDA in 16 bits, attention is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share a
+call of torch's scaled dot product attention (SDPA). For the compiler (`compiled.py`) the varlen kernel is one opaque
+operator: no length of a row leads to a new compilation. The SDPA calls depend on the lengths, so they are not compiled.
 """
 
 from __future__ import annotations
@@ -30,27 +31,27 @@ from transformers import AttentionInterface, PreTrainedModel
 
 from shared.errors import ConfigError
 
-# transformers passes a vision tower's cu_seqlens only to implementations with "flash" in their name. All others get one
-# image at a time.
+# The name must contain "flash". Otherwise transformers calls a vision tower's attention for one image at a time,
+# instead of once with `cu_seqlens`.
 SEGMENT_ATTENTION = "segment_flash"
 
-MAX_PADDING = 1.25  # max area of a padded SDPA call, as a multiple of its segments' area
-MATMUL_LENGTH = 512  # CPU, bf16: up to this length plain matmuls (AMX) beat SDPA's backward pass
-# torch 2.12 and later need this option. Earlier versions take fewer heads of keys and values without it.
+MAX_PADDING = 1.25  # max area (pieces x longest length) of a padded SDPA call, as a multiple of the sum of lengths
+MATMUL_LENGTH = 512  # max keys for which, on a CPU in bf16, plain matrix products (AMX) are used: SDPA is slower then
+# Option for fewer heads of keys and values than of queries. torch 2.12 and later need it; earlier versions lack it.
 _GROUPED: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 @dataclass(frozen=True, eq=False)
 class SegmentLayout:
-    """The places of a row's S pieces: segments, or shared prompts and their answers."""
+    """Where a row's S pieces begin and end. A piece is a segment, a shared prompt, or an answer to a shared prompt."""
 
-    lengths: tuple[int, ...]  # [S], tokens
-    max_length: int  # number of keys of the piece with most keys; a piece never has more queries than keys
+    lengths: tuple[int, ...]  # [S], number of tokens of each piece, which is its number of queries
+    max_length: int  # max number of keys of a piece; a piece never has more queries than keys
     max_patches: int  # number of patches of the largest image; 0 without images
-    cu_seqlens: torch.Tensor  # [S + 1] int32, on the row's device
-    prefixes: tuple[int, ...]  # [S], number of keys of each piece's shared prompt, which come before its own keys
-    cu_keys: torch.Tensor  # [S + 1] int32, ends of the pieces' keys; equal to `cu_seqlens` without shared prompts
-    key_index: torch.Tensor | None  # [K], for each key the index of its token in the row; None: key i is of token i
+    cu_seqlens: torch.Tensor  # [S + 1] int32, 0 and the sums of `lengths` up to each piece; on the row's device
+    prefixes: tuple[int, ...]  # [S], number of keys of the shared prompt, which come before the piece's own keys
+    cu_keys: torch.Tensor  # [S + 1] int32, as `cu_seqlens`, but of the numbers of keys
+    key_index: torch.Tensor | None  # [K], index in the row of each key's token; None: key i is token i's
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, *, max_patches: int = 0) -> SegmentLayout:
@@ -62,8 +63,8 @@ class SegmentLayout:
     def shared(
         cls, lengths: Sequence[int], prefixes: Sequence[range], device: torch.device, *, max_patches: int = 0
     ) -> SegmentLayout:
-        """Return a layout with shared prompts. `prefixes`: for each piece, the tokens of its prompt in the row, to
-        which it attends too."""
+        """Return a layout with shared prompts. `prefixes`: for each piece, the range of its shared prompt's tokens in
+        the row, to which the piece attends too; empty if there is none."""
         starts = _ends(lengths)[:-1].tolist()
         own = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
         index = np.concatenate([np.r_[before, mine] for before, mine in zip(prefixes, own, strict=True)])
@@ -84,8 +85,8 @@ def _ends(lengths: Sequence[int]) -> torch.Tensor:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy `tensor` from host memory to `device`. A copy to CUDA does not wait for work that the device has queued."""
-    # torch does not reuse the pinned memory before the copy has ended.
+    """Return `tensor`, which is in host memory, as a tensor on `device`. The host does not wait for a CUDA device."""
+    # torch keeps the pinned memory until the copy has ended.
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
@@ -110,7 +111,8 @@ def segment_attention(
     is_causal: bool | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
-    """Compute attention as transformers calls it under the name `SEGMENT_ATTENTION`. Returns `[1, T, H, D]`.
+    """Return the attention's output `[1, T, H, D]`, and None for its weights. transformers calls this function for
+    models with the attention SEGMENT_ATTENTION.
 
     Raises ConfigError for a model whose attention has sinks, a soft cap, or a window shorter than the longest segment.
     """
@@ -120,7 +122,8 @@ def segment_attention(
     where: SegmentLayout | torch.Tensor
     if cu_seq_lens_q is not None:  # a vision tower
         where = cu_seqlens = cu_keys = cu_seq_lens_q
-        # For a packed row this upper bound is known on the host: windows within an image have fewer patches.
+        # `max_patches` is an upper bound, because windows within an image have fewer patches. It is known on the host,
+        # so the host need not wait for the device.
         max_length = segments.max_patches if segments is not None else max_length_q or int(cu_seqlens.diff().max())
     else:
         assert segments is not None, "this model is called through learner.policy.packed only"
@@ -140,7 +143,7 @@ def segment_attention(
 
 
 class _Kept(Protocol):
-    """The tensors that the forward pass of `Repeated` keeps for its backward pass."""
+    """torch's context object, with what the forward pass of `Repeated` keeps for its backward pass."""
 
     num_rows: int
 
@@ -151,8 +154,8 @@ class _Kept(Protocol):
 
 
 class Repeated(torch.autograd.Function):
-    """Returns the rows `index` of `x` [T, H, D]. Gradients of a row that is taken several times are added in
-    float32."""
+    """Returns the rows `x[index]` of a tensor `x` [T, H, D], where a row may be taken several times. Its gradients are
+    then added in float32."""
 
     @staticmethod
     def forward(ctx: _Kept, x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -163,7 +166,7 @@ class Repeated(torch.autograd.Function):
     @staticmethod
     def backward(ctx: _Kept, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
         (index,) = ctx.saved_tensors
-        # In 16 bits each addition would be rounded.
+        # The sum is in float32, because in 16 bits each addition would be rounded.
         total = grad.new_zeros(ctx.num_rows, *grad.shape[1:], dtype=torch.float32)
         return total.index_add(0, index, grad.float()).to(grad.dtype), None
 
@@ -194,7 +197,8 @@ def _varlen(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend by one kernel. It aligns a piece's last query with its last key, so an answer sees its whole prompt."""
+    """Return the output `[1, T, H, D]` of one kernel for all pieces. The kernel aligns a piece's last query with its
+    last key, so each token of an answer attends to the whole prompt."""
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
     if q.shape[1] != k.shape[1]:
         options |= _GROUPED
@@ -212,8 +216,9 @@ def _batched(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Attend by SDPA over groups of neighbouring pieces. Causal pieces are padded at the end, so that no query sees the
-    padding. Other pieces are grouped only with pieces of equal length, without padding."""
+    """Return the output `[1, T, H, D]`, computed by one SDPA call per group of neighbouring pieces. Causal pieces are
+    padded at the end, where no query attends to the padding. Without causality only pieces of equal length form a
+    group, so there is no padding."""
     if isinstance(where, SegmentLayout):
         lengths, prefixes = where.lengths, where.prefixes
     else:
@@ -234,8 +239,9 @@ def _batched(
 def share_calls(
     lengths: Sequence[int], max_padding: float, prefixes: Sequence[int] | None = None
 ) -> list[tuple[int, int]]:
-    """Return groups `[start, end)` of neighbouring pieces with prefixes of one length, made greedily: the padded area
-    of a group is at most `max_padding` times the area of its pieces."""
+    """Return the groups of neighbouring pieces that share an SDPA call, as `(start, end)` with `end` excluded. All
+    pieces of a group have prefixes of the same length. The longest piece's length times the number of pieces is at most
+    `max_padding` times the sum of the lengths."""
     before = prefixes if prefixes is not None else (0,) * len(lengths)
     groups: list[tuple[int, int]] = []
     start = longest = total = 0
@@ -250,8 +256,8 @@ def share_calls(
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """Attend within a batch of sequences of one length `[S, H, L, D]`. Keys and values may have fewer heads, and more
-    tokens: these come before the first query's token."""
+    """Return the attention's output for a batch of padded pieces `[S, H, L, D]`. Keys and values may have fewer heads,
+    and more tokens than the queries: those of a shared prompt, which come first."""
     grouped = q.shape[1] != k.shape[1]
     num_before = k.shape[2] - q.shape[2]
     later: torch.Tensor | None = None
@@ -263,7 +269,7 @@ def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, cau
         return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, is_causal=is_causal, enable_gqa=grouped)
     if grouped:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    with torch.autocast(q.device.type, enabled=False):  # the softmax kernel computes in float32 anyway
+    with torch.autocast(q.device.type, enabled=False):  # the kernel of a softmax in bf16 computes in float32 anyway
         scores = (q * scale) @ k.transpose(2, 3)  # [S, H, L, L]
         if causal:
             if later is None:

@@ -1,18 +1,19 @@
-"""The learner's part of the canary: log-probabilities of fixed answers under the weights that are sent (D14).
+"""The learner's part of the canary, the test of a weight sync: log-probabilities of fixed answers (D14).
 
-In: a policy and fixed answers. Out: a `CanaryScorer`, which is called at every sync. It scores the answers under the
-values that are sent: merged, and rounded to the type in which they are sent. A server with exactly these values gives
-the same log-probabilities, except for differences between kernels. The effect of merging and rounding is reported
-apart, as `merge_gap`. Measuring it needs a second pass, under the weights as trained. Where passes are not captured,
-only every `MERGE_GAP_EVERY`th sync makes this pass, and the others report the last gap.
+In: a policy and fixed answers to a few prompts. Out: a `CanaryScorer`, which is called at every sync. It computes the
+answers' log-probabilities with the weights as they are sent: adapters merged, values rounded to the type in which they
+are sent. A server with exactly these values gives the same log-probabilities, except for differences between kernels.
+The effect of merging and rounding is reported separately, as `merge_gap`. To measure it, a second pass uses the weights
+as trained. If passes are not captured (see below), only every `MERGE_GAP_EVERY`th sync makes this second pass, and the
+others report the last gap.
 
-On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). A replay takes the host a millisecond;
+On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). Replaying it takes the host a millisecond;
 launching every kernel of a model of 4B from Python takes 0.16 s. Passes with images read values on the host, so they
 are captured only in colocated runs, where no other thread uses the device. Passes are not captured if weights move
 (offloading) or are sharded, or if the device has no memory for a graph.
 
-In a colocated run the replay runs at the same time as later work of the device (`SideStream`). It reads the policy, so
-call `CanaryScores.join` before the policy changes.
+In a colocated run the device replays the pass at the same time as later work (`SideStream`). The replay reads the
+policy's weights, so call `CanaryScores.join` before they change.
 """
 
 from __future__ import annotations
@@ -31,22 +32,23 @@ from learner.policy.pass_graph import PassGraph, Record, cuda_graph
 from learner.policy.weights import Checksums, as_sent, checksum, replaced_modules, unreplaced
 from learner.records import EncodedPrompt
 
-Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]
-Read = Callable[[], list[list[float]]]
-Within = Callable[[], AbstractContextManager[Checksums]]  # the context of a pass: it sets the weights that are read
+Answers = Sequence[tuple[EncodedPrompt, Sequence[int]]]  # a prompt and the token ids of its answer
+Read = Callable[[], list[list[float]]]  # waits for the device; returns each answer's log-probabilities
+Within = Callable[[], AbstractContextManager[Checksums]]  # makes the context of a pass, which sets the weights to use
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryScores:
-    """The answers' natural log-probabilities under the weights that are sent. `merge_gap`: their mean absolute
-    difference from the log-probabilities under the weights as trained, in nats per token.
+    """The result of a `CanaryScorer`. `read` returns for each answer the natural log-probabilities of its tokens, with
+    the weights as they are sent. `merge_gap`: mean absolute difference between these and the log-probabilities with the
+    weights as trained, in nats per token.
 
-    `read` waits for the device, so send the weights first. `join` does not wait: it makes work that is launched later
-    run after the pass. Call `join` before the policy may change."""
+    `read` waits for the device, so send the weights before you call it. `join` does not wait: it makes the device run
+    later work after the pass. Call `join` before the policy may change."""
 
     read: Read
     merge_gap: float
-    checksums: Checksums = field(default_factory=dict)  # checksums of weights, by checkpoint name, if known
+    checksums: Checksums = field(default_factory=dict)  # checksums of sent weights, by checkpoint name, where known
     join: Callable[[], None] = lambda: None
 
     @property
@@ -54,12 +56,12 @@ class CanaryScores:
         return self.read()
 
 
-MERGE_GAP_EVERY = 10  # if passes are not captured, one sync in so many measures the merge gap
+MERGE_GAP_EVERY = 10  # if passes are not captured, the merge gap is measured at every 10th sync only
 
 
 class CanaryScorer:
-    """Scores fixed answers at each sync. `checksums`: also return checksums of the weights. `alone`: during the second
-    call no other thread waits for the device, so that a pass with images can be captured."""
+    """Scores fixed answers at each sync. `checksums`: also return checksums of the weights. `alone`: while a pass is
+    captured (in the second call), no other thread waits for the device, so that a pass with images can be captured."""
 
     def __init__(
         self,
@@ -74,8 +76,8 @@ class CanaryScorer:
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
     def __call__(self, dtype: torch.dtype | None, merged: bool) -> CanaryScores:
-        """Score the answers under the present weights as sent in `dtype` (None: as trained). `merged`: each layer is
-        sent as one weight; if False, the adapter is sent apart."""
+        """Score the answers with the present weights, as they are sent in `dtype` (None: as trained). `merged`:
+        adapters are sent merged into the layers' weights; if False, they are sent separately."""
         if (dtype, merged) not in self._sent:
             self._sent[dtype, merged] = _Sent(
                 self._policy,
@@ -99,15 +101,16 @@ class CanaryScorer:
 
     @torch.no_grad()
     def _checksums(self, way: _Sent) -> Checksums:
-        """Return checksums of the weights that are sent as they are trained; {} for a sharded model."""
+        """Return checksums of those weights that are sent without change. {} for a sharded model, and if adapters are
+        sent separately or no checksums are wanted."""
         if self._policy.is_sharded or not way.merged or not self._with_checksums:
             return {}
         return {name: checksum(tensor) for name, tensor in way.unreplaced.items()}
 
 
 class _Sent:
-    """One form in which weights are sent. `scorer` is None if they are sent as trained. Otherwise `number` counts how
-    often a `CanaryScorer` has scored this form."""
+    """One form in which weights are sent (type, merged or not). `scorer` computes log-probabilities with weights in
+    this form; None: the form is that of training. `number` counts the calls of `scorer`."""
 
     def __init__(
         self,
@@ -138,12 +141,12 @@ def _as_trained() -> AbstractContextManager[Checksums]:
 
 
 class SideStream:
-    """A second stream of `device`, a CUDA device. Its work begins once all work that was launched before has ended.
-    Work that is launched later does not wait for it before `join`. The host never waits. Call `join` before a change of
-    memory that the work reads.
+    """A second stream of a CUDA device. Its work begins once all work that was launched before has ended. Work that is
+    launched later on the current stream runs at the same time, until `join`. The host never waits. Call `join` before
+    you change memory that the side stream's work reads.
 
-    All kernels on this stream must come from a graph, which has memory of its own, also for its matrix products. Memory
-    that other work allocates here could not be used by the other stream."""
+    Only graphs may run on this stream, because a graph has memory of its own, also for its matrix products. Memory that
+    other work allocates on this stream could not be used by the current stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -151,26 +154,27 @@ class SideStream:
 
     @contextmanager
     def entered(self) -> Iterator[None]:
-        """Launch the work of the block on the side stream, after all work that the current stream has so far."""
+        """Launch the block's work on the side stream. It runs after all work that the current stream has so far."""
         if self._stream is None:
-            # Made at first use: torch hands out 32 streams in turn, and the engine has made its streams, and captured
-            # with them, by then.
+            # The stream is made at first use. torch has 32 streams and gives them out in turn. By now the engine has
+            # made its streams and captured with them, so this stream is another one.
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
 
     def join(self) -> None:
-        """Make later work of the current stream wait for all work of the side stream so far."""
+        """Make the current stream's later work wait until the side stream's work has ended. The host does not wait."""
         if self._stream is not None:
             torch.cuda.current_stream(self._device).wait_stream(self._stream)
 
 
 class RepeatedLogprobs:
-    """`Policy.logprobs` of the same answers, repeated in the context `within`. `checksums` are those of the weights
-    that the context replaced. `alone` is as in `CanaryScorer`. `record` captures a pass; None: a pass is captured as a
-    CUDA graph on CUDA, and not captured elsewhere. `side`: the stream of the replays; None: the current one, or on CUDA
-    a new one if `alone`."""
+    """Computes `Policy.logprobs` of the same answers again and again, each time in a context that `within` makes. The
+    attribute `checksums` has the checksums of the weights that this context replaced in the last pass. `alone` is as in
+    `CanaryScorer`. `record` captures a pass; None: passes are captured as CUDA graphs on CUDA, and not captured
+    elsewhere. `side`: the stream on which captured passes run; None: the current stream, or a new one on CUDA if
+    `alone`."""
 
     def __init__(
         self,
@@ -197,17 +201,17 @@ class RepeatedLogprobs:
         return self._graph is not None
 
     def __call__(self) -> list[list[float]]:
-        """Return the natural log-probabilities per answer, under the weights as they are now."""
+        """Return for each answer the natural log-probabilities of its tokens, with the present weights."""
         return self.begin()()
 
     def begin(self) -> Read:
-        """Start the pass. Returns a function that waits for the device and returns the log-probabilities. Call `join`
+        """Launch the pass. Returns a function that waits for the device and returns what a call returns. Call `join`
         before the policy changes."""
         logprobs = self._pass() if self._record is None else self._by_graph(self._record)
         return cache(partial(self._joined, logprobs))
 
     def join(self) -> None:
-        """Make work that is launched on the device later wait for the pass. The host does not wait."""
+        """Make the device's later work wait for the pass. The host does not wait."""
         if self._side is not None:
             self._side.join()
 
@@ -216,13 +220,14 @@ class RepeatedLogprobs:
         return self._policy.split(logprobs, self._answers)
 
     def _by_graph(self, record: Record) -> torch.Tensor:
-        """Return a pass's result. The first call warms up, the second captures the pass, later calls replay it."""
+        """Return the pass's log-probabilities [N]. The first call runs the pass, the second also captures it, later
+        calls replay it. If the weights have moved, or the capture fails, passes run uncaptured from then on."""
         addresses = tuple(tensor.data_ptr() for tensor in self._read)
         is_first, has_moved = not self._addresses, self._addresses not in ((), addresses)
         self._addresses = addresses
         if not is_first and not has_moved and self._graph is None:
             self._graph = PassGraph.of(self._pass, self._policy.model.parameters(), record, alone=self._alone)
-        if self._graph is None or has_moved:  # a graph reads fixed addresses
+        if self._graph is None or has_moved:  # a graph would read the old addresses
             if not is_first:
                 self._record = self._graph = None
             return self._pass()
@@ -231,19 +236,19 @@ class RepeatedLogprobs:
 
     def _pass(self) -> torch.Tensor:
         """Return the log-probabilities of all answers, one after the other `[N]`, on the device."""
-        # A captured pass writes its checksums to the same memory at each replay.
+        # Each replay of a captured pass overwrites these checksums with those of the present weights.
         with self._within() as self.checksums:
             return self._policy.answer_logprobs(self._inputs)
 
     @cached_property
     def _inputs(self) -> PackedInputs:
-        """The inputs of the pass. They are kept, because graphs read their memory."""
+        """The inputs of the pass. They are made once and kept, because graphs read their memory."""
         return self._policy.answer_inputs(self._answers)
 
     @cached_property
     def _read(self) -> list[torch.Tensor]:
-        """All tensors of the model that a graph reads. Listed once: to walk through thousands of modules takes longer
-        than a replay."""
-        # Buffers are listed too, because they can move when weights do not: offloading brings back first the weights,
-        # then the gradients, then the buffers, and there may be other gradients than the last time.
+        """All tensors of the model that a graph may read. The list is made once, because listing the tensors of
+        thousands of modules takes longer than a replay."""
+        # Buffers can move even if parameters do not: offloading brings back parameters, gradients and buffers in this
+        # order, and the size of the gradients may have changed.
         return [*self._policy.model.parameters(), *self._policy.model.buffers()]

@@ -1,13 +1,13 @@
 """Compiles the layers of language model and vision tower, and the vocabulary loss (`model.compile`).
 
 In: a transformers model and the value of `model.compile`. Out: the same model with its layers compiled in place, or the
-reason why nothing was compiled. Kernels between matrix products (norms, rotary positions, activations, residuals)
-mostly read and write memory. Compiled, several of them become one kernel.
+reason why nothing was compiled. The kernels between matrix products (norms, rotary positions, activations, residuals)
+spend most of their time on reading and writing memory. The compiler makes one kernel of several.
 
 Invariants: parameters keep their names, memory and gradients, so the sync, checkpoints, offloading and adapters are not
-affected. All layers of a kind and rows of all lengths share one compiled program. Only learning is compiled: generation
-and scoring run inside `uncompiled()`. Gradient checkpointing wraps compiled layers. torch.compile runs at the first
-row.
+affected. All layers of one kind share one compiled program, which takes rows of any length. Only learning is compiled:
+generation and scoring run inside `uncompiled()`. Gradient checkpointing works with compiled layers. The compiler runs
+when the first row is learned.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from shared.errors import ConfigError
 
 Wanted = Literal["auto", True, False]
-AUTO_PARAMETERS = 500_000_000  # smaller models gain little, and compile for longer than short runs take
+AUTO_PARAMETERS = 500_000_000  # `auto` compiles no smaller model: it gains little, and compiling takes time
 BACKEND = "inductor"
-ERROR_LENGTH = 300  # characters shown of a compiler's message; advice on debugging torch follows them
+ERROR_LENGTH = 300  # characters shown of a compiler's message; what follows is advice on debugging torch
 
 
 def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device, *, sharded: bool = False) -> str:
-    """Compile the layers. Returns the reason if nothing was compiled, else an empty string.
+    """Compile the model's layers in place. Returns "", or the reason if nothing was compiled.
 
     A sharded model is not compiled, because its ranks gather and free weights around every layer.
 
-    Raises ConfigError if `wanted` is true but this machine or model cannot be compiled.
+    Raises ConfigError if `wanted` is True, but the compiler does not work here or the model does not mark its layers.
     """
     if wanted is False:
         return "model.compile: false"
@@ -62,9 +62,9 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device,
 def _with_gradients(
     layer: torch.nn.Module, compiled: Callable[..., object], hidden: torch.Tensor, *args: object, **kw: object
 ) -> object:
-    """Call a compiled layer. The first layer's input is given the form of the other layers' input, or torch would
-    compile all layers twice: 20 s for a model of 4B. An input without gradient, as below adapters, gets an unused
-    gradient, which costs the backward pass of three projections. An input that is a view is copied."""
+    """Call a compiled layer. Its input must have the same form in all layers, or torch would compile all layers twice
+    (20 s for a model of 4B). So the first layer's input is changed: if it has no gradient, as with adapters, it gets
+    one, which is not used and costs the backward pass of three projections; if it is a view, it is copied."""
     if torch.is_grad_enabled() and not hidden.requires_grad and any(p.requires_grad for p in layer.parameters()):
         hidden = hidden.detach().requires_grad_()
     elif hidden._is_view():
@@ -73,17 +73,18 @@ def _with_gradients(
 
 
 def uncompiled() -> AbstractContextManager[object]:
-    """Run compiled layers uncompiled inside the block. Compiling does not pay for passes that run once or use a
-    cache."""
+    """Run the layers uncompiled inside the block. Passes that run once or use a key-value cache would take longer to
+    compile than they gain."""
     return torch.compiler.set_stance("force_eager")
 
 
 @contextmanager
 def compiling() -> Iterator[None]:
-    """Compile inside the block. If the compiler fails at the first row, raises ConfigError."""
+    """Let compiled layers and losses run inside the block. Raises ConfigError if the compiler fails, which it does at
+    the first row."""
     try:
-        # Floats of layers never change. Without this option torch treats an epsilon as an input, finds after tracing
-        # that a kernel needs the number, and traces again. No cache keeps the first trace.
+        # Without this option torch treats a layer's float (an epsilon, which never changes) as an input. After tracing
+        # it finds that a kernel needs the number, and traces again. No cache keeps the first trace.
         with torch._dynamo.config.patch(specialize_float=True):
             yield
     except TorchDynamoException as error:
@@ -97,7 +98,7 @@ def compiling() -> Iterator[None]:
 
 @cache
 def compiled_function(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return `function`, compiled for arguments of all lengths. A second call returns the same compiled function."""
+    """Return `function`, compiled for tensors of any length. Each function is compiled once per process."""
     return torch.compile(function, dynamic=True, backend=BACKEND)
 
 
@@ -110,7 +111,7 @@ def _not_worth_it(model: PreTrainedModel, device: torch.device) -> str:
 
 
 def _compiler_obstacle(device: torch.device) -> str:
-    """Try torch.compile on the smallest program. Returns the reason if it fails, else an empty string."""
+    """Try torch.compile with a tiny function. Returns "" if it works, else the reason why it does not."""
     try:
         torch.compile(_trial, backend=BACKEND)(torch.ones(8, device=device))
     except Exception as error:  # a missing compiler, header or package raises many types

@@ -1,7 +1,7 @@
 """The policy's files: the trained weights in a checkpoint, and a merged model to serve.
 
-In: a policy and a folder. Out: Hugging Face files that any program loads, or a policy with the weights of such files.
-Invariant: a sharded model has the same files as a whole one.
+In: a policy and a folder. Out: files in Hugging Face's format, which other programs load too, or a policy with the
+weights of such files. Invariant: a sharded model writes the same files as one that is not sharded.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shared.errors import CheckpointError
 
 
 def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor] | None:
-    """Return a sharded model's trained tensors (all, or only the adapter), gathered in host memory on ranks with
-    `keep`. None for a model that is not sharded. Collective."""
+    """Return a sharded model's tensors for `save_model` by name, in host memory: the adapter's if there is one, else
+    all. A rank without `keep` takes part and returns {}. None for a model that is not sharded. Collective."""
     if not policy.is_sharded:
         return None
     if policy.adapter is None:
@@ -31,7 +31,8 @@ def gathered_weights(policy: Policy, *, keep: bool) -> Mapping[str, torch.Tensor
 
 
 def save_model(policy: Policy, path: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
-    """Save the trained model as Hugging Face files (with an adapter only the adapter), with tokenizer and processor.
+    """Save the trained model, tokenizer and processor as Hugging Face files. With an adapter only the adapter's weights
+    are saved.
 
     `weights`: the result of `gathered_weights`."""
     if policy.adapter is not None:
@@ -42,7 +43,8 @@ def save_model(policy: Policy, path: Path, weights: Mapping[str, torch.Tensor] |
 
 
 def export_model(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
-    """Write the merged model in `dtype`, ready to be served or fine-tuned. Training cannot be resumed from it."""
+    """Write the model with its adapter merged, in `dtype`, for serving or as the start of another training. This run
+    cannot be resumed from it."""
     path.mkdir(parents=True, exist_ok=True)
     save_torch_state_dict(contiguous(dict(policy.named_weights(dtype))), path)
     settings = policy.model.config.to_dict() | {
@@ -55,7 +57,7 @@ def export_model(policy: Policy, path: Path, *, dtype: torch.dtype) -> None:
 
 
 def load_weights(path: Path, policy: Policy) -> None:
-    """Load a checkpoint's weights into the policy; with an adapter, only the adapter's.
+    """Load the weights that `save_model` wrote at `path` into the policy. With an adapter only its weights are loaded.
 
     Raises CheckpointError if they do not fit the model."""
     try:
@@ -65,8 +67,8 @@ def load_weights(path: Path, policy: Policy) -> None:
             peft.set_peft_model_state_dict(policy.adapter, _parts(stored, own))
             return
         model = policy.model
-        # The model's own configuration is used: a checkpoint of another model must not decide how much memory is
-        # allocated.
+        # The checkpoint is read with the configuration of the running model. With the configuration of a wrong
+        # checkpoint, the model could be larger than the memory.
         loaded, info = type(model).from_pretrained(
             path, config=model.config, dtype=model.dtype, attn_implementation="sdpa", output_loading_info=True
         )
@@ -83,10 +85,10 @@ def load_weights(path: Path, policy: Policy) -> None:
 
 
 def contiguous(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors detached and contiguous, as safetensors needs them."""
+    """Return the tensors detached and contiguous, because safetensors writes no others."""
     return {name: tensor.detach().contiguous() for name, tensor in tensors.items()}
 
 
 def _parts(stored: Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return this rank's part of each stored tensor."""
+    """Return the stored tensors, each cut to this rank's part if the model's tensor `own` is sharded."""
     return {name: part_of(tensor, own[name]) if name in own else tensor for name, tensor in stored.items()}

@@ -1,16 +1,16 @@
 """The policy: a transformers model with its processor, and all that the learner does with them.
 
 In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
-names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind; those that were
-tested are in `shared/families.py`.
+names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind.
+`shared/families.py` lists those that were tested.
 
-Invariants: before `reduce_gradients`, gradients are those of this rank's sum of weighted losses, not averaged. If the
-model is sharded, they are this rank's parts of the gradients of the sum over all ranks. `logprobs` and `named_weights`
+Invariants: before `reduce_gradients`, a gradient is that of the sum of this rank's weighted losses, not of a mean. If
+the model is sharded, it is this rank's part of the gradient of the sum over all ranks. `logprobs` and `named_weights`
 do not affect training. They are collective if the model is sharded.
 
-The patch embedding of Qwen-VL vision towers is a convolution whose stride equals its kernel, and each input of it is
-one patch. It is computed as a matrix product instead, because convolution kernels are much slower: on CUDA they take
-tens of times as long as the product. Weights, their names and gradients stay those of the convolution.
+The patch embedding of Qwen-VL vision towers is a convolution, and each of its inputs is a single patch. It is computed
+as a matrix product instead, because convolution kernels on CUDA take tens of times as long. The weights, their names
+and their gradients are those of the convolution.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ if TYPE_CHECKING:
 
 
 def use_linear_patch_embedding(model: torch.nn.Module) -> None:
-    """In `model`, replace the forward method of each convolution whose inputs are single patches."""
+    """Make the model's convolutions whose stride equals their kernel (patch embeddings) compute a matrix product."""
     for module in model.modules():
         if isinstance(module, torch.nn.Conv3d) and _covers_one_patch(module):
             module.forward = partial(_linear_patch, module)  # type: ignore[method-assign]
 
 
 def _linear_patch(conv: torch.nn.Conv3d, patches: torch.Tensor) -> torch.Tensor:
-    """Map `[P, C, t, h, w]` patches of exactly the kernel's size to `[P, hidden, 1, 1, 1]`."""
+    """Return the convolution's output `[P, hidden, 1, 1, 1]` for P patches `[P, C, t, h, w]` of the kernel's size."""
     assert patches.shape[2:] == conv.kernel_size, "the vision tower is fed one patch at a time"
     return F.linear(patches.flatten(1), conv.weight.flatten(1), conv.bias)[..., None, None, None]
 
@@ -85,8 +85,9 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale",
 
 
 class Policy:
-    """One rank's copy of the trained model. `model` is the transformers model, with its adapters. `why_not_compiled` is
-    empty if its layers are compiled."""
+    """One rank's copy of the trained model. `model`: the transformers model, adapters included. `adapter`: peft's model
+    around it; None without adapters. `bf16`: passes compute in bfloat16 (autocast). `why_not_compiled`: "" if the
+    layers are compiled."""
 
     def __init__(
         self,
@@ -108,7 +109,8 @@ class Policy:
 
     @property
     def is_sharded(self) -> bool:
-        """True if the weights are spread over ranks. Then every use of the weights is collective (`sharding.py`)."""
+        """True if each rank has only a part of every weight. Then every use of the weights is collective: all ranks
+        must take part (`sharding.py`)."""
         return self._sharded is not None
 
     @property
@@ -117,15 +119,15 @@ class Policy:
 
     @property
     def trainable(self) -> list[tuple[str, torch.nn.Parameter]]:
-        """The trained parameters by name, in the same order on all ranks. The list is made once, with the policy: ranks
-        reduce the gradients of exactly these parameters."""
+        """(name, parameter) of each trained parameter, in the same order on all ranks. The list was made when the
+        policy was made, and ranks reduce the gradients of exactly these parameters."""
         return list(self._trainable)
 
     @cached_property
     def flops_per_token(self) -> float:
-        """Lower bound of the floating-point operations to learn a token in the decoder's weights. Per weight: 2
-        forward, 2 for the gradient of its input, 2 more if it is trained, 2 more if checkpointing computes it again.
-        Attention, the head and the vision tower are left out."""
+        """Floating-point operations for learning one token, counted for the decoder's weights only, so a lower bound.
+        A weight needs 2 in the forward pass, 2 for the gradient of its input, 2 more if it is trained, and 2 more if
+        gradient checkpointing computes the layer again. Attention, head and vision tower are left out."""
         decoder = self.model.get_decoder()
         looked_up = {id(p) for p in decoder.get_input_embeddings().parameters()}
         weights = [p for p in decoder.parameters() if id(p) not in looked_up]
@@ -133,8 +135,7 @@ class Policy:
         return float(sum((4 + again + 2 * p.requires_grad) * p.numel() for p in weights))
 
     def peak_gib(self) -> float | None:
-        """Return the largest amount of GPU memory, in GiB, that torch had allocated at one time since the last call;
-        None without a GPU."""
+        """Return the peak of the GPU memory that torch allocated since the last call, in GiB; None without a GPU."""
         if self.device.type != "cuda":
             return None
         peak = torch.cuda.max_memory_allocated(self.device) / 2**30
@@ -142,8 +143,8 @@ class Policy:
         return peak
 
     def set_training(self, training: bool) -> None:
-        """Set training mode as `model.train(training)` does, but faster: torch takes 0.1 s for the thousands of modules
-        of a 4B model with adapters, at every row and every sync."""
+        """Set the training mode of all modules, as `model.train(training)` does, but faster. torch's method takes 0.1 s
+        for a 4B model with adapters, and the mode changes at every row and every sync."""
         if self.model.training == training:
             return
         for module in self._modules:
@@ -156,12 +157,12 @@ class Policy:
     # ---- learning --------------------------------------------------------------------------------------------------
 
     def _forward_row(self, row: PackedRow) -> tuple[torch.Tensor, PackedInputs, torch.Tensor | None]:
-        """Return the row's summed weighted loss (float32 scalar, with gradient), the row's inputs, and the sums that a
-        policy gradient reports (None if the row has no policy gradient).
+        """Return the row's summed weighted loss (float32 scalar, with gradient), the row's inputs, and the sums of
+        `policy_loss` for the metrics (None if the row has no policy gradient).
 
         Raises LossError if a supervised token is outside the assistant span.
         """
-        if not row.segments and self._grpo is not None:  # an empty row runs the same program as other rows
+        if not row.segments and self._grpo is not None:  # so that an empty row is computed like this run's other rows
             row = replace(row, share_prompts=True)
         inputs = pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
         sums: list[torch.Tensor] = []
@@ -201,16 +202,17 @@ class Policy:
 
     @torch.no_grad()
     def _reference_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
-        """Return the log-probabilities [N] under the model without its adapter."""
+        """Return the log-probabilities [N] of the targets under the reference: the model without its adapter."""
         assert self.adapter is not None, "refused by learner/config/sections/grpo.py"
         with uncompiled(), lora.without_adapter(self.adapter):
             return token_logprobs(hidden_states(self.model, inputs)[inputs.predict_at], self._head, inputs.targets)
 
     def backward(self, row: PackedRow) -> RowLoss:
-        """Learn one micro-batch: add the gradient of the row's summed loss. An empty row adds zeros (D5).
+        """Learn one row: add the gradients of its summed loss to the parameters' gradients. An empty row adds zeros
+        (D5).
 
-        Raises LossError if the loss is not finite, before the gradients change, and ConfigError if compiling fails at
-        the first row.
+        Raises LossError if the loss is not finite, before the gradients change, and ConfigError if the layers cannot be
+        compiled, which shows at the first row.
         """
         self.set_training(True)
         with compiling():
@@ -227,35 +229,36 @@ class Policy:
         )
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
-        """Turn the summed gradients into the gradients of the step's weighted mean loss. Call once per step, on every
-        rank."""
+        """Turn the gradients of this rank's summed losses into those of the weighted mean loss over all ranks.
+        `weight_sum`: sum of the step's loss weights over all ranks. Call this once per step, on every rank."""
         now = [name for name, p in self.model.named_parameters() if p.requires_grad]
         assert now == [name for name, _ in self._trainable], "something changed which parameters are trained"
         summed_by = Ranks() if self.is_sharded else ranks  # the backward passes of a sharded model sum over ranks
         reduce_gradients([p for _, p in self.trainable], summed_by, weight_sum=weight_sum)
 
     def broadcast(self, ranks: Ranks) -> None:
-        """Give every rank rank 0's weights, once, before the first step. Ranks of a sharded model have their parts
-        already."""
+        """Overwrite every rank's weights with rank 0's. Call this on every rank before the first step. For a sharded
+        model it does nothing, because sharding has distributed rank 0's weights."""
         if not self.is_sharded:
             broadcast_parameters(self.model, ranks)
 
     # ---- scoring ---------------------------------------------------------------------------------------------------
 
     def logprobs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> list[list[float]]:
-        """Return the natural log-probability of each response token given all tokens before it, in the precision of
-        training. All answers are scored in one packed forward pass."""
+        """Return for each answer the natural log-probabilities of its tokens, each given all tokens before it, computed
+        in the precision of training. All answers are scored in one packed forward pass."""
         return self.split(self.answer_logprobs(self.answer_inputs(answers)), answers)
 
     def answer_inputs(self, answers: Sequence[tuple[EncodedPrompt, Sequence[int]]]) -> PackedInputs:
-        """Return the inputs of the forward pass of `logprobs`."""
+        """Return the inputs of the forward pass that scores these answers, for `answer_logprobs`."""
         segments = tuple(_response_segment(prompt, response) for prompt, response in answers)
         row = PackedRow(segments=segments, capacity=sum(map(len, segments)))
         return pack_inputs(row, self.model, self.device, always_image=self.is_sharded)
 
     @torch.no_grad()
     def answer_logprobs(self, inputs: PackedInputs) -> torch.Tensor:
-        """Return what `logprobs` returns, but for all answers one after the other `[N]`, on the device."""
+        """Return the answers' natural log-probabilities as one tensor `[N]` on the device, one answer after the
+        other. `inputs`: the result of `answer_inputs`."""
         was_training = self.model.training
         self.set_training(False)
         try:
@@ -274,7 +277,7 @@ class Policy:
         return [part.tolist() for part in logprobs.cpu().split([len(response) for _, response in answers])]
 
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the merged weights under checkpoint names, in `dtype` (None: as trained); see `weights.py`."""
+        """Yield (checkpoint name, tensor) of all weights, adapters merged, in `dtype` (None: the type of training)."""
         return self._checkpoint.named_weights(dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
@@ -286,12 +289,12 @@ class Policy:
         return CheckpointWeights(self.model, device=self.device)
 
     def adapter_weights(self) -> AdapterWeights | None:
-        """Return the adapter, and the base weights below it; None without an adapter. See `lora.py`."""
+        """Return the weights of the adapter, and those below it, for the adapter sync; None without an adapter."""
         return AdapterWeights(self.model) if self.adapter is not None else None
 
     def _forward(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        # A sharded model runs without autocast's cache, which would keep 16-bit copies of layers whose weights sharding
-        # has freed.
+        # Autocast caches 16-bit copies of weights. A sharded model runs without this cache: it would keep copies of
+        # weights that sharding has freed.
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.bf16, cache_enabled=not self.is_sharded):
             return self._sharded.run(work) if self._sharded else work()
 
@@ -310,13 +313,13 @@ def load_policy(
     loss: LossFunction | None = None,
     grpo: GrpoConfig | None = None,
 ) -> Policy:
-    """Load model and processor from `config.path`, add adapters, freeze, and put the model on `device`. With
-    `shard_over` each of these ranks gets its part (collective). `loss` is the user's loss function, `grpo` the settings
-    of a policy gradient.
+    """Load model and processor from `config.path`, add an adapter, freeze parameters, and put the model on `device`.
+    `shard_over`: the model is sharded over these ranks, which must all call this. `loss`: the user's loss function.
+    `grpo`: the settings of a policy gradient.
 
     The path may also be an adapter's folder (a checkpoint of a LoRA/DoRA run): then its base model is loaded too.
-    Raises ConfigError if the path holds no model, if its family does not work or is not tested, if packed rows or
-    sharding do not support the model, or if `compile: true` fails.
+    Raises ConfigError if there is no model at the path, if its family is known not to work or was not tested, if packed
+    rows or sharding do not support the model, or if `compile: true` fails.
     """
     base_path = lora.base_model_path(config) or config.path
     place = torch.device("cpu") if shard_over else device
@@ -327,7 +330,8 @@ def load_policy(
     adapter = lora.attach_adapter(model, config)
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
-        # Reentrant checkpointing loses the gradients of a layer whose input needs no gradient, as below adapters.
+        # Reentrant checkpointing would lose the gradients of a layer whose input has no gradient. With adapters, the
+        # first layer is one.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:
@@ -349,7 +353,8 @@ def load_policy(
 
 
 def _load_model(path: str, dtype: torch.dtype, device: torch.device, *, allow_untested: bool) -> PreTrainedModel:
-    """Return the model on `device`. On a GPU, weights are read from their files without a copy in the host's memory."""
+    """Load and return the model on `device`. With a GPU, no copy of all weights is made in host memory. Raises
+    ConfigError if there is no such model, or if its family is not supported."""
     check_path(path, key="model.path")
     try:
         settings = AutoConfig.from_pretrained(path)

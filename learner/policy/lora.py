@@ -1,12 +1,12 @@
 """LoRA and DoRA by peft: adapters, the choice of trained parameters, and the adapter for the adapter sync (R08, R09).
 
 In: a transformers model and the `model` section: `path` (maybe an adapter's folder), `lora`, `freeze`. Out: a peft
-model around it (or None without adapters), with `requires_grad` set.
+model around the transformers model (or None without adapters), with `requires_grad` set.
 
-`AdapterWeights` gives `(name, tensor)` per adapted layer: `{module}.lora_A.weight` `[rank, in]` and
+`AdapterWeights` gives two tensors per adapted layer: `{module}.lora_A.weight` `[rank, in]` and
 `{module}.lora_B.weight` `[out, rank]`, with modules named as in the checkpoint. Its `obstacle` says why an engine that
-supports only plain LoRA cannot apply this adapter. Invariants: `lora_B` is sent multiplied with the adapter's scaling,
-in float32, so servers need no other number. The trained weights do not change.
+supports only plain LoRA cannot apply this adapter. Invariants: `lora_B` is multiplied with the adapter's scaling in
+float32 before it is sent, so servers need not know the scaling. The trained weights do not change.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from shared.errors import ConfigError
 from shared.sync.buckets import spec_of
 from shared.wire import TensorSpec
 
-_MOST_NEAR, _MOST_NAMES = 3, 12  # max similar names for each name, and max names, in a message
+_MOST_NEAR, _MOST_NAMES = 3, 12  # an error shows at most 3 names similar to a wrong one, and at most 12 right names
 
 
 def base_model_path(config: ModelConfig) -> str | None:
-    """Return the base model's path if `config.path` is an adapter's folder, else None. Raises ConfigError if `lora` is
-    set too."""
+    """Return the path of the base model if `config.path` is an adapter's folder, else None. Raises ConfigError if the
+    path is an adapter's folder and `config.lora` asks for another adapter."""
     if not (Path(config.path) / "adapter_config.json").is_file():
         return None
     if config.lora is not None:
@@ -66,8 +66,8 @@ def attach_adapter(model: PreTrainedModel, config: ModelConfig) -> peft.PeftMode
 
 
 def require_untied(model: PreTrainedModel) -> None:
-    """Raises ConfigError if the input embedding and the head are one tensor with an adapter on either of them. Merging
-    it would change the other too, so neither an export nor a sync could write the trained weights."""
+    """Raises ConfigError if the input embedding and the head share one tensor (tied weights) and one of them has an
+    adapter. Merging the adapter would change both, so neither an export nor a sync could write the trained weights."""
     both = {"embed_tokens": model.get_input_embeddings(), "lm_head": model.get_output_embeddings()}
     adapted = [name for name, layer in both.items() if isinstance(layer, LoraLayer)]
     one, other = (layer.get_base_layer() if isinstance(layer, LoraLayer) else layer for layer in both.values())
@@ -103,7 +103,7 @@ def _new_adapter(model: PreTrainedModel, config: LoraConfig) -> peft.PeftModel:
 
 
 def _require_layers(model: PreTrainedModel, names: Sequence[str]) -> None:
-    """Raises ConfigError for a name that no layer has. peft ignores the name if another one matches."""
+    """Raises ConfigError if no layer has one of the `names`. peft reports that only if no name matches a layer."""
     layers = [name for name, _ in model.named_modules()]
     unknown = [name for name in names if not any(f".{layer}".endswith(f".{name}") for layer in layers)]
     if unknown:
@@ -118,7 +118,7 @@ def _require_layers(model: PreTrainedModel, names: Sequence[str]) -> None:
 
 
 def _with_near(unknown: Sequence[str], known: Sequence[str]) -> str:
-    """Return each unknown name together with the known names that are similar to it."""
+    """Return a text for an error: each unknown name, with the known names that are similar to it."""
     told = []
     for name in unknown:
         like = [one for one in known if one.strip(".").endswith(f".{name.strip('.')}")][:_MOST_NEAR]
@@ -129,13 +129,13 @@ def _with_near(unknown: Sequence[str], known: Sequence[str]) -> str:
 
 @contextmanager
 def without_adapter(adapter: peft.PeftModel) -> Iterator[None]:
-    """Use the model without its adapter inside the block. Afterwards the same parameters are trained as before."""
+    """Switch the adapter off inside the block. Afterwards the same parameters have `requires_grad` as before."""
     trained = [(p, p.requires_grad) for p in adapter.parameters()]
     try:
         with adapter.disable_adapter():
             yield
     finally:
-        # When peft switches the adapter on again, it makes all its parameters trainable, frozen ones too.
+        # When peft switches the adapter on again, it sets `requires_grad` on all its parameters, also on frozen ones.
         for parameter, requires_grad in trained:
             parameter.requires_grad_(requires_grad)
 
@@ -169,8 +169,9 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
 
 
 class AdapterWeights:
-    """`base`: the weights below the adapter, which servers need too; they are not trained. `obstacle`: why a server
-    cannot apply this adapter; empty if it can. `rank`: the largest rank of all layers."""
+    """The adapter's weights, for the adapter sync. `base`: the weights below the adapter, which servers need too; they
+    are not trained. `obstacle`: why a server cannot apply this adapter; "" if it can. `rank`: the largest rank of a
+    layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.base = CheckpointWeights(model, merge=False)
@@ -183,13 +184,13 @@ class AdapterWeights:
 
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the adapter's tensors in `dtype` (None: as trained), detached. Tensors may share memory with the
-        model."""
+        """Yield (name, tensor) of the adapter in `dtype` (None: the type of training), detached. Tensors may share
+        memory with the model."""
         for module, layer in self._layers.items():
             (adapter,) = layer.active_adapters
             lora_a, lora_b = (whole(half[adapter].weight.detach()) for half in (layer.lora_A, layer.lora_B))
             yield f"{module}.lora_A.weight", lora_a.to(dtype or lora_a.dtype)
-            # The product is rounded once, from float32. Servers do not scale.
+            # Servers do not scale, so the scaling is multiplied in here. The product is rounded once, from float32.
             yield f"{module}.lora_B.weight", (lora_b.float() * layer.scaling[adapter]).to(dtype or lora_b.dtype)
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
@@ -208,13 +209,14 @@ def _only(halves: torch.nn.ModuleDict) -> torch.nn.Linear:
 
 
 def _is_idle(layer: LoraLayer) -> bool:
-    """Return True if the layer is not trained (`model.freeze`) and has no effect, so an engine does not need it."""
+    """Return True if the layer's adapter is frozen (`model.freeze`) and its `lora_B` is zero. It then has no effect,
+    and an engine does not need it."""
     frozen = not any(p.requires_grad for name, p in layer.named_parameters() if "lora_" in name)
     return frozen and not any(whole(half.weight).any() for half in layer.lora_B.values())
 
 
 def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
-    """Return why plain LoRA on linear layers cannot describe the trained weights; empty if it can."""
+    """Return why the trained weights are not a plain LoRA on linear layers; "" if they are."""
     if not layers:
         return "no layer of the model is adapted"
     for name, layer in layers.items():
@@ -232,7 +234,8 @@ def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
 
 
 def _checkpoint_names(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> dict[str, str]:
-    """Return the checkpoint's names of modules by the model's names, without modules that it fuses or splits."""
+    """Return the layers' names in the checkpoint, by their names in the model. Layers whose weights the checkpoint
+    fuses or splits are left out."""
     weights = {
         f"{name}.weight": torch.empty(layer.get_base_layer().weight.shape, device="meta")
         for name, layer in layers.items()

@@ -1,11 +1,11 @@
 """Weighted cross-entropy over the supervised tokens of a row.
 
-In: hidden states, and per supervised token the position that predicts it, the target and the weight. Out: the *sum* of
-weighted losses. The trainer divides it once by the sum of the step's weights, so packing and ranks do not change the
-gradient.
+In: hidden states, and for each supervised token the position that predicts it, its id (target) and its weight. Out: the
+*sum* of weighted losses. The trainer divides the gradients once by the sum of the step's weights, so they do not depend
+on how samples are packed into rows or distributed over ranks.
 
-The output head runs only at supervised positions, LOGITS_CHUNK of them at a time. A row's full logits (T x vocabulary)
-are never computed. When compiled, not even a chunk's logits exist in float32.
+The output head runs only at the positions that predict supervised tokens, LOGITS_CHUNK of them at a time. A row's full
+logits (T x vocabulary) are never computed. A compiled loss does not even store a chunk's logits in float32.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from learner.extensions import LossFunction, where_raised
 from learner.policy.compiled import compiled_function
 from shared.errors import LossError
 
-LOGITS_CHUNK = 1024  # supervised tokens per chunk of logits; each chunk is recomputed in the backward pass
+LOGITS_CHUNK = 1024  # max supervised tokens whose logits are computed at once; the backward pass computes them again
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,9 +30,9 @@ class RowLoss:
     """The result of one row's forward and backward pass."""
 
     loss_sum: float  # sum of the tokens' losses in nats, each multiplied by its weight
-    weight_sum: float
-    num_supervised: int
-    counts: Mapping[str, float] = field(default_factory=dict)  # sums that a policy gradient reports, see `policy_loss`
+    weight_sum: float  # sum of the tokens' weights
+    num_supervised: int  # number of supervised tokens
+    counts: Mapping[str, float] = field(default_factory=dict)  # the sums of `policy_loss`; {} without policy gradient
 
 
 def weighted_loss(
@@ -45,8 +45,8 @@ def weighted_loss(
     compiled: bool = False,
     function: LossFunction | None = None,
 ) -> torch.Tensor:
-    """Return the sum of weighted losses, or the result of `function`, as a float32 scalar. With N = 0 the result is 0,
-    and its gradients are zeros, not None (D5), also for the head's weights."""
+    """Return the sum of weighted losses as a float32 scalar. `function`: the user's loss function, which computes the
+    loss instead. With N = 0 the result is 0, and all gradients are zeros, not None (D5), also the head's."""
     if len(targets) == 0:
         return head(hidden[:1]).float().sum() * 0.0
     logprobs = token_logprobs(hidden[predict_at], head, targets, compiled=compiled)
@@ -54,7 +54,8 @@ def weighted_loss(
 
 
 def _of_function(function: LossFunction, logprobs: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the loss of the user's function. Raises LossError if it is no scalar with a gradient."""
+    """Return the loss that the user's function computes. Raises LossError if the function fails, or returns no scalar
+    with a gradient."""
     try:
         loss = function(logprobs, weights)
     except Exception as error:
@@ -79,15 +80,16 @@ def _function_error(found: str) -> LossError:
 def token_logprobs(
     hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor, *, compiled: bool = False
 ) -> torch.Tensor:
-    """Return the natural log-probabilities `[N]` of `targets` after `hidden` `[N, hidden]`, by a float32
-    log-softmax."""
+    """Return the natural log-probabilities `[N]` of the `targets` `[N]`, which the hidden states `[N, hidden]` predict.
+    The log-softmax is computed in float32."""
     return _in_chunks(compiled_function(_chunk_logprobs) if compiled else _chunk_logprobs, hidden, head, targets)
 
 
 def logprobs_and_entropy(
     hidden: torch.Tensor, head: torch.nn.Module, targets: torch.Tensor, *, compiled: bool = False
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return `token_logprobs` [N], and the entropy in nats [N] of each distribution, which has no gradient."""
+    """Return the result of `token_logprobs` [N], and, without gradient, the entropy of each predicted distribution in
+    nats [N]."""
     of_chunk = compiled_function(_chunk_logprobs_and_entropy) if compiled else _chunk_logprobs_and_entropy
     both = _in_chunks(of_chunk, hidden, head, targets)
     return both[0], both[1].detach()
@@ -99,12 +101,12 @@ def _in_chunks(
     head: torch.nn.Module,
     targets: torch.Tensor,
 ) -> torch.Tensor:
-    """Apply `of_chunk` to at most LOGITS_CHUNK tokens at a time, and join the results along their last dimension.
-    Chunks are of about equal length, because torch would compile again for a chunk of one token."""
+    """Apply `of_chunk` to at most LOGITS_CHUNK tokens at a time, and return the results, joined along their last
+    dimension. The chunks have about equal lengths: a last chunk of one token would be compiled separately."""
     if len(targets) <= LOGITS_CHUNK:
         return of_chunk(head, hidden, targets)
     count = -(-len(targets) // LOGITS_CHUNK)
-    # Copies, because a program compiled for views would be compiled again for whole tensors.
+    # Chunks are copied, because torch compiles separately for views.
     parts = ((h.clone(), t.clone()) for h, t in zip(hidden.chunk(count), targets.chunk(count), strict=True))
     return torch.cat([checkpoint(of_chunk, head, part, wanted, use_reentrant=False) for part, wanted in parts], dim=-1)
 
@@ -122,7 +124,7 @@ def _chunk_logprobs_and_entropy(head: torch.nn.Module, hidden: torch.Tensor, tar
 
 
 def check_finite(loss_sum: float, sample_ids: list[str]) -> None:
-    """Raises LossError if the loss of the row with these samples is not finite."""
+    """Raises LossError if `loss_sum`, the loss of the row with these samples, is not finite."""
     if not np.isfinite(loss_sum):
         raise LossError(
             "the loss is not finite",
@@ -133,5 +135,6 @@ def check_finite(loss_sum: float, sample_ids: list[str]) -> None:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Return True if memory was too small. torch's error on CPU has no type of its own, only a message."""
+    """Return True if the error says that memory was too small. For host memory torch raises a plain RuntimeError, which
+    is known by its message."""
     return isinstance(error, torch.OutOfMemoryError) or "DefaultCPUAllocator" in str(error)

@@ -1,11 +1,11 @@
 """Moves training state off the device while colocated vLLM computes there (R20).
 
-In: the policy, the optimizer, and which of them to move. Out: a block in which they are in host memory. After it they
-are back on the device, equal bit for bit: gradients and ties of the model, the optimizer's moments. On the CPU nothing
-is moved. `learner/rollout/colocated_engine.py` uses the block around all work of vLLM: its start, weight loads,
-rollouts.
+In: the policy, the optimizer, and which of the two to move. Out: the block `Offload.away`, in which their tensors are
+in host memory. After the block all of them (weights, gradients, moments) are on the device again, equal bit for bit,
+and tied weights are tied as before. On the CPU nothing is moved. `learner/rollout/colocated_engine.py` uses the block
+for all work of vLLM: its start, weight loads, rollouts.
 
-The host memory is page-locked and kept for the next move: to allocate fresh pages takes ten times as long as the copy.
+The host memory is page-locked and kept for the next move: allocating new pages takes ten times as long as the copy.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _ALIGNMENT = 64
 
 
 class HostMemory:
-    """Host memory for tensors, in blocks that are reused. After `begin`, `place` gives the same tensors the same
-    memory."""
+    """Host memory for tensors, allocated in large blocks that are reused. If `place` is called after `begin` with the
+    same tensors in the same order, it returns the same memory again."""
 
     def __init__(self, *, page_locked: bool) -> None:
         self._page_locked = page_locked
@@ -37,12 +37,12 @@ class HostMemory:
         self._used: list[int] = []  # bytes taken in each block
 
     def begin(self) -> None:
-        """Release all memory that `place` gave, without freeing the blocks."""
+        """Let `place` give out all memory again. The blocks stay allocated."""
         self._used = [0] * len(self._blocks)
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return uninitialised memory with the tensor's type, shape and strides. Raises ConfigError if the host has too
-        little memory."""
+        """Return an uninitialised tensor in host memory, with the type and shape of `tensor`. It has the same order of
+        dimensions in memory, without gaps. Raises ConfigError if the host has too little memory."""
         fitting = (i for i, block in enumerate(self._blocks) if self._used[i] + tensor.nbytes <= block.nbytes)
         index = next(fitting, len(self._blocks))
         if index == len(self._blocks):
@@ -51,7 +51,7 @@ class HostMemory:
         begin = self._used[index]
         content = self._blocks[index][begin : begin + tensor.nbytes]
         self._used[index] += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-        strides = torch.empty_like(tensor, device="meta").stride()  # dense, even if the tensor is a view with gaps
+        strides = torch.empty_like(tensor, device="meta").stride()  # without gaps, even if `tensor` has gaps
         return content.view(tensor.dtype).as_strided(tensor.shape, strides)
 
     def _allocate(self, num_bytes: int) -> torch.Tensor:
@@ -68,8 +68,8 @@ class HostMemory:
 
 
 class Offload:
-    """Moves the tensors that `tensors()` lists off `device`. `tensors` is called before each move, because gradients
-    come and go."""
+    """Moves tensors from `device` to host memory and back. `tensors()` lists them; it is called before each move,
+    because there are not always gradients."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
@@ -77,13 +77,13 @@ class Offload:
 
     @property
     def moves(self) -> bool:
-        """True if `away` moves any tensor."""
+        """True if `away` would now move at least one tensor."""
         return any(True for _ in self._tensors())
 
     @contextmanager
     def away(self) -> Iterator[None]:
-        """Keep the tensors in host memory inside the block. There they may only be read as weights. Raises ConfigError
-        before the first move if the host has too little memory."""
+        """Keep the tensors in host memory inside the block, where they may be read, but not changed. Raises ConfigError
+        before the first tensor is moved if the host has too little memory."""
         tensors = list(self._tensors())
         self._memory.begin()
         places = [self._memory.place(tensor) for tensor in tensors]
@@ -99,7 +99,8 @@ class Offload:
             yield
         finally:
             for tensor in tensors:
-                # On the CPU, `to` without `copy` would return the host memory itself, which the next move overwrites.
+                # If the device is the CPU, `to` without `copy` would return the host memory itself, which the next move
+                # overwrites.
                 tensor.data = tensor.data.to(self._device, non_blocking=True, copy=True)
             self._wait()
 
@@ -109,7 +110,8 @@ class Offload:
 
 
 def make_offload(config: OffloadConfig, policy: Policy, optimizer: Optimizer | None) -> Offload:
-    """Return the offload for this configuration. Raises ConfigError if the state cannot be moved safely."""
+    """Return the `Offload` that moves what `config` says. Raises ConfigError if a parameter is sharded, or is not on
+    the policy's device: such a state cannot be moved safely."""
     moves = config.enabled and policy.device != HOST
     moves_model, moves_optimizer = moves and config.offload_model, moves and config.offload_optimizer
 

@@ -1,7 +1,8 @@
 """AdamW with a learning-rate schedule and clipping by the global norm.
 
 In: the policy's trained parameters by name, with the gradients of the whole step (`reduce_gradients`). Out: updated
-parameters, zeroed gradients, and the two numbers that the step reports. Call `update` once per optimizer step.
+parameters, no gradients, and two numbers for the step's metrics: learning rate and gradient norm. Call `update` once
+per optimizer step.
 
 Weight decay applies to matrices only. Norms, biases and DoRA magnitudes (one dimension) are not decayed.
 """
@@ -24,7 +25,8 @@ _MOMENTS = ("exp_avg", "exp_avg_sq")  # tensors of the parameter's shape, sharde
 
 
 def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: int, total_steps: int) -> float:
-    """Return the learning rate of the update after `step` updates: linear warmup to `peak`, then the schedule."""
+    """Return the learning rate of update number `step` (counted from 0). It rises linearly to `peak` in the first
+    `warmup_steps` updates, then follows the schedule, which ends after `total_steps`."""
     if step < warmup_steps:
         return peak * (step + 1) / (warmup_steps + 1)
     progress = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
@@ -38,7 +40,7 @@ def learning_rate(step: int, *, peak: float, schedule: Schedule, warmup_steps: i
 
 
 class Optimizer:
-    """AdamW over named parameters. The schedule ends after `total_steps`."""
+    """AdamW over named parameters. The learning-rate schedule ends after `total_steps` updates."""
 
     def __init__(
         self, parameters: Sequence[tuple[str, torch.nn.Parameter]], config: TrainingConfig, *, total_steps: int
@@ -54,8 +56,8 @@ class Optimizer:
         )
 
     def update(self, step: int, *, share: float = 1.0) -> tuple[float, float]:
-        """Clip, update, zero the gradients. Returns the learning rate and the gradient's norm before clipping. `share`:
-        the factor of the scheduled learning rate.
+        """Clip the gradients, update the parameters, and remove the gradients. Returns the learning rate and the
+        gradients' global norm before clipping. `share`: factor on the scheduled learning rate.
 
         Raises LossError if the gradient is not finite, before any weight changes.
         """
@@ -85,9 +87,9 @@ class Optimizer:
         return rate, norm
 
     def state(self, *, keep: bool = True) -> dict[str, torch.Tensor]:
-        """Return moments and step counts as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; {} before the first update.
-        For a sharded model this is collective: ranks with `keep` get whole tensors in host memory, the other ranks
-        {}."""
+        """Return each parameter's moments and step count as `NAME.exp_avg`, `NAME.exp_avg_sq`, `NAME.step`; {} before
+        the first update. For a sharded model this is collective: a rank with `keep` returns whole tensors in host
+        memory, a rank without it {}."""
         state = {
             f"{name}.{key}": tensor for name, p in self._named for key, tensor in self._adamw.state.get(p, {}).items()
         }

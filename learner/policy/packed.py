@@ -1,15 +1,16 @@
 """Turns a packed row into the tensors of one forward pass, and runs this pass.
 
-In: a `PackedRow` (its segments' token ids, labels, loss weights, pixels). Out: the final hidden states of the row, and
-for each supervised token the position that predicts it.
+In: a `PackedRow`, whose segments (a prompt and an answer each) have token ids, labels, loss weights and pixels. Out:
+the final hidden states of the row, and for each supervised token the position that predicts it.
 
-The prompt of a group is in the row once (R47). Segments that share a prompt become a piece for the prompt and a piece
-for each answer, which attends to the prompt and to itself. The vision tower sees the prompt's images once. The prompt's
-last token predicts the first token of each answer. Losses and gradients are those of separate segments.
+Segments with the same prompt form a group, and the row has the group's prompt once (R47): a piece of the row for the
+prompt, and a piece for each answer, which attends to the prompt and to itself. The vision tower sees the prompt's
+images once. The prompt's last token predicts the first token of each answer. Losses and gradients are the same as with
+separate segments.
 
-Invariants: the positions of every segment are those that it has alone: they begin at 0. Multimodal rotary positions
-come from the model's `get_rope_index`, one prompt at a time. Token i-1 of a segment predicts `labels[i]`, so the end of
-a segment never predicts the start of the next. Only prompts hold images: an image token in a rollout is text.
+Invariants: a segment has the same positions as in a row of its own: they begin at 0. Multimodal rotary positions come
+from the model's `get_rope_index`, one prompt at a time. Token i-1 of a segment predicts `labels[i]`, so a segment's
+last token never predicts the next segment. Only prompts have images: an image token in a rollout is text.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from learner.policy.policy_gradient import PolicyInputs, gather_policy
 from learner.records import PackedRow, Segment, VisionInputs
 from learner.tasks.supervision import check_supervision
 
-# An empty row computes on these two tokens, neither of which is supervised (D5). Two, because a compiler treats a size
-# of 1 as a special case.
+# An empty row computes on this segment of two unsupervised tokens (D5). It has two, because a compiler treats a size of
+# 1 as a special case.
 _BLANK = Segment(
     sample_id="",
     input_ids=np.zeros(2, np.int64),
@@ -43,7 +44,7 @@ _BLANK = Segment(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PackedInputs:
-    """The tensors of a row of T tokens in S segments. N tokens are supervised."""
+    """The inputs of one forward pass: a row of T tokens, N of them supervised, with I images of P patches in all."""
 
     input_ids: torch.Tensor  # [1, T]
     position_ids: torch.Tensor  # [1, T], or [3, 1, T] (time, height, width) for multimodal rotary positions
@@ -54,7 +55,7 @@ class PackedInputs:
     predict_at: torch.Tensor  # [N] positions in the row that predict the supervised tokens
     targets: torch.Tensor  # [N]
     weights: torch.Tensor  # [N] float32
-    weight_sum: float  # float64 sum of `weights`, and of weights that belong to no token
+    weight_sum: float  # sum of `weights`, computed in float64
     supervised: tuple[np.ndarray, ...]  # indices of each segment's supervised tokens
     policy: PolicyInputs | None = None  # None: no token has a policy gradient
 
@@ -94,7 +95,8 @@ def pack_inputs(
 
 
 class _Piece(NamedTuple):
-    """The tokens `[begin, end)` of a segment, and the tokens of its prompt in the row, to which they attend too."""
+    """The tokens `[begin, end)` of a segment. They attend to each other, and to the row's tokens `prefix`: the prompt
+    that the segment shares with others."""
 
     segment: Segment
     begin: int
@@ -108,7 +110,7 @@ class _Piece(NamedTuple):
 def _lay_out(
     groups: Sequence[Sequence[Segment]], supervised: Sequence[np.ndarray]
 ) -> tuple[list[_Piece], NDArray[np.int64]]:
-    """Return the row's pieces in order, and the positions that predict each segment's supervised tokens."""
+    """Return the row's pieces in order, and the positions [N] in the row that predict the supervised tokens."""
     pieces: list[_Piece] = []
     predict_at: list[NDArray[np.int64]] = []
     at, indices = 0, iter(supervised)
@@ -142,7 +144,7 @@ def _policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray], devic
 
 
 def hidden_states(model: PreTrainedModel, inputs: PackedInputs) -> torch.Tensor:
-    """Return the last hidden states `[T, hidden]` of a row. The loss applies the output head."""
+    """Return the row's hidden states `[T, hidden]` after the last layer, without the output head."""
     kwargs: dict[str, object] = {"input_ids": inputs.input_ids, "position_ids": inputs.position_ids}
     if inputs.pixel_values is not None:
         kwargs |= {"pixel_values": inputs.pixel_values, "image_grid_thw": inputs.image_grid_thw}
@@ -160,7 +162,8 @@ def _max_patches(grids: torch.Tensor | None) -> int:
 
 
 def _blank_image(model: PreTrainedModel) -> tuple[Segment, ...]:
-    """Return a segment with the smallest image that gives one token; () for a text-only model."""
+    """Return one unsupervised segment with a black image of one token, the smallest image; () for a text-only
+    model."""
     token_id = image_token_id(model)
     if token_id is None:
         return ()
@@ -177,7 +180,8 @@ def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torc
 
 
 def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the token ids `[1, T]` with image tokens outside prompts replaced, and a mask of the replaced ones."""
+    """Return the token ids `[1, T]`, and a mask `[1, T]` of the image tokens in answers; None if there are none. In the
+    token ids these image tokens are replaced by 0."""
     ids = torch.from_numpy(np.concatenate([p.segment.input_ids[p.begin : p.end] for p in pieces]))[None]
     in_prompt = np.concatenate([np.arange(p.begin, p.end) < p.segment.prompt_length for p in pieces])
     written = (ids == image_token_id(model)) & ~torch.from_numpy(in_prompt)[None]
@@ -188,9 +192,9 @@ def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.
 
 @contextmanager
 def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Iterator[None]:
-    """Hide image tokens of answers inside the block. Models put image features at every image token, but the server
-    embeds an image token that the policy wrote like any other token. So its id is replaced, and its embedding is put
-    back."""
+    """Make the model treat image tokens in answers as text inside the block. A model puts image features at every image
+    token. But a server embeds an image token that the policy wrote like any other token. So `_input_ids` has replaced
+    its id, and here its embedding is put back."""
     written = inputs.written_image_tokens
     if written is None:
         yield
@@ -210,10 +214,11 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
 
 
 def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor:
-    """Return the positions: `[1, T]`, or `[3, 1, T]` for multimodal rotary positions. Each segment starts at 0."""
+    """Return the tokens' positions: `[1, T]`, or `[3, 1, T]` for multimodal rotary positions. They begin at 0 in each
+    segment."""
     if not hasattr(model.base_model, "get_rope_index"):
         return torch.cat([torch.arange(piece.begin, piece.end) for piece in pieces])[None]
-    prompts: dict[tuple[object, ...], torch.Tensor] = {}  # computed once per prompt: the model's index is slow
+    prompts: dict[tuple[object, ...], torch.Tensor] = {}  # computed once per prompt, because `get_rope_index` is slow
     parts = []
     for s, begin, end, _ in pieces:
         prompt = torch.zeros(3, 1, 0, dtype=torch.int64)
@@ -230,7 +235,7 @@ def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor
 
 
 def _prompt_positions(segment: Segment, is_image: torch.Tensor, model: PreTrainedModel) -> torch.Tensor:
-    """Return a prompt's positions `[3, 1, P]`, by the model's rules."""
+    """Return the multimodal positions `[3, 1, P]` of a prompt of P tokens, as the model computes them."""
     assert segment.vision is not None
     positions, _ = model.base_model.get_rope_index(
         input_ids=torch.from_numpy(segment.input_ids[: segment.prompt_length])[None],

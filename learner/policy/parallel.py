@@ -1,11 +1,11 @@
-"""The learner's processes: the group, small collectives with a deadline, and one gradient reduction per step.
+"""The learner's processes: their process group, small collectives with a deadline, one gradient reduction per step.
 
-In: torchrun's environment and a timeout. Out: `Ranks`, which is given to all parts that need agreement between ranks.
+In: torchrun's environment and a timeout. Out: `Ranks`, which all code that communicates between ranks gets.
 
 Gradients are summed locally over a step's rows. Then they are reduced over ranks once, in flat float32 buckets, in the
-same order on all ranks. torch's DistributedDataParallel reduces in the last backward pass, and ranks may differ in
-which row is the last, so it is not used. Numbers and objects go through gloo even where tensors go through NCCL. If a
-rank is missing, gloo raises an exception within the deadline, while NCCL's watchdog would end the process.
+same order on all ranks. torch's DistributedDataParallel is not used: it reduces during the last backward pass, and
+ranks may have different numbers of rows. Numbers and objects are sent by gloo, even if tensors are sent by NCCL. If a
+rank is missing, gloo raises an exception at the deadline, while NCCL's watchdog would end the process.
 
 Invariants: every rank makes the same calls in the same order. A rank without a gradient for a parameter contributes
 zeros. After `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
@@ -28,12 +28,13 @@ from shared.waits import Retry
 
 T = TypeVar("T")
 _CPU = torch.device("cpu")
-BUCKET_ELEMENTS = 64 * 2**20  # elements of a bucket: 256 MiB of float32
+BUCKET_ELEMENTS = 64 * 2**20  # max elements of a bucket (256 MiB of float32), unless one gradient has more
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ranks:
-    """This process among the learner's processes. With `world_size` 1 there is no group, and calls return at once."""
+    """This process among the learner's processes, and their collectives. `timeout_s`: deadline of a collective. With
+    `world_size` 1 there is no process group, and collectives return at once."""
 
     rank: int = 0
     world_size: int = 1
@@ -45,10 +46,11 @@ class Ranks:
         return self.rank == 0
 
     def all_reduce_max(self, value: float) -> float:
-        """Return the largest of the ranks' values. Raises CollectiveError, as every call below."""
+        """Return the largest of the ranks' values. Raises CollectiveError if a rank does not come in time, as all
+        collectives of this class."""
         if self.world_size == 1:
             return float(value)
-        # float64, so that the Python float comes back bit for bit.
+        # A Python float has 64 bits, so the tensor is float64.
         tensor = torch.tensor(value, dtype=torch.float64)
         with self._deadline("all_reduce"):
             dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
@@ -74,8 +76,8 @@ class Ranks:
         return box[0]  # type: ignore[return-value]
 
     def all_succeed(self, work: Callable[[], T]) -> list[T]:
-        """Return every rank's `work()`, in rank order. If `work` raises a ProjectError on some rank, every rank raises
-        the error of the lowest such rank, so that no rank waits for one that has stopped."""
+        """Return the results of `work()` on all ranks, in rank order. If `work` raises a ProjectError on some ranks,
+        every rank raises the error of the first of them, so that no rank waits for a rank that has stopped."""
         outcome: T | ProjectError
         try:
             outcome = work()
@@ -106,7 +108,7 @@ class Ranks:
                 dist.broadcast(tensor, src=0)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the process group, if there is one."""
         if self.world_size > 1 and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -114,7 +116,7 @@ class Ranks:
     def _deadline(self, name: str) -> Iterator[None]:
         try:
             yield
-        except RuntimeError as error:  # gloo's timeout, or the end of another rank
+        except RuntimeError as error:  # gloo's deadline has passed, or another rank has ended
             absent = absent_ranks(self.rank, self.world_size)
             who = f"{ranks_named(absent)} did not come to" if absent else "a rank was late at"
             logs = ", ".join(f"learner_rank{rank}.log" for rank in absent) or "each learner_rank*.log"
@@ -126,12 +128,12 @@ class Ranks:
             ) from error
 
 
-_ROLL_CALL_S = 2.0  # seconds to wait for other ranks' reports; healthy ranks notice the failure at about the same time
+_ROLL_CALL_S = 2.0  # seconds in which healthy ranks report a failed collective: they notice it at about the same time
 
 
 def absent_ranks(rank: int, world_size: int) -> list[int]:
-    """Return the ranks that do not report the failure of a collective too: they hang or have ended. [] if this cannot
-    be found out."""
+    """Return the ranks that are missing after a collective has failed. Every rank that notices the failure calls this
+    and reports itself. The missing ranks do not, because they hang or have ended. [] if this cannot be found out."""
     missing: list[int] = []
 
     def call_the_roll() -> None:
@@ -142,7 +144,7 @@ def absent_ranks(rank: int, world_size: int) -> list[int]:
         while missing and retry.wait():
             missing[:] = [other for other in missing if not store.check([f"roll call/{other}"])]
 
-    # On a separate thread, because a call of the store never returns if the store's process hangs.
+    # The reports are read on a separate thread, because a call of the store never returns if the store's process hangs.
     thread = threading.Thread(target=_quietly, args=(call_the_roll,), name="roll call", daemon=True)
     thread.start()
     thread.join(2 * _ROLL_CALL_S)
@@ -150,7 +152,7 @@ def absent_ranks(rank: int, world_size: int) -> list[int]:
 
 
 def _quietly(work: Callable[[], None]) -> None:
-    with suppress(RuntimeError, ValueError):  # there is no group yet, or its store has ended
+    with suppress(RuntimeError, ValueError):  # there is no process group yet, or the process of its store has ended
         work()
 
 
@@ -159,8 +161,9 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
-    """Join torchrun's group (NCCL and gloo with a GPU, gloo without); outside torchrun return one rank alone. With a
-    GPU the process uses one CPU thread, unless OMP_NUM_THREADS is set.
+    """Join the process group of torchrun's processes, and return this rank. The group uses gloo, and NCCL for tensors
+    on GPUs. Without torchrun there is one rank and no group. With a GPU the process uses one CPU thread, unless
+    OMP_NUM_THREADS is set.
 
     Raises ConfigError if there are more processes than GPUs, CollectiveError if a process does not join in time.
     """
@@ -178,8 +181,8 @@ def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
         device = torch.device("cuda", local_rank)
         torch.cuda.set_device(device)
         if "OMP_NUM_THREADS" not in environment:
-            # torchrun sets one thread too if there are several ranks. The CPU's work is small: two threads do not
-            # encode an image faster, and one thread per core takes time from the thread that launches kernels.
+            # torchrun sets one thread too if there are several ranks. The CPU has little to do: two threads do not
+            # encode an image faster, and one thread per core would slow down the thread that launches kernels.
             torch.set_num_threads(1)
     ranks = Ranks(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
     if world_size > 1:
@@ -191,15 +194,15 @@ def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
 
 
 def broadcast_parameters(module: torch.nn.Module, ranks: Ranks) -> None:
-    """Give every rank rank 0's parameters and buffers."""
+    """Overwrite the module's parameters and buffers on every rank with rank 0's."""
     for tensor in [*module.parameters(), *module.buffers()]:
         ranks.broadcast_tensor(tensor.data)
 
 
 def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, weight_sum: float) -> None:
-    """Turn locally summed gradients into the gradient of the step's weighted mean, on every rank.
+    """Replace this rank's summed gradients, on every rank, by the gradients of the weighted mean loss over all ranks.
 
-    `weight_sum` is the sum of the step's loss weights over all ranks. If it is 0, every gradient becomes 0.
+    `weight_sum`: sum of the step's loss weights over all ranks. If it is 0, every gradient becomes 0.
     """
     scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
     for bucket in _buckets(parameters):
@@ -209,7 +212,7 @@ def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, 
         if ranks.world_size == 1:
             torch._foreach_mul_([p.grad for p in bucket if p.grad is not None], scale)
             continue
-        # Sums in 16 bits would depend on the number of ranks.
+        # The sum is in float32: in 16 bits its rounding errors would depend on the number of ranks.
         flat = torch.cat([p.grad.flatten().float() for p in bucket if p.grad is not None])
         ranks.all_reduce_tensor(flat)
         flat.mul_(scale)

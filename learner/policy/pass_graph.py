@@ -1,16 +1,16 @@
 """Captures, as one CUDA graph, a forward pass that is repeated with the same inputs (R09).
 
-In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass under the present weights. A
-replay takes the host a millisecond, and the host does not wait for the device.
+In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass with the present weights. The
+host needs a millisecond for this, and does not wait for the device.
 
-A model for images reads image sizes on the host and copies tables to the device, and neither can be captured. But with
-the same inputs, both have the same values in every pass, unless they depend on weights. So one pass is recorded in
-`Notes`: the values that it read, the values that it copied, and which tensors depend on weights. Then the pass is
-captured with these values in place of the reads.
+A model for images reads image sizes on the host, and copies tables to the device. Neither can be captured. But the
+inputs are always the same, so the values that are read or copied are the same in every pass, unless they depend on
+weights. So one pass is recorded in `Notes`: the values that it read, the values that it copied, and which tensors
+depend on weights. Then the pass is captured, and gets the recorded values instead of reading and copying.
 
-Invariants: a pass that reads a value that depends on weights (a mixture of experts) is not captured. Before the capture
-the pass runs once more with the recorded values, in a mode in which torch refuses operations that wait for the device,
-and must give the same output. Without this trial a capture could fail, and a failed capture leaves torch's random
+Invariants: a pass that reads on the host what depends on weights (a mixture of experts) is not captured. Before the
+capture the pass runs once more with the recorded values, and must give the same output. In this trial torch refuses
+operations that wait for the device. Without the trial a capture could fail, and a failed capture leaves torch's random
 generators unusable.
 """
 
@@ -32,18 +32,20 @@ from torch.utils._pytree import tree_iter, tree_map_only
 log = logging.getLogger("learner.policy")
 Pass = Callable[[], torch.Tensor]
 Work = Callable[[], None]
-Record = Callable[[Work], Work]  # returns a function that repeats the work; it may or may not run the work at once
-Given = Mapping[str, Any]
+Record = Callable[[Work], Work]  # captures work; returns a function that repeats it. The capture may also run the work
+Given = Mapping[str, Any]  # keyword arguments
 
 INDEXING = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put.default, torch.ops.aten.index_put_.default}
 _COPIES = {torch.ops.aten._to_copy.default, torch.ops.aten.copy_.default}
 _READS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}  # torch's modes miss their copies
-_CLOSE = 0.01  # max difference in nats between two passes with the same values
+# These functions copy values to the device. A TorchDispatchMode does not see their copies.
+_FACTORIES = {torch.tensor, torch.as_tensor, torch.asarray, torch.Tensor.new_tensor}
+_CLOSE = 0.01  # max difference, in nats, between the outputs of the recorded pass and of the trial
 
 
 def cuda_graph(work: Work) -> Work:
-    """Capture what `work` launches on the current device, without running it. Raises OutOfMemoryError."""
+    """Capture what `work` launches on the current CUDA device, without executing it there. Returns the function that
+    executes it. Raises OutOfMemoryError."""
     graph, stream, now = torch.cuda.CUDAGraph(), torch.cuda.Stream(), torch.cuda.current_stream()
     stream.wait_stream(now)  # CUDA cannot capture on its default stream, so the work runs on another stream
     with torch.cuda.stream(stream):
@@ -58,18 +60,18 @@ def cuda_graph(work: Work) -> Work:
 
 
 class PassGraph:
-    """A captured pass. Calling it repeats the pass."""
+    """A captured forward pass. A call repeats the pass with the present weights."""
 
     def __init__(self, replay: Work, output: torch.Tensor, notes: Notes) -> None:
         self._replay, self._output = replay, output
-        self._notes = notes  # kept, because the graph reads their tensors
+        self._notes = notes  # kept, because the graph reads the tensors in `notes`
 
     @classmethod
     def of(
         cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph, *, alone: bool = True
     ) -> PassGraph | None:
-        """Return `run` captured as a graph. If it cannot be captured, return None and log the reason. `alone`: no other
-        thread waits for the device meanwhile, so that reads can be recorded."""
+        """Return the pass `run` captured as a graph. If it cannot be captured, return None and log the reason. `alone`:
+        no other thread waits for the device meanwhile. A pass that reads on the host is captured only then."""
         notes = Notes(weights)
         with notes.noting():
             now = run()
@@ -91,13 +93,14 @@ class PassGraph:
             return None
 
     def __call__(self) -> torch.Tensor:
-        """Return the pass's output under the present weights, as a copy."""
+        """Return a copy of the pass's output, computed with the present weights."""
         self._replay()
         return self._output.clone()
 
 
 def _differs(notes: Notes, run: Pass, before: torch.Tensor) -> str:
-    """Return how a pass with the recorded values differs from the recorded pass; "" if it does not."""
+    """Run the pass with the recorded values. Return how it differs from the recorded pass, whose output is `before`; ""
+    if it does not differ."""
     try:
         with notes.repeating(), _no_waits() if notes.reads and before.is_cuda else nullcontext():
             again = run()
@@ -128,18 +131,20 @@ class OtherPassError(Exception):
 
 class Notes:
     """The values that one pass read on the host or copied to the device, in order. `obstacle`: why the pass cannot be
-    repeated with them; "" if it can."""
+    repeated with these values; "" if it can. `weights`: the tensors that change between passes."""
 
     def __init__(self, weights: Iterable[torch.Tensor]) -> None:
         self.obstacle = ""
-        self._of_weights: dict[int, StorageWeakRef] = {}  # weak references: a storage's number is not reused meanwhile
-        self._values: list[tuple[object, Any]] = []  # (function, value); value None: the tensor stays on the host
-        self._next = 0
+        # Storages of tensors that depend on weights, by their number. As long as a weak reference exists, torch gives
+        # the number to no other storage.
+        self._of_weights: dict[int, StorageWeakRef] = {}
+        self._values: list[tuple[object, Any]] = []  # (function, its value); None: the value stays on the host
+        self._next = 0  # index of the next value that a repeated pass takes
         self._mark(weights)
 
     @property
     def reads(self) -> bool:
-        """True if the pass read a value on the host, or copied one to the device."""
+        """True if the recorded pass read at least one value on the host, or copied one to the device."""
         return any(value is not None for _, value in self._values)
 
     def noting(self) -> AbstractContextManager[None]:
@@ -147,7 +152,8 @@ class Notes:
 
     @contextmanager
     def repeating(self) -> Iterator[None]:
-        """Repeat the pass with the recorded values inside the block. Raises OtherPassError if it reads other values."""
+        """Let a pass inside the block use the recorded values instead of reading and copying. Raises OtherPassError if
+        its reads and copies are not those of the recorded pass."""
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield
@@ -157,7 +163,8 @@ class Notes:
     def _note_factory(self, func: Callable[..., Any], args: Sequence[Any], kwargs: Given) -> object:
         made = func(*args, **kwargs)
         if func in _FACTORIES:
-            self._check(func, (args[func is torch.Tensor.new_tensor :], kwargs))  # `new_tensor`'s self has no value
+            # The value of the tensor whose method `new_tensor` is called does not matter.
+            self._check(func, (args[func is torch.Tensor.new_tensor :], kwargs))
             self._put(func, made if made.device.type != "cpu" else None)
         return made
 
@@ -173,7 +180,8 @@ class Notes:
         if reads(func, args, kwargs):
             self._check(func, (args, kwargs))
             self._put(func, returned)
-        if self._depends((args, kwargs)):  # results of weights, and tensors they are written to, depend on weights
+        # What is computed from weights depends on weights, and so does a tensor into which it is written.
+        if self._depends((args, kwargs)):
             self._mark(one for one in tree_iter(returned) if isinstance(one, torch.Tensor))
             self._mark(_written(func, args, kwargs))
         return returned
@@ -187,7 +195,7 @@ class Notes:
             return args[0].copy_(self._take(func))
         if not reads(func, args, kwargs):
             return func(*args, **kwargs)
-        # Copies, because the pass may write into the values, which are needed again.
+        # The recorded values are copied, because the pass may write into them, and they are needed again.
         return tree_map_only(torch.Tensor, torch.clone, self._take(func))
 
     def _put(self, func: object, value: object) -> None:
@@ -228,8 +236,8 @@ def is_mask(index: object) -> TypeGuard[torch.Tensor]:
 
 
 def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
-    """Return True if the operation reads a value of the device on the host, or copies between host and device. Indexing
-    by masks is not covered here."""
+    """Return True if the operation reads a value of the device on the host, or copies between host and device. It is
+    False for indexing, also by a mask, which `Notes` handles separately."""
     if func in _COPIES:
         asked = [torch.device(kwargs["device"])] if kwargs.get("device") is not None else []
         given = [one.device for one in tree_iter(args) if isinstance(one, torch.Tensor)]
@@ -239,7 +247,8 @@ def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
 
 @contextmanager
 def _watched(factory: Callable[..., object], operation: Callable[..., object]) -> Iterator[None]:
-    """Inside the block, call `factory` in place of torch's factories, and `operation` in place of all operations."""
+    """Call, inside the block, `factory` in place of torch's functions, and `operation` in place of each operation that
+    they execute. Both get (function, args, kwargs) and return its result."""
 
     class Factories(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:

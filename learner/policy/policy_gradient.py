@@ -1,15 +1,17 @@
 """The loss of a policy gradient, per token (`grpo`, R37).
 
-A drawn token has three log-probabilities: `rollout`, under the weights that drew it; `first`, by the learner before its
-first update on the rollout; `now`, by the present weights, with gradient.
+A token of a rollout has three log-probabilities: `rollout`, which the engine computed when it drew the token; `first`,
+which the learner computed before its first update on the rollout; `now`, with the present weights and a gradient. `A`
+is the token's advantage.
 
-        importance  w = min(exp(first - rollout), cap)         corrects for other weights and kernels of the rollout
-        ratio       r = exp(now - first)                       1 in the first update
+    importance  w = min(exp(first - rollout), cap)      corrects the engine's older weights and other kernels
+    ratio       r = exp(now - first)                    1 in the first update
     surrogate   w x min(r A, clip(r, 1 - low, 1 + high) A)
-    loss        weight x (-surrogate + kl_weight x k3)               k3 = exp(ref - now) - (ref - now) - 1
+    loss        weight x (-surrogate + kl_weight x k3)  with k3 = exp(ref - now) - (ref - now) - 1
 
-In the first update the gradient is exactly -weight x w x A x grad(now). Tokens to imitate (`is_policy` false) keep
-their cross-entropy. k3 (Schulman 2020) estimates the divergence from the reference `ref`; it is never negative.
+In the first update the gradient is exactly -weight x w x A x grad(now). Tokens that are not part of a rollout
+(`is_policy` false) have the usual cross-entropy. k3 (Schulman 2020) estimates the KL divergence from the reference
+model, whose log-probability is `ref`. It is never negative.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ _PER_TOKEN = ("entropy", "importance", "truncated", "ratio", "clipped", "kl")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Bounds:
-    """Limits of a token's loss. `cap`: the largest importance (TIS). `low` and `high`: a token whose probability has
-    fallen or risen by this share since the first update gets no more gradient in that direction (DAPO)."""
+    """Limits of a token's loss. `cap`: max importance (truncated importance sampling). `low` and `high`: if a token's
+    probability has fallen by the share `low` or risen by the share `high` since the first update, it gets no more
+    gradient in that direction (DAPO)."""
 
     cap: float = 2.0
     low: float = 0.2
@@ -39,17 +42,18 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyInputs:
-    """Inputs of the loss. Each field [N] has a value for each supervised token of a row; NaN if it is unknown."""
+    """Inputs of the loss. Each field [N] has one value for each supervised token of a row; NaN where it is not
+    known."""
 
-    is_policy: torch.Tensor  # bool
+    is_policy: torch.Tensor  # bool: the token is part of a rollout, so its loss is the policy gradient
     advantages: torch.Tensor
-    rollout_logprobs: torch.Tensor
-    first_logprobs: torch.Tensor
+    rollout_logprobs: torch.Tensor  # nats
+    first_logprobs: torch.Tensor  # nats
 
 
 def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray]) -> PolicyInputs | None:
-    """Return the inputs on the CPU; None if no segment has a policy gradient. `supervised`: indices of each segment's
-    supervised tokens."""
+    """Return the inputs for all supervised tokens of the segments, on the CPU; None if no segment has a policy
+    gradient. `supervised`: for each segment the indices of its supervised tokens."""
     if all(segment.policy is None for segment in segments):
         return None
     parts: list[list[np.ndarray]] = [[], [], [], []]
@@ -63,9 +67,10 @@ def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray])
 
 
 def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.ndarray], logprobs: torch.Tensor) -> None:
-    """Store the first pass's log-probabilities [N] in those segments that have no first log-probabilities yet."""
+    """Store this pass's `logprobs` [N] as `first_logprobs` in the segments that have none yet: for them this is the
+    first pass. `supervised` is as in `gather_policy`."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
-    for segment, at in zip(segments, supervised, strict=False):  # a blank image's segment may follow
+    for segment, at in zip(segments, supervised, strict=False):  # `supervised` may end with that of a blank image
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
             segment.policy.first_logprobs[at] = values[start : start + len(at)]
         start += len(at)
@@ -81,10 +86,10 @@ def policy_loss(
     kl_weight: float = 0.0,
     bounds: Bounds = Bounds(),
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the summed loss (scalar), and the sums that SUMS names over tokens of the policy [len(SUMS)], without
-    gradient."""
+    """Return the summed loss (scalar), and, without gradient, the sums listed in SUMS [len(SUMS)], taken over the
+    tokens where `is_policy` is true."""
     held, ours = now.detach(), policy.is_policy
-    # In the first update this pass is the first one: the ratio is 1, but has a gradient.
+    # Tokens without `first_logprobs` are in their first pass: their ratio is 1, and has a gradient.
     first = torch.where(policy.first_logprobs.isnan(), held, policy.first_logprobs)
     drawn_elsewhere = ours & ~policy.rollout_logprobs.isnan()
     # Where the rollouts' log-probabilities are not known, the importance is 1.
@@ -117,7 +122,8 @@ def policy_loss(
 
 
 def policy_metrics(counts: Mapping[str, float]) -> dict[str, float]:
-    """Return the sums over tokens and groups as means, under the same names; {} if no token was reinforced."""
+    """Return a step's means per token or per group, computed from the sums `counts`, under the same names; {} without
+    groups."""
     tokens, groups = counts.get(f"{PREFIX}tokens", 0.0), counts.get(f"{PREFIX}groups", 0.0)
     if not groups:
         return {}

@@ -1,15 +1,17 @@
 """FSDP2: each rank holds its part of every parameter, gradient and moment, for models that do not fit one device.
 
 In: a model in host memory, and the ranks. Out: a `ShardedForward`, which runs every forward pass, and functions that
-give whole tensors from parts, and a rank's part of a whole tensor. No other module handles a DTensor. A layer of the
-decoder or of the vision tower is whole on a device only while it computes. The rest of the model (embeddings, head, the
-first and last layers of the vision tower) is whole during a pass.
+gather a whole tensor from the ranks' parts, or cut a rank's part from a whole tensor. No other module handles a DTensor
+(FSDP's type of a sharded tensor). A layer of the decoder or of the vision tower is whole on a device only while it
+computes. The rest of the model (embeddings, head, the first and last layers of the vision tower) is whole during a
+pass.
 
 Invariants: the whole model is never on one device. All ranks make the same passes and the same calls of `whole` in the
-same order, because each is a collective. Every pass uses every layer (`packed.py` adds a blank image, `loss.py` sends a
-token through the head), or ranks with different rows would gather and reduce different tensors. Every backward pass
-sums gradients over ranks, in float32, without averaging. Reducing only in a step's last pass would save only transfers
-that are hidden behind computation, and would need memory for a whole gradient on each device.
+same order, because each is a collective. Every pass uses every layer: a row without an image gets a blank one
+(`packed.py`), and a row without supervised tokens sends a token through the head (`loss.py`). Otherwise ranks with
+different rows would gather and reduce different tensors. Every backward pass sums gradients over ranks, in float32,
+without averaging. They could be summed once per step instead. But the transfers cost no time, because they run during
+computation, and each device would need memory for a whole gradient.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class ShardedForward(torch.nn.Module):
-    """The outermost module of a sharded model. FSDP gathers and frees weights around a module's call, so it needs a
-    module whose call is a whole pass. The learner does not call the model itself, because the loss applies the head."""
+    """The outermost module of a sharded model. FSDP gathers a module's weights before the module's call, and frees them
+    afterwards. So a whole pass, with its loss, must be one call of a module. A call of the model would not be enough:
+    the learner applies the head in the loss."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -45,17 +48,19 @@ class ShardedForward(torch.nn.Module):
         return work()
 
     def run(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Run one forward pass: `work` computes it with the model. Collective. Raises CollectiveError."""
+        """Return the result of `work`, which computes one forward pass with the model. Collective: every rank must call
+        this. Raises CollectiveError if a rank is missing."""
         assert isinstance(self, FSDPModule)
         with collective_errors():
             result: torch.Tensor = self(work)
             if not torch.is_grad_enabled():
-                self.reshard()  # with gradients the backward pass frees the weights
+                self.reshard()  # frees the gathered weights; in a pass with gradients, the backward pass does that
         return result
 
 
 def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
-    """Give each rank its part of rank 0's `model`, on its device. Collective.
+    """Replace the parameters of `model` by this rank's parts of rank 0's parameters, on the rank's device. Return the
+    module that runs the forward passes. Collective.
 
     Raises ConfigError if transformers does not mark the model's layers.
     """
@@ -75,7 +80,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
                 tensor.data = tensor.data.to(ranks.device)
                 ranks.broadcast_tensor(tensor.data)
         sharded = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
-        # FSDP averages over ranks by default, but gradients here are sums.
+        # FSDP averages gradients over ranks by default. The learner needs their sum.
         sharded.set_gradient_divide_factor(1.0)
         sharded.set_force_sum_reduction_for_comms(True)  # gloo cannot scale sums
     return forward
@@ -87,8 +92,8 @@ def is_part(tensor: torch.Tensor) -> bool:
 
 
 def whole(tensor: torch.Tensor) -> torch.Tensor:
-    """Return, on every rank, the whole tensor of which `tensor` is a part, detached. A tensor that is whole already is
-    returned unchanged. Collective. Raises CollectiveError."""
+    """Gather the whole tensor of which `tensor` is this rank's part, and return it, detached, on every rank. A tensor
+    that is not sharded is returned unchanged. Collective. Raises CollectiveError."""
     if not isinstance(tensor, DTensor):
         return tensor
     with torch.no_grad(), collective_errors():
@@ -96,10 +101,10 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[str, torch.Tensor]:
-    """Return each whole tensor in host memory on ranks with `keep`, {} on the others. Tensors are gathered one at a
-    time. Collective.
+    """Return the whole tensors in host memory, by name. A rank without `keep` takes part and returns {}. Tensors are
+    gathered one at a time. Collective.
 
-    If several names have the same tensor, they have the same tensor in the result too.
+    If several names share a tensor, they share it in the result too.
     """
     gathered: dict[int, torch.Tensor] = {}
     for tensor in tensors.values():
@@ -111,8 +116,8 @@ def whole_on_host(tensors: Mapping[str, torch.Tensor], *, keep: bool) -> dict[st
 
 @torch.no_grad()
 def whole_copy(module: M, device: torch.device) -> M:
-    """Return a copy of `module` and its submodules with whole parameters on `device`. Parameters that are whole and on
-    `device` already are shared with the copy. Collective."""
+    """Return a copy of `module` and its submodules whose parameters are whole and on `device`. The copy shares those
+    parameters that are whole and on `device` already. Collective."""
     duplicate = copy.copy(module)
     duplicate._parameters = {
         name: p if p is None else torch.nn.Parameter(whole(p.detach()).to(device), requires_grad=False)
@@ -123,8 +128,8 @@ def whole_copy(module: M, device: torch.device) -> M:
 
 
 def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return this rank's part of a whole `tensor`, sharded like `like` and on its device; `tensor` itself if `like` is
-    whole."""
+    """Return this rank's part of a whole `tensor`, sharded as `like` is and on the same device. If `like` is not
+    sharded, return `tensor` itself."""
     if not isinstance(like, DTensor):
         return tensor
     mesh = like.device_mesh
@@ -137,7 +142,7 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def collective_errors() -> Iterator[None]:
-    """If a rank is missing in a collective in the block, raise CollectiveError instead of torch's error."""
+    """Raise CollectiveError instead of torch's error if a collective in the block fails because a rank is missing."""
     try:
         yield
     except RuntimeError as error:

@@ -1,12 +1,12 @@
-"""The policy's weights under checkpoint names, merged, for the sync and for export.
+"""The policy's weights under checkpoint names, with adapters merged, for the sync and for export.
 
 In: a transformers model, possibly with LoRA/DoRA layers. Out: `(name, tensor)` in the state dict's order, with exactly
 the names, shapes and values that `save_pretrained` would write after a merge. Tied weights come once.
 
-Invariant: the model is only read. peft merges an adapted layer in a scratch copy (so all layers that peft can merge are
-merged right, DoRA too), in float32, one layer at a time. For a sharded model every rank gets the same whole tensors,
+Invariant: the model is only read. peft merges a copy of each adapted layer in float32, one layer at a time. So every
+layer that peft can merge is merged correctly, DoRA too. For a sharded model every rank gets the same whole tensors,
 gathered one at a time, so iterating over them is collective. The list of a model's tensors is made once, because making
-it takes longer than sending them.
+the list takes longer than sending the tensors.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ _BASE = ".base_layer."
 
 
 class CheckpointWeights:
-    """The weights of one model, whose structure must not change. `merge` False: adapters are left out, and adapted
-    layers have their base weights. `device`: where adapters are merged, also while the model is in host memory; None:
-    on the model's device.
+    """The weights of one model. No module or parameter may be added to the model later. `merge` False: the weights are
+    those below the adapters. `device`: where adapters are merged, also while the model is in host memory; None: on the
+    device of each layer.
 
-    Raises ConfigError for a sharded model that could only be gathered as a whole.
+    Raises ConfigError for a sharded model whose tensors cannot be gathered one at a time.
     """
 
     def __init__(self, model: PreTrainedModel, *, merge: bool = True, device: torch.device | None = None) -> None:
         self._model, self._merge, self._device = model, merge, device
         self._own = _own_state(model)
-        # The layers are looked up once: finding a layer by its name takes as long as launching its merge.
+        # The layers are listed once, because finding a layer by its name takes as long as launching its merge.
         self._adapted = {
             f"{name}{_BASE}weight": layer
             for name, layer in model.named_modules(remove_duplicate=False)
@@ -50,7 +50,8 @@ class CheckpointWeights:
         }
         shapes = self._shapes(None)
         stored = revert_weight_conversion(model, dict(shapes))
-        # If False, the checkpoint splits or fuses tensors, and converting to its names needs all tensors at once.
+        # False if the checkpoint splits or fuses some of the model's tensors. Then all tensors are needed at once to
+        # make the checkpoint's tensors from them.
         self._stored_as_is = stored.keys() == shapes.keys() and all(stored[n] is t for n, t in shapes.items())
         if not self._stored_as_is and any(map(is_part, self._own.values())):
             raise ConfigError(
@@ -62,7 +63,8 @@ class CheckpointWeights:
 
     @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield merged weights under checkpoint names, detached, floating-point ones in `dtype` (None: as trained).
+        """Yield (checkpoint name, tensor) of all weights, with adapters merged if `merge`, detached. Floating-point
+        tensors are in `dtype` (None: in the type of training).
 
         Tensors may share memory with the model: use or copy each before the next optimizer step.
         """
@@ -84,7 +86,7 @@ class CheckpointWeights:
     def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._merge and name in self._adapted:
             return merged_weight(self._adapted[name], dtype, self._device)
-        return whole(_cast(tensor, dtype))  # a part is cast before it is gathered, so that fewer bytes are sent
+        return whole(_cast(tensor, dtype))  # each rank casts its part, so that fewer bytes are gathered
 
     def _shapes(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
         return {
@@ -95,19 +97,19 @@ class CheckpointWeights:
         }
 
 
-Checksums = dict[str, torch.Tensor]  # `checksum` of a tensor, by its checkpoint name
+Checksums = dict[str, torch.Tensor]  # checkpoint name of a tensor -> its `checksum`
 
 
 def checksum(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the tensor's bytes as 64-bit words, wrapping: int64 `[]` on its device. The host does not wait
-    for the device.
+    """Return the sum of the tensor's bytes, read as 64-bit integers: an int64 scalar on the tensor's device, modulo
+    2**64. The host does not wait for the device.
 
-    Zeros between tensors add nothing, so a bucket's sum is the sum of its tensors' sums. The sum shows that values
-    differ, not that values changed places.
+    Zeros between the tensors of a bucket add nothing, so the bucket's sum is the sum of its tensors' sums. Tensors with
+    different values have different sums, but exchanged values do not change the sum.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:
-        # `pad` copies even if it adds nothing, so the words are aligned then.
+        # `pad` copies the bytes, even if it adds none. The copy begins at a multiple of 8 bytes.
         data = torch.nn.functional.pad(data, (0, -data.numel() % 8))
     return data.view(torch.int64).sum()
 
@@ -121,13 +123,13 @@ def as_sent(
     replaced: Sequence[tuple[str, torch.nn.Module]] | None = None,
     checksums: bool = True,
 ) -> Iterator[Checksums]:
-    """Let forward passes in the block use the values that are sent: each weight rounded to `dtype` (None: as trained)
-    and, if `merged`, adapted layers as one weight, as in `CheckpointWeights.named_weights(dtype)`.
+    """Let forward passes in the block use the weights as they are sent: rounded to `dtype` (None: not rounded), and
+    with adapters merged into them if `merged`, as in `CheckpointWeights.named_weights(dtype)`.
 
-    The computation keeps the precision of training. Weights are replaced one module at a time while it runs, so memory
-    holds one layer more, never one model more. A sharded model's weights are whole at that time. Yields the checksums
-    of the replaced weights, which a forward pass fills in; {} without `checksums`. `replaced`: the modules of
-    `replaced_modules` that the pass uses, if they are known.
+    The passes compute in the precision of training. A module's weights are replaced only while the module computes, so
+    the memory for one more layer is needed, not for one more model. A sharded model's weights are whole at that time.
+    Yields the checksums of the replaced weights, which a forward pass fills in; {} without `checksums`. `replaced`: the
+    result of `replaced_modules`, if the caller has it.
     """
     used: Checksums = {}
     noted = used if checksums else None
@@ -146,7 +148,7 @@ def as_sent(
 
 
 def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
-    """Return the weights that are sent as trained, which `as_sent` does not replace, by checkpoint name."""
+    """Return the weights that are sent without change, by checkpoint name: those that `as_sent` does not replace."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
         for module_name, module in replaced_modules(model, dtype, merged=merged)
@@ -159,8 +161,8 @@ def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: boo
 def replaced_modules(
     model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool
 ) -> Iterator[tuple[str, torch.nn.Module]]:
-    """Yield the modules whose weights may be sent with other values than the trained ones, by name. An adapted layer is
-    yielded as a whole, without its parts."""
+    """Yield (name, module) of the modules whose weights are sent with other values than they have: rounded, or merged
+    with an adapter. An adapted layer is yielded itself, but not the modules in it."""
     adapted = {module for module in model.modules() if merged and isinstance(module, LoraLayer)}
     parts = {part for layer in adapted for part in layer.modules()} - adapted
     for name, module in model.named_modules():
@@ -171,9 +173,9 @@ def replaced_modules(
 
 
 class _Swap:
-    """Replaces `owner`'s parameters with `values()` while a forward pass runs. The checksums of the values are written
-    into `used`; None: they are not computed. `name`: the module's checkpoint name. `adapted`: the adapted layer around
-    `owner`, if the values contain its adapter."""
+    """Replaces the parameters of the module `owner` by `values()` while the module computes: `enter` and `leave` are
+    its hooks. The values' checksums are written into `used`; None: they are not computed. `name`: the module's name in
+    the model. `adapted`: the LoRA layer around `owner`, if its adapter is merged into the values."""
 
     def __init__(
         self,
@@ -199,7 +201,8 @@ class _Swap:
             replaced[name] = _parameter(value.to(trained.dtype))
         self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
-            self._adapted.merged_adapters = list(self._adapted.active_adapters)  # peft then does not add the adapter
+            # peft counts the adapters as merged, and does not add them again.
+            self._adapted.merged_adapters = list(self._adapted.active_adapters)
 
     def leave(self, *_: object) -> None:
         self._owner._parameters = self._trained
@@ -229,9 +232,10 @@ def _parameter(value: torch.Tensor) -> torch.nn.Parameter:
 def merged_weight(
     layer: LoraLayer, dtype: torch.dtype = torch.float32, device: torch.device | None = None
 ) -> torch.Tensor:
-    """Return an adapted layer's weight with its adapter merged on `device` (None: the layer's device), in float32 also
-    under autocast, and then rounded to `dtype`: a new, whole tensor."""
-    # A layer in host memory is merged on the device: two CPU cores merge 4B in 35 s, copying it takes half a second.
+    """Return the layer's weight with its adapter merged in, as a new tensor that is not sharded. It is computed in
+    float32 on `device` (None: the layer's device), even under autocast, and then rounded to `dtype`."""
+    # A layer in host memory is copied to the device and merged there. For a model of 4B, copying takes half a second;
+    # two CPU cores would merge for 35 s.
     device = device or layer.get_base_layer().weight.device
     with torch.autocast(device.type, enabled=False):
         plain = _merged_plain(layer, dtype, device)
@@ -239,11 +243,11 @@ def merged_weight(
         return plain
     scratch = whole_copy(layer, device)
     base = copy.copy(scratch.get_base_layer())
-    # A copy, because peft merges in place, and `float` returns a float32 weight itself.
+    # The weight is copied, because peft merges in place, and `float` does not copy a float32 weight.
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
     base._parameters = {**base._parameters, "weight": weight}
     scratch._modules = {**scratch._modules, "base_layer": base}
-    # `scratch` shares these two with the layer, and `merge` writes into them.
+    # `scratch` gets a list and a dict of its own: `merge` writes into them, and would change the layer's.
     scratch.merged_adapters, scratch._caches = [], {}
     with torch.autocast(weight.device.type, enabled=False):
         scratch.merge()
@@ -251,17 +255,17 @@ def merged_weight(
 
 
 def _merged_plain(layer: LoraLayer, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Merge a single plain LoRA on a linear layer, with peft's operations in peft's order, so the result is equal bit
-    for bit. None for any other layer, which peft merges.
+    """Return the merged weight of a linear layer with one plain LoRA, or None for any other layer. It has peft's
+    operations in peft's order, so the result is equal to peft's bit for bit.
 
-    It takes a product, and one kernel that scales, adds and rounds: the weight is written once in float32, peft writes
-    it four times."""
+    It is faster than peft: it computes a matrix product, and one kernel scales, adds and rounds. So a float32 tensor of
+    the weight's size is written once; peft writes four."""
     if not merges_plainly(layer):
         return None
     (name,), scaling = layer.active_adapters, layer.scaling[layer.active_adapters[0]]
     parts = layer.get_base_layer().weight, layer.lora_A[name].weight, layer.lora_B[name].weight
     base, a, b = (part.detach().to(device, non_blocking=True) for part in parts)
-    is_exact = _is_power_of_two(scaling)  # only then scaling is exact, so that one rounding after the sum is enough
+    is_exact = _is_power_of_two(scaling)  # then scaling does not round, and may be part of the sum's kernel
     delta = b @ a
     if not is_exact:
         delta, scaling = delta.mul_(scaling), 1.0
@@ -269,7 +273,8 @@ def _merged_plain(layer: LoraLayer, dtype: torch.dtype, device: torch.device) ->
 
 
 def merges_plainly(layer: LoraLayer) -> bool:
-    """Return True for a single LoRA in float32 on a whole linear layer: merging it does not wait for the device."""
+    """Return True if the layer is an unsharded linear layer with one plain LoRA in float32. `merged_weight` then does
+    not wait for the device."""
     if type(layer) is not Linear or len(active := layer.active_adapters) != 1:
         return False
     name, base = active[0], layer.get_base_layer().weight
@@ -284,10 +289,11 @@ def _is_power_of_two(value: float) -> bool:
 
 
 def _own_state(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Return the state dict's parameters and buffers, without adapters and second names of tied weights."""
+    """Return the parameters and buffers of the model's state dict, without adapters. Tied weights come once."""
     ignored = set(model._keys_to_ignore_on_save or ())
     variables = model.state_dict(keep_vars=True)
-    # Ties are found by memory address. Empty parts of a sharded model have no address, so all parts get stand-ins.
+    # transformers finds tied weights by their memory addresses. A rank's part of a sharded tensor may be empty and have
+    # no address, so each part is replaced by a small tensor here.
     places = {id(tensor): torch.empty(1) for tensor in variables.values()}
     state = {
         name: places[id(tensor)] if is_part(tensor) else tensor.detach()
