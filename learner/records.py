@@ -157,8 +157,8 @@ class PredictedObject(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParsedRollout:
     """A rollout, parsed strictly. `token_ids[:prefix_length]` is the prefix that is kept. `tail_opening` is the text of
-    the appended tail before its first object: the bytes cut off with a fused token, or "{" or "[" if nothing of the
-    rollout is usable."""
+    the appended tail before its first object: the end of the prefix's last object, if its token was cut off because the
+    token holds later text too, or "{" or "[" if nothing of the rollout is usable."""
 
     rollout: Rollout
     token_ids: NDArray[np.int64]  # [T] the rollout's `response_token_ids`
@@ -383,7 +383,7 @@ class CallRecord:
     num_requests: int
     seconds: float
     error: str = ""
-    began_at: float = 0.0  # Unix seconds; 0: the call ran in the learner's own process, whose phases say when
+    began_at: float = 0.0  # Unix seconds; 0: not measured, because the call ran in the learner's own process
 
 
 @dataclass(kw_only=True, slots=True)

@@ -129,7 +129,7 @@ class Reach:
     far: tuple[float, float] = (0.0, 0.0)  # the largest x and y of any box, as written
     largest: Size = (0, 0)  # size of the photograph with the largest area
     has_wide: bool = False  # True if some image is not square
-    ends: set[tuple[float, float]] = field(default_factory=set)  # up to `_MANY` different (right, lower) ends of boxes
+    ends: set[tuple[float, float]] = field(default_factory=set)  # up to `_MANY` different lower right corners of boxes
     units: set[str] = field(default_factory=set)  # units in which the numbers were read
 
     def add(self, coords: Sequence[float], size: Size, unit: Coordinates, sides: tuple[float, float]) -> None:

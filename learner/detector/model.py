@@ -120,8 +120,8 @@ def _downloaded(path: str | Path) -> Path:
 
 
 def _found_run(folder: Path, *, needed: bool) -> tuple[RunConfig | None, str]:
-    """Return the data of the configuration beside the model, and a warning about the parts that were left out. Raises
-    ConfigError if the configuration is needed and wrong."""
+    """Return the configuration beside the model, without parts that may run code, and a warning that names these parts.
+    Raises ConfigError if the configuration is needed and wrong."""
     if (file := _config_beside(folder)) is None:
         return None, ""
     try:

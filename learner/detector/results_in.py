@@ -221,7 +221,7 @@ def _objects(sample: Sample, image: int | None) -> list[DetectionObject]:
 def _by_image(
     rows: Sequence[_Row], way: ReadAs
 ) -> Iterator[tuple[Sample, int | None, list[DetectionObject], list[int]]]:
-    """Yield each image's sample and number, its boxes, and their places in `rows`."""
+    """Yield for each image its sample, its number in the sample, its boxes, and their indices in `rows`."""
     grouped: dict[tuple[str, int | None], list[int]] = {}
     for number, row in enumerate(rows):
         grouped.setdefault((row.sample.sample_id, row.image), []).append(number)

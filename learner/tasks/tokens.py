@@ -197,8 +197,8 @@ class TokenPieces:
             self._lengths[new] = lengths
 
     def encode_long(self, text: str) -> list[int]:
-        """Return the token ids of `text`, as `encode` does. For long texts, which rarely repeat: parts of the text are
-        cached."""
+        """Return the token ids of `text`, as `encode` does. Meant for long texts, which rarely repeat as a whole: the
+        ids of their parts are cached."""
         ids = self.boundaries.encode(text)
         return list(self._encode(text)) if ids is None else ids
 

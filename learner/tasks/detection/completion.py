@@ -300,7 +300,7 @@ def completed(
 
 
 def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
-    """Return for each object whether it is kept. An object that overlaps an earlier kept one is not."""
+    """Return for each object whether it is kept. An object that overlaps an earlier kept one is left out."""
     near, apart = iou_matrix(objects, objects) >= OVERLAP, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
         apart[i] = not near[i, apart].any()

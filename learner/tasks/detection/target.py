@@ -56,7 +56,7 @@ def build_target(
     tail = task.serialize(objects, after=parsed)
     prefix = parsed.token_ids[: parsed.prefix_length]
     target = _with_tail(prefix, tail, pieces_of(tokenizer), loss.desc_weight, untaught)
-    read = target.token_ids[: len(prefix) + 1]  # if a number ends the prefix, the next token may differ first
+    read = target.token_ids[: len(prefix) + 1]  # one token more: a number at the prefix's end may differ only there
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
