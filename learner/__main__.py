@@ -108,7 +108,7 @@ class Dtype(StrEnum):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command; returns the exit code."""
+    """Run one command, and return its exit code."""
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0].startswith("-") and arguments[0].split("=")[0] not in GROUP_OPTIONS:
         arguments.insert(0, "train")

@@ -369,7 +369,7 @@ class Trainer:
         return [sample_id for part in self.ranks.all_gather_object(self.source.waiting()) for sample_id in part]
 
     def note_leftovers(self) -> None:
-        """Name the samples whose segments still waited for a row when training ended (R12)."""
+        """Log the ids of samples whose segments still waited for a row when training ended (R12)."""
         left = self.waiting()
         if left:
             self.journal.leftovers(left)

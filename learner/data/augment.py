@@ -119,8 +119,8 @@ def require_augmentable(sample: Sample) -> None:
 
 
 def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -> View:
-    """Draw a view of the photograph. The picture has the photograph's proportions, also after a quarter turn, because
-    models know these shapes."""
+    """Draw a view of the photograph. The picture keeps the photograph's proportions, even after a quarter turn, because
+    the model is used to them."""
     turns = int(rng.integers(1, 4)) if rng.random() < config.quarter_turn else 0
     mirrored = bool(rng.random() < config.horizontal_flip)
     if (turns or mirrored) and any(stays_upright(obj.desc) for obj in (*sample.objects, *sample.ignored)):
@@ -128,7 +128,8 @@ def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -
     width, height = sample.width, sample.height
     share = rng.uniform(config.smallest_crop, 1.0)
     size = max(2, round(width * share)), max(2, round(height * share))
-    shape = size[::-1] if turns % 2 else size  # the largest window of this shape in the photograph, times `share`
+    shape = size[::-1] if turns % 2 else size
+    # The window is `share` times as wide and high as the largest window of this shape in the photograph.
     most = min(width / shape[0], height / shape[1]) * share
     across, down = (min(max(1, round(side * most)), whole) for side, whole in zip(shape, (width, height), strict=True))
     left, top = int(rng.integers(width - across + 1)), int(rng.integers(height - down + 1))

@@ -344,7 +344,7 @@ def _cost(share: Share) -> int:
 
 
 def fewest_micro_batches(steps: int, per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
-    """Return the fewest micro-batches that `steps` optimizer steps can learn. Repeated ones count once."""
+    """Return the fewest micro-batches that `steps` optimizer steps can learn. Repeated micro-batches count once."""
     whole = steps_per_epoch(per_epoch, gradient_accumulation_steps=gradient_accumulation_steps, m_steps=m_steps)
     epochs, rest = divmod(steps, whole)
     return epochs * per_epoch + min(rest // m_steps * gradient_accumulation_steps, per_epoch)

@@ -30,7 +30,7 @@ _RARE = 5  # min boxes of a class; a class with fewer is reported
 # (README.md), so 20 leave about 0.1, which is as much as training gains.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
-_MOST_MISPLACED = 0.25  # share of the boxes; above it the unit is probably wrong
+_MOST_MISPLACED = 0.25  # share of misplaced boxes; above it the unit is probably wrong
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Survey:
     classes: Mapping[str, int]
     boxes_per_image: tuple[int, float, int]  # fewest, median, most
     sizes: tuple[tuple[int, int], tuple[int, int], tuple[int, int]]
-    smallest_side_px: float  # the boxes' shorter sides: their median
+    smallest_side_px: float  # median of the boxes' shorter sides, in pixels
     told: Sequence[str]  # a line for each kind of bad record and action
     num_misplaced: int  # boxes that were cut or left out because they have no area or lie outside
     num_left_out: int  # misplaced boxes that were left out

@@ -24,8 +24,8 @@ _EDGE = 2.0  # pixels; a box that is nearer to its tile's edge counts as cut
 
 
 class ScoredBox(NamedTuple):
-    """`box` is x1, y1, x2, y2 in pixels. `outline` is x1, y1, x2, y2, ... of a polygon, or (). `votes` counts the
-    drawn answers that have the object; None: no answers were drawn."""
+    """A found object with its score. `box` is x1, y1, x2, y2 in pixels. `outline` is x1, y1, x2, y2, ... of a polygon,
+    or (). `votes` counts the drawn answers that have the object; None: no answers were drawn."""
 
     name: str
     score: float

@@ -64,8 +64,8 @@ class ModelFiles:
 def find_model(
     path: str | Path, *, config: str | None = None, prompt: str | None = None, classes: Sequence[str] = ()
 ) -> ModelFiles:
-    """Find the files of a model. If no file says how to ask the model, it is asked for `classes`, in the words of its
-    family. With `classes`, `path` may also be a name on the Hugging Face hub.
+    """Find the files of a model. If no file says how to ask the model, it is asked for `classes`, with a prompt for its
+    family of models. With `classes`, `path` may also be a name on the Hugging Face hub.
 
     Raises ConfigError if `path` is no model, or no file says how to ask it."""
     folder = model_folder(_downloaded(path) if classes else Path(path))

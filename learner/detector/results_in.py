@@ -57,7 +57,7 @@ class CocoResult(BaseModel):
 
     @property
     def name(self) -> str | None:
-        """The class's name, if the result has it."""
+        """Return the class's name; None if the result has no name."""
         return plain_name(self.category or self.category_name or "") or None
 
 
@@ -205,7 +205,7 @@ def _check_unit(path: Path, rows: Sequence[_Row], read_as: ReadAs) -> None:
 
 
 def _overlap(rows: Sequence[_Row], way: ReadAs) -> float:
-    """Return the mean, over the objects of images with results, of the best IoU of any box."""
+    """Return the mean of each object's best IoU with a box. Only objects in images with results count."""
     best = [
         iou_matrix(_objects(sample, image), boxes).max(axis=1)
         for sample, image, boxes, _ in _by_image(rows, way)
@@ -305,7 +305,8 @@ class _Naming:
         return [name or "" for name in named], notes, warnings
 
     def _named(self, way: str) -> list[str | None]:
-        """Return each result's name by a numbering; None: the name is unknown, "": the result is left out."""
+        """Return each result's name if class numbers mean what the numbering `way` says. None: the name is unknown. "":
+        the result is left out."""
         numbers, mapped = self.numbered[way], self.read_as.names
         found: list[str | None] = []
         for row in self.rows:

@@ -107,7 +107,8 @@ def _little_seen(model: ModelConfig, limits: PixelLimits | None, found: Survey) 
 
 
 def _kept_upright(config: RunConfig, classes: Iterable[str]) -> list[str]:
-    """Return a warning if `data.augment` asks for mirrored or turned photographs, and their classes forbid it."""
+    """Return a warning if `data.augment` asks for mirrored or turned photographs, but some classes must stay
+    upright."""
     augment = config.data.augment
     if augment is None or not (augment.horizontal_flip or augment.quarter_turn):
         return []

@@ -241,7 +241,8 @@ def _survey_of_all(found: dict[str, Split]) -> Survey:
 
 
 def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:
-    """Return the images below the folder that no record names; [] if some of these records were left out."""
+    """Return the images below the folder that no record names. Return [] if records were left out, because their images
+    would be listed too."""
     if any(split.bad.num_errors or not _LEFT_OUT.isdisjoint(split.bad.summary()) for split in found.values()):
         return []
     named = {Path(image).resolve() for split in found.values() for one in split.samples for image in one.images}

@@ -133,7 +133,7 @@ def image_folder(names: Sequence[str], source: Source) -> Path:
 
 def _near_folder(names: Sequence[str], source: Source) -> Path | None:
     """Return the folder of the first image if it is near the file and not the file's own folder, as COCO's `train2017`
-    is beside `annotations`. The path is absolute, because records are relative to the file's folder."""
+    is beside `annotations`. The path is absolute, because relative paths of records start at the file's folder."""
     own = source.file.absolute().parent
     if source.data.image_root is not None or not names or is_file(own / as_here(names[0], own)):
         return None
@@ -207,8 +207,8 @@ def _made(model: type[Item], value: object) -> Item | None:
 
 
 def category_ids(file: Path) -> dict[str, int]:
-    """Return the category ids of class names in a COCO file that was read before. Names are as taught. Return {} if the
-    file can no longer be read."""
+    """Return the category ids of class names in a COCO file that was read before. Class names are as in training.
+    Return {} if the file can no longer be read."""
     try:
         content = json_in(file)
     except (OSError, ValueError):  # replaced or removed meanwhile

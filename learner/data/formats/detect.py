@@ -35,8 +35,8 @@ def locate(data: DataConfig, path: str, wanted: str | None) -> Annotations:
 
 
 def format_of(data: DataConfig, path: str) -> Format:
-    """Return `data.format`; with `auto` the format that the files look like. Raises DataError if nothing is there, or
-    no known format."""
+    """Return `data.format`; with `auto` the format that the files look like. Raises DataError if there is no file, or
+    if its format is not known."""
     if data.format == "datasets":
         return "datasets"
     file = Path(path)

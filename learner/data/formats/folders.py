@@ -41,7 +41,7 @@ _WORDS = {
     "testing": "test",
 }
 _XML_FOLDERS = ("", "Annotations", "annotations", "voc", "xml", "xmls", "labels")
-_LONGEST_ROW = 1 << 20  # bytes of the first line that are read, because a whole COCO file may be one line
+_LONGEST_ROW = 1 << 20  # max bytes of the first line that are read, because a whole COCO file may be one line
 _LIST_FOLDERS = ("ImageSets/Main", "ImageSets", "splits")
 
 
@@ -71,8 +71,8 @@ def splits_in(folder: Path) -> Found:
 
 
 def split_named(name: str) -> str | None:
-    """Return `train`, `val` or `test` if a word in a file's name names that split; None if no word names one, or words
-    name two."""
+    """Return `train`, `val` or `test` if a word in a file's name names that split; None if no word names a split, or if
+    words name two splits."""
     words = {_WORDS[word] for word in re.split(r"[^a-z]+", name.lower()) if word in _WORDS}
     return words.pop() if len(words) == 1 else None
 
@@ -112,7 +112,7 @@ def _only(found: dict[str, Annotations]) -> Annotations | None:
 
 
 def _coco(folder: Path) -> dict[str, Annotations]:
-    own = folder / "_annotations.coco.json"  # the name that Roboflow gives it
+    own = folder / "_annotations.coco.json"  # its name in Roboflow's exports
     if own.is_file():
         return {"": Annotations("coco", str(own))}
     for place in (folder / "annotations", folder / "Annotations", folder):

@@ -128,7 +128,8 @@ def _kind(text: bytes) -> RowKind | None:
 
 
 def is_own(file: Path) -> bool:
-    """Return True if the first row is the project's own, and not in a list. Raises DataError if it cannot be read."""
+    """Return True if the first row is the project's own. A file that is one JSON list never is. Raises DataError if the
+    file cannot be read."""
     try:
         first = next(lines_in(file), (1, b"{}"))[1]
         return first[:1] != b"[" and _kind(first) != "chat"

@@ -20,7 +20,7 @@ from shared.errors import DataError
 from shared.reading import is_there
 from shared.wire import Turn
 
-_LONGEST_NAME = 1024  # characters of an image's path; longer strings are encoded images
+_LONGEST_NAME = 1024  # max characters of an image's path; longer strings are encoded images
 DEFAULT_PROMPT = "<image>Detect every object."
 SUFFIXES = (".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
 # Suffixes of photographs that `shared.images` cannot read.

@@ -38,7 +38,8 @@ class ClusterMember(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """`members` are sorted by answer, with at least one member and at most one per answer.
+    """Objects of different answers that are taken for one object. `members` are sorted by answer; there is at least
+    one, and at most one per answer.
 
     `object` has the most frequent name (of equally frequent names that of the first answer) and the median of the
     boxes. On digits the median is nearer to the true box than the mean (IoU 0.959 against 0.954), on photographs of

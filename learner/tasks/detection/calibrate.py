@@ -188,7 +188,7 @@ def _best_penalty(boxes: Boxes, calibration: Calibration) -> float:
 
 
 def _held_out(boxes: Boxes, calibration: Calibration, penalty: float) -> Floats:
-    """Return [N] scores, each from a fit without the images of its part."""
+    """Return the scores [N] of the boxes. A box's score comes from a fit without the images of its part (`FOLDS`)."""
     columns, scores = _design(boxes, calibration), np.zeros(len(boxes.names))
     parts, counted = boxes.images % FOLDS, boxes.gains.judged > 0
     for part in range(FOLDS):

@@ -49,7 +49,7 @@ from learner.tasks.detection.match import Overlaps
 
 OVERLAP = 0.3  # min IoU of two boxes that are taken for the same object
 MIN_CLUSTERS = 20  # min clusters that overlap labels; fewer give no estimate
-ENOUGH = 150  # number of clusters that overlap labels from which r is computed
+ENOUGH = 150  # r is computed from this many clusters that overlap labels
 MISSING = 0.10  # share of the objects without a label; above it labels are reported to have gaps
 MIN_MISSING = 0.02  # share of the objects without a label; below it nothing is completed
 
