@@ -148,7 +148,7 @@ def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -
 
 
 def seen_as(sample: Sample, view: View) -> Sample:
-    """Return the sample with the objects, regions and size that it has in the picture."""
+    """Return the sample with the objects, regions and size that it has in the picture that `view` describes."""
     placed_objects = [placed(obj, view) for obj in sample.objects]
     return replace(
         sample,

@@ -2,9 +2,9 @@
 samples are checked before the first step.
 
 In: samples. Out: the length of a sample that is too long, or None; when the packing buffer must overflow, or None. A
-step learns part of an answer of at most `max_new_tokens`, with at most all objects appended. So the sum of both is the
-longest sequence. No pixels are decoded: the processor computes an image's tokens from its size. An answer is tokenized
-only if an upper bound of its tokens does not fit.
+step learns at most `max_new_tokens` of the model's own answer, with at most all objects appended. So a sample's longest
+sequence is the prompt and both of these. No pixels are decoded: the processor computes an image's tokens from its size.
+An answer is tokenized only if an upper bound of its tokens does not fit.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _FEWEST_COORDINATES = 4  # min tokens of an object: a box has four coordinates, 
 _CONTAINER_BYTES = 16
 _OBJECT_BYTES = 64  # max bytes of an object's keys, quotes and brackets
 _NUMBER_BYTES = 16  # max bytes of a coordinate: "<|coord_999|>, "
-_ESCAPED_BYTES = 6  # max bytes as which a byte of a description is written: `\u0001`
+_ESCAPED_BYTES = 6  # max bytes that one byte of a description becomes if it is escaped: `\u0001`
 
 
 @dataclass(frozen=True, kw_only=True)

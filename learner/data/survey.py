@@ -1,7 +1,7 @@
 """Describes a split for people: classes, boxes, sizes, probable mistakes, and photographs that two splits share.
 
-In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files: 64 kB
-of those whose length occurs in two splits.
+In: the samples of `read_split`. Out: a `Survey`, and lines of text. Only `shared_images` reads image files: the first
+64 kB of each file whose length occurs in two splits.
 """
 
 from __future__ import annotations

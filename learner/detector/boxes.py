@@ -20,7 +20,7 @@ from learner.tasks.detection.bins import bounding_box
 from learner.tasks.detection.grammar import NUM_BINS
 
 SAME_IOU, COVERED = 0.5, 0.7
-_EDGE = 2.0  # pixels; a box that is nearer to its tile's edge counts as cut
+_EDGE = 2.0  # pixels; a box nearer than this to its tile's edge counts as cut
 
 
 class ScoredBox(NamedTuple):

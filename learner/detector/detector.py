@@ -45,7 +45,8 @@ MOST_PATH = 4096  # max characters of a path
 
 
 class Parts(NamedTuple):
-    """The tiles of an image and a sample for each tile; or the images of a record, each as one tile, and one sample."""
+    """What is asked about an image: its tiles, and a sample for each tile. For a record of several images, each image
+    is one tile, and all of them are one sample."""
 
     tiles: list[Tile]
     samples: list[Sample]

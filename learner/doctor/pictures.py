@@ -24,7 +24,7 @@ from shared.images import Images
 
 OPTION = "--draw"
 LABEL, IGNORED = (0, 170, 70), (240, 130, 0)
-_SIDE = 640  # longest side of a picture, in pixels
+_SIDE = 640  # max length of a picture's longer side, in pixels
 _QUALITY = 90
 
 

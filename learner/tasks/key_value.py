@@ -11,9 +11,9 @@ order of the training loop:
    read.
 3. `match`: by key. A pair is *right* if the document has the key with exactly this value, *wrong* if the document has
    another value, and *extra* if the document does not have the key.
-4. `target`: the answer's right pairs up to its first entry that is not right, then every missing pair in the
-   document's order, the closing brace and EOS. The model's own tokens have weight 0, the rest weight 1. So no wrong
-   pair stays in the context of taught tokens, and a right answer is only taught to end.
+4. `target`: the answer's right pairs up to its first entry that is not right, then every missing pair in the document's
+   order, the closing brace and EOS. The model's own tokens have weight 0, the rest weight 1. So no wrong pair stands
+   before the tokens that are taught. If all pairs are right, only the end is taught.
 5. `evaluate`: F1 over pairs.
 
     f1, precision, recall     over pairs: precision = right / valid, recall = right / the document's

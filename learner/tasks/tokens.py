@@ -5,11 +5,12 @@ of a UTF-8 character, so text stays bytes, and only descriptions are decoded to 
 token id, so one lookup gives a whole answer. Encodings of short texts are cached.
 
 `TokenBoundaries` encodes long texts by joining encoded parts, which often repeat. It cuts a text only where no token
-can cross. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or None if
-it cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added tokens always
-has the same tokens. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a digit beside
-such a character, no token crosses the number's ends. A pre-tokenizer may still split the text between two numbers by
-their digits. So that text is encoded with a digit on either side, and used only if these digits are separate tokens.
+can cross the cut. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or
+None if it cannot be cut safely. Tokenizers split at an added token `<|...|>` first, so the text between two added
+tokens always has the same tokens. A coordinate in digits stands between one of `[ ,` and one of `,]`. If no token has a
+digit beside such a character, no token crosses the number's ends. A pre-tokenizer may still split the text between two
+numbers by their digits. So that text is encoded with a digit on either side, and used only if these digits are separate
+tokens.
 """
 
 from __future__ import annotations

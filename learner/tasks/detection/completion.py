@@ -220,7 +220,7 @@ Counts = NDArray[np.float64]  # [K], one value for each number of votes, 1 to K
 class _Fit:
     missing: float  # upper bound of the share of the objects without a label
     surest: tuple[float, float]  # (clusters without a label, all clusters) among the clusters with the most votes
-    precision: Counts  # the product p s of the module's docstring
+    precision: Counts  # probability that a free cluster is right: p s in the module's docstring
 
 
 def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:

@@ -42,10 +42,10 @@ from learner.tasks.detection.completion import (
 from learner.tasks.detection.geometry import iou_matrix
 
 PROBABLE = 0.5  # min probability of a new label; less probable ones harm more than they help
-_FEWEST = 20  # min clusters with a label, and min clusters without one; with fewer the signs are not tested
-_AUC, _CHANCE = 0.6, 0.001  # the sign `features` needs more than this AUC and less than this p-value
-_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # the sign `photographs` needs more chi2 per degree of freedom and less p-value
-_BORDER = 12.5  # bins; a box nearer to the photograph's border touches it
+_FEWEST = 20  # min clusters with a label, and min without one; with fewer it is not tested whether gaps are random
+_AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if the AUC is above, and the p-value below these
+_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # gaps depend on the photograph if chi2 / degrees is above, p-value below
+_BORDER = 12.5  # bins; a box nearer than this to the photograph's border touches it
 _PENALTY = 3.0
 
 Found = Sequence[Sequence[LabelCandidate]]

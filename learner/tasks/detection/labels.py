@@ -8,9 +8,9 @@ same tokens, each token is its own label. At the first token that differs, the g
 of the number is masked. A coordinate token is a number of one token, so its label is the ground-truth token. Digits may
 be fused with their surroundings (`spelling.py`). Then the token that differs may also hold brackets, commas or spaces.
 If the ground-truth number is longer (`12,` against `123,`), the token that differs may be the one after the number,
-even if that token belongs to the tail. If two numbers claim one token, the first number has it. A pair with different
-kinds of geometry, or with polygons of different numbers of points, has no corresponding coordinates and is not
-supervised. All numbers of an answer are labelled in one call, because there are hundreds.
+even if that token belongs to the tail. If a token holds parts of two numbers, it gets the first number's label. A pair
+with different kinds of geometry, or with polygons of different numbers of points, has no corresponding coordinates and
+is not supervised. All numbers of an answer are labelled in one call, because there are hundreds.
 
 Descriptions (`loss.matched_desc_weight`). Matching uses IoU alone, so a prediction in the right place may have the
 wrong name. The prefix's text has weight 0 in the loss on Y_train, so wrong names are corrected only with this key. The

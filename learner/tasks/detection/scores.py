@@ -40,7 +40,7 @@ FEATURES = (
     "coord_least",  # log-probability of the least probable coordinate, mean over answers
     "log_area",
     "log_aspect",  # logarithm of width over height
-    "edge",  # distance to the nearest edge of the image
+    "edge",  # distance to the nearest edge of the image, as a share of its side
     "place",  # place in the answer, from 0 (first object) to 1 (last)
     "count",  # log(1 + mean number of objects per answer)
     "overlap",  # the largest IoU with another candidate
