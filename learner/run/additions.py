@@ -1,14 +1,16 @@
 """Writes a copy of annotations with more objects, in the same format.
 
-In: the annotations of a split, as `data` names them, and objects in pixels by sample id. Out: a new file (COCO, JSONL),
-a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO). The
-format's reader reads the same samples, ids and images from the copy, with the new objects, whatever the copy's folder.
-Other formats and user's readers are refused. Old files are not changed.
+In: the annotations of a split, as `data` names them, and new objects in pixels, by sample id. Out: a new file (COCO,
+JSONL), a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`, labels and links to the images (YOLO).
+From the copy, the format's reader reads the same samples, ids and images as before, and the new objects too. The copy
+may be in any folder. Other formats and user's readers are refused. Old files are not changed.
 
-Provenance of a new object: `origin`, and `votes` and `answers` unless a person added it. YOLO has no field for these.
+The copy says where a new object comes from, in the fields `origin`, `votes` and `answers`: so many of so many answers
+of the model have the object. An object that a person added has only `origin`. YOLO files have no place for these.
 
-`RunAnnotations` writes the annotations of a run, several times. It replaces only a file whose digest is in
-`labels/written.json` in the run directory: a file that the run wrote, and that was not changed since.
+`RunAnnotations` writes the annotations of a run with completed labels, again after each completion. It replaces the old
+file only if the file's digest is in `labels/written.json` in the run directory. Then the run wrote it, and nobody has
+changed it since.
 """
 
 from __future__ import annotations
@@ -39,16 +41,17 @@ from shared.errors import DataError, OutputError
 from shared.reading import as_here, is_file, json_bytes_in
 
 KEY = "labels.complete.write"
-RECORD = Path("labels", "written.json")  # path in a run directory
-_LAST_BIN = 999
-_DIGITS = 2  # decimals of a pixel coordinate
+RECORD = Path("labels", "written.json")  # in the run directory: digests of the annotations that the run wrote
+_LAST_BIN = 999  # coordinates of an object are bins 0 to 999; 999 is the image's right or lower edge
+_DIGITS = 2  # decimals of a written pixel coordinate
 _ORIGIN = "rollout-learner"
-_OTHERS = {"datasets": "a Hugging Face data set", "labelme": "a folder of Labelme files"}
+_OTHERS = {"datasets": "a Hugging Face data set", "labelme": "a folder of Labelme files"}  # formats that are refused
 
 
 class Addition(NamedTuple):
-    """A new object. `box` is x1, y1, x2, y2 in pixels. `votes` of `answers` answers have the object; 0 of 0: a person
-    added it. `outline`: x1, y1, x2, y2, ... of a polygon; empty: a box. `image`: number of its image among several."""
+    """A new object of class `desc`. `box`: x1, y1, x2, y2 in pixels. The object is in `votes` of the model's `answers`
+    answers; both are 0 if a person added it. `outline`: a polygon's x1, y1, x2, y2, ... in pixels; empty for a box.
+    `image`: number of the object's image, if its sample has several."""
 
     desc: str
     box: tuple[float, float, float, float]
@@ -59,7 +62,7 @@ class Addition(NamedTuple):
 
 
 def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
-    """Return the object in pixels of its image. Its pixels are read back as the same bins."""
+    """Return the object with coordinates in pixels of its image. Reading the pixels gives the object's bins again."""
     sides = sample.size_of(obj.image)
     points = tuple(round(value * sides[i % 2] / _LAST_BIN, _DIGITS) for i, value in enumerate(obj.bins))
     xs, ys = points[0::2], points[1::2]
@@ -68,12 +71,12 @@ def addition_of(obj: DetectionObject, sample: Sample) -> Addition:
     return Addition(obj.desc, (min(xs), min(ys), max(xs), max(ys)), *votes, outline, obj.image)
 
 
-Added = Mapping[str, Sequence[Addition]]  # keys are sample ids
+Added = Mapping[str, Sequence[Addition]]  # sample id -> new objects
 
 
 def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Added, out: Path) -> None:
-    """Write to `out` the annotations at `path`, with the objects `added` to `samples`. Raises OutputError if `out`
-    exists, DataError if the format has no file to write."""
+    """Write a copy of the annotations at `path` to `out`, with the objects `added` to their samples. `samples`: all
+    samples of `path`. Raises OutputError if `out` exists, DataError if annotations of this format cannot be written."""
     found = writable_annotations(data, path)
     if _is_taken(out):
         raise _would_overwrite(out)
@@ -90,7 +93,8 @@ def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Ad
 
 
 def writable_annotations(data: DataConfig, path: str) -> Annotations:
-    """Return the annotations at `path`. Raises DataError if their format has no file to add objects to."""
+    """Return the annotations at `path`. Raises DataError if a copy of them cannot be written: other programs' formats,
+    a user's reader, or coordinates in another unit than the format's."""
     if data.reader is not None:
         raise DataError(
             "annotations of a reader of your own can't be written again",
@@ -115,7 +119,8 @@ def writable_annotations(data: DataConfig, path: str) -> Annotations:
 
 
 def _in_unit(data: DataConfig, samples: Sequence[Sample], added: Added) -> Added:
-    """Return the objects with coordinates in the annotations' unit (`data.coordinates`)."""
+    """Return the new objects with their coordinates changed from pixels to the annotations' unit
+    (`data.coordinates`)."""
     unit = data.coordinates
     if unit is None or unit == "pixels":
         return added
@@ -163,7 +168,8 @@ def _coco(source: Source, added: Added, out: Path) -> str:
 
 
 class _CocoNumbers:
-    """Returns unused ids of annotations and categories. A new category is added to the file's categories."""
+    """Returns an unused id for each new annotation, and the id of a category by its name. A category that the file
+    lacks is added to `content`."""
 
     def __init__(self, content: Mapping[str, Any]) -> None:
         self._categories: list[dict[str, Any]] = content["categories"]
@@ -187,7 +193,7 @@ def _jsonl(source: Source, added: Added, out: Path) -> str:
     for number, line in enumerate(source.file.read_bytes().decode("utf-8-sig").split("\n"), start=1):
         row = json.loads(line) if line.strip() else None
         if row is None:
-            lines.append(line)  # kept, because a line's number may be a sample's id
+            lines.append(line)  # empty lines are kept: a sample without an id has its line's number as id
             continue
         sample_id = str(number) if row.get("id") is None else identity(row["id"])
         row["objects"] += [
@@ -206,7 +212,7 @@ def _jsonl(source: Source, added: Added, out: Path) -> str:
 
 
 def _voc(source: Source, added: Added, folder: Path, out: Path) -> None:
-    """Write VOC files into `folder`, which becomes `out`."""
+    """Write the VOC files into `folder`, which is renamed to `out` later."""
     annotations, files = voc.files_of(source)
     images, new = voc.VocImages(annotations, source), voc.VocImages(out, source).root
     for file in files:
@@ -232,7 +238,8 @@ def _voc(source: Source, added: Added, folder: Path, out: Path) -> None:
 
 
 def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, folder: Path) -> None:
-    """Write a YOLO dataset into `folder`. Its list `SPLIT.txt` keeps the images' order and ids."""
+    """Write a YOLO dataset into `folder`: links to the images, labels, and `SPLIT.txt`, which lists the images in their
+    old order. `sides`: width and height of each image in pixels, by sample id."""
     name, split = name_and_split(source.path)
     content = yolo.yolo_file(Path(name))
     split = need_split(name, split, list(content.splits))
@@ -264,7 +271,8 @@ def _yolo(source: Source, sides: Mapping[str, tuple[int, int]], added: Added, fo
 
 
 def _yolo_numbers(one: Addition, sides: tuple[int, int], num_keypoint_values: int | None) -> str:
-    """Return the object's numbers, as shares of the image's sides. Keypoints of added objects are unknown: zeros."""
+    """Return the numbers of an object's line (without its class), as shares of the image's width and height `sides`.
+    The keypoints of a new object are not known, so they are zeros."""
     if one.outline:
         return " ".join(f"{value / sides[i % 2]:.6f}" for i, value in enumerate(one.outline))
     x1, y1, x2, y2 = (value / sides[i % 2] for i, value in enumerate(one.box))
@@ -279,8 +287,8 @@ def _provenance(one: Addition) -> dict[str, object]:
 
 
 def _seen_from(new: Path, name: str, old: Path, nearby: Nearby | None = None) -> str:
-    """Return the path, relative to the folder `new`, of an image whose path relative to `old` is `name`. URLs, encoded
-    images and absolute paths stay as they are. `nearby` finds images that are not at their path."""
+    """Return the image's path relative to the folder `new`. `name` is its path relative to the folder `old`. URLs,
+    encoded images and absolute paths are returned unchanged. `nearby` finds an image that is not at its path."""
     here, there = Path(os.path.realpath(old)), Path(os.path.realpath(new))
     name = as_here(name, here)
     if nearby is not None and not is_file(here / name) and (found := nearby.find(name)) is not None:
@@ -291,7 +299,8 @@ def _seen_from(new: Path, name: str, old: Path, nearby: Nearby | None = None) ->
 
 
 def _in_new_folder(out: Path, fill: Callable[[Path], None]) -> None:
-    """Fill a folder beside `out`, then rename it to `out`."""
+    """Let `fill` write into a new folder beside `out`, then rename this folder to `out`. If that fails, nothing is
+    left. Raises OutputError."""
     work = out.with_name(f".{out.name}.{os.getpid()}")
     with writing(out):
         _remove(work)
@@ -307,7 +316,7 @@ def _in_new_folder(out: Path, fill: Callable[[Path], None]) -> None:
 
 
 def run_annotations(config: RunConfig) -> RunAnnotations | None:
-    """Return the writer; None: the run writes none."""
+    """Return the writer of a run's completed annotations; None if `labels.complete.write` is not set."""
     complete, training = config.labels.complete, config.training
     if complete is None or complete.write is None:
         return None
@@ -318,15 +327,15 @@ def run_annotations(config: RunConfig) -> RunAnnotations | None:
 
 
 class RunAnnotations:
-    """The writer for `labels.complete.write`. `run_dirs`: the run's directory, then, if a path names the checkpoint to
-    resume from, the directory of that checkpoint's run."""
+    """Writes a run's annotations, with completed labels, to `labels.complete.write`. `run_dirs`: the run's directory,
+    and, if the run resumes from a checkpoint at another path, the directory of that checkpoint's run."""
 
     def __init__(self, data: DataConfig, out: Path, *run_dirs: Path) -> None:
         self._data, self._out, self._run_dirs = data, out, run_dirs
 
     def check(self) -> None:
-        """Raises OutputError if the path has a file that the run did not write, or cannot be written, DataError if the
-        format can't be written."""
+        """Raises OutputError if there is a file at the path that the run did not write, or if the folder cannot be
+        written, DataError if annotations of this format cannot be written."""
         writable_annotations(self._data, self._data.train)
         if (found := why_unwritable(self._out.parent)) is not None:
             raise OutputError(
@@ -339,7 +348,8 @@ class RunAnnotations:
             raise _would_overwrite(self._out, f"{KEY}: ")
 
     def write(self, samples: Sequence[Sample]) -> None:
-        """Write the annotations with the samples' completed labels. Raises OutputError and DataError."""
+        """Write the annotations with the completed labels of `samples`. An earlier file of this run is replaced. Raises
+        as `check`, and OutputError if the write fails."""
         self.check()
         added = {
             sample.sample_id: [addition_of(obj, sample) for obj in sample.objects if obj.votes is not None]
@@ -349,7 +359,8 @@ class RunAnnotations:
         with writing(self._out):
             _remove(new)
             write_with(self._data, self._data.train, samples, added, new)
-            # Both digests are recorded before the file is replaced: a run that is killed here can replace either file.
+            # The digests of the old and the new file are recorded before the old one is replaced. If the run is killed
+            # here, a resumed run may replace either of them.
             digests = [_digest(path) for path in (self._out, new) if _is_taken(path)]
             record = {"file": str(self._out.absolute()), "digests": digests}
             write_atomically(self._run_dirs[0] / RECORD, json.dumps(record) + "\n")
@@ -358,7 +369,7 @@ class RunAnnotations:
             new.replace(self._out)
 
     def _written(self) -> list[str]:
-        """Return the digests of all annotations that the run wrote to this path."""
+        """Return the digests of the annotations that this run, or the run that it resumes, wrote to this path last."""
         found: list[str] = []
         for path in (run_dir / RECORD for run_dir in self._run_dirs):
             try:
@@ -366,12 +377,13 @@ class RunAnnotations:
                 if record["file"] == str(self._out.absolute()):
                     found += record["digests"]
             except (OSError, ValueError, KeyError, TypeError):
-                continue  # without a record, the file is not replaced
+                continue  # without a record, an existing file is not replaced
         return found
 
 
 def _digest(path: Path) -> str:
-    """Return the digest of a file's bytes, or of a folder's files, their names and where links point."""
+    """Return the SHA-256 (hex) of a file, or of a folder: the names and contents of its files, and the targets of its
+    links."""
     digest = hashlib.sha256()
     for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
         digest.update(f"{file.relative_to(path)}\0".encode(errors="surrogateescape"))

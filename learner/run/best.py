@@ -1,13 +1,13 @@
-"""The best evaluation so far, and the decision to stop early (D17).
+"""Finds the best evaluation of a run, and decides when the run stops early (D17).
 
-In: the metrics of each evaluation, by step. Out: whether it is the best so far, so that the trainer saves it, and
-whether `patience` evaluations in a row were not better. Rank 0 decides, and every rank gets the same answer: `add` and
-`restore` are collective.
+In: the metrics of each evaluation, by step. Out: whether an evaluation is the best so far, so that the trainer saves a
+checkpoint, and whether `patience` evaluations in a row were not better. Rank 0 decides, and every rank gets the same
+answer: `add` and `restore` are collective.
 
-`best.json` in the run directory has every value by step; `best` is a link to the checkpoint of the best step, and
-`CheckpointStore` does not remove this checkpoint. A resumed run drops the values after the step that it resumes from,
-and measures them again. The weights before the first step are compared but not saved: they are the model that the run
-began with.
+The file `best.json` in the run directory has the metric's value at every evaluated step. `best` is a link to the
+checkpoint of the best step, which `CheckpointStore` never removes. A resumed run drops the values after the step that
+it resumes from, and measures them again. The evaluation before the first step counts too, but no checkpoint is saved
+for it: its weights are those of the model that the run began with.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """The judgement of one evaluation. `is_best`: it is better than all earlier evaluations. `gives_up`: none of the
-    last `patience` evaluations was better than the best one before them."""
+    """What follows from one evaluation. `is_best`: it is better than all earlier evaluations. `gives_up`: the run
+    should stop early, because none of the last `patience` evaluations was better than the best one before them."""
 
     is_best: bool = False
     gives_up: bool = False
@@ -47,8 +47,8 @@ class Verdict:
 @dataclass
 class BestEvaluation:
     """The values of `metric` so far, by step. `metric` None: no best checkpoint is kept, and the run never stops early.
-    `estimated`: a metric for labels with gaps (D22), used instead of `metric` if the first evaluation has it; None:
-    `metric` is always used."""
+    `estimated`: the name of the metric for incomplete labels (D22). It is used instead of `metric` if the first
+    evaluation has it; None: `metric` is always used."""
 
     root: Path
     ranks: Ranks
@@ -65,18 +65,19 @@ class BestEvaluation:
 
     @property
     def best_step(self) -> int | None:
-        """The step with the largest value; the first step of equal values."""
+        """The step with the largest value, the first one if several have it; None before the first evaluation."""
         return max(self.values, key=lambda step: (self.values[step], -step), default=None)
 
     @property
     def gives_up(self) -> bool:
-        """True if the last `patience` evaluations were not better than the best one."""
+        """True if there were at least `patience` evaluations after the best one."""
         if self.patience is None or self.best_step is None:
             return False
         return sum(step > self.best_step for step in self.values) >= self.patience
 
     def add(self, step: int, metrics: Mapping[str, float]) -> Verdict:
-        """Record one evaluation, and judge it. Collective. Raises ConfigError if the evaluation lacks the metric."""
+        """Record one evaluation, and return what follows from it. Collective. Raises ConfigError if `metrics` lacks the
+        metric to compare."""
         if self.metric is None:
             return Verdict()
         if not self.values and self.estimated is not None and self.estimated in metrics:
@@ -95,12 +96,13 @@ class BestEvaluation:
         return verdict
 
     def link(self, checkpoint: Path) -> None:
-        """Point `best` to a checkpoint of the same folder."""
+        """Make the link `best` point to a checkpoint of this run."""
         if self.ranks.is_main:
             point_best(self.root, Path(checkpoint.name))
 
     def restore(self, step: int) -> None:
-        """Load the values until `step` from `best.json`. Collective. A file that cannot be read counts as missing."""
+        """Load the values of the evaluations up to `step` from `best.json`. If the file cannot be read, there are no
+        values. Collective."""
         if self.metric is None:
             return
         found: dict[int, float] = {}
@@ -110,7 +112,7 @@ class BestEvaluation:
                 if stored["metric"] in (self.metric, self.estimated):
                     self.metric = stored["metric"]
                     found = {int(at): float(value) for at, value in stored["values"].items()}
-            except FileNotFoundError:  # nothing was measured until `step`
+            except FileNotFoundError:  # there was no evaluation yet
                 pass
             except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
                 log.warning("%s cannot be read, so evaluations are compared from here on: %s", BEST_FILE, error)
@@ -125,7 +127,8 @@ class BestEvaluation:
 
 
 def point_best(root: Path, target: Path) -> None:
-    """Make `root/best` a link to `target`, a path that is absolute or relative to `root`. Raises OutputError."""
+    """Make `root/best` a link to the checkpoint `target`, a path that is absolute or relative to `root`. Raises
+    OutputError if the link cannot be made."""
     with writing(root):
         link, work = root / BEST_LINK, root / f".{BEST_LINK}.partial"
         work.unlink(missing_ok=True)
@@ -134,8 +137,8 @@ def point_best(root: Path, target: Path) -> None:
 
 
 def only_worse(root: Path) -> str | None:
-    """Return a text if no step of the run was better than its start, whose weights have no checkpoint. None: a step was
-    better, or the evaluations are not known."""
+    """Return a text that says so if no evaluation was better than the one before the first step, so that there is no
+    best checkpoint. None if a later one was better, or if the evaluations are not known."""
     if kept(root) is not None:
         return None
     try:
@@ -147,14 +150,14 @@ def only_worse(root: Path) -> str | None:
 
 
 def kept(root: Path) -> Path | None:
-    """Return the checkpoint that `best` points to, if there is one."""
+    """Return the checkpoint that the link `best` of a run points to; None without such a checkpoint."""
     link = root / BEST_LINK
     return link.resolve() if link.is_dir() else None
 
 
 def check_kept_metric(config: RunConfig) -> None:
-    """Raises ConfigErrors if no evaluation has the metric that `training.keep_best` names. The metrics of
-    a user's task are only known at its first evaluation."""
+    """Raises ConfigErrors if evaluations of this task do not have the metric that `training.keep_best` names. A user's
+    task is not checked, because its metrics are not known before the first evaluation."""
     metric = kept_metric(config)
     if metric is None or config.training.keep_best == "auto":
         return
@@ -178,7 +181,7 @@ def check_kept_metric(config: RunConfig) -> None:
 
 
 def _rewards_of(config: RunConfig) -> list[str]:
-    """Return the names of the metrics of a run's rewards."""
+    """Return the names of the metrics that the run's rewards add to an evaluation; [] without rewards."""
     reward = config.reward
     names = dict.fromkeys([*(path.rpartition(":")[2] for path in reward.functions), *reward.weights])
     if not names and config.custom.trainer_variant == "grpo":

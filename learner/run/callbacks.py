@@ -1,8 +1,8 @@
-"""The user's callbacks (`training.callbacks`): rank 0 alone calls them, and every rank gets the outcome.
+"""Calls the user's callbacks (`training.callbacks`) on rank 0, and gives every rank the outcome.
 
-In: the end of a step, of an evaluation, of a save. Out: whether the run shall end. The other ranks wait for the call,
-so a failed callback ends the run on all ranks at the same place, where a checkpoint can be written. After a failure no
-callback is called again.
+In: the end of a step, of an evaluation, of a save. Out: whether the run shall end (`Callbacks.ended_by`). The other
+ranks wait for rank 0's calls. So a failed callback ends the run on all ranks at the same place, where a checkpoint can
+be written. After a failure no callback is called again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class Callbacks:
     """The callbacks of a run, in the order of `training.callbacks`."""
 
     def __init__(self, config: RunConfig, ranks: Ranks) -> None:
-        """Import the callbacks, on every rank. Raises ConfigErrors."""
+        """Import the callback classes, on every rank. Raises ConfigErrors if one cannot be imported."""
         self._config, self._ranks, self._parts = config, ranks, callback_classes(config)
         self._made: list[tuple[str, Callback]] = []
         self._has_failed = False
-        self.ended_by = ""  # the callback that asked for the end of the run
+        self.ended_by = ""  # path of the callback that asked for the end of the run; "": none did
 
     def make(self) -> None:
         """Make the callback objects, before the first step. Collective. Raises CallbackError on every rank."""
@@ -41,7 +41,8 @@ class Callbacks:
         self._call("on_eval", [(path, partial(made.on_eval, step, metrics)) for path, made in self._made])
 
     def save(self, step: int, folder: Path) -> None:
-        """Call the callbacks after a checkpoint. Collective. Raises CallbackError on every rank."""
+        """Call the callbacks after a checkpoint was saved in `folder`. Collective. Raises CallbackError on every
+        rank."""
         self._call("on_save", [(path, partial(made.on_save, step, folder)) for path, made in self._made])
 
     def _make(self, path: str, made: type[Callback]) -> None:
@@ -61,7 +62,8 @@ class Callbacks:
 
 
 def _outcome(hook: str, calls: list[tuple[str, Callable[[], bool | None]]]) -> tuple[str, CallbackError | None]:
-    """Return the callback that asks for the end of the run, and the error of the first one that failed."""
+    """Make the calls, in order, until one fails. Return the path of the first callback that asks for the end of the run
+    ("": none), and the error of the failed one (None: none failed)."""
     ended_by = ""
     for path, call in calls:
         try:

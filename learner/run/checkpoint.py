@@ -1,4 +1,4 @@
-"""Checkpoints: a Hugging Face folder that any program loads, with the state that a resumed run needs.
+"""Checkpoints: a model in Hugging Face's format, which other programs load too, and the state that a resumed run needs.
 
     OUTPUT_DIR/checkpoint-STEP/
         model.safetensors, config.json, ...        `save_pretrained` (with LoRA/DoRA: peft's adapter files instead)
@@ -10,13 +10,13 @@
         manifest.json                               size and SHA-256 of every file above; written last
 
 Programs that serve a model load every `*.safetensors` beside its configuration, so the training state is in a
-subfolder. In checkpoints of earlier versions the training state lies beside the weights, and is found there.
+subfolder. In checkpoints of earlier versions the training state is beside the weights, and is found there.
 
-Invariants: a folder called checkpoint-STEP is complete (written elsewhere, synced to disk, renamed). Rotation never
-removes the newest checkpoint. Rank 0 writes while the other ranks wait, and raises its failure on all ranks
-(`save_alone` does not wait). Resuming from step n on the same number of ranks gives, bit for bit, the run that was
-never interrupted. Sharded and whole models write the same files, and each can resume from the other's checkpoints; a
-sharded model's tensors are first gathered one by one into rank 0's host memory.
+Invariants: a folder called checkpoint-STEP is complete, because it gets this name only after all its files are on disk.
+The newest checkpoint is never removed when old ones are. Rank 0 writes while the other ranks wait, and if it fails, all
+ranks raise the error (`save_alone` does not wait). A run that is resumed at step n on the same number of ranks is
+equal, bit for bit, to a run that was never interrupted. Sharded and whole models write the same files, and each can
+resume from the other's checkpoints. A sharded model's tensors are first gathered, one by one, in rank 0's host memory.
 """
 
 from __future__ import annotations
@@ -52,26 +52,27 @@ logger = logging.getLogger(__name__)
 MANIFEST, STATE = "manifest.json", "trainer_state.json"
 OPTIMIZER, RNG = "training_state/optimizer.safetensors", "training_state/rng.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
-_UNFINISHED = ".unfinished-"  # a folder being written or removed
+_UNFINISHED = ".unfinished-"  # beginning of the name of a folder that is being written or removed
 
-Generators = list[dict[str, torch.Tensor]]  # each rank's state of torch's generators, by device
+# For each rank the states of torch's random generators: the keys are "cpu", and "cuda" with a GPU.
+Generators = list[dict[str, torch.Tensor]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainerState:
-    """The state of a run: what a resume needs besides weights, moments and generators."""
+    """What a resumed run needs besides weights, moments and random generators."""
 
-    global_step: int = 0  # optimizer steps done
-    ver: int = 0  # weight syncs done
-    cursor: Mapping[str, object] = field(default_factory=dict)  # the dataloader's place in the data, as JSON
+    global_step: int = 0  # number of optimizer steps done
+    ver: int = 0  # number of weight syncs done
+    cursor: Mapping[str, object] = field(default_factory=dict)  # JSON: where in the data the next sample is
 
     def after_step(self) -> TrainerState:
         return replace(self, global_step=self.global_step + 1)
 
 
 class Cadence:
-    """The cadence of checkpoints: a checkpoint is due every `save_steps` steps, and when the last checkpoint is
-    `save_minutes` old. Rank 0's clock decides for all ranks."""
+    """Says when a checkpoint is due: every `save_steps` steps, and when the last checkpoint is `save_minutes` old.
+    Rank 0's clock decides for all ranks."""
 
     def __init__(
         self,
@@ -86,7 +87,7 @@ class Cadence:
         self._saved_at_s = clock()
 
     def is_due(self, global_step: int) -> bool:
-        """Return True if a checkpoint is due after this step. Collective if there is a `save_minutes`."""
+        """Return True if a checkpoint is due after this step. Collective if `save_minutes` is set."""
         by_steps = self._save_steps is not None and global_step % self._save_steps == 0
         if self._save_minutes is None:
             return by_steps
@@ -101,30 +102,30 @@ class Cadence:
 class Content:
     """The content of a checkpoint, which rank 0 writes."""
 
-    weights: Mapping[str, torch.Tensor] | None  # see `gathered_weights`
-    moments: Mapping[str, torch.Tensor]
+    weights: Mapping[str, torch.Tensor] | None  # tensors of a sharded model by name; None: the model is not sharded
+    moments: Mapping[str, torch.Tensor]  # see `Optimizer.state`
     state: TrainerState
     generators: Generators
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointStore:
-    """The checkpoints of one run, under `root`. `save` and `load` are collective: every rank calls them."""
+    """The checkpoints of one run, in the folder `root`. `save` and `load` are collective: every rank calls them."""
 
     root: Path
     ranks: Ranks
-    save_total_limit: int | None = None
-    config_digest: str = ""  # digest of the configuration; a resumed run reports a change
-    notes: Mapping[str, str] = field(default_factory=dict)  # texts of further files of each checkpoint, by file name
-    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # a block that no stop interrupts
+    save_total_limit: int | None = None  # max checkpoints to keep, besides the best one; None: all
+    config_digest: str = ""  # digest of the configuration; a resumed run warns if it has changed
+    notes: Mapping[str, str] = field(default_factory=dict)  # file name -> text, of files that each checkpoint gets too
+    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # makes the block in which rank 0 writes
 
     def save(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None
     ) -> Path:
-        """Write `checkpoint-STEP`, then remove the oldest checkpoints above the limit. Raises CheckpointError on every
-        rank.
+        """Write `checkpoint-STEP`, and return its path. Then remove the oldest checkpoints if there are more than
+        `save_total_limit`. Raises CheckpointError on every rank if rank 0 cannot write.
 
-        `generators`: states of the random generators when `state` was reached; None: their present states.
+        `generators`: the states of the random generators that belong to `state`; None: their present states.
         """
         content = Content(
             weights=gathered_weights(policy, keep=self.ranks.is_main),
@@ -137,8 +138,9 @@ class CheckpointStore:
     def save_alone(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators
     ) -> Path | None:
-        """Save as `save` does when other ranks may be gone: rank 0 writes and returns the path, no rank waits, and
-        other ranks return None. Raises CheckpointError on every rank if the model is sharded."""
+        """Save as `save` does, but without waiting for other ranks, which may have ended. Rank 0 writes the checkpoint
+        and returns its path. Other ranks do nothing and return None. Raises CheckpointError on every rank if the model
+        is sharded."""
         if policy.is_sharded:
             raise CheckpointError(
                 "a sharded model can't be saved by one rank",
@@ -151,17 +153,17 @@ class CheckpointStore:
         return self._finish(state, failure) if self.ranks.is_main else None
 
     def generators(self) -> Generators:
-        """Return the present states of every rank's random generators. Collective."""
+        """Return the present states of all ranks' random generators. Collective."""
         return self.ranks.all_gather_object(_generator_state(self.ranks))
 
     def _try(self, policy: Policy, content: Content) -> str:
-        """Write the checkpoint on rank 0. Return the error as text; empty: no error, or this is another rank."""
+        """Write the checkpoint if this is rank 0. Return the error as text, or "" without an error."""
         if self.ranks.is_main:
             try:
                 with self.held_off():
                     self._write(self.path_of(content.state), policy, content)
             except Exception as error:
-                # The tokenizers library raises a bare Exception if it cannot write.
+                # If it cannot write, the tokenizers library raises a plain Exception.
                 if not isinstance(error, OSError | SafetensorError) and type(error) is not Exception:
                     raise
                 return f"{type(error).__name__}: {error}"
@@ -183,9 +185,11 @@ class CheckpointStore:
         return path
 
     def load(self, where: str, policy: Policy, optimizer: Optimizer) -> TrainerState:
-        """Restore weights, moments and this rank's generators from a path, or from "latest", which rank 0 decides.
+        """Restore weights, moments and this rank's random generators, and return the trainer's state. `where`: a
+        checkpoint's path, or "latest" for the newest checkpoint that rank 0 sees.
 
-        Raises CheckpointError, on every rank, if a rank lacks the checkpoint, or if it is damaged or of another model.
+        Raises CheckpointError, on every rank, if a rank does not see the checkpoint, or if the checkpoint is damaged or
+        of another model.
         """
         path = self._agreed(where)
         manifests = self.ranks.all_succeed(lambda: self._check_own(path))
@@ -196,7 +200,7 @@ class CheckpointStore:
                 wanted="the same complete checkpoint on every node",
                 remedy="put training.output_dir on a file system that all nodes share, or copy rank 0's folder",
             )
-        state, config_digest = _read_state(path)  # reads all files before it changes weights or moments
+        state, config_digest = _read_state(path)  # all files are read before weights or moments change
         moments, generators = (_read_tensors(path, _place(path, name)) for name in (OPTIMIZER, RNG))
         if config_digest != self.config_digest:
             logger.warning("%s was written under another configuration; going on under the present one", path)
@@ -206,7 +210,8 @@ class CheckpointStore:
         return state
 
     def _agreed(self, where: str) -> Path:
-        """Return the checkpoint that all ranks load: rank 0 decides which one is the latest."""
+        """Return the path of the checkpoint that all ranks load; for "latest", rank 0's newest one. Raises
+        CheckpointError if there is none."""
         latest = self.latest() if where == "latest" and self.ranks.is_main else None
         (name,) = self.ranks.broadcast_object((latest.name if latest else None,))
         if where != "latest":
@@ -221,7 +226,8 @@ class CheckpointStore:
         return self.root / name
 
     def _check_own(self, path: Path) -> str:
-        """Return the manifest. Raises CheckpointError if this rank does not see the whole checkpoint."""
+        """Return the text of the checkpoint's manifest. Raises CheckpointError if this rank does not see the
+        checkpoint, or sees it damaged."""
         if not (path / MANIFEST).is_file():
             raise CheckpointError(
                 f"rank {self.ranks.rank} on {platform.node()} does not see the checkpoint that rank 0 resumes from",
@@ -233,12 +239,12 @@ class CheckpointStore:
         return (path / MANIFEST).read_text()
 
     def latest(self) -> Path | None:
-        """Return the complete checkpoint of the highest step."""
+        """Return the complete checkpoint of the highest step; None if there is none."""
         return next(reversed(self._complete()), None)
 
     def _complete(self) -> list[Path]:
-        """Return complete checkpoints in order of steps. A folder without a manifest was not written by `save`, and is
-        neither loaded nor removed."""
+        """Return the complete checkpoints in order of steps. A folder without a manifest is left out, because `save`
+        has not written it: it is neither loaded nor removed."""
         found = [(int(m[1]), p) for p in self.root.glob("checkpoint-*") if (m := _NAME.fullmatch(p.name))]
         return [path for _, path in sorted(found) if (path / MANIFEST).is_file()]
 
@@ -275,13 +281,13 @@ class CheckpointStore:
         _sync_to_disk(work)
 
     def remove(self, path: Path) -> None:
-        """Rank 0 removes a checkpoint that is not needed any more, if it is still there."""
+        """Remove a checkpoint on rank 0, if it is still there. Other ranks do nothing."""
         if self.ranks.is_main and path.is_dir():
             self._remove(path)
 
     def _remove(self, path: Path) -> None:
         doomed = self.root / f"{_UNFINISHED}removed-{path.name}"
-        path.rename(doomed)  # so that a half-removed folder does not have a checkpoint's name
+        path.rename(doomed)  # a folder that is half removed must not have a checkpoint's name
         shutil.rmtree(doomed)
 
     def _load_generators(self, path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -298,15 +304,15 @@ class CheckpointStore:
 
 
 def verify(path: Path) -> None:
-    """Raises CheckpointError if a file of the checkpoint is missing, differs from the manifest, or is not in the
-    manifest."""
+    """Raises CheckpointError if a file of the manifest is missing or has changed, or if weights or training state are
+    not in the manifest."""
     try:
         manifest = json_in(path / MANIFEST)
         if not isinstance(manifest, dict):
             raise ValueError(f"a {type(manifest).__name__}, no mapping of files")
         ours = {_place(path, OPTIMIZER), _place(path, RNG)}
         weights = {str(p.relative_to(path)) for p in path.rglob("*.safetensors")} - ours
-        if not weights:  # other formats of weights may be pickled, so they do not count
+        if not weights:  # only safetensors files are loaded, because other formats may be pickled
             raise ValueError("no weights beside it")
         wrong = {n for n, entry in manifest.items() if not (path / n).is_file() or _entry(path / n) != entry}
     except (OSError, ValueError) as error:
@@ -317,12 +323,12 @@ def verify(path: Path) -> None:
         raise damaged(path, f"{', '.join(sorted(wrong))} missing or not as written")
 
 
-_TOO_MANY = 1 << 53  # smallest number of steps that is refused: above it floats are not exact
+_TOO_MANY = 1 << 53  # a stored number of steps or versions must be less: from here on floats are not exact
 
 
 def _read_state(path: Path) -> tuple[TrainerState, str]:
-    """Read the trainer's state, and the digest of the configuration that it was written under. Raises
-    CheckpointError."""
+    """Return the trainer's state in a checkpoint, and the digest of the run's configuration. Raises CheckpointError if
+    the file is damaged."""
     try:
         stored = json_in(path / STATE)
         step, ver = operator.index(stored["global_step"]), operator.index(stored["ver"])
@@ -334,13 +340,14 @@ def _read_state(path: Path) -> tuple[TrainerState, str]:
 
 
 def _place(path: Path, name: str) -> str:
-    """Return the path, in this checkpoint, of the training state's file `name`."""
+    """Return where the checkpoint has the training state's file `name`: there, or, written by an earlier version,
+    beside the weights."""
     beside = Path(name).name
     return beside if (path / beside).is_file() else name
 
 
 def _read_tensors(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """Return the tensors of a file of the training state, by name. Raises CheckpointError."""
+    """Return the tensors in a checkpoint's file, by name. Raises CheckpointError if the file is damaged."""
     try:
         return load_file(path / name)
     except (OSError, SafetensorError, ValueError) as error:
@@ -373,7 +380,7 @@ def _sync_to_disk(folder: Path) -> None:
 
 
 def damaged(path: Path, found: str) -> CheckpointError:
-    """Return the error for a checkpoint that was changed after it was written."""
+    """Return the error to raise for a checkpoint whose files are not as they were written; `found` says which."""
     return CheckpointError(
         "the checkpoint is damaged or incomplete",
         found=f"{path}: {found}",

@@ -1,28 +1,30 @@
-"""Environment variables that the learner sets before torch and vLLM are loaded, and settings of Python's threads and
-garbage collection.
+"""Settings of the learner's process: environment variables for torch and vLLM, Python's threads, garbage collection.
 
-`collect_rarely` makes garbage collections rare while a run starts. Nearly all objects of imports stay alive, and each
-collection visits them again: this took 2.0 s of the 8.6 s of processor time of a run's imports, with vLLM's.
-`collect_as_usual` restores the usual frequency before the first step, whose garbage may hold memory of the device.
+`collect_rarely` makes garbage collections rare while a run starts. Nearly all objects that imports make stay alive, and
+each collection visits them again: without it, collections took 2.0 s of the 8.6 s of processor time of a run's imports
+(with vLLM). `collect_as_usual` restores the usual frequency before the first step, because a step's garbage may hold
+memory of the device.
 
-`gloo_interface` names the interface through which this node reaches torchrun's MASTER_ADDR, for GLOO_SOCKET_IFNAME. By
-default torch takes the address of the machine's name, which many systems map to the loopback; ranks on other nodes then
-cannot connect, and wait until their deadline. NCCL chooses its interface itself and avoids the loopback.
+`gloo_interface` returns the network interface through which this node reaches torchrun's MASTER_ADDR, for
+GLOO_SOCKET_IFNAME. By default torch takes the address of the machine's name, and many systems map this name to the
+loopback address. Ranks on other nodes then cannot connect, and wait until their deadline. NCCL chooses its interface
+itself and avoids the loopback.
 
-`keep_compiled` names the folder in which torch keeps compiled code. The default is under /tmp, which many machines and
-all containers clear, and where another user can make the folder first. A first step compiles for minutes; with the
-folder of an earlier run it takes a fifth of that. Triton's folder is named too: torch sets it only when it compiles, so
-a second run, which finds its code compiled, would look for kernels in Triton's default folder.
+`keep_compiled` sets the folder in which torch keeps compiled code. The default folder is under /tmp, which many
+machines and all containers clear, and where another user could have made the folder. A run's first step compiles for
+minutes; with the folder of an earlier run it takes a fifth of that. Triton's folder is set too. torch sets Triton's
+folder only when it compiles, so a second run, whose code is compiled already, would look for kernels in the default
+folder.
 
-`prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. The user's settings stay, except two
-that cannot work here:
-- an engine in its own process: it would neither share the device's weights nor run in step with other ranks;
-- torchrun's own store with one rank. Such a rank makes no process group, but its engine does, and under torchrun the
-  engine always connects to torchrun's store. No process listens there, so the engine would wait for half an hour.
+`prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. It overrides two settings of the user,
+because they cannot work here:
+- an engine in a process of its own. It could not share the learner's device memory, nor run in step with other ranks;
+- torchrun's store if there is one rank. Such a rank makes no process group, but its engine makes one. Under torchrun
+  the engine would connect to torchrun's store. No process listens there, so the engine would wait for half an hour.
 
-`shorten_turns` shortens the time for which a thread may keep the interpreter's lock while another thread waits. The
-thread that learns releases the lock in every operation of torch. By default a thread that reads rollouts could then
-keep the lock for 5 ms, in which the learning thread could have started hundreds of operations.
+`shorten_turns` shortens the time for which a thread may keep the interpreter's lock while another thread waits for it.
+The thread that learns releases the lock in every operation of torch. With the default, a thread that reads rollouts
+could then keep the lock for 5 ms. In this time the learning thread can start hundreds of operations.
 """
 
 from __future__ import annotations
@@ -41,16 +43,16 @@ from shared.private import cache_folder
 
 
 def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
-    """Set the variables in `environment`."""
+    """Set the variables for a vLLM engine inside this process (see the module) in `environment`."""
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
     if environment.get("WORLD_SIZE", "1") == "1":
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
-    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM's log goes to the run's log
+    environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM must not print its log: the run writes it to a file
     environment.setdefault("VLLM_NO_USAGE_STATS", "1")
 
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
-    """Set the variables in `environment`, unless the user has."""
+    """Set the folders for code that torch and Triton compile in `environment`, unless the user has set them."""
     if not environment.get(COMPILED_VARIABLE):
         environment[COMPILED_VARIABLE] = str(cache_folder(environment, "rollout-learner"))
     environment.setdefault(TRITON_VARIABLE, str(Path(environment[COMPILED_VARIABLE]) / "triton"))
@@ -70,18 +72,19 @@ def collect_as_usual() -> None:
     gc.set_threshold(*USUALLY)
 
 
-RARELY = (50_000, 20, 100)  # thresholds of `gc`: new objects, then collections of the generation below
+RARELY = (50_000, 20, 100)  # a collection comes after so many new objects, or collections of the younger generation
 USUALLY = gc.get_threshold()
-TURN_S = 0.0002  # seconds; a change of threads takes about 0.00001 s
+TURN_S = 0.0002  # max seconds that a thread keeps the lock while another waits; to change threads takes 0.00001 s
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_VARIABLE = "TRITON_CACHE_DIR"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"
-_SIOCGIFADDR = 0x8915  # Linux: an interface's IPv4 address
+_SIOCGIFADDR = 0x8915  # Linux's ioctl that returns an interface's IPv4 address
 _INTERFACE_ADDRESSES_V6 = Path("/proc/net/if_inet6")
 
 
 def gloo_interface(environment: Mapping[str, str]) -> str | None:
-    """Return the interface's name. None if the user chose an interface, or if all ranks may be on this machine."""
+    """Return the name of the network interface towards MASTER_ADDR. None if the user has chosen an interface, if
+    MASTER_ADDR is this machine's loopback, or if there is no such interface."""
     host, port = environment.get("MASTER_ADDR"), environment.get("MASTER_PORT")
     if environment.get(GLOO_VARIABLE) or not host or not port:
         return None
@@ -92,19 +95,20 @@ def gloo_interface(environment: Mapping[str, str]) -> str | None:
 
 
 def _address_towards(host: str, port: int) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
-    """Return this machine's address on the route to `host`. None if the name or the route is unknown: then torch raises
-    its own error."""
+    """Return this machine's address on the route to `host`. None if the name or the route is unknown; torch raises an
+    error for that later."""
     try:
         family, _, _, _, target = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
         with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(target)  # datagram: nothing is sent, the kernel only picks the route
+            probe.connect(target)  # for a datagram socket the kernel only chooses the route, and sends nothing
             return ipaddress.ip_address(probe.getsockname()[0].partition("%")[0])
     except OSError:
         return None
 
 
 def _addresses() -> Iterator[tuple[str, ipaddress.IPv4Address | ipaddress.IPv6Address]]:
-    """Yield every interface with its first IPv4 address and all of its IPv6 addresses (Linux)."""
+    """Yield (name of an interface, address) for the first IPv4 address and all IPv6 addresses of each interface
+    (Linux)."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):  # the interface has no IPv4 address

@@ -1,4 +1,4 @@
-"""Files of a run, on a disk that may be full or read-only: a failed write leaves earlier content whole.
+"""Writes files of a run on a disk that may be full or read-only: a failed write leaves earlier content intact.
 
 `write_atomically` writes a file, `AppendedLines` appends lines to a file; a failed write is an OutputError. If there is
 a link at the path of a file, it is replaced or refused, never followed. Imports neither torch nor transformers.
@@ -21,12 +21,13 @@ log = logging.getLogger(__name__)
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Write a text file. Whatever happens, `path` has the whole old or the whole new text. Raises OutputError."""
+    """Write a text file. Even if the process is killed, `path` has either the whole old or the whole new text. Raises
+    OutputError."""
     work = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            work.unlink(missing_ok=True)  # left by a killed process with the same id, or another user's link
+            work.unlink(missing_ok=True)  # a killed process may have left the file, or another user have made a link
             with work.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
@@ -39,15 +40,15 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def why_unwritable(folder: Path) -> str | None:
-    """Return why no file can be written into a folder, which may not exist yet; None: files can be written. Leaves no
-    file there."""
+    """Return why no file can be written into `folder`, which may not exist yet; None if files can be written. No file
+    is left there."""
     there = next(path for path in (folder, *folder.absolute().parents) if path.exists())
     if not there.is_dir():
         return f"{there}, which is a file"
     if not os.access(there, os.W_OK | os.X_OK):
         return f"{there}, which cannot be written"
     try:
-        # root has the right to write anywhere, but file systems such as /proc take no file
+        # A file is made to find out: root may write anywhere, but file systems such as /proc take no new file.
         with tempfile.TemporaryFile(dir=there):
             return None
     except OSError as error:
@@ -55,8 +56,8 @@ def why_unwritable(folder: Path) -> str | None:
 
 
 def require_writable(folder: Path) -> None:
-    """Check before long work that its results can be written into a folder, which may not exist yet. Raises
-    OutputError."""
+    """Raises OutputError if no file can be written into `folder`, which may not exist yet. Call this before long work
+    whose results go there."""
     if (found := why_unwritable(folder)) is not None:
         raise OutputError(
             f"{folder}: no results can be written there",
@@ -67,21 +68,21 @@ def require_writable(folder: Path) -> None:
 
 
 class AppendedLines:
-    """A file that grows by whole lines, each on disk as soon as it is written.
+    """A text file to which whole lines are appended. Each line is handed to the operating system at once.
 
     If somebody removes the file or its folder, the next line begins a new file, and `tell` gets a warning.
     """
 
     def __init__(self, path: Path, tell: Callable[[str], None] = log.warning) -> None:
-        """Raises OutputError."""
+        """Open the file at `path`, or make it. Raises OutputError if that fails."""
         self._path, self._tell = path, tell
         with writing(path):
             self._file = FileIO(path, "a+", opener=unlinked)
-            if self._ends_within_a_line():  # the process that wrote it was killed
+            if self._ends_within_a_line():  # the process that wrote the last line was killed
                 self._file.write(b"\n")
 
     def append(self, line: str) -> None:
-        """Append `line`, given without line end. A failed write leaves no part of the line. Raises OutputError."""
+        """Append `line` and a line end. Raises OutputError if the write fails; then no part of the line is left."""
         with writing(self._path):
             if not os.fstat(self._file.fileno()).st_nlink:
                 self._begin_again()
@@ -113,7 +114,7 @@ class AppendedLines:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Guard a block that writes `path`. Raises OutputError with the path if the disk is full or read-only."""
+    """Raises OutputError, with the path, instead of an OSError of the block, which writes `path`."""
     try:
         yield
     except OSError as error:

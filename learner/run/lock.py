@@ -1,9 +1,10 @@
-"""One run at a time in `training.output_dir`.
+"""Lets only one run at a time use `training.output_dir`.
 
-Rank 0 holds a lock (`flock`) on a file there as long as its process lives, however it ends. Forked processes do not
-hold the lock. On a file system without locks, no run is refused.
+Rank 0 holds a lock (`flock`) on a file in that folder. The lock ends with rank 0's process, however the process ends.
+Processes that it forks do not hold the lock. On a file system without locks, no run is refused.
 
-Other users may write to the folder, so a link is not followed, and a file with a second hard link is not written.
+Other users may be able to write to the folder. So the lock file is refused if it is a link or has a second hard link:
+writing to it would change another file.
 """
 
 from __future__ import annotations
@@ -20,14 +21,17 @@ from shared.errors import ConfigError
 from shared.waits import Retry
 
 LOCK = ".lock"
-_LOCK_S, _PAUSE_S = 0.5, 0.05  # max wait for the lock, which `is_running` holds briefly; pause between tries
-_MOST_READ = 200  # max bytes read of the text that names the lock's holder
+# Seconds to try to get the lock, because `is_running` of another process may hold it briefly; seconds between two
+# tries.
+_LOCK_S, _PAUSE_S = 0.5, 0.05
+_MOST_READ = 200  # max bytes that are read of the lock file, which names the process that holds the lock
 log = logging.getLogger("learner.run")
-_held: set[int] = set()
+_held: set[int] = set()  # descriptors of the lock files that this process has locked
 
 
 def _close_in_child() -> None:
-    """Close inherited handles of locks: a forked process would keep the lock after its parent's end."""
+    """Close the lock files in a forked process. With an open lock file it would keep the lock after its parent's
+    end."""
     while _held:
         os.close(_held.pop())
 
@@ -37,8 +41,8 @@ os.register_at_fork(after_in_child=_close_in_child)
 
 @contextmanager
 def locked(run_dir: Path) -> Iterator[None]:
-    """Hold the lock inside this block. Raises ConfigError if another process has it, or if the file is somebody else's,
-    OSError if it cannot be written."""
+    """Hold the folder's lock inside the block. Raises ConfigError if another process holds it, or if the lock file is a
+    link or has other hard links, OSError if the lock file cannot be written."""
     run_dir.mkdir(parents=True, exist_ok=True)
     handle = _open(run_dir / LOCK, os.O_CREAT)
     _held.add(handle)
@@ -58,12 +62,12 @@ def locked(run_dir: Path) -> Iterator[None]:
         if handle in _held:  # False in a forked process, which has closed the handle
             _held.remove(handle)
             with suppress(OSError):
-                fcntl.flock(handle, fcntl.LOCK_UN)  # releases it even if a forked child still has the handle open
+                fcntl.flock(handle, fcntl.LOCK_UN)  # releases the lock even if a forked child has not closed its handle
             os.close(handle)
 
 
 def is_running(run_dir: Path) -> bool:
-    """Return True if a run holds the lock, or if the lock cannot be tested."""
+    """Return True if a process holds the folder's lock, or if that cannot be found out (there is no lock file)."""
     try:
         handle = _open(run_dir / LOCK, 0)
     except (OSError, ConfigError):
@@ -78,10 +82,11 @@ def is_running(run_dir: Path) -> bool:
 
 
 def _open(path: Path, flags: int) -> int:
-    """Open the lock file. Raises ConfigError for a link, a file with other hard links, or no regular file; OSError."""
+    """Open the lock file and return its descriptor. Raises ConfigError if it is a link, has other hard links, or is no
+    regular file, OSError if it cannot be opened."""
     found = "a link" if path.is_symlink() else ""
     if not found:
-        # If a link is made between the two lines, `os.open` raises OSError.
+        # If the file has become a link since then, `os.open` raises OSError.
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK | flags, 0o644)
         about = os.fstat(handle)
         if stat.S_ISREG(about.st_mode) and about.st_nlink == 1:

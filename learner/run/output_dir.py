@@ -1,9 +1,9 @@
-"""Checks that `training.output_dir` is free for a run, and with `overwrite` removes an old run.
+"""Checks that a run may use `training.output_dir`, and removes an old run there with `training.overwrite`.
 
-In: the configuration. Out: a folder that a new run can use, or a ConfigError. A folder has a run if it holds a
-checkpoint, an evaluation or a step's event; a run that failed before its first step blocks no other run. Files are
-removed only with `training.overwrite: true`, and only files that a learner writes. Imports neither torch nor
-transformers, so that `rollout-learner check` can use it.
+In: the configuration. Out: a folder that a new run can use, or a ConfigError. A folder has a run if it has a
+checkpoint, an evaluation, or a step's event in `metrics.jsonl`. So a run that failed before its first step does not
+matter. Files are removed only with `training.overwrite: true`, and only files that a learner writes. This module
+imports neither torch nor transformers, because `rollout-learner check` uses it.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ if TYPE_CHECKING:
 KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
 LABELS = "labels"  # the folder of completed labels
-GAPS = "eval/gaps.json"  # what the first evaluation decided about gaps in the labels
-# This file says whose run claimed the folder: it has a line for each node's torchrun process, as `torchrun_agent`
+GAPS = "eval/gaps.json"  # here the first evaluation writes whether labels are missing (gaps)
+# This file says which run has claimed the folder. It has one line for each node's torchrun process, as `torchrun_agent`
 # returns it, or one line for a scheduler's job.
 JOB = ".torchrun_job"
 # These are the files that a learner and its report write into a run directory.
@@ -57,7 +57,8 @@ OWN = (
 
 
 def traces_of_run(run_dir: Path) -> str:
-    """Describe the files that show an earlier run in the folder; empty: the folder has no run."""
+    """Return in words what an earlier run has left in the folder ("3 optimizer steps, 1 checkpoint"); "" if there was
+    no run."""
     checkpoints = [path for path in run_dir.glob("checkpoint-*") if path.is_dir()]
     steps, evaluations = _steps(run_dir / "metrics.jsonl"), list(run_dir.glob("eval/step_*.jsonl"))
     counts = ((steps, "optimizer step"), (len(evaluations), "evaluation"), (len(checkpoints), "checkpoint"))
@@ -72,14 +73,15 @@ def _steps(metrics: Path) -> int:
 
 
 def torchrun_agent(environment: Mapping[str, str]) -> str | None:
-    """Return a name for the torchrun process that started this rank. Ranks that it starts again get the same name, and
-    every other start of torchrun has another name. None without torchrun.
+    """Return a name for the torchrun process that started this rank; None without torchrun. If torchrun restarts its
+    ranks, the name is the same. Each new torchrun process has another name.
 
-    A scheduler that starts a whole job again names the job in ROLLOUT_JOB: all starts of the job are one run.
+    A scheduler that may start a whole job again sets ROLLOUT_JOB to the job's id. Then all starts of the job get the
+    same name, and are one run.
 
-    The run id is not enough for a name, because `--rdzv-id` may give the same id to every run. The restart count does
-    not show a restart either: it stays 0 when a rank of another node failed, and torchrun also restarts a refused run.
-    The process's start time is in ticks since boot, so a change of the clock does not matter.
+    torchrun's run id alone is no such name, because `--rdzv-id` may give the same id to every run. Nor does torchrun's
+    restart count show a restart: it stays 0 if a rank of another node failed, and it also counts restarts of a refused
+    run. The name has the process's start time in ticks since boot, so a change of the clock does not matter.
     """
     if (job := job_of(environment)) is not None:
         return job
@@ -92,7 +94,7 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """Return the scheduler's job in ROLLOUT_JOB, in the form that the file JOB has. None if it is not set."""
+    """Return the line that the file JOB has for the scheduler's job in ROLLOUT_JOB. None if that is not set."""
     job = " ".join(environment.get(JOB_VARIABLE, "").split())
     return f"job {job}" if job else None
 
@@ -105,12 +107,13 @@ def claim_output_dir(
     stack: ExitStack | None = None,
     goes_on: bool = False,
 ) -> RunConfig:
-    """Check and clear the folder before any rank writes: rank 0 checks and removes files, and all ranks raise the same
-    error. Collective. Returns the configuration to go on with. No other run gets the folder before `stack` is closed.
+    """Take the folder for this run, before any rank writes. Rank 0 checks the folder, and with `training.overwrite`
+    removes an old run. If that fails, all ranks raise rank 0's error. Collective. Returns the configuration that the
+    run must use. No other run can take the folder until `stack` is closed.
 
-    `agent` is the name of this rank's torchrun. If a torchrun of any rank has claimed the folder before, it has
-    restarted its ranks after a failure: the run goes on from its newest checkpoint, or from its beginning if it has no
-    checkpoint. With `goes_on` the run goes on in the same way.
+    `agent`: the name of this rank's torchrun (`torchrun_agent`). If a rank's torchrun has taken the folder before, it
+    has restarted its ranks after a failure. Then the run goes on from its newest checkpoint, or from the beginning if
+    it has none. `goes_on`: the run goes on in this way in any case.
     """
     run_dir = Path(config.training.output_dir)
     agents = set(ranks.all_gather_object(agent)) if agent is not None else set()
@@ -145,22 +148,22 @@ def _claimed_by(agents: Set[str], run_dir: Path) -> bool:
 
 
 def _restarted(config: RunConfig) -> RunConfig:
-    """Return the configuration of a run that is restarted after a failure. It resumes from its own newest checkpoint,
-    not from the older checkpoint that it first resumed from."""
+    """Return the configuration of a run that is restarted after a failure. The run resumes from the newest checkpoint
+    in its folder, even if it was first resumed from another checkpoint. Without a checkpoint it begins again."""
     has_checkpoint = any(Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
     change = {"resume_from_checkpoint": "latest"} if has_checkpoint else {"overwrite": True}
     return config.model_copy(update={"training": config.training.model_copy(update=change)})
 
 
 def is_same_job(config: RunConfig, environment: Mapping[str, str]) -> bool:
-    """Return True if an earlier start of the same scheduler's job has claimed the folder: the run will go on there."""
+    """Return True if an earlier start of the same scheduler's job has taken the folder, so that its run will go on."""
     job = job_of(environment)
     return job is not None and _claimed_by({job}, Path(config.training.output_dir))
 
 
 def check_claimable(config: RunConfig, environment: Mapping[str, str]) -> None:
-    """Raises ConfigError or OutputError if `claim_output_dir` would refuse the folder, before a learner is started.
-    Removes nothing."""
+    """Raises ConfigError or OutputError if `claim_output_dir` would refuse the folder. Changes nothing, so it can be
+    called before a learner is started."""
     run_dir = Path(config.training.output_dir)
     check_writable(config)
     if (run_dir / LOCK).is_file():
@@ -171,7 +174,7 @@ def check_claimable(config: RunConfig, environment: Mapping[str, str]) -> None:
 
 
 def check_output_dir(config: RunConfig) -> None:
-    """Raises ConfigError if the folder has a run that this one neither resumes nor may overwrite."""
+    """Raises ConfigError if the folder has another run, which this run neither resumes nor may overwrite."""
     training, run_dir = config.training, Path(config.training.output_dir)
     if training.overwrite or _resumes(config):
         return
@@ -186,8 +189,8 @@ def check_output_dir(config: RunConfig) -> None:
 
 
 def check_annotations(config: RunConfig) -> None:
-    """Raises OutputError if something is at `labels.complete.write` that the run did not write, or if nothing can be
-    written there, DataError if the format can't be written."""
+    """Raises OutputError if there is a file at `labels.complete.write` that the run did not write, or if the run cannot
+    write there, DataError if annotations of this format cannot be written."""
     from learner.run.additions import run_annotations  # imported here: a check of keys needs no reader of annotations
 
     annotations = run_annotations(config)
@@ -203,7 +206,7 @@ def check_writable(config: RunConfig) -> None:
 
 
 def check_resume(config: RunConfig) -> None:
-    """Raises ConfigError if there is nothing to resume from."""
+    """Raises ConfigError if `training.resume_from_checkpoint` is set and there is no complete checkpoint."""
     training, run_dir = config.training, Path(config.training.output_dir)
     where = training.resume_from_checkpoint
     at = run_dir if where == "latest" else Path(where or "")
@@ -217,8 +220,8 @@ def check_resume(config: RunConfig) -> None:
 
 
 def clear_output_dir(config: RunConfig) -> list[str]:
-    """With `training.overwrite`, remove the files that the old run wrote. A run that resumes removes nothing. Returns
-    the names of the removed files."""
+    """With `training.overwrite`, remove the files of an old run, and return their names. Without it, or if the run
+    resumes, nothing is removed."""
     run_dir = Path(config.training.output_dir)
     if not config.training.overwrite or _resumes(config) or not traces_of_run(run_dir):
         return []
@@ -232,7 +235,7 @@ def clear_output_dir(config: RunConfig) -> list[str]:
 
 
 def _resumes(config: RunConfig) -> bool:
-    """Return True if the run resumes from a checkpoint in its own folder, not from one of another run."""
+    """Return True if the run resumes from a checkpoint in its own folder, not from another run's checkpoint."""
     where = config.training.resume_from_checkpoint
     if where is None:
         return False

@@ -1,9 +1,10 @@
-"""Ends a run early, with a checkpoint: at Ctrl-C, SIGTERM or a closed terminal, within a deadline; or at a time limit.
+"""Ends a run early, with a checkpoint: at Ctrl-C, SIGTERM or a closed terminal, or when its time is over.
 
-In: signals. Out: `Stopped`, raised in the main thread. The first signal only records a request. The next `check` is
-collective, so all ranks find the request at the same place. If no check comes in half of `timeout_s` (a long wait for
-rollouts), `Stopped` interrupts the main thread, but never the writing of a checkpoint. After the whole of `timeout_s`,
-or at a second Ctrl-C, the process ends at once. `build` installs the `StopRequest`, and the trainer checks it.
+In: signals. Out: `Stopped`, raised in the main thread. The first signal only records a request. The trainer calls
+`StopRequest.check` at each step. This call is collective, so all ranks raise `Stopped` at the same place. If no check
+comes within half of `timeout_s` (during a long wait for rollouts), `Stopped` interrupts the main thread, but never
+while a checkpoint is written. After the whole `timeout_s`, or at a second Ctrl-C, the process ends at once.
+
 `TimeLimit` only says when `training.max_minutes` have passed.
 """
 
@@ -22,24 +23,24 @@ from learner.policy.parallel import Ranks
 from shared.processes import leave_lost_output, stop_signals
 
 _STDERR = 2
-_LEAVE_S = 0.1  # wait for a `tee` that reads the output, and gets Ctrl-C and SIGHUP at the same moment, to end
-_AGAIN_S = 0.2  # seconds until the next test whether a checkpoint is still being written
+_LEAVE_S = 0.1  # seconds to wait after a signal: a `tee` that reads the output gets the same signal, and ends first
+_AGAIN_S = 0.2  # while a checkpoint is written, an interruption is tried again after so many seconds
 
 
 class Stopped(BaseException):
-    """The run was asked to stop. A BaseException like KeyboardInterrupt, because it is no error: `except Exception`
-    does not catch it. `agreed`: all ranks raise it at the same place."""
+    """The run was asked to stop. This is no error, so it is a BaseException, as KeyboardInterrupt is: `except
+    Exception` does not catch it. `agreed`: all ranks raise it at the same place."""
 
     def __init__(self, signum: int, *, agreed: bool) -> None:
         super().__init__(f"stopped by {signal.Signals(signum).name}")
         self.agreed = agreed
-        self.exit_code = 128 + signum  # shells do the same: 130, 143
+        self.exit_code = 128 + signum  # as in a shell: 130 for SIGINT, 143 for SIGTERM
 
 
 @contextmanager
 def told_before_the_first_step() -> Iterator[None]:
-    """Inside this block, SIGTERM ends the process at once with a message, because nothing has been learned yet. A
-    thread ends the process, because the main thread may be in a long call, such as loading the model."""
+    """Let SIGTERM end the process at once, with a message, inside the block: nothing has been learned yet. A thread
+    ends the process, because the main thread may be in a long call, such as loading the model."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -68,10 +69,10 @@ def _too_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """In a forked child, undo the parent's signal handling: a signal to the child must not be written to the socket
-    that the parent's thread reads."""
+    """Undo the handling of `told_before_the_first_step` in a forked child. Otherwise a signal to the child would be
+    written to the socket that the parent's thread reads, and would end the parent."""
     if signal.getsignal(signal.SIGTERM) is _too_early:
-        with suppress(ValueError):  # not forked by the main thread, so it can set no handlers
+        with suppress(ValueError):  # only the main thread can set handlers, and another thread may have forked
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
@@ -80,7 +81,8 @@ os.register_at_fork(after_in_child=_forget_in_child)
 
 
 class StopRequest:
-    """A request to stop. `timeout_s`: max seconds from the first signal to the end of the process."""
+    """Turns signals into a request to stop. `timeout_s`: max seconds from the first signal to the end of the
+    process."""
 
     def __init__(self, ranks: Ranks, *, timeout_s: float) -> None:
         self._ranks, self._timeout_s = ranks, timeout_s
@@ -89,7 +91,7 @@ class StopRequest:
         self._is_held_off = False
 
     def check(self) -> None:
-        """Raises Stopped on every rank if any rank was asked to stop. Collective."""
+        """Raises Stopped on every rank if one of them has got a signal. Collective."""
         signum = int(self._ranks.all_reduce_max(self._signum))
         if signum:
             signal.setitimer(signal.ITIMER_REAL, 0.0)
@@ -97,7 +99,7 @@ class StopRequest:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Listen to signals inside this block, in the main thread."""
+        """Handle signals inside the block. Only the main thread can call this."""
         handlers = {**dict.fromkeys(stop_signals(), self._asked), signal.SIGALRM: self._break_in}
         previous = {signum: signal.signal(signum, handler) for signum, handler in handlers.items()}
         try:
@@ -111,8 +113,9 @@ class StopRequest:
 
     @contextmanager
     def held_off(self) -> Iterator[None]:
-        """Delay interruptions until the end of this block, which writes a checkpoint and waits for no other rank. An
-        interrupted checkpoint would have to be written again in the time left. The final deadline still holds."""
+        """Delay interruptions until the end of the block, which writes a checkpoint and waits for no other rank. An
+        interrupted checkpoint would have to be written again, with less time. After `timeout_s` the process ends even
+        inside the block."""
         self._is_held_off = True
         try:
             yield
@@ -121,7 +124,7 @@ class StopRequest:
 
     def _asked(self, signum: int, frame: FrameType | None) -> None:
         if self._signum:
-            # Launchers repeat SIGTERM to whole groups; only a person presses Ctrl-C twice.
+            # A launcher may send SIGTERM twice, so only a second Ctrl-C, by a person, ends the process.
             if signum == signal.SIGINT:
                 _end(signum, "ended at once; the newest checkpoint is complete")
             return
@@ -142,9 +145,10 @@ class StopRequest:
 
 
 class TimeLimit:
-    """Tells if `training.max_minutes` have passed since this object was made. Rank 0's clock decides for all ranks.
+    """Says whether `training.max_minutes` have passed since this object was made. Rank 0's clock decides for all ranks.
 
-    `ends_by_evaluating`: the limit includes a last evaluation, expected to take as long as the one before."""
+    `ends_by_evaluating`: the minutes must also suffice for a last evaluation, which is expected to take as long as the
+    evaluation before it."""
 
     def __init__(
         self,
@@ -162,7 +166,7 @@ class TimeLimit:
         self._evaluation_s = seconds
 
     def is_over(self) -> bool:
-        """Return True if the time is over. Collective if there is a limit."""
+        """Return True if the run's time is over, on all ranks. Collective if there is a limit."""
         if self._minutes is None:
             return False
         spent_s = self._clock() - self._began_s + self._evaluation_s * self._reserves
@@ -170,7 +174,7 @@ class TimeLimit:
 
 
 def _say(text: str) -> None:
-    with suppress(OSError):  # the reader of stderr may have gone
+    with suppress(OSError):  # nobody may read stderr any more
         os.write(_STDERR, f"learner: {text}\n".encode())  # a signal handler must not wait for a stream's lock
 
 

@@ -1,6 +1,6 @@
-"""torchrun for one machine, with readable messages at the end: `python -m learner.run.torchrun N -m learner ...`.
+"""Runs torchrun on one machine, and says in one line why it ended: `python -m learner.run.torchrun N -m learner ...`.
 
-`deploy.torchrun` does the same with options, for users. The recipe starts the ranks of its stages with this module.
+The recipe starts the N ranks of its stages with this module. Users start `deploy.torchrun`, which also has options.
 """
 
 from __future__ import annotations
@@ -15,17 +15,18 @@ from pathlib import Path
 from shared.private import locked_folder
 from shared.processes import describe, exit_code, without_working_directory
 
-# This time is longer than `training.stop_timeout_s`, so that a checkpoint can be written, and shorter than the timeout
-# of `deploy.launch`, whose SIGKILL would not reach the ranks. TORCH_ELASTIC_SHUTDOWN_TIMEOUT overrides it.
+# Seconds from torchrun's SIGTERM to its SIGKILL of the ranks, unless TORCH_ELASTIC_SHUTDOWN_TIMEOUT is set. They are
+# more than `training.stop_timeout_s`, so that a checkpoint can be written. They are fewer than the timeout of
+# `deploy.launch`, because that kills torchrun, and the ranks would live on.
 SHUTDOWN_TIMEOUT_S = 28
 
 
 def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> int:
-    """Run `command` on `nproc` ranks; return the exit code. Installs torchrun's signal handlers, so only the main
-    thread can call it."""
+    """Run `command` on `nproc` ranks, and return the exit code. torchrun installs signal handlers, so only the main
+    thread can call this. `max_restarts`: how often torchrun starts all ranks again after one has failed."""
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(SHUTDOWN_TIMEOUT_S))
     if max_restarts:
-        # Every start has a new store. In a shared store, ranks would find the addresses of ranks that are gone.
+        # Each restart gets a new store. In the old store the ranks would find the addresses of ranks that have ended.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     if command[:1] == ["-m"]:
         os.environ |= without_working_directory(os.environ)
@@ -36,7 +37,7 @@ def run_ranks(nproc: int, command: Sequence[str], *, max_restarts: int = 0) -> i
     logging.disable(logging.ERROR)  # hides torchrun's own report of a failure; ranks log in their own processes
     try:
         numbers = ["--nproc-per-node", str(nproc), "--max-restarts", str(max_restarts)]
-        # Torchrun makes a folder for its ranks' error files, and leaves the folder when it is killed.
+        # torchrun writes its ranks' error files there. If it is killed, the next start removes the folder.
         folder = locked_folder("torchrun-", Path(tempfile.gettempdir()))
         run.run(run.parse_args(["--standalone", *numbers, "--log-dir", folder, *command]))
     except ChildFailedError as error:
