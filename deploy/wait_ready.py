@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; returns the exit code."""
     try:
         app(sys.argv[1:] if argv is None else list(argv), prog_name="deploy.wait_ready")
-    except SystemExit as ended:  # typer ends this way
+    except SystemExit as ended:  # typer always raises it at the end
         return int(ended.code or 0)
     return 0
 

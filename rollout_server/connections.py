@@ -91,7 +91,7 @@ class Connection(HttpToolsProtocol):
     ) -> None:
         super().__init__(config, server_state, app_state, _loop)
         self._waiting, self._config = waiting, waiting.config
-        self._num_idle_bytes = 0  # bytes since the last part of a body, or the end of the headers
+        self._num_idle_bytes = 0  # bytes received since the last part of a body, or since the end of the headers
         self._in_message = False  # True until the end of the current request has come
         self._headers_ended = False
         # deadline of the headers, or of the rest of a refused body

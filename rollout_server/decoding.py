@@ -40,12 +40,12 @@ if TYPE_CHECKING:
 MOST_COST = 256_000_000  # max pixels times scans of one request's images: a measure of decoding time
 MOST_PIXELS = 2_000_000_000  # max pixels in the images of all running requests; a pixel takes 4 bytes
 DECODE_S = 20.0  # longest decoding of one request's images
-_HEAD = struct.Struct("<cQ")  # a kind, and the number of bytes that follow
+_HEAD = struct.Struct("<cQ")  # begins a message: its kind (see below), and the number of bytes that follow
 _LOOK, _DECODE, _ERROR = b"l", b"d", b"e"
 _NUMBERS = struct.Struct("<QQ")
 _VARIABLES = ("PATH", "LD_LIBRARY_PATH", "PYTHONHOME", "LANG")  # Python may not start without them
 _CHUNK_BYTES = 1 << 20
-_BYTES_PER_PIXEL = 24  # memory for the largest image, with all copies made by decoding, rotating and converting
+_BYTES_PER_PIXEL = 24  # max memory per pixel of an image, with all copies made by decoding, rotating and converting
 _OTHER_BYTES = 1 << 30
 
 
@@ -261,7 +261,7 @@ def _image(answer: bytearray) -> Image.Image:
 
 
 def work(link: socket.socket, max_pixels: int) -> None:
-    """Answer requests until the server closes the link."""
+    """Decode images for the server until it closes the link. The body of a decoding process."""
     limit = _OTHER_BYTES + _BYTES_PER_PIXEL * max_pixels
     # An image may not use up the machine's memory, nor leave a core dump if it crashes this process.
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

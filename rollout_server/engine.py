@@ -316,7 +316,7 @@ class VllmEngine:
         left = sum(1 + (len(cached_positions(n)) if self._caches_prefixes else 0) for n in answers)
         sent, send = asyncio.Event(), core.add_request_async
 
-        async def counted(request: object) -> None:  # because `AsyncLLM` does not report what it has sent
+        async def counted(request: object) -> None:  # counted here, because `AsyncLLM` does not report what it has sent
             nonlocal left
             await send(request)
             left -= 1
@@ -357,7 +357,7 @@ class VllmEngine:
         limit = {"timeout": END_S} if "timeout" in inspect.signature(self._llm.shutdown).parameters else {}
         self._llm.shutdown(**limit)
         self._llm.shutdown = lambda: None  # vLLM's destructor calls it again, too late in the interpreter's exit
-        gc.unfreeze()  # some libraries report objects that are left at exit
+        gc.unfreeze()  # so that the objects are freed: some libraries report objects that are left at exit
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:

@@ -43,7 +43,8 @@ class Update:
 
 
 class Gate:
-    """Starts in `serving`. Version 0 is the weights that the server was started with; `weights` is their digest."""
+    """The state of the served weights, at first `serving`. Version 0 is the weights that the server was started with;
+    `weights` is their digest."""
 
     def __init__(self, weights: str = "") -> None:
         self.state: State = "serving"
@@ -99,7 +100,7 @@ class Gate:
         self.incarnation = ""
 
     def check_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
-        """Raises SyncError if `begin_update` would raise it."""
+        """Raises SyncError if this update would be refused now. Changes nothing."""
         if self.update is not None:
             raise _refused(f"an update to version {self.update.ver} is under way", "one update at a time")
         if incarnation != self.incarnation or not incarnation:

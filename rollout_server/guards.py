@@ -126,7 +126,7 @@ class BodyLimit:
 
         async def limited() -> Message:
             nonlocal num_bytes, num_values, complete
-            if complete:  # the next message says that the client hung up
+            if complete:  # after the whole body, only a message that the client hung up can follow
                 return await receive()
             try:
                 async with asyncio.timeout_at(deadline):

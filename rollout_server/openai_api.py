@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
     from rollout_server.prompts import Renderer
 
-MOST_LOGPROBS = 20  # vLLM's own limit
+MOST_LOGPROBS = 20  # max log-probabilities per token that a client may ask for; vLLM's own limit
 _TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 _Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
@@ -360,7 +360,7 @@ class _Client:
 
 @dataclass(frozen=True, kw_only=True)
 class _Serving:
-    """vLLM's serving objects."""
+    """vLLM's objects that answer OpenAI's calls."""
 
     models: OpenAIServingModels
     chat: OpenAIServingChat

@@ -44,7 +44,7 @@ class StallWatch:
 
     @contextlib.asynccontextmanager
     async def guard(self) -> AsyncIterator[None]:
-        """Wait for the engine inside this block. Raises ServerError (503) as soon as the engine stalls."""
+        """Enclose a wait for the engine. Raises ServerError (503) as soon as the engine stalls."""
         self.check()
         try:
             async with asyncio.timeout(None) as limit:

@@ -74,5 +74,5 @@ def free_ports(number: int) -> list[int]:
 
 
 def free_port() -> int:
-    """Return one of `free_ports`."""
+    """Return a free port. Raises ConfigError (see `free_ports`)."""
     return free_ports(1)[0]

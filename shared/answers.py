@@ -11,7 +11,7 @@ import httpx
 
 from shared.waits import awake_s
 
-MAX_STATUS_BYTES = 1 << 20  # the largest answer of `/ready/` and `/status/`
+MAX_STATUS_BYTES = 1 << 20  # max bytes of an answer of `/ready/` or `/status/`
 PLAIN = {"Accept-Encoding": "identity"}  # ask for no compression: unpacking could use any amount of memory
 
 

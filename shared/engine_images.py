@@ -59,7 +59,7 @@ class EngineImages:
             yield [[] for _ in prompts]
             return
         render, found = self.renderer.process_for_engine, list[Seen]()
-        # the rendered prompt by the id of its list of images, which `prompts` keeps alive
+        # id of a prompt's list of images -> (prompt, rendered prompt). Ids stay unique, as `prompts` keeps the lists.
         known: dict[int, tuple[Prompt, EngineInput]] = {}
 
         def process(asked: object, arrival_time: float, **kwargs: object) -> EngineInput:

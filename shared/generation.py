@@ -116,7 +116,7 @@ class Prompt:
     pixels: Mapping[str, int] | None = None
 
     def for_engine(self) -> dict[str, object]:
-        """Return the prompt as vLLM takes it."""
+        """Return the dict that vLLM takes as a prompt: token ids, images, and limits of the images' sizes."""
         asked: dict[str, object] = {"prompt_token_ids": self.token_ids}
         if self.images:
             asked["multi_modal_data"] = {"image": self.images}
@@ -163,7 +163,7 @@ class Generation:
     prompt_token_ids: list[int]
     response_token_ids: list[int]  # the stop token is left out
     text: str
-    finish_reason: str  # "stop", "length"
+    finish_reason: str  # "stop": ended by a stop token or stop string; "length": cut off
     logprobs: list[float] | None = None  # natural log-probability of each response token; None: not asked for
     stop_token_id: int | None = None  # token that ended the response; None: cut off, or ended by a stop string
     stop_logprob: float | None = None  # natural log-probability of that token

@@ -13,7 +13,7 @@ SHOWN_CHARS = 200
 
 @dataclass(frozen=True, kw_only=True)
 class ImageRules:
-    """The rules for images. `keys` is the prefix of configuration keys in messages."""
+    """Where images may come from, and how large they may be. `keys`: the prefix of configuration keys in messages."""
 
     roots: tuple[Path, ...] | None = None  # folders of local images; (): no local images; None: any folder
     hosts: tuple[str, ...] = ()  # hosts whose URLs may be fetched

@@ -51,14 +51,14 @@ _SIGNATURE = re.compile(
 )
 _SIGNATURE_CHARS = 16  # base64 of 12 bytes, as long as the longest signature
 _SPACES = b" \t\n\r\f\v"
-_MOST_PERCENTS = 1 << 20  # max `%XX` in a data URL; decoding one takes 100 times its three bytes
+_MOST_PERCENTS = 1 << 20  # max `%XX` in a data URL; decoding one takes 100 times the memory of its three bytes
 _LONGEST_PATH = 4096  # max bytes of a path: Linux's PATH_MAX
 
 # `max_pixels` replaces Pillow's own limit. That limit only warns, and the warning can only be silenced for all threads.
 Image.MAX_IMAGE_PIXELS = None
 
 _JPEG_SCAN = b"\xff\xda"
-_ORIENTATION = 0x0112  # EXIF tag
+_ORIENTATION = 0x0112  # EXIF tag that says how the picture is turned
 _TRANSPOSE = {
     2: Image.Transpose.FLIP_LEFT_RIGHT,
     3: Image.Transpose.ROTATE_180,
@@ -341,7 +341,7 @@ def _upright(image: Image.Image) -> Image.Image:
 def _upright_size(image: Image.Image, file: IO[bytes]) -> tuple[int, int]:
     """Return `_upright(image).size`, without decoding if the header is enough."""
     if image.format == "PNG" and "exif" not in image.info and not _png_has_exif(file):
-        return image.size  # Pillow would decode the whole image to look for an EXIF chunk
+        return image.size  # not asked of Pillow, which would decode the whole image to look for an EXIF chunk
     turned = 5 <= _orientation(image) <= 8
     if turned and image.format == "TIFF":  # versions of Pillow give different sizes before the image is loaded
         image.load()

@@ -49,7 +49,7 @@ def forget() -> None:
 
 
 def masked(text: str) -> str:
-    """Return the text without secrets."""
+    """Return the text with `${NAME}` in place of each known secret."""
     if _pattern is None:
         return text
     written = list(_known.values())

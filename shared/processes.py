@@ -78,7 +78,7 @@ def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
     """Return variables for a Python process that runs one of our modules with `-m`.
 
     Without them Python looks for modules in the working directory first, and a folder `shared`, `deploy` or `learner`
-    there hides ours. In a clone, the clone is named instead, because its packages may not be installed.
+    there hides ours. In a clone of the repository, PYTHONPATH names the clone: our packages may not be installed.
     """
     root = Path(__file__).resolve().parents[1]
     safe = {"PYTHONSAFEPATH": "1"}

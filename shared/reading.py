@@ -62,7 +62,7 @@ def json_of(text: str | bytes) -> Any:
     """Return the value of a JSON text. Raises ValueError."""
     try:
         return json.loads(text)
-    except RecursionError as error:  # `[` a thousand times
+    except RecursionError as error:  # raised for text such as `[` a thousand times
         raise ValueError("JSON that is nested too deeply") from error
 
 

@@ -34,7 +34,7 @@ PLACEMENT_TRIES = 60
 class Style:
     """The settings that decide how hard a scene is."""
 
-    canvas: int  # pixels, square
+    canvas: int  # width and height of a scene, in pixels
     min_height: int  # min height of a drawn digit, in pixels
     max_height: int
     max_digits: int
@@ -45,7 +45,7 @@ class Style:
 StyleName = Literal["demo", "hard"]
 STYLES: dict[StyleName, Style] = {
     "demo": Style(canvas=128, min_height=20, max_height=48, max_digits=8, max_iou=0.05),
-    # The demo's canvas, because its checkpoint was trained on no other: 160 pixels would give more image tokens.
+    # The canvas is that of "demo": the shipped checkpoint knows no other, and 160 pixels would give more image tokens.
     "hard": Style(canvas=128, min_height=12, max_height=30, max_digits=30, max_iou=0.25, max_distractors=8),
 }
 DEMO = STYLES["demo"]
@@ -67,7 +67,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class DigitBank:
-    """One split's digit images. `indices`: their places in `load_digits`, where no split has an image of another."""
+    """One split's digit images. `indices`: the images' places in `load_digits`. No image is in two splits."""
 
     opacity: NDArray[np.float32]  # [N, 8, 8] in 0..1
     labels: NDArray[np.int64]  # [N]

@@ -51,7 +51,7 @@ SHOWN = {  # column titles of the table
     "precision@0.5": "precision@0.5",
 }
 ARMS = {"base": "base model", "sft": "sft, best step", "ours": "labels completed"}
-CHOSEN_BY = "fm@0.5"  # randomly missing labels do not change which step is best
+CHOSEN_BY = "fm@0.5"  # metric that chooses the best step; labels that are missing at random do not change the choice
 NUM_PICTURES = 3
 
 

@@ -81,7 +81,7 @@ def builds(plan: Plan) -> bool:
 
 
 def is_movable(path: PurePosixPath) -> bool:
-    """Return True for a path below `data` or `runs`, which DATA_DIR and RUNS_DIR can replace."""
+    """Return True for a path below `data` or `runs`: the variables DATA_DIR and RUNS_DIR can name other folders."""
     return path.parts[:1] in {("data",), ("runs",)}
 
 
@@ -163,7 +163,7 @@ def service(
     """Return the settings that all containers share. `variables`: names of the environment variables that a container
     gets from the user's environment."""
     gpu = {
-        "ulimits": {"memlock": -1},  # NCCL pins host memory; rootless engines refuse it
+        "ulimits": {"memlock": -1},  # no limit, because NCCL pins host memory; rootless engines refuse this setting
         "deploy": {"resources": {"reservations": {"devices": [gpus(devices)]}}},
     }
     return {

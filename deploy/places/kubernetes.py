@@ -200,7 +200,8 @@ def server_objects(plan: Plan, name: str, server: ServerPlan, file: int) -> list
             "image": plan.cluster.server_image,
             "args": ["rollout_server", "--config", f"{FOLDER}/server-{file}.yaml"],
             "ports": [{"name": port, "containerPort": number} for port, number in ports.items()],
-            # `/ready/` answers 503 while weights change, and after a failed sync. `/health/` restarts a silent server.
+            # `/ready/` answers 503 while weights change, and after a failed sync. A server whose `/health/` does not
+            # answer is restarted.
             "startupProbe": probe("/health/", periodSeconds=10, failureThreshold=_tries(plan, 10)),
             "livenessProbe": probe("/health/", periodSeconds=10, timeoutSeconds=5, failureThreshold=6),
             "readinessProbe": probe("/ready/", periodSeconds=5, timeoutSeconds=5),

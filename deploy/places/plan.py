@@ -61,7 +61,7 @@ class ServerPlan:
         return self.config.world_size
 
     def file(self, address: str, port: int) -> str:
-        """Return the server's YAML: it listens on every interface, and its group meets at `address`."""
+        """Return the server's YAML. The server listens on every interface; learners join it for syncs at `address`."""
         address = Hidden(address)  # `Hidden` keeps a `${NAME}` in it as it is written
         return dump_yaml({**self.values, "host": "0.0.0.0", "port": port, "communicator_host": address})
 

@@ -16,7 +16,7 @@ from shared.config.parse import dump_yaml
 
 HTTP_PORT = 8000  # port of the first server; each next server adds 1, so that two can share a machine
 WARNING_S = 300  # time before Slurm's time limit at which the learner is told to write a checkpoint and stop
-PATIENCE_S = 60  # longest time between the ends of the first and the last task of a step
+PATIENCE_S = 60  # seconds that the other tasks of a step may still run after the first has ended
 
 SCRIPT = """\
 #!/usr/bin/env bash

@@ -76,14 +76,14 @@ class Sizes:
     """The size of a call and of a pack on one rank."""
 
     samples_per_pack: int
-    call_size: int  # samples
+    call_size: int  # samples per generation call
 
     @classmethod
     def of(cls, *, samples_per_pack: int, packs_per_step: int, capacity: int) -> Sizes:
         """Return the sizes. A call has as many whole packs as the servers decode at once (`capacity` samples), or a
-        quarter of a step's packs if that is more, because the servers get a call's next sample whenever an answer ends.
-        A call has at most a step's packs, because a sync waits for the call in flight. The calls of a step are about
-        equally long. If the queue has less room, `ShareQueue` makes the call shorter."""
+        quarter of a step's packs, whichever is more. It has at most a step's packs, because a sync waits for the call
+        in flight. The calls of a step are about equally long. If the queue has less room, `ShareQueue` makes a call
+        shorter."""
         packs = max(1, min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step))
         calls = -(-packs_per_step // packs)
         return cls(
@@ -94,7 +94,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepChoice:
-    """Rank 0's decision for a step."""
+    """Rank 0's decision for a step: its channel, and the share that it learns."""
 
     decision: ChannelDecision
     share: int
@@ -241,7 +241,8 @@ class Stage2Ahead(Stage2Steps):
         return choice.decision
 
     def _ready(self, global_step: int) -> Outlook:
-        """Return the outlook of this rank's queue, with the complete shares of this epoch only."""
+        """Return which shares this rank has and can make (`Outlook`). Of the complete shares, only those of this epoch
+        are listed."""
         if self._producer is None:
             return NOTHING
         self._want(global_step)
@@ -275,7 +276,7 @@ class Stage2Ahead(Stage2Steps):
         if all(one.stood_still for one in ready):
             return True
         bounds = self._bounds
-        # With a window of 0 no share may be made that is learned after the next sync: the producers soon stand still.
+        # With `version_window: 0` no share is made that is learned after the next sync, so producers soon stand still.
         if self._parts.b_ratio == 1 or bounds.version_window == 0 or not all(one.goes_on for one in ready):
             return True
         if any(self._shares.given_up(global_step, self._epoch) in one.begun for one in ready):
@@ -287,7 +288,7 @@ class Stage2Ahead(Stage2Steps):
         return last is None or self._too_far(last, made_at)
 
     def _want(self, step: int) -> None:
-        """Tell the producer which shares to make for Channel-B steps from `step`, the next step, on."""
+        """Tell the producer which shares to make for the Channel-B steps that begin with `step`, the next step."""
         assert self._producer is not None
         bounds = self._bounds
         through = None if bounds.max_update_lag is None else self._synced_at + bounds.max_update_lag

@@ -40,7 +40,7 @@ class BufferedSteps(FreshSteps):
         self._repeater = repeater
         self._window: int | None = None  # number of the window whose rows are kept; None: no rows are kept
         self._kept: list[KeptRows] = []
-        self._due_before: list[str] = []  # the samples that were carried into the window
+        self._due_before: list[str] = []  # ids of the samples that earlier windows carried into this one
         self._made_at = 0  # global_step of the window's E-step
         self._metrics: dict[str, float] = {}
 
@@ -62,7 +62,7 @@ class BufferedSteps(FreshSteps):
         super().restore(state)
 
     def _begin_window(self, window: Sequence[Upcoming]) -> None:
-        """In an E-step, begin the window as without a buffer. In an M-step, do nothing."""
+        """In an E-step, begin the window as without a buffer; in an M-step, roll out nothing. Then set the metrics."""
         if not self._is_midway:
             self._due_before = super()._due_on_resume()
             self._window, self._made_at, self._kept = self._repeater.next_step.window, self._global_step, []

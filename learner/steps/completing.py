@@ -41,7 +41,7 @@ from shared.errors import CheckpointError
 
 log = logging.getLogger("learner.labels")
 
-_AT_ONCE = 64  # samples of a rank whose prompts are in memory together
+_AT_ONCE = 64  # max samples of one rank whose prompts are in memory at the same time
 _TELL_EVERY_S = 10.0
 
 
@@ -50,7 +50,7 @@ _Looked = tuple[list[LabelCandidate], SampleCrops]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Completion:
-    """The result of one completion."""
+    """The result of completing the labels once."""
 
     global_step: int
     ver: int  # version of the weights that answered
@@ -85,8 +85,8 @@ class Completion:
 
 
 class LabelCompletion:
-    """The list `samples` is changed in place. `too_long` returns None for a sample that fits into a packed row. Raises
-    DataError for an audit without verdicts."""
+    """Completes the labels of `samples`, in place. `too_long` returns None for a sample that fits into a packed row.
+    Raises DataError if a person's audit of finds is configured, but has no verdicts."""
 
     def __init__(
         self,
@@ -249,8 +249,8 @@ class LabelCompletion:
             self._annotations.write(self._samples)
 
     def _newest(self, global_step: int, beside: Path) -> dict[str, Any] | None:
-        """Return the completion that the run had before this step. Files of later steps are removed from this run's
-        folder."""
+        """Return the content of the newest completion's file, of all steps up to `global_step`; None: there is none.
+        Files of later steps are removed from this run's folder."""
         by_step = dict(_files(beside / LABELS)) | dict(_files(self._folder))
         for step, path in by_step.items():
             if step > global_step and path.parent == self._folder:

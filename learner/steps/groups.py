@@ -74,7 +74,8 @@ class _Scored:
 
 
 class GroupSource(RolloutSource):
-    """With `advantage: batch`, making segments is collective: it must happen on the thread of the trainer."""
+    """Makes the segments of groups of rollouts. With `advantage: batch` this is collective, so it must happen on the
+    trainer's thread."""
 
     def __init__(
         self,

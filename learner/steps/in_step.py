@@ -120,7 +120,7 @@ class Stage2InStep(Stage2Steps):
 
 
 class StepRollouts:
-    """One step's segments, made by a second thread and packed as they arrive. To be used as a context.
+    """One step's segments, made by a second thread and packed as they arrive. Use it as a context manager.
 
     Invariants: each of the step's segments is in one row, or an error is raised; `next_row` raises the first error;
     every wait has a deadline.
@@ -173,7 +173,7 @@ class StepRollouts:
             log.warning("%s", late)  # logged only, so that the first error is raised
 
     def _produce(self) -> None:
-        """Produce rows: the body of the thread."""
+        """Add each segment to the rows as it arrives. The body of the second thread."""
         error: BaseException | None = None
         try:
             for place, segment in self._segments:

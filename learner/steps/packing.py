@@ -156,7 +156,7 @@ class ArrivingRows:
         return self.num_arrived == self._number
 
     def add(self, place: int, segment: Segment) -> None:
-        """Raises DataError if the segment is longer than a row."""
+        """Add the segment of `place`, which has arrived. Raises DataError if it is longer than a row."""
         check_length(segment, self._capacity)
         self._early[place if self._in_order else self.num_arrived] = segment
         self.num_arrived += 1

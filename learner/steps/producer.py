@@ -114,7 +114,7 @@ class Producer:
     # ---- the consumer's side ---------------------------------------------------------------------------------------
 
     def want(self, shares: Sequence[int]) -> None:
-        """See `ShareQueue.want`."""
+        """From now on let only `shares` be made (see `ShareQueue.want`)."""
         with self._changed:
             self._forget(self._queue.want(shares))
             self._wake()
@@ -237,7 +237,7 @@ class Producer:
         """Return the call to make. Return None if no call is permitted: the thread ends, and `_wake` starts another."""
         with self._changed:
             if not self._queue.may_start:
-                # Under the lock, so `_wake` sees either no thread, or a thread that will ask once more.
+                # Set under the lock. So `_wake` sees either no thread, or a thread that will ask for a call again.
                 self._thread = None
                 return None
             self._call_started_s = self._clock()

@@ -21,7 +21,7 @@ from shared.pixels import ImageProcessing
 
 
 class SegmentSource(Protocol):
-    """A source of segments. Subclasses make them."""
+    """Makes a segment of each sample. Subclasses make it of the ground truth or of rollouts."""
 
     channel: Channel
     needs_rollouts: bool

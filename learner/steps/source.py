@@ -44,7 +44,7 @@ class Fence:
 
 
 class StepSource(Protocol):
-    """One rank's rows, step by step. Subclasses make them."""
+    """Hands out one rank's rows, step by step. Each subclass makes them in another way."""
 
     def wants_sync(self, global_step: int) -> bool:
         """Return True if the servers should have the present weights before this step. Equal on all ranks."""
@@ -68,8 +68,8 @@ class StepSource(Protocol):
         ...
 
     def shortfall(self) -> Shortfall | None:
-        """Return the shortfall of the step that began. None: it learns as many samples as other steps. To be called
-        before `micro_steps`."""
+        """Return how many samples the step that began has, and how many a whole step has. None: the step is whole. To
+        be called before `micro_steps`."""
         return None
 
     def micro_steps(self) -> Iterator[Generator[PackedRow]]:
@@ -82,7 +82,7 @@ class StepSource(Protocol):
         return {}
 
     def waiting(self) -> list[str]:
-        """Samples that were handed out on this rank and are not learned yet."""
+        """Ids of the samples that were handed out on this rank and are not learned yet."""
         return []
 
     def state(self) -> dict[str, object]:

@@ -23,7 +23,7 @@ class StepSyncs:
         self.waits = False  # True: the sync waits for rollouts in flight while the step is learned
         self.sync, self._source, self._journal = sync, source, journal
         self._rolls_out, self._is_sharded = rolls_out, is_sharded
-        self._synced_at: int | None = None  # the step of the weights that the generators have
+        self._synced_at: int | None = None  # number of updates in the generators' weights; None: no sync yet
 
     def ver(self, step: int) -> int:
         """Return the version of the weights that rollouts are made by: syncs so far. A backend that has the trained

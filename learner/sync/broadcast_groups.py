@@ -93,7 +93,7 @@ class ServerGroup:
 
 
 Post = tuple[ServerLink, Future[Any]]
-Posts = Sequence[Post]  # HTTP calls that are open
+Posts = Sequence[Post]  # HTTP calls to servers, each with the future of its answer
 Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts that may be unfinished
 
 

@@ -30,7 +30,7 @@ from shared.wire import ServerStatus
 
 T = TypeVar("T")
 log = logging.getLogger("learner.sync")
-BACK_OFF_S = 10.0  # wait after a server could not join; doubled each time
+BACK_OFF_S = 10.0  # wait before a server that failed two syncs is tried again; doubled after each further failure
 MAX_BACK_OFF_S = 600.0
 
 
@@ -107,8 +107,8 @@ class Members:
         return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]
 
     def check(self, member: Member, status: ServerStatus) -> None:
-        """Check this process of the server, if it has not passed yet. Waits long for the check only if the run cannot
-        go on without the server. Raises the check's error, or DeadlineError."""
+        """Check the server's process, unless this process has passed before. Waits long for the check only if the run
+        cannot go on without the server. Raises the check's error, or DeadlineError."""
         is_needed = member.state == "serving" and not self._backend.membership.is_elastic
         limit_s = self._backend.timeouts.gone_s if is_needed else LAST_LOOK_S
         self._backend.loop.run(self.returning.check(self._backend.client(member.base_url), status, limit_s))

@@ -391,7 +391,7 @@ def digest_of(seals: Sequence[torch.Tensor]) -> str:
 
 
 def sizes(buckets: Sequence[Bucket]) -> tuple[int, int]:
-    """Return the numbers of bytes and of tensors."""
+    """Return the number of bytes and the number of tensors in all buckets."""
     return sum(bucket.num_bytes for bucket in buckets), sum(len(bucket.tensors) for bucket in buckets)
 
 

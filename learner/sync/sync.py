@@ -49,7 +49,7 @@ class Delivered:
 
 
 class Delivery(Protocol):
-    """One way from the policy to the generators."""
+    """Brings weights from the policy to the generators (rollout servers or colocated engines), and has them checked."""
 
     def together(self, work: Callable[[], T]) -> T:
         """Run `work` on the ranks that take part in it. Return its result, or raise its error, on every rank."""

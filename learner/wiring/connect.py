@@ -40,7 +40,7 @@ from learner.sync.sync import Delivery, Sync
 from shared.checkpoint import signature
 
 Backend = ServerBackend | ColocateBackend | HfBackend
-ALONE = Ranks()  # one process
+ALONE = Ranks()  # the ranks of a run with one process
 
 
 def connect_backend(

@@ -341,7 +341,7 @@ def mistake_of(
         mapping = _mapping_at(model, path)
         wanted = describe(mapping[0]) if mapping else wanted
     found, remedy = show(detail["input"]), _remedy(detail["input"], wanted, detail, _type_at(model, path))
-    if kind in ("value_error", "assertion_error"):  # a model's own validator
+    if kind in ("value_error", "assertion_error"):  # raised by a validator of the model, whose text says what is wanted
         wanted = str(detail["ctx"]["error"])
     return path, Mistake(path=name, found=found, wanted=wanted, remedy=remedy), (path,)
 

@@ -140,7 +140,7 @@ def _unreadable(place: str, found: str, wanted: str, remedy: str) -> ConfigError
 
 
 class _Builder:
-    """Walks the node tree once. Counts every value, after alias expansion, up to `MAX_VALUES`."""
+    """Builds the values of a node tree. Refuses more than MAX_VALUES values, with aliases expanded."""
 
     def __init__(self, file: str) -> None:
         self.file = file
@@ -216,7 +216,7 @@ def read_composed(path: Path, env: Mapping[str, str], overrides: Sequence[str] =
     merged = reader.read(path, ())
     for override in overrides:
         _override(merged, override)
-    merged.value = reader.fill(merged.value, (), merged)  # last, because a replaced value needs no variable
+    merged.value = reader.fill(merged.value, (), merged)  # done last: a value that was replaced needs no variables
     return merged
 
 
@@ -372,7 +372,7 @@ _KEY_PART = re.compile(r"[\w-]+|\[[0-9]+\]", re.ASCII)
 
 
 class _ValueBuilder(_Builder):
-    """Builds the value of an override."""
+    """Builds the value of an override, whose place in messages is COMMAND_LINE."""
 
     def _place(self, node: yaml.Node) -> str:
         return COMMAND_LINE

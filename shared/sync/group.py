@@ -108,7 +108,8 @@ class Communicator(ABC):
 
     @abstractmethod
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
-        """Return the broadcast for the sender's thread. It raises CommunicatorError if the group was left."""
+        """Return a function that broadcasts, to be called on the sender's thread. The function raises CommunicatorError
+        if the group was left."""
 
 
 def start_join(
@@ -146,7 +147,7 @@ def start_join(
     def join() -> Communicator:
         with _errors_as_ours(what):
             joined = _Tcp(member, given_up) if backend == "tcp" else _Nccl(member, given_up, allow_shared_gpu)
-        if given_up.is_set():  # the caller gave up, so nobody else leaves the group
+        if given_up.is_set():  # the caller no longer waits, so the group must be left here
             joined.abort()
         return joined
 
@@ -346,7 +347,7 @@ def _left() -> CommunicatorError:
 
 
 def _named(begin: Begin, what: str) -> Begin:
-    """Return `begin` with errors that begin with `what`."""
+    """Return `begin` with its errors turned into this project's errors, whose texts begin with `what`."""
 
     def begin_named() -> Callable[[], None]:
         with _errors_as_ours(what):
