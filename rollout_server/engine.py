@@ -5,7 +5,7 @@ In: requests, decoding settings, calls to the workers. Out: generations, log-pro
 error of the project's tree. Everything runs on one event loop; on CPU it needs the environment of `__main__`.
 
 Invariants: a cancelled call aborts its requests; once the engine is dead every call raises; all scores of one reply are
-by one version of the weights, if the caller holds the gate.
+by one version of the weights, if the caller is inside the gate, which keeps weight updates out (`gate.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """Detects an engine that no longer answers, because a worker that is stopped or hangs causes no error by itself.
 
-In: a ping, and the CPU time of the engine's processes. Out: a ServerError (503) for all calls that wait for the engine.
+In: a ping (a call that a living engine answers soon), and the CPU time of the engine's processes. Out: a ServerError
+(503) for all calls that wait for the engine.
 
 Invariants: at most one ping is unanswered, and a ping is never cancelled; an engine whose processes use CPU time gets
 BUSY_TURNS times as long; the stall ends with the ping's answer.

@@ -7,7 +7,8 @@ An update is answered after the workers have loaded and checked all weights, and
 Invariants:
 - one sync call runs at a time; a new learner's group ends the old learner's running call;
 - a call lasts MOST_SYNC_S at most, whatever the learner asks for;
-- an update that fails, times out or loses its caller leaves the gate poisoned and the group closed;
+- after an update that failed, timed out or lost its caller, the gate is poisoned (no call is let in) and the group
+  closed;
 - nothing is served before the canary's scores were compared;
 - no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
 - caches are empty, and nothing else runs, when the canary is scored;

@@ -5,10 +5,10 @@ workers. `Receiving` is one weight update as a worker sees it: receive a bucket,
 The next buckets are received while one is checked and loaded.
 
 Invariants:
-- no method blocks longer than the slice it is given plus one load, so a lost peer never hangs the engine;
+- no method blocks longer than its `slice_s` plus one load, so a lost peer never hangs the engine;
 - no method raises, because an exception in a worker can end the engine; each method returns a `WorkerReply` as JSON;
 - a bucket with a wrong seal is not loaded;
-- after every update, also a failed one, the model's layers are whole, though its weights may be wrong.
+- after every update, even a failed one, the model can run, though its weights may be wrong.
 """
 
 from __future__ import annotations

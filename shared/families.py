@@ -1,8 +1,9 @@
 """Model families that learner and server agree on, and why other families are refused.
 
-In: a checkpoint's `config.json`. Out: nothing, or a ConfigError. A family is the value of `model_type`. For the
-families in `TESTED`, both sides gave the same prompt token ids and a weight sync passed the canary, with real vLLM
-(`bench.families`, `tests/integration/test_backends.py`). Imports neither torch nor transformers, so checks stay fast.
+In: a checkpoint's `config.json`. Out: nothing, or a ConfigError. A family is the value of `model_type`. The families in
+`TESTED` were tried with real vLLM: both sides gave the same prompt token ids, and after a weight sync the same
+log-probabilities (`bench.families`, `tests/integration/test_backends.py`). Imports neither torch nor transformers, so
+checks stay fast.
 """
 
 from __future__ import annotations

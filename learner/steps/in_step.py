@@ -1,9 +1,9 @@
 """Channel-B within the step: a step's rollouts are made by the weights that the step then updates (R31, R32).
 
-Either the rank's whole share is rolled out first and learned afterwards; or, with servers and packing, rows are learned
-while other samples are rolled out (D9): a second thread makes a segment of each rollout as it ends, and the thread that
-learns takes a row as soon as the row is closed. Both ways number a step's requests over all ranks, so that a sample's
-seed, and so its rollout, is the same either way, on any number of ranks.
+There are two ways. In the simple one, all samples of the rank's share are rolled out, and then learned. With servers
+and packing, rows are learned while other samples are rolled out (D9): a second thread makes a segment of each rollout
+as it ends, and the learning thread takes each row as soon as the row is closed. Both ways number a step's requests over
+all ranks. So a sample's seed, and with it its rollout, is the same either way, on any number of ranks.
 
 Any number of finished segments may wait for the learning thread, because they are at most the rank's share of the step,
 whose prompts are in memory anyway. So no server waits for the learner. Which segments share a row depends on the order

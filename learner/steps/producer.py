@@ -1,4 +1,5 @@
-"""The thread that rolls out ahead of learning: `shares.ShareQueue` with calls, segments and waits (R24, R25).
+"""The thread that rolls out ahead of learning (R24, R25). `shares.ShareQueue` decides which call it makes; this module
+makes the calls, keeps their segments in packs (some segments each), and waits.
 
     producer.want([7, 9])                                    # which shares may be made
     if 7 in producer.outlook(step).complete:

@@ -4,7 +4,8 @@ The trainer calls these methods, once per optimizer step, in this order:
 
     wants_sync -> [fence, around a sync] -> begin -> shortfall -> micro_steps, each learned to its last row -> metrics
 
-If `postpones_sync` returns True, the fence comes between two rows, as soon as `is_quiet`, or after the last row.
+A fence is a time in which no rollout is in flight. If `postpones_sync` returns True, the sync's fence comes between two
+rows, as soon as `is_quiet` returns True, or after the last row.
 
 The sources are `FreshSteps` with ground truth (`sft`) or with rollouts (`rollout_matching_sft`, `grpo`),
 `buffered.BufferedSteps`, which learns a window's rows several times, and for `stage2_ab_training`

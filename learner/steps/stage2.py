@@ -1,7 +1,7 @@
-"""A step of `stage2_ab_training` (R26, R31, R35): the common part of both ways to make rollouts.
+"""Steps of `stage2_ab_training` (R26, R31, R35): what both ways to make rollouts have in common.
 
-Channel-A learns ground truth. Channel-B learns rollouts, made within the step (`in_step`) or ahead of the steps
-(`ahead`). Either way a step has one micro-step: all of the rank's rows, learned before one update.
+A Channel-A step learns ground truth. A Channel-B step learns rollouts, made within the step (`in_step`) or ahead of the
+steps (`ahead`). Either way a step has one micro-step: all of the rank's rows, learned before one update.
 
 Invariants: rank 0 decides the channel and broadcasts it; the channel is fixed until the next `begin`. Every segment
 that a step took is in exactly one of its rows, and is learned in this step. If a producer failed on one rank, `begin`

@@ -9,7 +9,7 @@ after a failure. The weights below an adapter are part of the adapter's version.
 
 The learner's pass for the canary reads only the policy, which does not change during a sync. So if the engine is awake
 and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the learner
-scores before the engine wakes, because the policy is offloaded, or memory is short, while the engine is awake.
+scores before the engine wakes, because while the engine is awake the policy is offloaded, or memory is short.
 """
 
 from __future__ import annotations

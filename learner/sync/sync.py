@@ -3,8 +3,8 @@
 In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: to rollout servers
 (`server_delivery.py`) or into colocated engines (`colocated.py`). Out: a `SyncReceipt` on every rank. Invariants:
 - `ver` rises only with a completed sync; only rollouts of that version are accepted;
-- a sync is complete when every generator has checked that all tensors arrived with the right bytes, and gives fixed
-  answers (the canary) about the learner's log-probabilities;
+- a sync is complete when every generator has checked that all tensors arrived with the right bytes, and when its
+  log-probabilities of fixed answers (the canary) are close to the learner's;
 - after a failure the next try begins with new connections, and without the servers that are gone. If no generator
   caused the failure, the sync is repeated once (`Delivery.recover`). Other failures raise their cause on every rank.
 

@@ -3,7 +3,7 @@
 `AdapterLoad` takes the adapter's tensors and replaces the served adapter with them. `BaseWeightLoad` is a full update
 of a model that takes adapters: it loads the layers below vLLM's LoRA wrappers and removes the served adapter. Both are
 used like `loading.WeightLoad`, while nothing is generated. Invariants: nothing is replaced before every tensor has
-found its layer; `lora_B` comes multiplied with the adapter's scaling, so no scaling is applied here.
+found its layer; the learner has multiplied `lora_B` with the adapter's scaling, so no scaling is applied here.
 """
 
 from __future__ import annotations

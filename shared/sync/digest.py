@@ -1,8 +1,8 @@
 """A digest of bytes, computed on their device: 128 bits, the same on every device, about as fast as memory is read.
 
 In: a 1-D uint8 tensor, a key and a nonce. Out: an int64 tensor `[2]` on the same device; nothing waits for the device.
-Who does not know the key can guess the digest of other bytes with a chance of about 2^-60, as long as no nonce is used
-twice with one key. Without a key (`b""`) the digest only detects accidents.
+Without the key, nobody can guess the digest of other bytes with a chance above about 2^-60, if no nonce is used twice
+with one key. With an empty key (`b""`) the digest only detects accidents.
 
 It is NH and its Toeplitz extension, as in UMAC (Black, Halevi, Krawczyk et al. 1999), as a tree. The bytes are
 read as signed 32-bit words, in blocks of 2 x PAIRS; the last block is filled with zeros. A block's sum in lane j is the

@@ -2,16 +2,16 @@
 
 In: tensors that every rank has allocated with the same size. Out: the source's bytes on every rank.
 
-Invariants: ranks 0..n-2 are servers' workers, the last rank is the learner; all ranks meet at rank 0, and must know the
-group's secret (`meeting.py`); no byte from a socket is unpickled; every operation has a deadline and ends in a result,
-a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
+Invariants: ranks 0..n-2 are servers' workers, the last rank is the learner; all ranks connect to rank 0, and must know
+the group's secret (`meeting.py`); no byte from a socket is unpickled; every operation has a deadline and ends in a
+result, a CommunicatorError or a DeadlineError. After its first failure a communicator has left its group.
 
 `start_join` and `start_broadcast` do not block: they return an `Operation` to poll or to wait for. Several broadcasts
 may be under way: the group's thread runs them in the order in which they were started. The thread ends when the group
 is left.
 
-On CPU the bytes go through the connections of the meeting: rank 0 forwards the source's bytes to all others. Each
-message starts with its size, and a tensor of another size is refused.
+On CPU the bytes go through the connections that `meeting.py` has made: rank 0 forwards the source's bytes to all other
+ranks. Each message starts with its size, and a tensor of another size is refused.
 
 NCCL is called through vLLM's binding, because torch's own group has a watchdog that ends the process when a peer dies.
 The meeting exchanges NCCL's unique id. Broadcasts run on a separate CUDA stream per group, so several groups of one
