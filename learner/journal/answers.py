@@ -1,12 +1,13 @@
-"""The newest answers of a run, token by token: which tokens were kept, dropped, matched and appended.
+"""Writes the newest answers of a run, with what is learned from each of their tokens, for the live view.
 
-In: a rollout's assignment, and the target from which its segment is made; `add` may be called on any thread. Out:
-`answers.json` in the run directory with rank 0's last answers, which the live view draws. It is rewritten after a step,
-at most every WRITE_EVERY_S, so it does not grow.
+In: an answer's assignment (its objects, matched with the labels), and the target that is learned from it; `add` may be
+called on any thread. Out: `answers.json` in the run directory, with rank 0's last answers. The file is written again
+after a step, at most every WRITE_EVERY_S.
 
-Every token of an answer has one kind: `kept` in the prefix, `matched` in the prefix with a label to learn, `dropped`
-with a reason, or `cut` behind the prefix. After the answer follow the tail's tokens: `appended`, or `unlearned` if they
-have no loss.
+A target begins with the answer's first tokens (the prefix), and goes on with tokens that the answer should have had
+(the tail). Each token of the answer has one kind: `kept` (in the prefix), `matched` (in the prefix, and a label is
+learned there), `dropped` (with a reason), or `cut` (after the prefix). The tail's tokens follow: `appended`, or
+`unlearned` if they have no loss.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from learner.tasks.tokens import TokenPieces, pieces_of
 
 NAME = "answers.json"
 NEWEST = 6  # number of answers in the file
-WRITE_EVERY_S = 2.0
-MAX_TOKENS = 1500  # at most so many tokens of an answer, and of its tail, are written
+WRITE_EVERY_S = 2.0  # min seconds between two writes of the file
+MAX_TOKENS = 1500  # max tokens of an answer that are written, and max tokens of its tail
 Token = list[str]  # (text, kind, note): the note is the label that is learned instead, or why the token was dropped
 
 
@@ -46,18 +47,20 @@ class AnswersLog:
         *,
         kept: Callable[[Assignment], Sequence[int]] = lambda _: (),
     ) -> None:
-        """`kept` returns an answer's unmatched predictions that the loss takes for objects without a label."""
+        """`kept` returns the indices of an answer's unmatched predictions that are kept (`loss.keep_unmatched`): the
+        loss takes them for objects whose label is missing."""
         self._kept = kept
         self._path, self._pieces = run_dir / NAME, pieces_of(tokenizer)
         self._last: deque[tuple[Assignment, Target]] = deque(maxlen=size)
         self._written_at_s = -WRITE_EVERY_S
 
     def add(self, assignment: Assignment, target: Target) -> None:
-        """Remember an answer without any work on it. Any thread may call this."""
+        """Keep an answer for the next `write`. This takes no time, and any thread may call it."""
         self._last.append((assignment, target))
 
     def write(self, global_step: int) -> None:
-        """Write the remembered answers after a step, unless they were written less than WRITE_EVERY_S ago."""
+        """Write the last answers, newest first, unless the file was written less than WRITE_EVERY_S ago. Raises
+        OutputError."""
         now = time.monotonic()
         answers = list(self._last)
         if answers and now - self._written_at_s >= WRITE_EVERY_S:
@@ -70,7 +73,8 @@ class AnswersLog:
 
 
 def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Sequence[int] = ()) -> dict[str, object]:
-    """Return one answer as JSON. `kept`: indices of unmatched predictions that `loss.keep_unmatched` keeps."""
+    """Return one answer's entry in the file. `kept`: indices of unmatched predictions that `loss.keep_unmatched`
+    keeps."""
     parsed = assignment.parsed
     rollout, sample = parsed.rollout, parsed.rollout.sample
     return {
@@ -94,9 +98,9 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Se
 
 
 def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> list[Token]:
-    """Return the tokens of the answer, followed by the tokens of the tail."""
+    """Return the tokens of the answer, then those of the tail (see the module), at most MAX_TOKENS of each."""
     parsed = assignment.parsed
-    num_kept = min(target.prefix_length, len(parsed.token_ids))  # the stop token is no part of the answer
+    num_kept = min(target.prefix_length, len(parsed.token_ids))  # the prefix may also have the stop token
     texts = _texts(parsed.token_ids, pieces)
     tokens = [[text, "kept" if i < num_kept else "cut", ""] for i, text in enumerate(texts)]
     for reason, begin, end in parsed.dropped:
@@ -115,7 +119,7 @@ def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> li
 
 
 def _texts(ids: NDArray[np.int64], pieces: TokenPieces) -> list[str]:
-    """Return the text of each token. Bytes that are only a part of a character become U+FFFD."""
+    """Return the text of each token. If a token has only some bytes of a character, they become U+FFFD."""
     text = pieces.text(ids.tolist())
     spans = zip([0, *text.ends.tolist()], text.ends.tolist(), strict=False)
     return [text.data[begin:end].decode(errors="replace") for begin, end in spans]

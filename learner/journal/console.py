@@ -1,7 +1,7 @@
-"""What a run prints: a progress bar with the time left, and one line per optimizer step.
+"""Prints the progress of a run: a bar with the time left, and one line per optimizer step.
 
-Only rank 0 prints. rich prints the lines above the bar. Without a terminal there is no bar. Everything printed here is
-in `metrics.jsonl` too.
+Only rank 0 prints. The lines appear above the bar. Without a terminal there is no bar. Everything printed here is in
+`metrics.jsonl` too.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ class Console:
             self._progress.start()
 
     def begin(self, step: int) -> None:
-        """Measure time from now on: training begins, or is resumed, after `step`."""
+        """Note that training begins now, or is resumed, after `step`. Time is measured from now on."""
         self._begun_step, self._begun_s = step, self._clock()
 
     def note(self, text: str) -> None:
-        """Print one line that belongs to no step."""
+        """Print a line with `text`, after the run's name."""
         if self._enabled:
             self._rich.print(f"[dim]{escape(self._name)}[/] {escape(masked(text))}")
 
@@ -72,8 +72,8 @@ class Console:
             self._progress.update(self._bar, completed=done, total=total, far=far.strip())
 
     def _far(self, step: int) -> tuple[str, float, float]:
-        """Return how far the run is: in words, and as (done, total), in steps or, if `max_minutes` will end it,
-        minutes."""
+        """Return the run's progress as text, what is done, and the total. The numbers are steps, or minutes if
+        `max_minutes` will end the run."""
         seconds, steps = self._clock() - self._begun_s, self._total_steps
         done, limit = step - self._begun_step, self._max_minutes
         if limit is not None and ends_by_time(
@@ -83,13 +83,13 @@ class Console:
         return f"{step:>{len(str(steps))}}/{steps}", step, steps
 
     def sync(self, receipt: SyncReceipt) -> None:
-        """Print a note if adapter syncs failed, and full syncs replace them. Other syncs are shown in their step's
-        line."""
+        """Print a note if this sync replaced adapter syncs by full syncs, because an adapter sync failed. Other syncs
+        are shown in the line of their step."""
         if receipt.fallback:
             self.note(f"full weight syncs from here on, as adapter sync failed: {receipt.fallback}")
 
     def server(self, change: ServerChange) -> None:
-        """Print that a server was left out, serves again, was added or was removed."""
+        """Print what has changed about a rollout server: it was lost, added, removed or refused, or has joined."""
         because = f": {change.because}" if change.because else ""
         self.note(f"rollout server {change.base_url} {change.what} ({change.serving} serve){because}")
 
@@ -97,7 +97,7 @@ class Console:
         usual = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "parse_rate", "duplicate_rate", "reward")
         shown = [name for name in usual if name in metrics] if "f1@0.5" in metrics else list(metrics)[:6]
         texts = [f"{name} {metrics[name]:.3f}" for name in shown]
-        if ESTIMATED in metrics:  # the score that decides if labels have gaps
+        if ESTIMATED in metrics:  # if labels have gaps, this is the score that is compared, so it comes first
             low, high = (metrics[ESTIMATED.replace("@", f"_{end}@")] for end in ("low", "high"))
             texts.insert(0, f"{ESTIMATED} {metrics[ESTIMATED]:.3f} ({low:.3f} to {high:.3f})")
         self.note(f"{name} at step {global_step}: " + "  ".join(texts))
@@ -108,8 +108,9 @@ class Console:
 
 
 def step_line(result: StepResult, sync: SyncReceipt | None, far: str, *, plain: bool = False) -> str:
-    """Return a step's line: progress, channel, loss, results of the rollouts, seconds by phase, and the sync before the
-    step. `plain`: leave out channel and sync, for runs that learn no rollouts."""
+    """Return the line that is printed for a step: progress, channel, loss, results of the rollouts, seconds of each
+    phase, and the sync before the step. `far`: the progress as text. `plain`: without channel and sync, for a run that
+    learns no rollouts."""
     m = result.metrics
     parts = [
         f"step {far}",
@@ -135,8 +136,9 @@ def step_line(result: StepResult, sync: SyncReceipt | None, far: str, *, plain: 
 
 
 def _ahead(m: Mapping[str, float]) -> list[str]:
-    """Return, if rollouts run ahead, how many packs wait per rank, how many versions and updates old the learned packs
-    were, and how many packs were dropped; else []."""
+    """Return a text about rollouts that are made ahead of learning: how many packs (rows of samples) wait per rank, how
+    many weight versions and updates old the learned packs were, and how many packs were dropped. [] if no rollouts are
+    made ahead."""
     if f"{_ASYNC}queue_depth" not in m:
         return []
     parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]
@@ -150,7 +152,7 @@ def _ahead(m: Mapping[str, float]) -> list[str]:
 _ASYNC = "stage2_ab/async/"
 _PHASES = (
     ("rollout", "rollout_s"),
-    ("wait", "wait_s"),  # waiting for rollouts made while steps are learned
+    ("wait", "wait_s"),  # seconds in which learning waited for rollouts that are made ahead
     ("learn", "learn_s"),
     ("sync", "sync_s"),
     ("data", "data_s"),

@@ -1,8 +1,8 @@
-"""The rewards of a `grpo` run, and some of its groups, for the report.
+"""Writes the rewards of a `grpo` run, and some of its groups of answers, for the report.
 
-In: each group as it is scored, on any thread: the answers with their rewards and advantages. Out: `groups.jsonl` in the
-run directory, with a line per optimizer step of rank 0: the rewards of all its groups, and at every `every`-th step the
-answers of one group too.
+In: each group (all answers to one prompt) when it has been scored, with rewards and advantages; on any thread. Out:
+`groups.jsonl` in the run directory. Rank 0 writes a line per optimizer step, with the rewards of all its groups. The
+lines of every `every`-th step also have the answers of one group.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ from learner.records import Sample
 from learner.run.files import AppendedLines
 
 NAME = "groups.jsonl"
-DIGITS = 4
-EVERY = 10  # steps between two groups that are written with their answers
+DIGITS = 4  # decimals of written rewards and advantages
+EVERY = 10  # in one of so many steps, a group's answers are written too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ScoredAnswer:
-    """One answer of a group. `ends` has the position after each object's last token; None if objects share an
-    advantage."""
+    """One answer of a group. `assignment`: the answer's objects, matched with the labels, as the task returns them.
+    `ends`: for each object the position after its last token; None if all tokens of the answer have one advantage."""
 
     sample: Sample
     assignment: object
     reward: float
-    advantages: NDArray[np.float64]  # [T]
+    advantages: NDArray[np.float64]  # [T], one per token
     ends: NDArray[np.int64] | None
 
 
 class GroupsLog:
-    """Writes `groups.jsonl`: the rewards of each step, and every `every` steps a group with its answers."""
+    """Writes `groups.jsonl` (see the module). `add` may be called on any thread."""
 
     def __init__(self, run_dir: Path, task: Task, every: int = EVERY) -> None:
-        """Open the file. Raises OutputError."""
+        """Open the file. Raises OutputError if that fails."""
         self._task, self._every = task, every
         self._lines = AppendedLines(run_dir / NAME)
         self._lock = threading.Lock()
@@ -50,14 +50,14 @@ class GroupsLog:
         self._first: Sequence[ScoredAnswer] = ()
 
     def add(self, group: Sequence[ScoredAnswer]) -> None:
-        """Remember a scored group until the step's line is written."""
+        """Keep a scored group for the line of the present step."""
         with self._lock:
             self._rewards.append([round(one.reward, DIGITS) for one in group])
             self._first = self._first or group
 
     def write(self, global_step: int) -> None:
-        """Write a step's line, with the rewards of all groups added since the last call; no line if there are none.
-        Raises OutputError."""
+        """Write the step's line, with the rewards of all groups added since the last call. Without such groups no line
+        is written. Raises OutputError."""
         with self._lock:
             rewards, self._rewards = self._rewards, []
             group, self._first = self._first, ()
@@ -81,8 +81,8 @@ class GroupsLog:
         }
 
     def _answer(self, one: ScoredAnswer) -> Mapping[str, object]:
-        """Return an answer as the task shows it, with reward and advantages. `advantage` is the mean over tokens,
-        `by_object` has the advantage of each object's last token."""
+        """Return an answer as JSON: the task's own fields, `reward`, `advantage` (mean over tokens), and `by_object`
+        (for each object the advantage of its last token) if objects have different advantages."""
         found = {**self._task.scene(one.assignment), "reward": round(one.reward, DIGITS)}
         found["advantage"] = round(float(one.advantages.mean()), DIGITS) if len(one.advantages) else 0.0
         if one.ends is not None:

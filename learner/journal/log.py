@@ -1,13 +1,13 @@
-"""The files that a run writes about itself: metrics, the timeline, log files, and `latest`. `build` makes all of it.
+"""The files that a run writes about itself: metrics, the timeline, log files, and the link `latest`.
 
 `MetricsLog`. In: events (`step`, `timeline`, `eval`, `sync`, `server`, `rollout_call`, `note`) with numbers and
 strings. Out: one JSON object per line in `metrics.jsonl`, and scalars in the trackers (`trackers.py`). Only rank 0
 writes. Each line is flushed at once, so a killed run loses no event.
 
-`Timeline`: what ran when, on every rank and server; the report draws it. In: the phases of learning, and each rollout
-call when it has ended. Out: one `timeline` event per optimizer step, with all ranks' spans. A span belongs to the step
-in which it ended; a call made ahead may have begun many steps earlier. Times are Unix seconds of each rank's clock.
-`phase` and `call` may be called from any thread.
+`Timeline` collects what every rank and server did at what time, and the report draws it. In: the phases of learning,
+and each rollout call when it has ended. Out: one `timeline` event per optimizer step, with the spans of all ranks. A
+span (one activity, with begin and end) belongs to the step in which it ended, even if it began many steps earlier.
+Times are Unix seconds of each rank's clock. `phase` and `call` may be called from any thread.
 
 `log_to_file` and `point_latest`. In: the run directory and this process's rank. Out: `learner_rank{r}.log`, with
 everything that libraries would print to the console, and the link `latest` beside the run directory.
@@ -51,10 +51,11 @@ if TYPE_CHECKING:
 
 
 class MetricsLog:
-    """Append-only event log of a run: per line `event`, `time` (seconds since the epoch) and the event's own fields.
+    """Appends the events of a run to `metrics.jsonl`. Each line is a JSON object with `event` (the event's kind),
+    `time` (Unix seconds) and the event's own fields.
 
-    `settings` are the configuration's values, for the trackers. `write_report` makes the run's report, which trackers
-    get at the end.
+    `enabled` False: nothing is written. `settings`: the configuration's values, for the trackers. `write_report` writes
+    the run's report into the run directory; the trackers get it at the end.
     """
 
     def __init__(
@@ -67,8 +68,8 @@ class MetricsLog:
         write_report: Callable[[Path], Path] | None = None,
     ) -> None:
         self.enabled = enabled
-        self.tell: Callable[[str], None] = lambda _: None  # is called with errors of a tracker or of the file, as text
-        self._lock = threading.Lock()  # rollout calls are reported by their own threads
+        self.tell: Callable[[str], None] = lambda _: None  # is called with the text of a tracker's or the file's error
+        self._lock = threading.Lock()  # `write` is called by several threads
         if not enabled:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -79,8 +80,8 @@ class MetricsLog:
             self._trackers.begin(settings)
 
     def write(self, event: str, fields: Mapping[str, object] | DataclassInstance, *, step: int | None = None) -> None:
-        """Append one event. `fields` is a mapping or a dataclass; NaN becomes null. With `step`, its numbers are also
-        scalars `event/name` of the trackers. Raises OutputError."""
+        """Append one event with the `fields` of a mapping or a dataclass. NaN becomes null. With `step`, the numbers of
+        the fields go to the trackers too, named `event/field`. Raises OutputError."""
         if not self.enabled:
             return
         values = fields if isinstance(fields, Mapping) else dataclasses.asdict(fields)
@@ -94,23 +95,25 @@ class MetricsLog:
             self._trackers.scalars({f"{event}/{name}": value for name, value in numbers(values)}, step)
 
     def pictures(self, draw: Pictures, *, step: int) -> None:
-        """Give the trackers the pictures of an evaluation. They call `draw` on a thread of their own."""
+        """Give the trackers the pictures that `draw` returns, those of an evaluation. One of the trackers' threads
+        calls `draw` later."""
         if self.enabled:
             self._trackers.pictures(draw, step)
 
     def close(self) -> None:
-        """Wait a few seconds for the trackers. Calls that did not reach them are counted in an event `trackers`."""
+        """Wait a few seconds until the trackers have got everything, and close the file. Calls that a tracker did not
+        get are counted in a last event `trackers`."""
         if not self.enabled:
             return
         lost = self._trackers.close(report=self._report)
         if lost:
-            with contextlib.suppress(OutputError):  # `write` raised this error before, if the disk is full
+            with contextlib.suppress(OutputError):  # the run is ending: a full disk must not hide why
                 self.write("trackers", {name: dataclasses.asdict(count) for name, count in lost.items()})
         self._lines.close()
 
 
 def _finite(value: object) -> object:
-    """Return `value` with NaN and infinities as None, because JSON has neither."""
+    """Return `value` with None in place of each NaN and infinity, because JSON has neither."""
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
@@ -121,10 +124,10 @@ def _finite(value: object) -> object:
 
 
 class PhaseClock:
-    """Measures wall seconds by phase (`rollout`, `learn`, `sync`, ...). Phases do not nest. Time outside phases is
-    `other`.
+    """Measures the wall seconds of a step's phases (`rollout`, `learn`, `sync`, ...). Phases do not nest. Time outside
+    all phases counts as `other`.
 
-    `on_phase(name, begin, end)` is called when a phase ends, with Unix seconds.
+    `on_phase(name, begin, end)` is called when a phase ends; `begin` and `end` are Unix seconds.
     """
 
     def __init__(self, on_phase: Callable[[str, float, float], None] | None = None) -> None:
@@ -144,7 +147,8 @@ class PhaseClock:
                 self._on_phase(name, began_at, began_at + seconds)
 
     def read(self) -> dict[str, float]:
-        """Return the seconds since the last read, per phase as `name_s`, with `other_s` and their sum `step_s`."""
+        """Return how the seconds since the last `read` were spent: `NAME_s` for each phase, `other_s`, and their sum
+        `step_s`."""
         now = time.perf_counter()
         total = now - self._started
         seconds = {f"{name}_s": value for name, value in self._seconds.items()}
@@ -154,12 +158,13 @@ class PhaseClock:
         return seconds
 
 
-SAME_S = 1e-3  # seconds: spans of one lane and name with a shorter gap between them are merged
+SAME_S = 1e-3  # two spans of one lane and name become one if fewer seconds lie between them
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Span:
-    """One bar. `lane` is where it ran: `rank 0`, `rank 0 rollouts`, or a server's URL."""
+    """One bar of the timeline, from `begin_s` to `end_s` (Unix seconds). `lane`: who was active (`rank 0`, `rank 0
+    rollouts`, or a server's URL). `name`: the phase of learning, or `rollout`, `failed` or `out`."""
 
     lane: str
     name: str
@@ -168,21 +173,21 @@ class Span:
 
 
 class Timeline:
-    """Collects the spans of rank `rank` until the next event."""
+    """Collects this rank's spans until the next `timeline` event."""
 
     def __init__(self, rank: int) -> None:
         self._lane = f"rank {rank}"
         self._lock = threading.Lock()
         self._spans: list[Span] = []
-        self._out: dict[str, float] = {}  # servers that do not serve: Unix time of the last span's end
+        self._out: dict[str, float] = {}  # URL of a server that does not serve -> begin of its next span (Unix seconds)
         self._began_s = time.time()
 
     def phase(self, name: str, begin_s: float, end_s: float) -> None:
-        """Record a phase of the learning thread, when it has ended."""
+        """Add a span for a phase of learning that has ended. Times are Unix seconds."""
         self._add(Span(lane=self._lane, name=name, begin_s=begin_s, end_s=end_s))
 
     def call(self, record: RolloutCallLog) -> None:
-        """Record a call of `generate` when it has ended: a span of the rank, and one for each call to a server."""
+        """Add spans for a rollout call that has ended: one of this rank, and one for each call to a server."""
         if not record.began_at:
             return
         begin, end = record.began_at, record.began_at + record.seconds
@@ -193,7 +198,7 @@ class Timeline:
             self._add(Span(lane=call.base_url, name=name, begin_s=begin, end_s=end))
 
     def server(self, base_url: str, *, serves: bool, is_member: bool) -> None:
-        """Record that a server was left out, or serves again, from now on."""
+        """Note that from now on a server `serves` or does not. While a member does not serve, it has a span `out`."""
         now_s = time.time()
         began_s = self._out.pop(base_url, None)
         if began_s is not None:
@@ -202,8 +207,9 @@ class Timeline:
             self._out[base_url] = now_s
 
     def event(self, ranks: Ranks, global_step: int) -> Mapping[str, object]:
-        """Return all ranks' spans since the last event. Collective. `spans` are [lane, name, begin, end] in seconds
-        after `origin`, the Unix time at which this window of `seconds` begins."""
+        """Return the fields of the step's `timeline` event, with all ranks' spans since the last event. Each span is
+        [lane, name, begin, end], in seconds after `origin`: the Unix time of the last event. `seconds` have passed
+        since then. Collective."""
         for base_url in tuple(self._out):
             self.server(base_url, serves=False, is_member=True)
         with self._lock:
@@ -239,8 +245,8 @@ class _WithoutSecrets(logging.Formatter):
 
 
 class _LogFile(WatchedFileHandler):
-    """A log file that ignores a full disk: the run's other files report it, once. If the file is removed, it is made
-    anew as soon as its folder exists."""
+    """A log file whose failed writes are ignored: a full disk is reported by the run's other files. If the file is
+    removed, a new one is made as soon as its folder exists."""
 
     def _open(self) -> TextIOWrapper:
         file = BufferedWriter(FileIO(self.baseFilename, self.mode, opener=unlinked))
@@ -256,7 +262,8 @@ class _LogFile(WatchedFileHandler):
 
 
 def log_to_file(run_dir: Path, rank: int) -> Path:
-    """Send the logs and warnings of this process to a file, and not to the console, from now on. Raises OutputError."""
+    """Write the logs and warnings of this process to a file instead of the console from now on. Return the file's path.
+    Raises OutputError if the file cannot be opened."""
     path = run_dir / f"learner_rank{rank}.log"
     with writing(path):
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -277,10 +284,10 @@ def log_to_file(run_dir: Path, rank: int) -> Path:
 
 
 def point_latest(run_dir: Path) -> None:
-    """Make `latest`, beside `run_dir`, a link to it. The old link is replaced in one step, so that the name always
-    exists.
+    """Make `latest`, in the folder of `run_dir`, a link to `run_dir`. An old link is replaced in one step, so that the
+    link exists at every moment.
 
-    A folder that is named `latest` is left alone.
+    If `latest` is a file or folder, it is not replaced.
     """
     link = run_dir.absolute().parent / LATEST
     if run_dir.name == LATEST or (link.exists() and not link.is_symlink()):

@@ -1,8 +1,8 @@
 """Warnings about runs that go on but cannot learn.
 
-In: the result of each optimizer step, reduced over ranks. Out: a `RunWarning` when a condition has held for the given
-number of steps in a row. Channel-A steps, which have no rollouts, are not counted and do not end the row. Each row of
-steps gives one warning, so a run that recovers and gets stuck again gets another one. Pure.
+In: the result of each optimizer step, combined from all ranks. Out: a `RunWarning` when a condition, such as "every
+reward is 0", has held for a number of steps in a row. Steps without rollouts (channel A) are passed over. A condition
+that goes on gives one warning. If it ends and comes back, there is another warning. Pure.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ STEPS_WITHOUT_SIGNAL = 5
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunWarning:
-    """A warning about a run: what is wrong, for how many steps with rollouts, and what the user can do."""
+    """A warning: what is wrong, in how many steps with rollouts in a row, and what the user can do."""
 
     what: str
     steps: int
@@ -33,8 +33,8 @@ def _nothing_is_read(step: StepResult) -> bool:
 
 
 def _nothing_matches(step: StepResult) -> bool:
-    """Return True if no prediction matched a label although answers were read and there was something to find."""
-    # detection counts `matched`, key_value counts `right`
+    """Return True if answers could be read and there were labels to find, but no prediction matched a label."""
+    # The task `detection` counts matches as `matched`, the task `key_value` as `right`.
     right = step.metrics.get("matched", 0.0) + step.metrics.get("right", 0.0)
     return right == 0 and step.metrics.get("missed", 0.0) > 0 and not _nothing_is_read(step)
 
@@ -95,7 +95,7 @@ class ProgressWatch:
     _rows: dict[str, int] = field(default_factory=dict)
 
     def after(self, step: StepResult) -> list[RunWarning]:
-        """Return the warnings whose number of steps is reached with this step."""
+        """Count this step, and return the warnings whose condition has now held for their number of steps in a row."""
         if "rollout_tokens" not in step.metrics:
             return []
         found = []

@@ -1,7 +1,7 @@
-"""A run's gains and losses, side by side (`data.retain`, R44).
+"""Compares what a run has gained on its own data with what it has lost on other data (`data.retain`, R44).
 
-In: the metrics of two evaluations; those on retained annotations are named `retain/NAME/METRIC`. Out: one
-`RetainedChange` for the run's own data and one for each NAME, each by its main metric. Pure.
+In: the metrics of two evaluations. Metrics on the other ("retained") annotations are named `retain/NAME/METRIC`. Out:
+one `RetainedChange` for the run's own data, and one for each NAME, with the change of the main metric. Pure.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _MAIN = ("f1@0.5", "f1")
 
 
 class RetainedChange(NamedTuple):
-    """The change of one metric. `data` is a name of `data.retain`, or `OWN`."""
+    """The change of a metric between two evaluations. `data`: the annotations, a name of `data.retain` or `OWN`."""
 
     data: str
     metric: str
@@ -27,7 +27,7 @@ class RetainedChange(NamedTuple):
 
 
 def changes(before: Mapping[str, float], after: Mapping[str, float]) -> list[RetainedChange]:
-    """Return the changes from `before` to `after`; [] if nothing is retained."""
+    """Return the change of the main metric on each kind of data, the run's own first; [] without `data.retain`."""
     names = dict.fromkeys(key.split("/")[1] for key in after if key.startswith(RETAIN))
     found = []
     for data, prefix in [(OWN, ""), *((name, f"{RETAIN}{name}/") for name in names)] if names else []:

@@ -1,9 +1,9 @@
-"""Steps whose loss or gradient norm leaps, and the samples that they learned: often one of these has a wrong label.
+"""Finds steps whose loss or gradient norm leaps, and their samples: often one of these samples has a wrong label.
 
-In: the result of each optimizer step, reduced over ranks. Out: a `Spike` where a value is far above the WINDOW values
-of its kind before it. "Far" is measured by the median and the median distance from it, so that earlier spikes do not
-hide later ones. Each channel is compared with itself. The loss of a policy gradient is about 0 and says nothing, so of
-`grpo` steps only gradient norms are compared. Pure.
+In: the result of each optimizer step, combined from all ranks. Out: a `Spike` if a value is far above its last WINDOW
+values: by DISTANCE times their median distance from their median. Medians are used so that earlier spikes do not hide
+later ones. A step is compared with steps of its own channel (A or B). The loss of a policy gradient is about 0 and says
+nothing, so `grpo` steps are compared by their gradient norm only. Pure.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from learner.data.views import shown_images, shown_sizes
 from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
-WINDOW, FEWEST = 40, 8  # number of earlier steps to compare a step with, at most and at least
+WINDOW, FEWEST = 40, 8  # max and min number of earlier steps with which a step is compared; with fewer it is no spike
 DISTANCE = 8.0  # a spike is above the median by so many median distances: 5.4 standard deviations of a Gaussian
-FACTOR = 1.5  # a spike is at least so many times the median
-MAX_SAMPLES = 8
+FACTOR = 1.5  # a spike is also above the median times this factor
+MAX_SAMPLES = 8  # max samples that are written for a spike
 METRICS = ("loss", "grad_norm")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spike:
-    """A leap of `metric` to `value`; `usual` is the median of the steps before."""
+    """A leap of `metric` to `value`. `usual`: the metric's median in the steps before."""
 
     metric: str
     value: float
@@ -36,12 +36,12 @@ class Spike:
 
 @dataclass
 class SpikeWatch:
-    """Keeps the last values of each metric, by channel."""
+    """Finds spikes. It keeps the last WINDOW values of each metric and channel."""
 
     _last: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
 
     def after(self, step: StepResult) -> list[Spike]:
-        """Return the spikes of this step."""
+        """Return this step's spikes, at most one per metric; [] if no metric leapt."""
         return [spike for metric in METRICS if (spike := self._spike(metric, step))]
 
     def _spike(self, metric: str, step: StepResult) -> Spike | None:
@@ -57,8 +57,8 @@ class SpikeWatch:
 
 
 def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> list[dict[str, object]]:
-    """Return at most MAX_SAMPLES samples of `rows` as JSON, those of the rows with the highest loss first. Images and
-    labels are given for samples that are also in `samples`."""
+    """Return at most MAX_SAMPLES samples of the step's `rows` as JSON, beginning with the rows of the highest loss. A
+    sample that is in `samples` has its images and labels too."""
     ordered = sorted(rows, key=lambda row: -row.loss)
     losses = {sample_id: row.loss for row in reversed(ordered) for sample_id in row.sample_ids}
     chosen = dict.fromkeys(sample_id for row in ordered for sample_id in row.sample_ids)
@@ -71,8 +71,8 @@ def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> li
 
 
 def _labels(sample: Sample) -> Mapping[str, object]:
-    """Return images and labels in the form of an evaluation's line. Objects of other tasks than detection are left
-    out."""
+    """Return a sample's images and labels, with the same keys as in the file of an evaluation. Labels of other tasks
+    than detection are left out."""
     drawn = [obj for obj in sample.objects if isinstance(obj, DetectionObject)]
     return {
         "images": shown_images(sample),

@@ -1,13 +1,14 @@
 """Experiment trackers: TensorBoard, Weights & Biases and MLflow behind one interface.
 
-`Trackers`. In: the run's configuration, numbers by step, pictures of evaluations, files. Out: all of these in each
-program of `logging.trackers`. Only rank 0's `MetricsLog` makes it. The run's files (`metrics.jsonl`, `eval/`) do not
-depend on it.
+`Trackers`. In: the run's configuration, numbers by step, pictures of evaluations, the report. Out: each program of
+`logging.trackers` gets all of these. Only rank 0 has trackers. The run's own files (`metrics.jsonl`, `eval/`) do not
+depend on them.
 
 Invariants: a tracker never ends a run, and never makes it wait. Each tracker has a thread and a bounded queue, so a
-call here takes microseconds, however slow the network and the disk are. Calls that a full queue cannot take are dropped
-and counted. The first failure of a tracker is one warning. After MAX_FAILURES in a row its calls are only counted.
-`close` waits CLOSE_S for all trackers together, and returns how many calls did not reach them.
+call here takes microseconds, however slow the network and the disk are. If the queue is full, the call is dropped and
+counted. A tracker's first failure is logged as a warning. After MAX_FAILURES failures in a row the tracker gets no more
+calls; they are only counted. `close` waits at most CLOSE_S for all trackers together, and returns how many calls each
+tracker did not get.
 
 A resumed run continues the same run in wandb and MLflow: their ids are in `trackers.json`.
 """
@@ -41,26 +42,26 @@ T = TypeVar("T")
 
 IDS = "trackers.json"
 MAX_WAITING = 10_000  # max calls in a tracker's queue
-CLOSE_S = 10.0  # seconds to wait for all trackers together at the end
-MAX_FAILURES = 20  # after so many failed calls in a row a tracker gets no more
+CLOSE_S = 10.0  # max seconds to wait at the end for all trackers together
+MAX_FAILURES = 20  # after so many failed calls in a row, a tracker gets no more calls
 STEP = "global_step"
-Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # names and pictures, drawn when they are asked for
+Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # draws pictures and returns them, each with its sample's name
 
 
 class Tracker(Protocol):
-    """One tracking program. One thread, which only serves this tracker, calls all methods. They may raise any error,
-    and may take long."""
+    """One tracking program. All methods are called on one thread, which serves this tracker only. They may raise any
+    error, and may take long."""
 
     def begin(self, config: Mapping[str, object]) -> None:
-        """Connect, and store the run's configuration: every key with its value, nested."""
+        """Store the run's configuration, a nested mapping of keys to values."""
         ...
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Store the finite numbers of one optimizer step, by names such as `step/loss`."""
+        """Store numbers of one optimizer step, named as `step/loss`. All are finite."""
         ...
 
     def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:
-        """Show the pictures of one evaluation, by sample."""
+        """Store the pictures of the evaluation after `step`, each with its sample's name."""
         ...
 
     def artifact(self, path: Path) -> None:
@@ -74,13 +75,13 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerPlace:
-    """The place where a tracker stores a run. `run_id`: the id of the run to continue; None: a new one."""
+    """Under which names and where a tracker stores a run."""
 
     project: str
     run_name: str
     run_dir: Path
-    timeout_s: float
-    run_id: str | None = None
+    timeout_s: float  # max seconds to send everything at the end
+    run_id: str | None = None  # the tracker's id of the run to continue; None: a new run
 
     @property
     def directory(self) -> Path:
@@ -137,7 +138,7 @@ class Wandb(Tracker):
 
     def begin(self, config: Mapping[str, object]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
-        self._run.define_metric("*", step_metric=STEP)  # a resumed run repeats steps, wandb's count can't
+        self._run.define_metric("*", step_metric=STEP)  # wandb's own step cannot go back, as it does in a resumed run
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({STEP: step, **values})
@@ -156,12 +157,12 @@ class Wandb(Tracker):
 
 
 class MLflow(Tracker):
-    """MLflow on the server in MLFLOW_TRACKING_URI; without it in MLflow's file store in `directory/mlruns`."""
+    """MLflow on the server in MLFLOW_TRACKING_URI. If that is not set, MLflow stores files in `directory/mlruns`."""
 
     def __init__(self, place: TrackerPlace) -> None:
         uri = None
         if not os.environ.get("MLFLOW_TRACKING_URI"):
-            # mlflow-skinny has only this store without a server, and refuses it unless this variable allows it.
+            # Without a server, mlflow-skinny can only store files, and it refuses that unless this variable is set.
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             place.directory.mkdir(parents=True, exist_ok=True)
             uri = (place.directory / "mlruns").absolute().as_uri()
@@ -206,7 +207,7 @@ class MLflow(Tracker):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerKind:
-    """A kind of tracker: how to make it, the module that it needs, and how to install that module."""
+    """A kind of tracker: how to make one, the module that it imports, and the command that installs the module."""
 
     make: Callable[[TrackerPlace], Tracker]
     module: str
@@ -220,11 +221,11 @@ KINDS: Mapping[str, TrackerKind] = {
 }
 
 
-KEEP_FILES = ("wandb", "mlflow")
+KEEP_FILES = ("wandb", "mlflow")  # trackers that get the run's report
 
 
 def check_trackers(config: RunConfig) -> None:
-    """Raises ConfigErrors for each tracker whose package is missing. Imports no tracker."""
+    """Raises ConfigErrors that name each tracker whose package is not installed. No tracker is imported."""
     missing = [
         Mistake(
             path=f"logging.trackers[{i}]",
@@ -245,7 +246,8 @@ Call = Callable[[Tracker], None]
 
 
 class _Thread:
-    """One tracker's thread and queue. `tell` is called with the first failure, as text."""
+    """One tracker's thread, and the queue of its calls. `tell` is called with a text at the first failed call, and at
+    the first dropped one."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], None]) -> None:
         self.name = name
@@ -266,7 +268,7 @@ class _Thread:
                 self._tell(f"{self.name} is too slow: what its queue cannot take is left out")
 
     def finish(self) -> None:
-        """Queue the last call, which ends the tracker."""
+        """Queue the last call, which ends the tracker's run, and let the thread end after it."""
         self.put(lambda tracker: tracker.end())
         try:
             self._queue.put_nowait(None)
@@ -274,7 +276,8 @@ class _Thread:
             self.dropped += 1
 
     def join(self, timeout_s: float) -> bool:
-        """Wait for at most `timeout_s`. Return True if all queued calls were made."""
+        """Wait for the thread's end, for at most `timeout_s`. Return True if it has ended: all queued calls were
+        made."""
         self._thread.join(timeout_s)
         return not self._thread.is_alive()
 
@@ -308,8 +311,7 @@ class _Thread:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrackerCount:
-    """The calls that did not reach a tracker: calls that failed, were dropped, or were still waiting at the
-    deadline."""
+    """The number of calls that a tracker did not get, because they failed, were dropped, or were not made in time."""
 
     failed: int
     dropped: int
@@ -318,7 +320,8 @@ class TrackerCount:
 
 @dataclass
 class Trackers:
-    """All trackers of a run. `tell` is called with each tracker's first failure, possibly from its thread."""
+    """All trackers of a run. `tell` is called with the text of each tracker's first failure, on the tracker's
+    thread."""
 
     config: LoggingConfig
     run_dir: Path
@@ -340,14 +343,15 @@ class Trackers:
             self._all(lambda tracker: tracker.scalars(values, step))
 
     def pictures(self, draw: Pictures, step: int) -> None:
-        """Queue pictures for all trackers. `draw` is called once, by the thread of one of them."""
+        """Queue pictures for all trackers. `draw` is called once, on the thread of the first tracker that needs
+        them."""
         once = _Once(draw)
         self._all(lambda tracker: tracker.pictures(once(), step))
 
     def close(self, *, report: Callable[[], Path] | None = None) -> dict[str, TrackerCount]:
-        """Send what is left and wait for it. Returns the numbers of calls that did not arrive, by tracker; {} if all
-        arrived. `report` writes the run's report. It is called once, for all trackers that store files, on one
-        tracker's thread."""
+        """End the trackers, and wait until their queued calls were made, at most `timeout_s`. Returns, by tracker, how
+        many calls it did not get; {} if all calls were made. `report` writes the run's report and returns its path. It
+        is called once, on a tracker's thread, for all trackers of KEEP_FILES."""
         if report is not None:
             once = _Once(report)
             for thread in self._threads:
@@ -393,7 +397,8 @@ class Trackers:
 
 
 class _Once(Generic[T]):
-    """Makes a value for the first tracker that asks, and gives all others the same value or the same error."""
+    """Calls `make` at its own first call, and returns the result at every call. An error of `make` is raised at every
+    call."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         self._make = make
@@ -425,7 +430,7 @@ def _stored_ids(run_dir: Path) -> dict[str, str]:
 
 
 def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the items of a nested mapping as dotted names and values."""
+    """Yield (dotted name, value) of each item of a nested mapping: {"a": {"b": 1}} gives ("a.b", 1)."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from flat(value, f"{prefix}{name}.")
@@ -434,7 +439,7 @@ def flat(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, 
 
 
 def numbers(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, float]]:
-    """Yield the finite numbers of a nested mapping, by names with slashes."""
+    """Yield (name, number) of each finite number in a nested mapping: {"a": {"b": 1}} gives ("a/b", 1.0)."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from numbers(value, f"{prefix}{name}/")
@@ -443,7 +448,7 @@ def numbers(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[st
 
 
 def _mlflow_name(name: str) -> str:
-    """Return a name that MLflow takes, with letters, digits, _ - . / : and spaces only: `f1@0.5` becomes
+    """Return `name` with only characters that MLflow accepts: letters, digits, _ - . / and spaces. `f1@0.5` becomes
     `f1_at_0.5`."""
     return "".join(char if char.isalnum() or char in "_-./ " else "_" for char in name.replace("@", "_at_"))
 
