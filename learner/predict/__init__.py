@@ -1,9 +1,10 @@
-"""`rollout-learner recipe --only-measure`: what could training improve in this model, and by which method?
+"""`rollout-learner recipe --only-measure`: says what training could improve in a model, and by which method.
 
-    measure.py    the command: runs the model over a sample of the data -> `Measured`, counts by scene
-    exposure.py   nats after the model's own words and after the truth's
-    features.py   `Measured` -> numbers by name, with intervals over scenes
+    measure.py    the command: runs the model over a sample of the data -> `Measured`, counts for each scene
+    exposure.py   the labels' loss after the model's own answer, compared with that after the labels themselves
+    features.py   `Measured` -> numbers by name, each with a 95% interval over scenes
     recommend.py  numbers -> a method, with its reasons
 
-It trains nothing and needs no server: the model generates by itself (`rollout.hf`).
+A scene is one sample: an image with its labels. The command trains nothing and needs no server: the model generates by
+itself (`rollout.hf`).
 """

@@ -1,13 +1,13 @@
-"""The loss on the ground truth after a model's own words, compared with that after the ground truth's words. Also the
-loss on each token of the whole ground truth, which says how well the model knows the labels.
+"""Measures whether a model predicts labels worse after its own answer than after other labels (exposure gap).
 
-In: greedy answers, matched. From the first object that an answer skipped, the ground truth continues
-(`loss.prefix_end: first_miss`). Out: nats per token of that continuation, once after the model's own words and once
-after the ground truth's, by kind of token. The difference (own minus ground truth) is what training after the model's
-own words can improve beyond teacher forcing. If it is about zero, the model errs in what it sees, not because it reads
-its own words.
+In: greedy answers, matched with labels. An answer is cut before the first object that it skipped, and the labels that
+it lacks follow (`loss.prefix_end: first_miss`). Out: the loss (nats) on the tokens of these labels, by kind of token,
+computed twice: after the model's own answer, and after the other labels as they are written. The difference, own answer
+minus labels, is what training on the model's own answers can improve and teacher forcing cannot. If it is about zero,
+the model's mistakes do not come from reading its own answer.
 
-Only tokens that are the same in both are compared. Coordinates in digits count as structure.
+Only tokens that are the same in both texts are compared. Coordinates in digits count as structure. `TeacherForced` also
+has the loss on all labels, which says how well the model knows them.
 """
 
 from __future__ import annotations
@@ -26,30 +26,30 @@ from learner.tasks.detection.task import DetectionTask
 
 Kind = Literal["coordinates", "names", "structure", "all"]
 KINDS: tuple[Kind, ...] = ("structure", "names", "coordinates", "all")
-NAME_WEIGHT = 2.0  # marks descriptions; nothing is learned
+NAME_WEIGHT = 2.0  # this weight marks the tokens of descriptions; nothing is learned here
 LOSS = LossConfig(prefix_end="first_miss", desc_weight=NAME_WEIGHT)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class TeacherForced:
-    """The ground truth of a sample as the model sees it: `nats` [Y] of each token after all before it."""
+    """A sample's labels as the answer to its prompt, and the model's loss on them."""
 
     prompt: EncodedPrompt
     target: Target
-    nats: NDArray[np.float64]
+    nats: NDArray[np.float64]  # one per token of `target`, given all tokens before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Compared:
-    """One scene's tokens after the model's first miss."""
+    """The loss on the N tokens of the labels that an answer lacks, computed twice."""
 
-    own: NDArray[np.float64]  # [N] nats, after the model's own words
-    truth: NDArray[np.float64]  # [N] nats, after the ground truth's
-    kinds: NDArray[np.str_]  # [N]
+    own: NDArray[np.float64]  # [N] nats, after the model's own answer
+    truth: NDArray[np.float64]  # [N] nats, after the other labels
+    kinds: NDArray[np.str_]  # [N] kind of each token
 
     def sums(self, kind: Kind) -> NDArray[np.float64]:
-        """Return [3] for one kind of token: nats after the model's own words, nats after the truth's, number of
-        tokens."""
+        """Return three numbers for one kind of token: summed nats after the model's own answer, summed nats after the
+        other labels, number of tokens."""
         mask = np.full(len(self.kinds), True) if kind == "all" else self.kinds == kind
         return np.array([self.own[mask].sum(), self.truth[mask].sum(), mask.sum()])
 
@@ -61,8 +61,8 @@ def teacher_forced(policy: Policy, task: DetectionTask, sample: Sample) -> Teach
 
 
 def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced: TeacherForced) -> Compared | None:
-    """Compare the ground truth's tokens after the answer's own words with the same tokens after the ground truth's.
-    None if no part of the answer is usable, or if object numbers take different numbers of tokens."""
+    """Return the loss on the labels that the answer lacks, after the answer and after the other labels (`forced`). None
+    if no part of the answer is usable, or if the two texts differ in more than single tokens of objects' numbers."""
     own = build_target(assignment, task, policy.tokenizer, loss=LOSS)
     length = len(own.token_ids) - own.prefix_length
     if not own.prefix_length or length > len(forced.target.token_ids):
@@ -72,7 +72,7 @@ def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced:
     pieces = policy.tokenizer.convert_ids_to_tokens(forced.target.token_ids)
     is_coordinate = [piece.startswith("<|coord_") for piece in pieces]
     kinds = np.where(is_coordinate, "coordinates", np.where(is_name, "names", "structure"))[-length:]
-    if not (kinds[~same] == "structure").all():  # object numbers may differ, and nothing else
+    if not (kinds[~same] == "structure").all():  # only the objects' running numbers may differ
         return None
     nats = _nats(policy, forced.prompt, own)
     return Compared(own=nats[-length:][same], truth=forced.nats[-length:][same], kinds=kinds[same])

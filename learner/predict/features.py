@@ -1,9 +1,9 @@
-"""The measurements as numbers by name: the features that recommend a method and predict its gain.
+"""Computes numbers by name (features) from a measurement: `recommend.py` chooses a method by them.
 
 In: `Measured`. Out: each number with its 95% interval over scenes. F1 is computed as in an evaluation: IoU 0.5, the
-same description, summed over scenes. Intervals are percentile bootstrap intervals: scenes are drawn with replacement,
-the same scenes for all numbers of a split. What labels lack is judged by `labels.complete`'s own estimate
-(`learner.tasks.detection.gaps`), made once. Pure, deterministic.
+same description, counts summed over scenes. Intervals are percentile bootstrap intervals: scenes are drawn with
+replacement, and each draw's scenes are used for all numbers of a split. Numbers about missing labels come from the
+estimate that `labels.complete` makes (`learner.tasks.detection.gaps`). Pure, deterministic.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from learner.tasks.detection.metrics import METRICS, columns_of
 
 Floats = NDArray[np.float64]
 Counts = Floats  # [..., len(metrics.COLUMNS)]
-NUM_DRAWS = 2000
-F1, F1_ANY = "f1@0.5", "f1_any@0.5"
-# the same order as `exposure.KINDS`
+NUM_DRAWS = 2000  # number of bootstrap draws of scenes
+F1, F1_ANY = "f1@0.5", "f1_any@0.5"  # names of metrics; `any`: descriptions are ignored
+# One name for each kind in `exposure.KINDS`, in the same order.
 KIND_NAMES = ("exposure_structure", "exposure_names", "exposure_coordinates", "exposure_gap")
 
 MEANINGS: Mapping[str, str] = {
@@ -53,21 +53,21 @@ MEANINGS: Mapping[str, str] = {
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class MeasuredSplit:
-    """Greedy answers to N scenes, and what their ground truth costs the model."""
+    """N scenes: the counts of their greedy answers, and the model's loss on their labels (teacher-forced)."""
 
     greedy: Counts  # [N, columns]
-    nats: Floats  # [N, 2] sum of nats, and tokens
+    nats: Floats  # [N, 2] summed loss of the labels' tokens in nats, and number of these tokens
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class Measured:
-    """A training sample with K drawn answers to each scene, and a validation sample if there is one."""
+    """The measurement of N training scenes with K sampled answers each, and of validation scenes if there are any."""
 
     train: MeasuredSplit
     sampled: Counts  # [N, K, columns]
-    exposure: Floats  # [N, kinds, 3] nats after the model's own words, after the truth's, tokens; 0: not compared
+    exposure: Floats  # [N, kinds, 3] sums of `exposure.Compared.sums`; zeros for a scene that is not compared
     validation: MeasuredSplit | None = None
-    gaps: Floats | None = None  # [N, 3] labels, finds without one, and how many of these are right; None: not known
+    gaps: Floats | None = None  # [N, 3] labels, found objects without a label, right ones of these; None: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,7 +80,8 @@ class FeatureEstimate:
 
 
 def estimates(measured: Measured) -> dict[str, FeatureEstimate]:
-    """Return the numbers with their intervals, in the order of MEANINGS. Numbers that were not measured are missing."""
+    """Return each feature with its interval, by name, in the order of MEANINGS. Features that were not measured are
+    left out."""
     train = _train(measured)
     if measured.validation is not None:
         train |= _validation(measured.validation, train)
@@ -88,7 +89,8 @@ def estimates(measured: Measured) -> dict[str, FeatureEstimate]:
 
 
 def _train(measured: Measured) -> dict[str, Floats]:
-    """Return each number [1 + draws]: over all scenes, and over each draw of scenes."""
+    """Return the features of the training scenes, by name. Each has [1 + draws] values: of all scenes, then of each
+    draw of scenes."""
     sampled, greedy = measured.sampled, measured.train.greedy
     sums = _sums_of(len(greedy))
     of_greedy = columns_of(sums(greedy))
@@ -123,7 +125,8 @@ def _train(measured: Measured) -> dict[str, Floats]:
 
 
 def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return the numbers of the validation sample. Its scenes are drawn independently of the training scenes."""
+    """Return the features of the validation scenes, in the same form as `train`. The validation scenes are drawn
+    independently of the training scenes."""
     sums = _sums_of(len(split.greedy), seed=1)
     nats = sums(split.nats)
     found = {"f1_val": METRICS[F1](columns_of(sums(split.greedy))), "nats_val": _ratio(nats[:, 0], nats[:, 1])}
@@ -134,7 +137,8 @@ def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, 
 
 
 def _sums_of(num_scenes: int, seed: int = 0) -> Callable[[Floats], Floats]:
-    """Return a function from values per scene [N, ...] to sums [1 + draws, ...]: over all scenes, and each draw."""
+    """Return a function that sums values of scenes [N, ...] to [1 + draws, ...]: over all scenes, then over each draw
+    of scenes."""
     share = np.full(num_scenes, 1 / num_scenes)
     drawn = np.random.default_rng(seed).multinomial(num_scenes, share, size=NUM_DRAWS)
     weights = np.concatenate([np.ones((1, num_scenes)), drawn])
@@ -142,19 +146,20 @@ def _sums_of(num_scenes: int, seed: int = 0) -> Callable[[Floats], Floats]:
 
 
 def _scene_f1(counts: Counts, hits: str, ignored: str) -> Floats:
-    """Return F1 at IoU 0.5 of each answer alone; 1 if there was nothing to find and nothing was predicted."""
+    """Return the F1 at IoU 0.5 of each single answer; 1 if its scene has no labels and nothing was predicted. `hits`
+    and `ignored`: names of the columns of right and of ignored predictions."""
     columns = columns_of(counts)
     total = columns["predictions"] - columns[f"{ignored}@0.50"] + columns["truth"]
     return np.where(total > 0, _ratio(2 * columns[f"{hits}@0.50"], total), 1.0)
 
 
 def _best(sampled: Counts, scene_f1: Floats) -> Counts:
-    """Return the counts [N, columns] of each scene's answer with the best F1, the first of equals."""
+    """Return the counts [N, columns] of each scene's answer with the highest F1; the first one if several have it."""
     return sampled[np.arange(len(sampled)), scene_f1.argmax(axis=1)]
 
 
 def _ratio(above: Floats, below: Floats) -> Floats:
-    """Return the ratio, 0 where there is nothing to divide by."""
+    """Return `above / below`, and 0 where `below` is 0."""
     return np.divide(above, below, out=np.zeros_like(above, dtype=np.float64), where=below > 0)
 
 

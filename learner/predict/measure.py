@@ -1,10 +1,9 @@
-"""`rollout-learner recipe --only-measure`: runs a model over a sample of its data, and prints features, a method, and
-the method's reasons.
+"""`rollout-learner recipe --only-measure`: runs a model over a sample of its data, and recommends a method.
 
-In: the configuration of the planned run. Its model, data, task and decoding matter; trainer variant, servers and
-lengths of training do not. Out: `Measured` by scene, so that intervals can be drawn over scenes, and what
-`labels.complete` would know of the labels. Answers are drawn on the training data, which training would see. A
-validation file adds greedy answers and nats, to show overfitting. Uses a GPU if there is one. Writes only `--json`.
+In: the configuration of a planned run. Its model, data, task and decoding matter; trainer variant, servers and length
+of training do not. Out: printed features, a method, and its reasons; with `--json` also a file. The model answers
+training scenes, because training would use them. If there is a validation file, its scenes are measured too, to show
+overfitting. Missing labels are estimated as `labels.complete` does. A GPU is used if there is one.
 """
 
 from __future__ import annotations
@@ -44,12 +43,13 @@ from learner.tasks.detection.metrics import count_objects
 from learner.tasks.detection.task import DetectionTask
 from shared.errors import ConfigError, DataError
 
-DECODED_AT_ONCE = 64  # sequences, if the run does not say
+DECODED_AT_ONCE = 64  # sequences decoded at once, unless the configuration sets `decode_batch_size`
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeasureSettings:
-    """`num_samples` are drawn from each split, and `num_generations` answers to each sample."""
+    """How much to measure: at most `num_samples` samples of each split, and `num_generations` sampled answers to each
+    training sample."""
 
     num_samples: int = 100
     num_generations: int = 8
@@ -62,11 +62,12 @@ def predict_gain(
     asked: MeasureSettings,
     json_path: Path | None = None,
 ) -> int:
-    """Measure, print, and write `json_path`. Returns the exit code.
+    """Measure the model, print the features and the recommendation, and write them to `json_path` if it is given.
+    Returns the exit code 0.
 
     Raises ConfigErrors, ConfigError, DataError, RolloutError, OutputError.
     """
-    logging.disable(logging.WARNING)  # print only findings, not what libraries log
+    logging.disable(logging.WARNING)  # only the results are printed, not what libraries log
     transformers.utils.logging.disable_progress_bar()
     config = load_config(config_path, overrides=overrides)
     check_extensions(config)
@@ -91,7 +92,7 @@ def predict_gain(
 
 
 def _report(console: Console, found: Mapping[str, FeatureEstimate], recommendation: Recommendation) -> None:
-    """Print the features and the rules."""
+    """Print a table of the features, the recommended method, and every rule with its reason."""
     shown = Table("feature", "value [95% interval]", "meaning", box=None, padding=(0, 2, 0, 0))
     for name, one in found.items():
         shown.add_row(name, f"{one.value:6.3f} [{one.low:.3f}, {one.high:.3f}]", MEANINGS[name])
@@ -104,7 +105,8 @@ def _report(console: Console, found: Mapping[str, FeatureEstimate], recommendati
 def measure(
     config: RunConfig, asked: MeasureSettings, tell: Callable[[str], None] = lambda _: None
 ) -> tuple[Measured, CompletionEstimate]:
-    """Measure the run's model on the run's data, and estimate what the labels lack. `tell` gets a line per part.
+    """Measure the run's model on the run's data. Return the measurement, and the estimate of missing labels. `tell`
+    gets a line of text when a part has ended.
 
     Raises ConfigError, DataError, or RolloutError if memory is too small.
     """
@@ -134,14 +136,15 @@ def measure(
 
 
 class _Model:
-    """The model with its data and task."""
+    """The model to measure, with its data and task. `tell` gets a line of text when a part of the measurement ends."""
 
     def __init__(self, policy: Policy, task: DetectionTask, config: RunConfig, tell: Callable[[str], None]) -> None:
         self._policy, self._task, self._config, self._tell = policy, task, config, tell
         self._backend = HfBackend(_drawn_at_temperature_1(config), policy, run_seed=config.training.seed)
 
     def samples(self, split: str, most: int) -> list[Sample]:
-        """Return at most `most` samples, drawn with a fixed seed, in the order of the file."""
+        """Return at most `most` samples of a split, drawn with a fixed seed, in the order of its file. Raises DataError
+        if the split has fewer than 2."""
         config, path = self._config, self._config.data.path_of(split)
         assert path is not None
         data, reader = as_read_for(config.data, split), reader_of(config, split)
@@ -156,7 +159,8 @@ class _Model:
         return [found[i] for i in sorted(random.Random(0).sample(range(len(found)), min(most, len(found))))]
 
     def answers(self, samples: Sequence[Sample], *, drawn: bool) -> list[Assignment]:
-        """Return one answer to each sample: drawn at temperature 1, or greedy."""
+        """Return the model's answer to each sample, matched with the labels. `drawn`: sampled at temperature 1; if
+        False, decoded greedily."""
         began = time.monotonic()
         rollouts = self._backend.generate(samples, global_step=0, micro_step_idx=0, first_req_idx=0, greedy=not drawn)
         how = "drawn" if drawn else "greedy"
@@ -164,8 +168,7 @@ class _Model:
         return [self._task.match(self._task.parse(rollout)) for rollout in rollouts]
 
     def gaps(self, groups: Sequence[Sequence[Assignment]]) -> tuple[CompletionEstimate, NDArray[np.float64] | None]:
-        """Return the estimate of missing labels, and for each scene the numbers of labels, of finds without a label,
-        and of right finds among these; None if the numbers are not known."""
+        """Return the estimate of missing labels, and `Measured.gaps`. `groups`: each scene's sampled answers."""
         began = time.monotonic()
         samples = [group[0].parsed.rollout.sample for group in groups]
         answers = [[[p.object for p in one.parsed.objects] for one in group] for group in groups]
@@ -183,7 +186,7 @@ class _Model:
         return known, np.array([(len(s.objects), len(own), sum(own)) for s, own in zip(samples, free, strict=True)])
 
     def split(self, greedy: Sequence[Assignment]) -> tuple[MeasuredSplit, NDArray[np.float64]]:
-        """Return counts and nats, and the exposure of each scene: zeros if an answer cannot be compared."""
+        """Return the measurement of the scenes with these greedy answers, and `Measured.exposure`."""
         began = time.monotonic()
         nats, exposure = np.zeros((len(greedy), 2)), np.zeros((len(greedy), len(KINDS), 3))
         for i, assignment in enumerate(greedy):

@@ -1,36 +1,38 @@
-"""The choice of a method, with its reason: rules over the features of `features.py`.
+"""Recommends a method of training, with its reason: rules over the features of `features.py`.
 
-In: features with their intervals. Out: a method, and the verdict of every rule with its numbers. Rules are tried in the
-order below, and the first that holds recommends. An interval must clear a threshold, not only the estimate.
+In: features with their intervals. Out: a method, and for every rule whether it holds, with its numbers. Rules are tried
+in the order below, and the first that holds recommends its method. A whole interval must be above the threshold.
+"Best of K" is the best of K sampled answers to a scene, compared with the greedy answer.
 
-    sft                    the model answers too little to learn from its own words: PARSE_RATE, LEAST_F1
-    an earlier checkpoint  it answers training scenes much better than others: OVERFIT_F1. What else was measured, was
-                           measured on scenes that it knows by heart
+    sft                    the model finds too little to learn from its own answers: PARSE_RATE, LEAST_F1
+    an earlier checkpoint  it answers training scenes much better than validation scenes: OVERFIT_F1. It has learned the
+                           training scenes by heart, so the other features, measured on them, say little
     rollout_matching_sft   labels are missing, and nothing is sure enough to be completed: MISSING
     completed labels, grpo labels are missing, and the best of K is better in places: MISSING, HEADROOM, NO_SIGNAL
     nothing                labels are missing, but the model finds nearly all that is labelled: MISSING, FOUND
     completed labels, sft  labels are missing: MISSING
     sft, then grpo         the best of K is better in places (names ignored), and K answers differ: HEADROOM, NO_SIGNAL.
-                           A few steps of sft correct a habit; what it leaves is measured again
+                           A few steps of sft correct a habit. Then measure again what is left to gain
     sft                    the best of K is better, but in names or in few scenes: HEADROOM. Labels teach names
-    rollout_matching_sft   the model continues its own words worse than the truth's: EXPOSURE
+    rollout_matching_sft   the model predicts labels worse after its own answer than after other labels: EXPOSURE
     nothing                there is nothing to gain from these data: the model is right, also on validation scenes, or
                            more sft overfits
-    sft                    otherwise: labels still teach
+    sft                    otherwise: the labels still teach
 
-What labels lack is what `labels.complete` itself estimates, by how finds look where that is known. Where labels have
-gaps and `labels.complete` would complete nothing, rollout matching that keeps finds is recommended (photographs, by
-labels drawn anew: 0.664 with `keep_unmatched`, 0.692 with completed labels, 0.611 with sft). grpo on completed labels
-gained up to 0.04 F1 over sft on the same labels where labels were missing at random, and lost 0.02 on the photographs.
-So grpo is recommended where the best of K is better, and the estimated F1 decides.
+How many labels are missing is estimated as `labels.complete` does it: from the pixels of the objects that the model
+finds, if possible. If labels are missing and `labels.complete` would add none, rollout matching is recommended, with
+objects without a label kept (`keep_unmatched`). On photographs it reached 0.664 by labels that were drawn again,
+training on completed labels 0.692, sft 0.611. With labels missing at random, grpo on completed labels gained up to 0.04
+F1 over sft on the same labels; on the photographs it lost 0.02. So grpo is recommended only if the best of K is better,
+and the estimated F1 must decide.
 
-The thresholds are chosen by hand, so that the comparisons that were measured come out right
-(docs/concepts/which-method.md). Complete labels were estimated at 0.05 missing at most, labels of which 40% were
-removed at 0.38 or more; so MISSING is 0.10. A model of digits that finds 0.96 of the labelled places, with 40% missing,
-gained nothing from completed labels; models that gained find 0.87 or less. With an exposure gap of 0.0013 nats both
-methods were equally good, so EXPOSURE is 0.02. A smaller gain than 0.03 F1 is not worth training for. With complete
-labels and much headroom in places, four habits were corrected by sft alone. The other thresholds only mark obvious
-cases.
+The thresholds are chosen by hand, so that they give the right method in all comparisons that were measured
+(docs/concepts/which-method.md). For complete labels at most 0.05 were estimated as missing, for labels of which 40%
+were removed at least 0.38; so MISSING is 0.10. A model of digits that found 0.96 of the labelled places, with 40% of
+the labels missing, gained nothing from completed labels; models that gained found 0.87 or less. With an exposure gap of
+0.0013 nats both methods were equally good, so EXPOSURE is 0.02. A gain of less than 0.03 F1 is not worth a training.
+With complete labels and much headroom in places, sft alone corrected four habits. The other thresholds only mark
+obvious cases.
 """
 
 from __future__ import annotations
@@ -42,15 +44,15 @@ from learner.config.sections.training import ESTIMATED
 from learner.predict.features import FeatureEstimate
 from learner.tasks.detection.completion import MISSING, CompletionEstimate
 
-PARSE_RATE = 0.5
-LEAST_F1 = 0.05
-FOUND = 0.90  # share of the labelled places that the model finds
-HEADROOM = 0.03  # F1 of the best of K answers minus F1 of the greedy answer
-NO_SIGNAL = 0.8  # share of the scenes whose K answers all have the same F1
-EXPOSURE = 0.02  # nats per token after own words minus nats after the truth's
-OVERFIT = 0.05  # nats per token on validation scenes minus nats on training scenes
-OVERFIT_F1 = 0.10
-RIGHT_F1 = 0.97
+PARSE_RATE = 0.5  # below this share of readable answers, sft comes first
+LEAST_F1 = 0.05  # below this F1 of greedy answers, sft comes first
+FOUND = 0.90  # a model that finds more than this share of the labelled places gains nothing from completed labels
+HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minus F1 of the greedy answer
+NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended
+EXPOSURE = 0.02  # min gap for rollout matching: nats per token after the model's own answer minus after the labels
+OVERFIT = 0.05  # more sft overfits if validation labels cost more nats per token than training labels by this
+OVERFIT_F1 = 0.10  # training scenes are known by heart if their F1 is above that of validation scenes by this
+RIGHT_F1 = 0.97  # above this F1 there is nothing left to gain
 
 SFT = "sft"
 ROLLOUT_MATCHING = "rollout_matching_sft"
@@ -65,7 +67,7 @@ BY_HEART = "an earlier checkpoint, or more data or augmentation: this model know
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A method, whether it is recommended by this rule, and why or why not."""
+    """A rule's result: whether it holds, and so recommends `method`. `reason` says why or why not, with numbers."""
 
     method: str
     holds: bool
@@ -74,14 +76,15 @@ class Rule:
 
 @dataclass(frozen=True, slots=True)
 class Recommendation:
-    """`method` is the method of the first rule that holds."""
+    """The recommended method, and the results of all rules in order. The first rule that holds gave the method."""
 
     method: str
     rules: Sequence[Rule]
 
 
 def recommend(found: Mapping[str, FeatureEstimate], known: CompletionEstimate) -> Recommendation:
-    """Recommend a method from the estimates of `features.estimates`, and what is known of the labels."""
+    """Return the recommended method. `found`: the features of `features.estimates`. `known`: the estimate of the labels
+    that are missing."""
     gaps = _gaps(found, known)
     rules = [
         _answers_too_little(found),
@@ -118,7 +121,8 @@ def _by_heart(found: Mapping[str, FeatureEstimate]) -> Rule:
 
 
 def _gaps(found: Mapping[str, FeatureEstimate], known: CompletionEstimate) -> Rule:
-    """Return the rule for labels with gaps: a sign shows gaps, or the interval of missing labels lies above MISSING."""
+    """Return the rule that holds if labels have gaps (missing labels): there is a sign that labels are not missing at
+    random, or the interval of the missing share is above MISSING."""
     missing = found.get("missing_labels")
     seen = [known.not_random] if known.not_random else []
     seen += [f"{_shown(missing)} of the objects found have no label"] if missing is not None else []
@@ -146,8 +150,8 @@ def _finds_all(found: Mapping[str, FeatureEstimate], gaps: Rule) -> Rule:
 
 
 def better_places(found: Mapping[str, FeatureEstimate], *, least_low: float = HEADROOM) -> Rule:
-    """Return the rule for rollouts that can still teach: the best of K answers is better in places, and K answers
-    differ. The interval must lie above `least_low`, the estimate above HEADROOM."""
+    """Return the rule that recommends grpo. It holds if the best of K answers is better in places than the greedy one,
+    by more than HEADROOM and with an interval above `least_low`, and if the K answers to enough scenes differ."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
         f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "

@@ -1,25 +1,27 @@
-"""`rollout-learner recipe`: runs `sft` on completed labels, then `grpo` or rollout matching, each stage until its score
-rises no more, all within a given number of minutes.
+"""`rollout-learner recipe`: runs a few trainings (stages) one after the other, within a given number of minutes.
 
-    stages.py    makes each stage's configuration from the user's
-    stage.py     runs in a stage's process: gives it the earlier stages' labels, measures what `grpo` could gain
+    stages.py    makes each stage's configuration from the user's configuration
+    stage.py     runs in a stage's process: takes over the earlier stages' labels, measures what `grpo` could gain
     record.py    `recipe.json`: the decisions so far, and what each stage gained and lost
     command.py   the command: the parent process, which starts a process for each stage
 
-1. `sft` runs on labels that are completed where `labels.complete` finds it safe, until its validation score rises no
-   more. Its first evaluation scores the start: the model that the user named.
-2. If no labels were completed: `grpo`, before its first step, measures on training samples how much better placed
-   objects sampled answers have than greedy ones (the headroom in places).
-3. `grpo`. If labels were completed, it begins from the start, whose answers completed them, with the same labels.
-   Otherwise it begins from the best weights of `sft`, if there is headroom in places. If there is none, only names
-   could be learned, which rollouts do not teach, and the recipe ends; if lack of time had ended `sft`, `sft` goes on
-   first.
-   If the start estimates that labels have gaps, but gives no answers sure enough to complete them, rollout matching
-   replaces 2 and 3 and learns the objects that it finds. If boxes are loose after it, `grpo` on their IoU follows.
+"The start" is the model that the user's configuration names. Each stage ends when its validation score rises no more.
+
+1. `sft` runs on the labels, which are completed first if `labels.complete` finds that safe. Its first evaluation scores
+   the start.
+2. If no labels were completed, `grpo` measures before its first step, on training samples, how much better sampled
+   answers find places than greedy answers do (the headroom in places).
+3. `grpo`. If labels were completed, it begins from the start, whose answers have completed them, with the same labels.
+   Otherwise it begins from the best weights of `sft`, but only if there is headroom in places. Without that, `grpo`
+   could only learn names, and rollouts do not teach names, so the recipe ends. If `sft` had ended for lack of time,
+   `sft` goes on before the recipe ends.
+
+If labels are missing, but the start's answers are not sure enough to complete any, rollout matching replaces 2 and 3:
+it keeps the objects that it finds without a label. If its boxes fit badly, `grpo` follows, with their IoU as reward.
 
 Each stage is an ordinary run in a folder of its own, such as `OUTPUT/sft`, with its configuration beside it
-(`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score of all stages and of the
-start; of equal scores, the earlier weights. Where labels of validation have gaps, the score is `estimated_f1@0.5`, for
-the range of objects that `sft` saw first. So the result never scores below the start. If a recipe was stopped or
-killed, the same command continues it.
+(`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score, of all stages and the start;
+if scores are equal, to the earlier weights. So the result never scores below the start. If labels of validation are
+missing, the score is `estimated_f1@0.5`, in all stages for the numbers of objects that `sft` estimated first. If a
+recipe was stopped or killed, the same command continues it.
 """

@@ -1,11 +1,11 @@
-"""`rollout-learner recipe --config run.yaml --minutes N`: runs the stages one after the other, in one run directory.
+"""`rollout-learner recipe --config run.yaml --minutes N`: runs the stages one after the other, in one folder.
 
-This process decides and writes `recipe.json`. Each stage is a process of its own, `rollout-learner train`, under
-torchrun if there are several ranks. This process waits for it and reads its results from its folder. So it imports no
-torch. A process can start only one engine on the GPU in its life, and that engine is gone when the next stage begins.
+This process decides what to run, and writes `recipe.json`. Each stage runs in a process of its own (`rollout-learner
+train`, under torchrun if there are several ranks), because a process can start an engine on the GPU only once. This
+process waits for the stage's process, and reads the results from the stage's folder. It does not import torch.
 
-The files on disk decide what is run next. When the command is given again, stages that have ended are not repeated, and
-a stage that was killed continues from its newest checkpoint. When this process ends, the stage's process ends too.
+The files on disk decide what is run next. If the command is given again, stages that have ended are not repeated, and
+a stage that was killed continues from its newest checkpoint. If this process ends, the stage's process ends too.
 """
 
 from __future__ import annotations
@@ -70,12 +70,12 @@ from shared.processes import (
     without_working_directory,
 )
 
-# sft's largest share of the minutes, while grpo may follow. Mostly its score stops rising long before. While it rises,
-# sft learns faster than grpo would: on photographs one step of grpo took 60% of five minutes.
+# Max share of the recipe's minutes for sft, if grpo may follow. Usually sft's score stops rising long before. While it
+# rises, sft learns faster than grpo would: on photographs one step of grpo took 60% of five minutes.
 SFT_SHARE = 0.8
-# Rollout matching's largest share of the minutes left after sft, if boxes are loose: the rest is for `grpo` on IoU.
+# Max share of the minutes left after sft for rollout matching, if boxes are loose: the rest is for `grpo` on their IoU.
 MATCHING_SHARE = 0.6
-LEAST_SHARE = 0.1  # share of all minutes: no second stage is begun if less is left
+LEAST_SHARE = 0.1  # a stage after `sft` is begun only if at least this share of the recipe's minutes is left
 WHY_GRPO = "labels had gaps and were completed: what is left cannot be counted by them, so validation decides"
 FROM_START = ". It begins with the weights of the start, which have not learned the wrong ones among them"
 FROM_SFT = ". It begins with the weights of sft, which complete them again: the start was much worse"
@@ -88,7 +88,7 @@ BY_THEIR_IOU = ". So the reward is the IoU of what is found"
 WHY_SFT = "labels teach most in the least time, and its first evaluation measures the start"
 
 
-RunStage = Callable[[Path], int]
+RunStage = Callable[[Path], int]  # runs the stage of a configuration file, and returns its exit code
 
 
 class StageError(ProjectError):
@@ -103,8 +103,8 @@ def recipe(
     environment: Mapping[str, str],
     run_stage: RunStage | None = None,
 ) -> int:
-    """Run the recipe to its end, on `nproc` ranks. Returns 0, or the exit code of the signal that stopped it.
-    `run_stage` runs the stage of a configuration file and returns its exit code. By default it starts a process.
+    """Run the recipe to its end, with `nproc` ranks per stage. Returns 0, or the exit code of the signal that stopped
+    it. `run_stage`: runs a stage; None: in a process of its own.
 
     Raises ConfigError, CheckpointError, OutputError, and StageError if a stage's process failed.
     """
@@ -129,8 +129,9 @@ def recipe(
 
 
 def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
-    """Return the record on disk; a new one if there is none, or if another recipe wrote it and has learned nothing.
-    Raises ConfigError if another recipe wrote it and has learned something."""
+    """Return the recipe's record in the folder `root`, or write and return a new one if there is none. If the record
+    belongs to another recipe (another model, data, task or labels), it is replaced if that recipe has learned nothing;
+    otherwise raises ConfigError."""
     digest = digest_of(config)
     old = read_record(root)
     if old is None or (old.digest != digest and not has_learned(old, root)):
@@ -148,12 +149,14 @@ def _begin(config: RunConfig, minutes: float, root: Path) -> Record:
 
 
 def has_learned(record: Record, root: Path) -> bool:
-    """Return True if a stage has ended or saved a checkpoint. A recipe that failed earlier may be begun anew."""
+    """Return True if a stage of the recipe has ended or has saved a checkpoint. If not, another recipe may replace
+    it."""
     return bool(record.stages) or any(root.glob("*/checkpoint-*/manifest.json"))
 
 
 class StageProcess:
-    """Runs the process of one stage at a time. Signals that ask this process to stop are sent on to that process."""
+    """Runs stages, each in a process of its own, one at a time. A signal that asks this process to stop is sent on to
+    the stage's process."""
 
     def __init__(self, nproc: int, environment: Mapping[str, str]) -> None:
         self._nproc, self._environment = nproc, environment
@@ -163,7 +166,7 @@ class StageProcess:
     @classmethod
     @contextmanager
     def listening(cls, nproc: int, environment: Mapping[str, str]) -> Iterator[Self]:
-        """Yield a StageProcess that handles this process's stop signals until the end of the block."""
+        """Yield a StageProcess. Until the end of the block it handles the stop signals that this process gets."""
         made = cls(nproc, environment)
         before = {signum: signal.signal(signum, made._asked) for signum in stop_signals()}
         try:
@@ -173,8 +176,9 @@ class StageProcess:
                 signal.signal(signum, handler)
 
     def run(self, path: Path) -> int:
-        """Run the stage of the configuration `path` to its end. Its stderr goes into a log file beside `path`. Returns
-        0, or the exit code of the stop signal that ended the stage or came before it. Raises StageError if it fails."""
+        """Run the stage with the configuration file `path`, and wait for its end. Its stderr is written to a log file
+        beside `path`. Returns 0, or the exit code of the stop signal that ended the stage. After a stop signal, no
+        stage is started. Raises StageError if the stage fails."""
         argv = ["-m", "learner", "train", "--stage", "--config", str(path)]
         if self._nproc > 1:
             argv = ["-m", "learner.run.torchrun", str(self._nproc), *argv]
@@ -183,8 +187,8 @@ class StageProcess:
         if not self._signum:
             sys.stdout.flush()
             with writing(log), FileIO(log, "w", opener=unlinked) as errors:
-                # The stage's process has a session of its own, so it gets Ctrl-C once, from `_pass_on`. A second
-                # Ctrl-C would end it without a checkpoint.
+                # With a session of its own, the stage's process gets Ctrl-C only from `_pass_on`, not from the terminal
+                # too: a second Ctrl-C would end it without a checkpoint.
                 self._process = subprocess.Popen(
                     [sys.executable, *argv],
                     env={**self._environment, **without_working_directory(self._environment)},
@@ -224,7 +228,8 @@ def _failed(name: str, returncode: int, log: Path) -> StageError:
 
 
 class Recipe:
-    """Runs the stages that `record` asks for, one after the other, and writes each decision into `recipe.json`."""
+    """Decides which stage comes next, runs it, and writes each decision to `recipe.json`, until the recipe has ended.
+    `record`: the decisions and results so far."""
 
     def __init__(
         self, config: RunConfig, record: Record, nproc: int, environment: Mapping[str, str], run_stage: RunStage
@@ -232,11 +237,11 @@ class Recipe:
         self.config, self.record, self.nproc, self.environment = config, record, nproc, environment
         self._run_stage = run_stage
         self.root = Path(config.training.output_dir)
-        self._began_s = time.monotonic()  # when the running stage began; before the first one, when the command began
+        self._began_s = time.monotonic()  # begin of the running stage, or of the command before its first stage
 
     def follow(self) -> int:
-        """Run the stages to the recipe's end, and write the report. Returns 0, or the exit code of a stage that
-        stopped."""
+        """Run stages until the recipe has ended, then print the results and write the report. Returns 0, or the exit
+        code of a stage that was stopped."""
         while not self.record.ended:
             sft = self.record.stage(SFT)
             if code := (self._sft() if sft is None else self._after_sft(sft)):
@@ -247,22 +252,24 @@ class Recipe:
     # ---- the stages ------------------------------------------------------------------------------------------------
 
     def _sft(self) -> int:
-        """Run `sft`: for all minutes if grpo is known to gain nothing, else for at most `SFT_SHARE` of them."""
+        """Run `sft`, and return its exit code. It gets all minutes of the recipe if `grpo` will not be run, otherwise
+        at most the share SFT_SHARE."""
         earlier_s = spent_s(self.root / SFT)
         share_s = 60 * self.record.minutes * (1.0 if self.record.no_grpo else SFT_SHARE)
         left_s = share_s - earlier_s - spent_s(self.root / GRPO)
         return self._run(SFT, sft_stage(self.config, world_size=self.nproc, minutes=left_s / 60), WHY_SFT, earlier_s)
 
     def _after_sft(self, sft: StageResult) -> int:
-        """Run rollout matching if labels have gaps that the start cannot complete, else `grpo` if it pays; or decide
-        that the recipe has ended. Returns a stage's exit code."""
+        """Take the next step after `sft`: run rollout matching (if labels are missing and the start cannot complete
+        them) or `grpo`, let `sft` go on, or decide that the recipe has ended. Returns the exit code of the stage; 0 if
+        none was run."""
         matched = self.record.stage(MATCHING)
         name = MATCHING if matched is None and sft.cannot_complete else GRPO
         if matched is not None and not self.record.is_loose and not self.record.grpo:
             self._decide(ended=f"its boxes fit: F1@mIoU is {self.record.fit:.2f} of F1@0.5")
             return 0
         if name == GRPO and (self.root / GRPO / HEADROOM).is_file():
-            self._decide_by_headroom()  # an earlier command ended after the measurement, before the decision
+            self._decide_by_headroom()  # an earlier command was stopped between the measurement and the decision
         earlier_s = spent_s(self.root / name)
         whole_s = 60 * self.record.minutes - self.record.seconds
         left_s = whole_s - earlier_s
@@ -287,10 +294,11 @@ class Recipe:
         return code
 
     def _grpo(self, sft: StageResult, minutes: float, earlier_s: float) -> int:
-        """Run `grpo`. Without completed labels and loose boxes, its process first measures the headroom, and learns
-        only if that is large enough. Headroom is counted by labels, so with gaps in labels it is not asked."""
+        """Run `grpo`, and return its exit code. If labels were completed or boxes are loose, it learns in any case. If
+        not, its process first measures the headroom in places, and learns only if that is large enough. Missing labels
+        would make the measured headroom too small."""
         record = self.record
-        # rollout matching is run only if the start cannot complete the labels
+        # If rollout matching was run, the start cannot complete labels.
         completes = record.stage(MATCHING) is None and (sft.completed or record.starts_weak)
         values = grpo_stage(
             self.config,
@@ -308,18 +316,20 @@ class Recipe:
         return self._run(GRPO, values, self.record.grpo, earlier_s)
 
     def _go_on_with_sft(self) -> None:
-        """Let `sft` continue. Its time was cut for `grpo`, which is not run, so `sft` now has all minutes."""
+        """Let `sft` continue with the minutes that were kept for `grpo`, because `grpo` is not run. The result of `sft`
+        is removed from the record until `sft` has ended again."""
         self.record = replace(self.record, stages=(), extended=True, best_of=START, best_score=None)
         self._decide()
 
     def _best(self) -> Path | None:
-        """Return the folder of the best weights so far; None if they are those of the start."""
+        """Return the checkpoint with the best weights so far; None if the start is the best."""
         best = self.record.stage(self.record.best_of)
         return self.root / best.name / f"checkpoint-{best.best_step}" if best is not None else None
 
     def _run(self, name: str, values: dict[str, Any], why: str, earlier_s: float) -> int:
-        """Run one stage as an ordinary run. Its result goes into the record, and `best` is linked to the best weights.
-        Returns the exit code of the stage."""
+        """Run the stage `name` with the configuration `values`, and return its exit code. If it has ended, add its
+        result to the record and link `best` to the best weights. `why`: the reason to run it. `earlier_s`: seconds that
+        it has run before this command."""
         if self.record.metric != ESTIMATED:
             values["training"]["keep_best"] = self.record.metric
         path = self.root / f"{name}.yaml"
@@ -345,8 +355,8 @@ class Recipe:
     # ---- the record ------------------------------------------------------------------------------------------------
 
     def _decide_by_headroom(self) -> None:
-        """Decide by the measured headroom whether `grpo` pays, unless that is decided already. Raises
-        CheckpointError."""
+        """Decide by the measured headroom whether to run `grpo`, unless that is decided already. Raises CheckpointError
+        if the measurement cannot be read."""
         if not (self.record.grpo or self.record.no_grpo):
             found = read_headroom(self.root / GRPO)
             rule = grpo_pays(found)
@@ -354,8 +364,8 @@ class Recipe:
             self._decide(**{"grpo" if rule.holds else "no_grpo": rule.reason})
 
     def _decide(self, *, grpo: str = "", no_grpo: str = "", ended: str = "") -> None:
-        """Write the record, and link `best` to the best weights. No link is made if the start's weights are the best
-        and the start is not a folder on this machine."""
+        """Add the given decisions (reasons in words; "" decides nothing) to the record and write it. Link `best` to the
+        best weights. No link is made if the start is the best and is not a folder on this machine."""
         self.record = record = replace(
             self.record,
             grpo=grpo or self.record.grpo,
@@ -369,8 +379,8 @@ class Recipe:
         record.write(self.root)
 
     def _tell(self) -> None:
-        """Print each stage's result and reason, and write the report."""
-        if self.record.stage(GRPO) is None:  # `grpo` measured headroom there and learned nothing
+        """Print the results of the stages, and write the report of the recipe."""
+        if self.record.stage(GRPO) is None:  # the folder has only a measurement, or does not exist
             shutil.rmtree(self.root / GRPO, ignore_errors=True)
         print("\n".join(told(self.record)))
         if (self.root / BEST_LINK).is_dir():
@@ -379,7 +389,8 @@ class Recipe:
 
 
 def told(record: Record) -> list[str]:
-    """Return the lines that the recipe prints at its end."""
+    """Return the lines that the recipe prints at its end: each stage's score, reason, gains and losses, then why the
+    recipe ended and which weights are best."""
     lines = []
     for stage in record.stages:
         score = f"{record.metric} {stage.score_before:.3f} -> {stage.score:.3f} at step {stage.best_step}"

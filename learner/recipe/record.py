@@ -1,7 +1,8 @@
 """`recipe.json`: the decisions of a recipe so far, and what each stage gained and lost.
 
-The recipe's process rewrites the whole file at each decision. The file and the stages' folders have all that a second
-command needs. A stage that is not listed has not ended. The report of the folder shows the record.
+The recipe's process writes the whole file again at each decision. From this file and the stages' folders, the same
+command, given again, knows how to go on. Only stages that have ended are in the file. The report of the recipe's folder
+shows its content.
 """
 
 from __future__ import annotations
@@ -27,40 +28,39 @@ from learner.tasks.detection.completion import CompletionEstimate
 from shared.errors import CheckpointError
 from shared.reading import json_in, json_of
 
+# The metrics that are listed as gained or lost.
 SHOWN = ("f1@0.5", "f1@miou", "precision@0.5", "recall@0.5", "mean_iou", "f1_any@0.5", "parse_rate", "duplicate_rate")
-LEAST_CHANGE = 0.005  # metrics that changed less are not listed as gained or lost
-START = "start"
+LEAST_CHANGE = 0.005  # a metric that changed less is not listed as gained or lost
+START = "start"  # stands for the model that the user's configuration names, where another value would name a stage
 TIME_UP = "its time was up"
-HEADROOM = "headroom.json"  # a file in the folder of `grpo`
+HEADROOM = "headroom.json"  # file in the folder of the stage `grpo`: what it measured before its first step
 # Boxes are loose if F1@mIoU is below this share of F1@0.5. On blood cells the share is 0.6, and `grpo` with IoU as
-# reward gained 0.02 F1@0.5 after sft. On digits the share is 0.97, and it gained nothing.
+# reward gained 0.02 F1@0.5 after sft. On digits the share is 0.97, and the same `grpo` gained nothing.
 LOOSE = 0.8
-# If labels were completed, `grpo` begins from the start if the start's score is at least this share of sft's. With 60%
-# of labels missing, `grpo` from the start reached 0.83, and from sft 0.80, where sft completed other labels. All
-# measured shares are above 0.8.
+# If labels were completed, `grpo` begins with the user's model if its score is at least this share of sft's score. With
+# 60% of labels missing, `grpo` reached 0.83 from the user's model, and 0.80 from sft's weights, which had completed
+# other labels. All shares that were measured are above 0.8.
 START_SHARE = 0.75
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StageResult:
-    """One stage that has ended. `before` and `after` are the metrics of its first and its best evaluation on
-    validation. `score_before` and `score` are their values of `metric`, the metric that decides which weights are
-    best."""
+    """One stage that has ended."""
 
     name: str
     why: str  # the reason why the stage was run
     ended: str  # the reason why the stage ended
     labels: str  # a sentence on which labels were completed; empty if `labels.complete` is off
-    completed: bool
-    seconds: float
-    steps: int
-    best_step: int
-    score_before: float
-    score: float
-    before: Mapping[str, float]
-    after: Mapping[str, float]
+    completed: bool  # labels were completed
+    seconds: float  # duration of the stage
+    steps: int  # optimizer steps until the last evaluation
+    best_step: int  # step of the best evaluation
+    score_before: float  # value of `metric` in the first evaluation
+    score: float  # value of `metric` in the best evaluation
+    before: Mapping[str, float]  # metrics of the first evaluation, on validation
+    after: Mapping[str, float]  # metrics of the best evaluation, on validation
     metric: str  # name of the metric that decides which weights are best
-    cannot_complete: bool = False  # labels have gaps, and the stage's start could complete none of them
+    cannot_complete: bool = False  # labels are missing, and the model with which the stage began could add none
 
     @property
     def gained(self) -> list[str]:
@@ -71,7 +71,8 @@ class StageResult:
         return [text for text, change in self._changes() if change < 0]
 
     def _changes(self) -> list[tuple[str, float]]:
-        """Return each metric of `SHOWN` or of `data.retain` that changed, as a text and its gain; a loss is below 0."""
+        """Return (text, gain) of each metric of `SHOWN` and of `data.retain` that changed by at least LEAST_CHANGE. A
+        gain below 0 is a loss."""
         names = [*SHOWN, *(name for name in self.after if name.startswith(RETAIN) and name.endswith("/f1@0.5"))]
         found = []
         for name in names:
@@ -83,27 +84,27 @@ class StageResult:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Record:
-    """A recipe so far. `metric` decides which weights are best; `auto` until the first stage has ended. `best_of` is
-    the stage with the best weights, `START` if no stage is better than the start."""
+    """The state of a recipe: its decisions, and the results of the stages that have ended. "The start" is the model
+    that the user's configuration names."""
 
-    digest: str
-    minutes: float
-    metric: str
-    stages: tuple[StageResult, ...] = ()
-    headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)
+    digest: str  # see `digest_of`
+    minutes: float  # time for all stages together
+    metric: str  # name of the metric that decides which weights are best; "auto" until the first stage has ended
+    stages: tuple[StageResult, ...] = ()  # stages that have ended, in order
+    headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)  # what `grpo` measured before its first step
     grpo: str = ""  # the reason to run `grpo`; empty if it was not decided to run it
     no_grpo: str = ""  # the reason not to run `grpo`; empty if that was not decided
-    extended: bool = False  # `sft` is given the minutes of `grpo`, which is not run
-    ended: str = ""  # the reason why the recipe has ended
-    best_of: str = START
-    best_score: float | None = None
+    extended: bool = False  # `sft` goes on with the minutes of `grpo`, which is not run
+    ended: str = ""  # the reason why the recipe has ended; empty while it goes on
+    best_of: str = START  # name of the stage with the best weights; START if no stage is better than the start
+    best_score: float | None = None  # value of `metric` of the best weights; None before the first stage has ended
 
     def stage(self, name: str) -> StageResult | None:
         return next((stage for stage in self.stages if stage.name == name), None)
 
     def with_stage(self, stage: StageResult) -> Self:
-        """Return the record with `stage` added. If its score is not higher than the best one, the earlier weights stay
-        best."""
+        """Return the record with `stage` added. The stage's weights become the best ones if its score is higher than
+        the best score so far."""
         best_of, score = self.best_of, stage.score_before if self.best_score is None else self.best_score
         if stage.score > score:
             best_of, score = stage.name, stage.score
@@ -112,8 +113,8 @@ class Record:
 
     @property
     def fit(self) -> float:
-        """The fit of the boxes of the best weights so far: F1@mIoU / F1@0.5 on validation; 1 if either is unknown.
-        Missing labels lower both alike."""
+        """How well boxes fit, for the best weights so far: F1@mIoU / F1@0.5 on validation; 1 if one of them is not
+        known. Missing labels do not change this ratio: they lower both numbers alike."""
         stage = self.stage(self.best_of)
         metrics = stage.after if stage is not None else self.stages[0].before if self.stages else {}
         f1, strict = metrics.get("f1@0.5", 0.0), metrics.get("f1@miou")
@@ -125,19 +126,20 @@ class Record:
 
     @property
     def on_completed(self) -> bool:
-        """True if `grpo` learns completed labels: `sft` completed some, and rollout matching was not run."""
+        """True if `grpo` learns completed labels: `sft` has completed labels, and rollout matching was not run."""
         sft = self.stage(SFT)
         return sft is not None and sft.completed and self.stage(MATCHING) is None
 
     @property
     def starts_weak(self) -> bool:
-        """True if the start scored far below `sft`, so that `sft` completes labels better."""
+        """True if the start's score is so far below that of `sft` (START_SHARE) that `sft` completes labels better."""
         sft = self.stage(SFT)
         return sft is not None and sft.score_before < START_SHARE * sft.score
 
     @property
     def from_start(self) -> bool:
-        """True if `grpo` begins with the start, whose answers completed the labels, and not with sft's weights."""
+        """True if `grpo` begins with the start, whose answers completed the labels, instead of with the weights of
+        `sft`."""
         return self.on_completed and not self.starts_weak
 
     @property
@@ -146,21 +148,21 @@ class Record:
         return sum(stage.seconds for stage in self.stages)
 
     def write(self, root: Path) -> None:
-        """Write `recipe.json` in `root`. Raises OutputError."""
+        """Write `recipe.json` in the recipe's folder `root`. Raises OutputError if that fails."""
         stages = [asdict(stage) | {"gained": stage.gained, "lost": stage.lost} for stage in self.stages]
         write_atomically(root / RECIPE, json.dumps(asdict(self) | {"stages": stages}, indent=1) + "\n")
 
 
 def read_record(root: Path) -> Record | None:
-    """Read `recipe.json` in `root`; None if no recipe was begun there. Raises CheckpointError if the file is
-    damaged."""
+    """Return the record in `recipe.json` of the folder `root`; None if no recipe was begun there. Raises
+    CheckpointError if the file is damaged."""
     path = root / RECIPE
     if not path.is_file():
         return None
     try:
         content: dict[str, Any] = dict(json_in(path))
         known = StageResult.__dataclass_fields__
-        was = {"invents": "cannot_complete"}  # a key of earlier versions: its name now
+        was = {"invents": "cannot_complete"}  # earlier versions of the project wrote the key `invents`
         every = [{was.get(key, key): value for key, value in stage.items()} for stage in content["stages"]]
         stages = [StageResult(**{key: stage[key] for key in known if key in stage}) for stage in every]
         headroom = {name: FeatureEstimate(**one) for name, one in content["headroom"].items()}
@@ -175,7 +177,8 @@ def read_record(root: Path) -> Record | None:
 
 
 def digest_of(config: RunConfig) -> str:
-    """Return a hash of the keys in which two commands must agree to be one recipe: model, data, task and labels."""
+    """Return a hash of the sections model, data, task and labels. A command goes on with a recipe only if its
+    configuration has the same hash."""
     parts = config.model_dump_json(include={"model", "data", "task", "labels"})
     return hashlib.sha256(parts.encode()).hexdigest()
 
@@ -184,7 +187,8 @@ def digest_of(config: RunConfig) -> str:
 
 
 def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> StageResult:
-    """Read the result of a stage after its first evaluation. Raises CheckpointError if its scores cannot be read."""
+    """Return the result of a stage that has ended, from the files in its folder. `patience`: number of evaluations
+    without a better score that end it. Raises CheckpointError if the scores cannot be read."""
     try:
         stored = json_in(run_dir / BEST_FILE)
         values = {int(step): float(value) for step, value in stored["values"].items()}
@@ -217,8 +221,8 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
 
 
 def _labels(run_dir: Path) -> dict[str, Any]:
-    """Return the fields of a stage's result on labels: what its newest completion did, and what its first one
-    estimated."""
+    """Return the fields `labels`, `completed` and `cannot_complete` of a stage's result. The last completion of labels
+    gives the first two, and the estimate of the first completion the third."""
     files = sorted((run_dir / LABELS).glob("step_*.json"))
     if not files:
         return {"labels": "", "completed": False}
@@ -229,7 +233,8 @@ def _labels(run_dir: Path) -> dict[str, Any]:
 
 
 def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
-    """Read the headroom that `grpo` measured before its first step. Raises CheckpointError."""
+    """Return the features that the stage `grpo` measured before its first step, by name. Raises CheckpointError if
+    their file cannot be read."""
     path = run_dir / HEADROOM
     try:
         return {name: FeatureEstimate(**one) for name, one in json_in(path).items()}
@@ -243,23 +248,23 @@ def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
 
 
 def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
-    """Return the rule that says whether `grpo` is likely to gain: the estimate is above a threshold, its interval is
-    above 0, and sampled answers to enough scenes differ in score.
+    """Return the rule that says whether `grpo` is likely to gain. It holds if the headroom in places is above
+    `recommend.HEADROOM`, its interval is above 0, and sampled answers to enough scenes differ in score.
 
-    `recipe --only-measure` asks for the whole interval above the threshold, because its user would spend hours. Here
-    the minutes are given already, and the weights that validation prefers are kept. Where `grpo` and `sft` ended equal,
-    0.017 was measured.
+    `recipe --only-measure` wants the whole interval above the threshold, because its user would spend hours on `grpo`.
+    Here the recipe's minutes are given already, and the best weights on validation are kept in any case. In a
+    comparison that ended equal for `grpo` and `sft`, the headroom was 0.017.
 
-    Do not call this if labels were completed: objects without a label still hide headroom. `grpo` gains if 60% of the
-    labels are missing, where 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048] were measured, and if 40% are missing in 32
-    scenes, where 0.010 [0.000, 0.025] was measured.
+    Do not call this if labels were completed: because of objects that still have no label, the headroom is measured too
+    low. `grpo` gained with 60% of the labels missing, where headrooms of 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048]
+    were measured, and with 40% missing in 32 scenes, where 0.010 [0.000, 0.025] was measured.
     """
     return better_places(found, least_low=0.0)
 
 
 def spent_s(run_dir: Path) -> float:
-    """Return the seconds that earlier starts of a stage took, from the first to the last event of each in
-    `metrics.jsonl`."""
+    """Return how many seconds a stage has run so far. Each start of the stage counts from its first to its last event
+    in `metrics.jsonl`; 0 if the stage has not run yet."""
     path = run_dir / METRICS
     if not path.is_file():
         return 0.0

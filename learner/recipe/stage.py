@@ -1,9 +1,10 @@
-"""One rank of a stage's process: `rollout-learner train --stage`, which the recipe starts.
+"""Runs one rank of a stage: `rollout-learner train --stage`, which the recipe starts.
 
-In: the stage's configuration, and the recipe's record in the run's parent folder. Out: an ordinary run. It takes over
-what earlier stages found: completed labels, and the range of `estimated_f1@0.5`. If it is not decided yet whether
-`grpo` pays, the stage `grpo` first measures its headroom: how much better the best of K sampled answers to training
-samples is than the greedy one. It writes `headroom.json`, and learns nothing if the headroom is too small.
+In: the stage's configuration, and the recipe's record in the parent folder of the run. Out: an ordinary run. It takes
+over what earlier stages found: completed labels, and the range of object counts for which F1 is estimated. If it is not
+decided yet whether `grpo` is worth its time, the stage `grpo` first measures its headroom: how much better the best of
+K sampled answers to training samples is than the greedy answer. It writes `headroom.json`, and learns nothing if the
+headroom is too small.
 """
 
 from __future__ import annotations
@@ -31,21 +32,23 @@ from learner.trainer import Trainer
 from learner.wiring.build import joined_ranks, train_on
 from shared.errors import DataError
 
-SAMPLES, GENERATIONS = 64, 8
-_MICRO_STEP = -3  # no training step has this number, so that the measurement shares no seeds with it
-MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")
+SAMPLES, GENERATIONS = 64, 8  # max samples for which headroom is measured; sampled answers to each
+_MICRO_STEP = -3  # the measurement's `micro_step_idx`; training has no such number, so it has no seed in common
+MEASURED = ("f1_greedy", "f1_best", "headroom", "headroom_places", "name_errors", "no_signal")  # features to measure
 
 
 def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
-    """Run a stage, from its newest checkpoint if there is one. Returns the exit code, as `train` does."""
+    """Run a stage on this rank. If it has a checkpoint, it goes on from the newest one. Returns the exit code, as
+    `train` does."""
     plan = resolve(config, int(environment.get("WORLD_SIZE", 1)))
     with joined_ranks(config, environment) as ranks:
         return train_on(config, plan, ranks, environment, goes_on=True, before=prepare)
 
 
 def prepare(trainer: Trainer) -> bool:
-    """Give a stage the labels and the range of objects that earlier stages found. Return True if the stage is to learn.
-    Collective. Raises DataError, and CheckpointError if a file of the recipe cannot be read."""
+    """Give a stage the completed labels and the object counts of earlier stages. Return True if the stage shall learn,
+    False if `grpo` would gain too little. Collective. Raises DataError if no validation sample has an object, and
+    CheckpointError if a file of the recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
     assert record is not None, "a stage is begun by its recipe"
@@ -63,7 +66,8 @@ def prepare(trainer: Trainer) -> bool:
         return True
     begins = trainer.config.training.resume_from_checkpoint is None  # a resumed run has its labels from its checkpoint
     if record.from_start and trainer.labels is not None and begins:
-        # The weights of `sft` would complete fewer: they learned the annotated objects, so they find these more often.
+        # The labels that the start completed are taken. With the weights of `sft`, fewer labels would be completed:
+        # they have learned the annotated objects, and find objects without a label less often.
         trainer.labels.restore(0, sft_dir)
     if record.grpo:
         return True
@@ -78,7 +82,8 @@ def prepare(trainer: Trainer) -> bool:
 
 
 def _take_range(sft_dir: Path, run_dir: Path) -> None:
-    """Copy the range of objects for which `sft` estimated F1, so that scores of all stages are comparable (R49)."""
+    """Copy the file in which `sft` noted for which object counts it estimates F1, so that the scores of all stages can
+    be compared (R49)."""
     known, own = sft_dir / GAPS, run_dir / GAPS
     if known.is_file() and not own.is_file():
         write_atomically(own, known.read_text())
@@ -89,7 +94,8 @@ def _known(run_dir: Path) -> dict[str, FeatureEstimate] | None:
 
 
 def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
-    """Estimate `MEASURED` for the present weights, on at most `SAMPLES` training samples. Collective."""
+    """Return the features MEASURED by name, estimated for the present weights on at most SAMPLES training samples.
+    Collective."""
     every = trainer.basis.data.train
     chosen = [every[i] for i in sorted(random.Random(0).sample(range(len(every)), min(SAMPLES, len(every))))]
     greedy = trainer.evaluations.score(chosen, "headroom.jsonl", None, step=0).assignments
@@ -104,7 +110,8 @@ def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
 
 
 def _drawn(trainer: Trainer, samples: Sequence[Sample]) -> list[list[Assignment]]:
-    """Return `GENERATIONS` sampled answers to each sample. Each rank generates for its share of samples. Collective."""
+    """Return GENERATIONS sampled answers to each sample, matched with its labels. Each rank generates for a part of the
+    samples. Collective."""
     ranks, task = trainer.ranks, trainer.basis.task
     assert trainer.evaluations.backend is not None
     share = -(-len(samples) // ranks.world_size)

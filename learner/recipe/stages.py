@@ -1,8 +1,8 @@
-"""The configurations of the recipe's stages, as mappings to be written as YAML.
+"""Makes the configurations of the recipe's stages, as mappings to be written as YAML.
 
-In: the user's configuration, resolved. Out: the same with another trainer variant. Everything about model, data, task,
-servers and memory stays. How long a stage is follows from time and validation, so the schedule has no end: the learning
-rate is constant after the warm-up.
+In: the user's configuration, resolved. Out: the same configuration with another trainer variant. The keys about model,
+data, task, servers and memory do not change. A stage ends when its time is over or its validation score rises no more.
+So its number of steps is not known before, and the learning rate is constant after the warm-up.
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ from learner.tasks.detection.task import DetectionTask
 from shared.config.model import ConfigErrors, Mistake, shown
 
 SFT, GRPO, MATCHING = "sft", "grpo", "rollout_matching_sft"
-EVAL_STEPS = 8
-# Number of evaluations without a better score after which a stage ends. In 38 of 39 measured runs of sft, 2 chooses the
-# same step as 3, in the other a better one (bench/README.md). Rollouts are noisier, so stages that learn them have 3.
+EVAL_STEPS = 8  # steps between two evaluations, unless the user's configuration sets them
+# A stage ends after so many evaluations in a row without a better score. For 38 of 39 measured runs of sft, 2 chooses
+# the same step as 3, for the other run a better one (bench/README.md). Stages that learn rollouts have noisier scores.
 PATIENCE: Mapping[str, int] = {SFT: 2, GRPO: 3, MATCHING: 3}
-SAVE_MINUTES = 5.0
-BY_IOU: Mapping[str, float] = {"soft_iou": 1.0}
-RATE_OF_GRPO = 0.3  # grpo's suitable learning rate as a multiple of sft's (docs/concepts/which-method.md)
-MOST_STEPS = 100_000  # time or patience ends a stage
-LEAST_MINUTES = 0.01
+SAVE_MINUTES = 5.0  # minutes between two checkpoints, unless the user's configuration sets a cadence
+BY_IOU: Mapping[str, float] = {"soft_iou": 1.0}  # reward weights of a `grpo` stage that improves the fit of boxes
+RATE_OF_GRPO = 0.3  # grpo's learning rate is sft's times this (docs/concepts/which-method.md)
+MOST_STEPS = 100_000  # max steps of a stage, which no stage reaches: its time or its patience ends it before
+LEAST_MINUTES = 0.01  # `max_minutes` must be above 0, even if a stage's time is over
 NO_VALIDATION = Mistake(
     path="data.val",
     found="null",
@@ -39,7 +39,8 @@ NO_VALIDATION = Mistake(
 
 
 def check_recipe(config: RunConfig) -> None:
-    """Raises ConfigErrors if the recipe can't be followed."""
+    """Raises ConfigErrors if no recipe can be run with this configuration: another task than detection, no validation
+    annotations, or a checkpoint to resume from."""
     mistakes = []
     if not issubclass(task_class(config.task), DetectionTask):
         wanted = "task.type: detection, whose answers have places and names"
@@ -56,7 +57,7 @@ def check_recipe(config: RunConfig) -> None:
 
 
 def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
-    """Return the configuration of `sft` on labels that are completed where it is safe."""
+    """Return the configuration of the stage `sft`. Its labels are completed if `labels.complete` finds that safe."""
     values = _stage(config, SFT, minutes)
     values["labels"]["complete"] = values["labels"]["complete"] or CompleteConfig().model_dump(mode="json")
     _as_supervised(values, config, world_size)
@@ -64,9 +65,12 @@ def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str
 
 
 def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
-    """Return the configuration of rollout matching from the start, on the annotated labels. Predictions without a label
-    are kept. From the weights of `sft`, which have learned to omit such objects, rollout matching reached 0.529 on
-    digits with noise, from the start 0.610 (bench/README.md)."""
+    """Return the configuration of the stage that learns by rollout matching, on the annotated labels. Predictions
+    without a label are kept.
+
+    It starts from the model that the user's configuration names, not from the weights of `sft`, which have learned to
+    omit objects without a label. On digits with noise it reached 0.610, and 0.529 from the weights of `sft`
+    (bench/README.md)."""
     values = _stage(config, MATCHING, minutes)
     _as_supervised(values, config, world_size)
     values["labels"]["complete"] = None
@@ -78,8 +82,9 @@ def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dic
 def grpo_stage(
     config: RunConfig, *, world_size: int, minutes: float, model: Path | None, completes: bool, by_iou: bool = False
 ) -> dict[str, Any]:
-    """Return the configuration of `grpo` from `model` (None: the start). `completes`: labels are completed where it is
-    safe. `by_iou`: the reward is the IoU of boxes, unless the user's configuration weights rewards."""
+    """Return the configuration of the stage `grpo`. It starts from `model`; None: from the model that the user's
+    configuration names. `completes`: labels are completed if `labels.complete` finds that safe. `by_iou`: the reward is
+    the IoU of boxes, unless the user's configuration sets rewards."""
     values = _stage(config, GRPO, minutes)
     if by_iou and not config.reward.weights and not config.reward.functions:
         values["reward"]["weights"] = dict(BY_IOU)
@@ -92,10 +97,10 @@ def grpo_stage(
     if model is not None:
         values["model"]["path"] = str(model)
         if (model / "adapter_config.json").is_file():
-            values["model"]["lora"] = None  # the checkpoint's adapter is trained further
+            values["model"]["lora"] = None  # no new adapter: the checkpoint's adapter is trained further
     if not _has(config, GRPO):
         size = config.grpo.num_generations
-        groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # groups of one rank
+        groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # per rank and step
         values["grpo"] |= {"credit": "object"}
         values["training"] |= _batches(groups * size, groups * size * world_size)
         values["training"]["learning_rate"] = config.training.learning_rate * RATE_OF_GRPO
@@ -103,7 +108,8 @@ def grpo_stage(
 
 
 def _as_supervised(values: dict[str, Any], config: RunConfig, world_size: int) -> None:
-    """If the user's configuration is one of `grpo`, set what a stage that learns labels needs in its place."""
+    """Replace the settings of `grpo` for a stage that learns labels. If the user's configuration is for `grpo`, also
+    change batch sizes and learning rate to what learning labels needs."""
     values["grpo"] = GrpoConfig().model_dump(mode="json")
     if _has(config, GRPO):
         size = config.grpo.num_generations
@@ -114,7 +120,8 @@ def _as_supervised(values: dict[str, Any], config: RunConfig, world_size: int) -
 
 
 def _without_augment(values: dict[str, Any], config: RunConfig) -> None:
-    """Remove augmentation that does not apply to rollouts: all steps of the stage learn rollouts."""
+    """Remove `data.augment` if the user does not want it for rollouts, because all steps of the stage learn
+    rollouts."""
     if config.data.augment is not None and not config.data.augment.rollouts:
         values["data"]["augment"] = None
 
