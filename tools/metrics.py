@@ -189,8 +189,9 @@ SYNC = (
         "colocated: the host's time for the learner's `scores` (to begin them, and to wait for them once the engine "
         "has scored), to `wake` the engine, to `merge` adapters, to `load`, "
         "for the engine's `canary`, and to `sleep`; what the device still has to do counts for the next part. "
-        "Servers: of the one that paused longest, `drain` until the last call in flight had ended, and `load` and "
-        "`canary` of its pause",
+        "Servers: the learner's `scores`, before any server pauses; its `send`, the host's time to merge, pack and "
+        "send; and of the server that paused longest, `drain` until the last call in flight had ended, and of its "
+        "pause `load`, `canary`, and the rest, mostly a wait for the learner's `verdict`",
     ),
 )
 

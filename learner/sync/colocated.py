@@ -90,6 +90,9 @@ class EngineDelivery:
                 remedy="lower model.lora.r, or set sync.mode: full (merged weights)",
             )
 
+    def prepare(self, mode: Mode) -> None:
+        """Do nothing: while the learner computes, this engine makes no rollouts."""
+
     @contextmanager
     def delivering(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
         self._parts, self._learner = {}, {}

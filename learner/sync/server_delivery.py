@@ -4,8 +4,8 @@ In: weights, by a `WeightSource`. Out: all servers have checked and serve the we
 is raised, with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier ->
 update -> barrier`; an update is complete when every server has checked bytes and coverage, and its canary gap is within
 the tolerance. The server also compares its scores with the learner's, and serves nothing before. A bucket is gathered,
-packed and sealed while earlier buckets are sent, and the learner scores the canary while the last buckets are sent. The
-weights below an adapter are an update with its own version, which also heals a poisoned server.
+packed and sealed while earlier buckets are sent. The learner scores the canary before the update begins, so no server
+waits for it. The weights below an adapter are an update with its own version, which also heals a poisoned server.
 
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. If no single
 server caused the failure, the sync is repeated once. While too few servers answer, they are asked again until
@@ -19,9 +19,9 @@ import logging
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import contextmanager
 from types import MappingProxyType
 from typing import TypeVar
 
@@ -103,6 +103,7 @@ class ServerDelivery:
         self._newcomers = Deadline(0.0)  # deadline of join and update together if new servers take part
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds that each part of this sync took
+        self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores for this sync
 
     def together(self, work: Callable[[], T]) -> T:
         return self.members.together(work)
@@ -237,9 +238,27 @@ class ServerDelivery:
         for base_url, status in self._statuses.items():
             check_adapter(base_url, status, rank=adapter.rank)
 
-    def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
-        self._deadline, self._parts = Deadline(self._config.server.timeout_s), {}
-        return nullcontext(self._parts)
+    def prepare(self, mode: Mode) -> None:
+        self._scores(mode)
+
+    @contextmanager
+    def delivering(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
+        self._deadline = Deadline(self._config.server.timeout_s)
+        try:
+            yield self._parts
+        finally:  # the weights may change now
+            self._parts, self._learner = {}, {}
+
+    def _scores(self, mode: Mode) -> CanaryScores:
+        """Return the learner's scores of this sync, which are made once."""
+        key = self._dtype, mode
+        if key not in self._learner:
+            began = time.perf_counter()
+            scores = self._canary.scorer(self._dtype, mode == "full")
+            scores.read()  # waits for the device
+            self._learner[key] = scores
+            self._parts["scores"] = self._parts.get("scores", 0.0) + time.perf_counter() - began
+        return self._learner[key]
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
         self._send_and_switch(source, "full", ver + 1, items=())
@@ -249,6 +268,7 @@ class ServerDelivery:
         replies, learner, weights = self._send_and_switch(source, mode, ver, items=self._canary.items)
         reply, longest = next(iter(replies.values())), max(replies.values(), key=lambda reply: reply.pause_s)
         self._parts |= {"drain": longest.drain_s, "load": longest.load_s, "canary": longest.canary_s}
+        self._parts["verdict"] = longest.pause_s - longest.load_s - longest.canary_s
         delivered = Delivered(
             mode=mode,
             num_bytes=reply.num_bytes,
@@ -291,6 +311,12 @@ class ServerDelivery:
     ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
         """Send the weights as version `ver`, and wait until all servers serve them and have scored `items`. Return the
         replies by URL, the learner's scores, and the digest that the servers must report."""
+        # Scored before the servers pause, and before the wire is used: a pass is captured while nothing else waits for
+        # the device.
+        learner = self._scores(mode) if items else NO_SCORES
+        expected = (
+            self._canary.expected(self._groups.incarnation, ver, learner.logprobs, self._dtype) if items else None
+        )
         call = UpdateWeightsCall(
             incarnation=self._groups.incarnation,
             ver=ver,
@@ -305,11 +331,9 @@ class ServerDelivery:
         told: Posts = []
         try:
             under_way, sums, seals = self._send(source, ver, posts)
-            learner = NO_SCORES
-            if items:  # the learner scores them while the last buckets are sent
-                learner = self._canary.scorer(self._dtype, mode == "full")
+            self._parts["send"] = time.monotonic() - began
+            if expected is not None:
                 check_sent(call.buckets, sums, learner.checksums)
-                expected = self._canary.expected(call.incarnation, ver, learner.logprobs, self._dtype)
                 told = [(link, link.post(link.client.expect_scores(expected))) for link in self._groups.links]
             await_all(under_way, [*posts, *told])
         except BaseException:

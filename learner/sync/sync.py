@@ -72,6 +72,9 @@ class Delivery(Protocol):
     def check_adapter(self, adapter: AdapterSource) -> None:
         """Raises SyncError or ServerMismatchError if a generator could not apply the adapter."""
 
+    def prepare(self, mode: Mode) -> None:
+        """Compute what the next sync needs and no generator waits for. The weights must not change until that sync."""
+
     def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
         """Enclose all deliveries of one sync. `modes`: the modes that the sync may use. Yields the seconds of the
         sync's parts, which are complete when the context has ended."""
@@ -121,6 +124,11 @@ class Sync:
     def agree(self) -> Sequence[ServerChange]:
         """See `Delivery.agree`; to be called at the end of every step."""
         return self._delivery.agree()
+
+    def prepare(self) -> None:
+        """Begin the next sync while rollouts are still made. Call it with the weights of that sync, or not at all."""
+        if self._is_connected:
+            self._delivery.together(lambda: self._delivery.prepare(self._modes()[0]))
 
     def sync(self) -> SyncReceipt:
         """Send the policy's weights to every generator. Return, on all ranks, when all generators serve them.

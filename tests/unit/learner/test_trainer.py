@@ -278,6 +278,7 @@ def test_a_sync_that_waits_for_rollouts_comes_between_two_rows(
     for before, seen in zip(plain, waited, strict=True):
         told = [event for event in seen.events if not isinstance(event, Generate)]
         assert [i for i, event in enumerate(told) if event == "sync"] == [0, place]
+        assert seen.prepared == [4], "before the step's rows, while its rollouts are made"
         assert seen.rows == before.rows
         for name, tensor in seen.weights.items():
             assert torch.equal(before.weights[name], tensor), name

@@ -117,6 +117,7 @@ class Seen:
     versions: list[tuple[int | None, ...]] = field(default_factory=list)  # versions of each learned row's segments
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     weights: dict[str, torch.Tensor] = field(default_factory=dict)  # those at the end
+    prepared: list[int] = field(default_factory=list)  # rows learned when each sync was prepared
 
     @property
     def calls(self) -> list[Generate]:
@@ -221,6 +222,7 @@ class FakeSync:
 
     def __init__(self, backend: FakeBackend) -> None:
         self._backend = backend
+        self._prepared: dict[str, torch.Tensor] = {}
         self.ver = 0
 
     def close(self) -> None: ...
@@ -228,7 +230,16 @@ class FakeSync:
     def agree(self) -> tuple[()]:
         return ()
 
+    def prepare(self) -> None:
+        self._prepared = snapshot(self._backend.policy)
+        self._backend.seen.prepared.append(len(self._backend.seen.rows))
+
     def sync(self) -> SyncReceipt:
+        for name, tensor in self._prepared.items():
+            assert torch.equal(tensor, dict(self._backend.policy.trainable)[name]), (
+                f"prepared for other weights: {name}"
+            )
+        self._prepared = {}
         self.ver += 1
         self._backend.ver, self._backend.synced = self.ver, snapshot(self._backend.policy)
         self._backend.seen.events.append("sync")

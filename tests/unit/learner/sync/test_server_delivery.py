@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -115,7 +116,12 @@ def test_every_server_gets_every_byte_and_the_version_rises_by_one(
         assert server.tensors.keys() == weights.tensors.keys()
         assert all(torch.equal(server.tensors[name], tensor) for name, tensor in weights.tensors.items())
     assert (second.mode, second.num_tensors, second.canary_gap, second.canary_gap_max) == ("full", 4, 0.0, 0.0)
-    assert second.parts == {"drain": 0.0, "load": 0.006, "canary": 0.012}, "of the server that paused longest"
+    parts = dict(second.parts)
+    assert parts.pop("scores") > 0
+    assert parts.pop("send") > 0
+    assert parts == pytest.approx({"drain": 0.0, "load": 0.006, "canary": 0.012, "verdict": 0.002}), (
+        "of the longest pause"
+    )
     assert second.pause_s == 0.02
     assert second.num_bytes == sum(bucket.num_bytes for bucket in servers[0].updates[1].buckets)
 
@@ -297,6 +303,48 @@ def test_a_learner_whose_own_scores_are_no_numbers_ends_the_update(
     with pytest.raises(NotFiniteError, match="the learner's own"):
         build().sync()
     assert [server.ver for server in servers] == [0, 0]
+
+
+def test_no_server_pauses_for_the_learner_s_own_scores(
+    build: Build, servers: list[FakeServer], weights: Weights
+) -> None:
+    """They are made once, before the first server hears of the update: by `prepare`, while rollouts still go on, or
+    else by `sync`. Those of another step are never used."""
+    heard: list[list[int]] = []
+
+    def scorer(dtype: torch.dtype | None, merged: bool) -> CanaryScores:
+        scores = [logprobs(weights.tensors, item.response_token_ids) for item in canary_items()]
+
+        def read() -> list[list[float]]:
+            heard.append([len(server.updates) for server in servers])
+            return scores
+
+        return CanaryScores(read=cache(read), merge_gap=0.0)
+
+    sync = build(scorer=scorer)
+    sync.prepare()
+    sync.sync()
+    assert heard == [[0, 0]], "before the servers are known, nothing is prepared"
+    weights.step()
+    sync.prepare()
+    assert heard == [[0, 0], [1, 1]]
+    assert sync.sync().parts["scores"] > 0
+    weights.step()
+    assert sync.sync().canary_gap == 0.0
+    assert heard == [[0, 0], [1, 1], [2, 2]]
+
+
+def test_scores_of_a_failed_sync_are_not_used_again(build: Build, servers: list[FakeServer], weights: Weights) -> None:
+    sync = build()
+    sync.sync()
+    weights.step()
+    sync.prepare()
+    servers[1].flips_a_bit = True
+    with pytest.raises(DigestError):
+        sync.sync()
+    servers[1].flips_a_bit = False
+    weights.step()
+    assert sync.sync().canary_gap == 0.0
 
 
 def test_close_says_goodbye(build: Build, servers: list[FakeServer]) -> None:
