@@ -8,12 +8,12 @@ as trained. If passes are not captured (see below), only every `MERGE_GAP_EVERY`
 others report the last gap.
 
 On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). Replaying it takes the host a millisecond;
-launching every kernel of a model of 4B from Python takes 0.16 s. Passes with images read values on the host, so they
-are captured only in colocated runs, where no other thread uses the device. Passes are not captured if weights move
+launching every kernel of a model of 4B from Python takes 0.16 s. A pass with images reads values on the host, so while
+it is captured (in the second call) no other thread may wait for the device. Passes are not captured if weights move
 (offloading) or are sharded, or if the device has no memory for a graph.
 
-In a colocated run the device replays the pass at the same time as later work (`SideStream`). The replay reads the
-policy's weights, so call `CanaryScores.join` before they change.
+The device replays the pass at the same time as later work (`SideStream`). The replay reads the policy's weights, so
+call `CanaryScores.join` before they change.
 """
 
 from __future__ import annotations
@@ -60,18 +60,10 @@ MERGE_GAP_EVERY = 10  # if passes are not captured, the merge gap is measured at
 
 
 class CanaryScorer:
-    """Scores fixed answers at each sync. `checksums`: also return checksums of the weights. `alone`: while a pass is
-    captured (in the second call), no other thread waits for the device, so that a pass with images can be captured."""
+    """Scores fixed answers at each sync. `checksums`: also return checksums of the weights."""
 
-    def __init__(
-        self,
-        policy: Policy,
-        answers: Answers,
-        *,
-        checksums: bool = True,
-        alone: bool = False,
-    ) -> None:
-        self._policy, self._answers, self._with_checksums, self._alone = policy, answers, checksums, alone
+    def __init__(self, policy: Policy, answers: Answers, *, checksums: bool = True) -> None:
+        self._policy, self._answers, self._with_checksums = policy, answers, checksums
         self._trained = RepeatedLogprobs(policy, answers)
         self._sent: dict[tuple[torch.dtype | None, bool], _Sent] = {}
 
@@ -80,12 +72,7 @@ class CanaryScorer:
         adapters are sent merged into the layers' weights; if False, they are sent separately."""
         if (dtype, merged) not in self._sent:
             self._sent[dtype, merged] = _Sent(
-                self._policy,
-                self._answers,
-                dtype,
-                merged=merged,
-                checksums=self._with_checksums,
-                alone=self._alone,
+                self._policy, self._answers, dtype, merged=merged, checksums=self._with_checksums
             )
         way = self._sent[dtype, merged]
         if way.scorer is None:
@@ -120,7 +107,6 @@ class _Sent:
         *,
         merged: bool,
         checksums: bool,
-        alone: bool,
     ) -> None:
         self._policy, self._dtype, self.merged = policy, dtype, merged
         self.number, self.merge_gap = 0, 0.0
@@ -129,7 +115,7 @@ class _Sent:
         replaced = list(replaced_modules(model, dtype, merged=merged))
 
         within = partial(as_sent, model, dtype, merged=merged, replaced=replaced, checksums=checksums)
-        self.scorer = RepeatedLogprobs(policy, answers, within, alone=alone) if replaced else None
+        self.scorer = RepeatedLogprobs(policy, answers, within) if replaced else None
 
     @cached_property
     def unreplaced(self) -> dict[str, torch.Tensor]:
@@ -171,10 +157,9 @@ class SideStream:
 
 class RepeatedLogprobs:
     """Computes `Policy.logprobs` of the same answers again and again, each time in a context that `within` makes. The
-    attribute `checksums` has the checksums of the weights that this context replaced in the last pass. `alone` is as in
-    `CanaryScorer`. `record` captures a pass; None: passes are captured as CUDA graphs on CUDA, and not captured
-    elsewhere. `side`: the stream on which captured passes run; None: the current stream, or a new one on CUDA if
-    `alone`."""
+    attribute `checksums` has the checksums of the weights that this context replaced in the last pass. `record`
+    captures a pass; None: passes are captured as CUDA graphs on CUDA, and not captured elsewhere. `side`: the stream on
+    which captured passes run; None: a new one on CUDA, the current one elsewhere."""
 
     def __init__(
         self,
@@ -182,16 +167,14 @@ class RepeatedLogprobs:
         answers: Answers,
         within: Within = _as_trained,
         *,
-        alone: bool = False,
         record: Record | None = None,
         side: SideStream | None = None,
     ) -> None:
-        self._policy, self._answers, self._within, self._alone = policy, answers, within, alone
+        self._policy, self._answers, self._within = policy, answers, within
         if policy.device.type == "cuda" and answers and not policy.is_sharded:  # gathering moves weights
             record = record or cuda_graph
-            side = side or (SideStream(policy.device) if alone else None)
-        is_pictured = any(prompt.vision is not None for prompt, _ in answers)
-        self._record, self._side = record if alone or not is_pictured else None, side
+            side = side or SideStream(policy.device)
+        self._record, self._side = record, side
         self._graph: PassGraph | None = None
         self._addresses: tuple[int, ...] = ()  # memory addresses of the weights in the last pass
         self.checksums: Checksums = {}
@@ -226,7 +209,7 @@ class RepeatedLogprobs:
         is_first, has_moved = not self._addresses, self._addresses not in ((), addresses)
         self._addresses = addresses
         if not is_first and not has_moved and self._graph is None:
-            self._graph = PassGraph.of(self._pass, self._policy.model.parameters(), record, alone=self._alone)
+            self._graph = PassGraph.of(self._pass, self._policy.model.parameters(), record)
         if self._graph is None or has_moved:  # a graph would read the old addresses
             if not is_first:
                 self._record = self._graph = None

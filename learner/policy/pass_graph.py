@@ -67,16 +67,12 @@ class PassGraph:
         self._notes = notes  # kept, because the graph reads the tensors in `notes`
 
     @classmethod
-    def of(
-        cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph, *, alone: bool = True
-    ) -> PassGraph | None:
-        """Return the pass `run` captured as a graph. If it cannot be captured, return None and log the reason. `alone`:
-        no other thread waits for the device meanwhile. A pass that reads on the host is captured only then."""
+    def of(cls, run: Pass, weights: Iterable[torch.Tensor], record: Record = cuda_graph) -> PassGraph | None:
+        """Return the pass `run` captured as a graph. If it cannot be captured, return None and log the reason. If `run`
+        reads on the host, no other thread may wait for the device meanwhile."""
         notes = Notes(weights)
         with notes.noting():
             now = run()
-        if notes.reads and not alone:
-            notes.obstacle = "it reads on the host, while other threads use the device"
         if obstacle := notes.obstacle or _differs(notes, run, now):
             log.info("the canary's pass is not captured: %s", obstacle)
             return None

@@ -193,13 +193,8 @@ def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence
     answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
     return Canary(
         items=items,
-        # A colocated engine takes the tensors themselves, so no checksums are compared, and no thread sends.
-        scorer=CanaryScorer(
-            policy,
-            answers,
-            checksums=not isinstance(backend, ColocateBackend),
-            alone=isinstance(backend, ColocateBackend),
-        ),
+        # A colocated engine takes the tensors themselves, so there is nothing to compare.
+        scorer=CanaryScorer(policy, answers, checksums=not isinstance(backend, ColocateBackend)),
         tolerance=vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
     )

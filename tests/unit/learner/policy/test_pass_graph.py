@@ -93,7 +93,7 @@ def test_a_replay_gives_the_scores_and_checksums_of_now(tiny_vlm: Path, options:
         replaced = list(replaced_modules(policy.model, torch.bfloat16, merged=True))
         return as_sent(policy.model, torch.bfloat16, merged=True, replaced=replaced)
 
-    repeated = RepeatedLogprobs(policy, asked, within, alone=True, record=strict)
+    repeated = RepeatedLogprobs(policy, asked, within, record=strict)
     seen = []
     for i in range(5):
         if i == 2:  # from here on no module is called
@@ -121,7 +121,7 @@ def test_other_families_are_captured_whole(build: Callable[[Path], None], tmp_pa
     def within() -> Any:
         return as_sent(policy.model, torch.bfloat16, merged=True)
 
-    repeated = RepeatedLogprobs(policy, asked, within, alone=True, record=strict)
+    repeated = RepeatedLogprobs(policy, asked, within, record=strict)
     for _ in range(4):
         found = repeated()
         with as_sent(policy.model, torch.bfloat16, merged=True):
@@ -133,7 +133,7 @@ def test_other_families_are_captured_whole(build: Callable[[Path], None], tmp_pa
 def test_weights_of_later_count(tiny_vlm: Path) -> None:
     policy = policy_of(tiny_vlm)
     asked = answers(policy)
-    repeated = RepeatedLogprobs(policy, asked, alone=True, record=strict)
+    repeated = RepeatedLogprobs(policy, asked, record=strict)
     for _ in range(4):
         assert repeated() == policy.logprobs(asked)
         change(policy)
@@ -166,7 +166,7 @@ def test_only_replays_run_beside_and_whoever_reads_joins_them(tiny_vlm: Path) ->
     policy = policy_of(tiny_vlm)
     asked, side, during = answers(policy), Side(), []
     policy.model.base_model.register_forward_pre_hook(lambda *_: during.append(list(side.told)) or None)
-    repeated = RepeatedLogprobs(policy, asked, alone=True, record=strict, side=side)
+    repeated = RepeatedLogprobs(policy, asked, record=strict, side=side)
     repeated()
     assert side.told == ["joined"]
     read = repeated.begin()
@@ -186,7 +186,7 @@ def test_a_graph_is_not_replayed_once_a_buffer_has_moved(tiny_vlm: Path) -> None
     graph would read what lies there now; `Strict` reads tensors, wherever they lie."""
     policy = policy_of(tiny_vlm)
     asked = answers(policy)
-    repeated = RepeatedLogprobs(policy, asked, alone=True, record=strict)
+    repeated = RepeatedLogprobs(policy, asked, record=strict)
     for _ in range(3):
         repeated()
     passes: list[object] = []
@@ -213,7 +213,7 @@ def test_what_depends_on_weights_is_not_captured(tiny_vlm: Path, caplog: pytest.
         raise AssertionError("must not be captured")
 
     asked = answers(policy)
-    repeated = RepeatedLogprobs(policy, asked, alone=True, record=refuse)
+    repeated = RepeatedLogprobs(policy, asked, record=refuse)
     assert repeated() == repeated() == repeated() == policy.logprobs(asked)
     assert "depends on weights" in caplog.text
 
@@ -289,21 +289,6 @@ def test_a_pass_without_memory_for_its_graph_is_not_captured(caplog: pytest.LogC
     assert "the canary's pass is not captured" in caplog.text
 
 
-@pytest.mark.parametrize("images", [True, False])
-def test_beside_other_threads_what_reads_is_not_captured(tiny_vlm: Path, images: bool) -> None:
-    """To look for reads would disturb them. Images are read on the host, text is not."""
-    policy = policy_of(tiny_vlm)
-    asked = answers(policy, images=images)
-    repeated = RepeatedLogprobs(policy, asked, record=strict)
-    for _ in range(3):
-        assert repeated() == policy.logprobs(asked)
-        change(policy)
-    assert repeated.is_captured == (not images)
-    graph = PassGraph.of(lambda: WEIGHT * 2, [WEIGHT], strict, alone=False)
-    assert graph is not None, "nothing is read"
-    assert PassGraph.of(lambda: WEIGHT * int(SIZES.sum()), [WEIGHT], strict, alone=False) is None
-
-
 def test_a_canary_without_memory_for_its_graph_is_scored_without(
     tiny_vlm: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -319,7 +304,7 @@ def test_a_canary_without_memory_for_its_graph_is_scored_without(
         replaced = list(replaced_modules(policy.model, torch.bfloat16, merged=True))
         return as_sent(policy.model, torch.bfloat16, merged=True, replaced=replaced)
 
-    repeated = RepeatedLogprobs(policy, asked, within, alone=True, record=no_memory)
+    repeated = RepeatedLogprobs(policy, asked, within, record=no_memory)
     for _ in range(3):
         change(policy)
         with as_sent(policy.model, torch.bfloat16, merged=True):
