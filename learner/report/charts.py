@@ -1,10 +1,10 @@
-"""Small charts and tables as records: lines with bands, stacked bars, horizontal bars, intervals.
+"""Makes records of small charts and tables: lines with bands, stacked bars, horizontal bars, intervals.
 
-In: series of numbers. Out: a `Chart` for the macro of that name in `templates/charts.html`. It draws inline SVG with a
-title, a legend and a tooltip for every point. Colors are names of the page's CSS variables (`--c-NAME`), so a
-chart follows the light or dark scheme. Points that are not finite are left out. A chart without points is None.
+In: series of numbers. Out: a `Chart`, which the macro in `templates/charts.html` draws as inline SVG, with a title, a
+legend and a tooltip for every point. Colors are names of the page's CSS variables (`--c-NAME`), which differ between
+the light and the dark scheme. Points that are not finite are left out. Without points there is no chart (None).
 
-All drawings are `WIDTH` units wide and shown at about one pixel per unit, so text keeps its size.
+All drawings are WIDTH units wide and shown at about one pixel per unit, so the text of all charts has the same size.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-WIDTH, HEIGHT = 380.0, 190.0
-LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 24.0
-MAX_COLUMNS = 90  # more points than this are drawn as means of neighbours, with their range
-ROUNDING = 1e-12  # relative difference up to which two numbers are equal
+WIDTH, HEIGHT = 380.0, 190.0  # size of a drawing, in drawing units
+LEFT, RIGHT, TOP, BOTTOM = 44.0, 10.0, 10.0, 24.0  # margins around the plane, in drawing units
+MAX_COLUMNS = 90  # if there are more points, neighbouring points are drawn as their mean, with their range
+ROUNDING = 1e-12  # numbers with a smaller relative difference count as equal
 MAX_DOTS = 45  # a line with more points than this is drawn without dots
-Point = tuple[float, float]
+Point = tuple[float, float]  # (x, y)
 
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """Points in the order of x. `spread`: each point's distance to the edges of a band around the line; empty: no
-    band."""
+    """The points of a line, in the order of x. `spread`: half the height of a band around the line, for each point;
+    empty: no band."""
 
     name: str
     points: Sequence[Point]
@@ -33,8 +33,8 @@ class Series:
     spread: Sequence[float] = ()
 
     def columns(self) -> list[Column]:
-        """Return the points, thinned, as columns. With a spread, a column's range is its mean minus and plus the
-        spread."""
+        """Return the points as at most MAX_COLUMNS columns. With a `spread`, a column's range is its mean minus and
+        plus the spread's mean."""
         found = thin(self.points)
         if not self.spread:
             return found
@@ -44,7 +44,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One bar of `bar_chart`, or one row of `interval_chart` if it has bounds."""
+    """One bar of a `bar_chart`, or one row of an `interval_chart`; `low` and `high` are the row's interval."""
 
     name: str
     value: float
@@ -55,7 +55,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Each cell is a text, or a pair of a text and a text in small type after it."""
+    """A table. Each cell is a text, or a pair of texts, of which the second is shown in small type."""
 
     head: Sequence[str | tuple[str, str]]
     rows: Sequence[Sequence[str | tuple[str, str]]]
@@ -63,18 +63,19 @@ class Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Column:
-    """Neighbouring points drawn as one: mean x, mean, least and greatest y, and the first and last x."""
+    """Neighbouring points of a line, drawn as one point."""
 
-    x: float
-    y: float
-    low: float
-    high: float
-    first: float
-    last: float
+    x: float  # mean x
+    y: float  # mean y
+    low: float  # smallest y, or the lower edge of a band
+    high: float  # largest y, or the upper edge of a band
+    first: float  # x of the first point
+    last: float  # x of the last point
 
 
 def thin(points: Sequence[Point]) -> list[Column]:
-    """Return at most MAX_COLUMNS columns, in order; every finite point is in exactly one."""
+    """Return the points as at most MAX_COLUMNS columns of neighbouring points, in order. Points that are not finite are
+    left out."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     size = -(-len(finite) // MAX_COLUMNS) or 1
     columns = []
@@ -87,7 +88,8 @@ def thin(points: Sequence[Point]) -> list[Column]:
 
 
 def number(value: float) -> str:
-    """Format a number: three significant digits, thousands as k, millions as M; an en dash if there is no number."""
+    """Return a number as a text with three significant digits: from 10,000 on with k, M or G. An en dash if it is not
+    finite."""
     if not math.isfinite(value):
         return "–"
     size = abs(value)
@@ -110,30 +112,31 @@ def _digits(value: float) -> str:
 
 
 def ticks(low: float, high: float, count: int = 4) -> list[float]:
-    """Return about `count` + 1 round numbers at equal distances, the first at most `low`, the last at least `high`."""
+    """Return about `count` + 1 round numbers for the marks of an axis, at equal distances. The first is at most `low`,
+    the last at least `high`."""
     if high - low <= ROUNDING * max(abs(low), abs(high)):  # equal, or different only by rounding of floats
         high = low + (abs(low) or 1.0)
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(power * factor for factor in (1, 2, 2.5, 5, 10) if power * factor >= raw * 0.999)
     first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    digits = 12 + max(0, -math.floor(math.log10(step)))  # enough digits also for a loss of 1e-17
+    digits = 12 + max(0, -math.floor(math.log10(step)))  # a loss may be as small as 1e-17
     return [round(i * step, digits) for i in range(first, last + 1)]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Plane:
-    """The area of a chart: maps data coordinates to drawing units, and has the axes."""
+    """The area of a chart between its axes. Its methods map data to drawing units."""
 
-    x_low: float
-    x_high: float
-    y_ticks: Sequence[float]
+    x_low: float  # data at the left edge
+    x_high: float  # data at the right edge
+    y_ticks: Sequence[float]  # marks of the y axis; the first is at the lower edge, the last at the upper edge
     x_label: str = "step"
-    left: float = LEFT
+    left: float = LEFT  # edges, in drawing units
     right: float = WIDTH - RIGHT
     top: float = TOP
-    height: float = HEIGHT
-    counted: bool = True  # x counts something, such as steps: it has whole numbers
+    height: float = HEIGHT  # height of the whole drawing, in drawing units
+    counted: bool = True  # x counts something, such as steps, so its marks are whole numbers
 
     def x(self, value: float) -> float:
         span = self.x_high - self.x_low or 1.0
@@ -144,34 +147,36 @@ class Plane:
         return self.height - BOTTOM - (value - low) / (high - low) * (self.height - TOP - BOTTOM)
 
     def x_ticks(self) -> list[float]:
-        """Return ticks of x. If x counts something, only whole numbers are ticks, unless x spans less than 1."""
+        """Return the marks of the x axis. If x counts something, only whole numbers are marked, unless the axis is
+        shorter than 1."""
         marks = [t for t in ticks(self.x_low, self.x_high, 5) if self.x_low <= t <= self.x_high]
         return [t for t in marks if t == int(t) or not self.counted or self.x_high - self.x_low < 1]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chart:
-    """One figure: lines or stacked bars on a plane, or one row of `row_height` per bar or interval, or only text."""
+    """One figure. It has lines or stacked bars on a plane, or a row per horizontal bar or interval, or only a text."""
 
     title: str
-    value: str = ""  # stands beside the title
+    value: str = ""  # text beside the title
     legend: Sequence[tuple[str, str]] = ()  # (name, color)
     plane: Plane | None = None
     lines: Sequence[tuple[str, Sequence[Column], bool]] = ()  # (color, columns, True: each column has a dot too)
-    tips: Sequence[tuple[Column, str]] = ()  # tooltips on invisible stripes, so no script is needed
-    stacks: Sequence[tuple[Column, str, Sequence[tuple[str, float, float]]]] = ()  # (x, tip, parts (color, low, high))
-    stack_width: float = 0.0
-    bars: Sequence[Bar] = ()
+    tips: Sequence[tuple[Column, str]] = ()  # (where, tooltip); invisible stripes have the tooltips, without a script
+    # Stacked bars: (where, tooltip, parts), from bottom to top; a part is (color, lower y, upper y).
+    stacks: Sequence[tuple[Column, str, Sequence[tuple[str, float, float]]]] = ()
+    stack_width: float = 0.0  # width of a stacked bar, in drawing units
+    bars: Sequence[Bar] = ()  # horizontal bars
     intervals: Sequence[Bar] = ()
-    row_height: float = 0.0
-    text: str = ""
-    marks: Sequence[tuple[float, str, str]] = ()  # (x, tooltip, id of the place on the page that says more)
-    last: str = ""  # the newest number of each line, in words
+    row_height: float = 0.0  # height of the row of a bar or interval, in drawing units
+    text: str = ""  # shown instead of a drawing
+    marks: Sequence[tuple[float, str, str]] = ()  # (x, tooltip, HTML id of the part of the page that says more)
+    last: str = ""  # the last number of each line, as a text
     note: str = ""  # an explanation below the drawing
 
     @property
     def is_flat(self) -> bool:
-        """True if no line changes, so that `last` says as much as the drawing."""
+        """True if the chart shows only one value, because no line changes, so that a text says as much."""
         if self.stacks or self.text:
             return len(self.stacks) <= 1
         ys = [{y for c in columns for y in (c.low, c.high)} for _, columns, _ in self.lines]
@@ -179,7 +184,7 @@ class Chart:
 
 
 def parted(charts: Iterable[Chart | None]) -> tuple[list[Chart], Table | None]:
-    """Return the charts of lines that change, and a table of the last values of the other charts."""
+    """Return the charts to draw, and a table with the values of the flat charts (None: there are none)."""
     found = [chart for chart in charts if chart]
     rows = [[chart.title, chart.last or chart.text] for chart in found if chart.is_flat]
     return [chart for chart in found if not chart.is_flat], Table(["", "Value"], rows) if rows else None
@@ -195,15 +200,15 @@ def line_chart(
     dots: bool = False,
     note: str = "",
 ) -> Chart | None:
-    """Draw one line per series. The y axis begins at 0, or below. `dots`: each point is a dot, unless there are too
-    many."""
+    """Return a chart with a line per series; None without points. The y axis begins at 0, or at the smallest value if
+    that is negative. `dots`: points are drawn as dots, unless a line has more than MAX_DOTS."""
     drawn = [(s, columns) for s in series if (columns := s.columns())]
     if not drawn:
         return None
     everything = [c for _, columns in drawn for c in columns]
     low, high = min(0.0, *(c.low for c in everything)), y_max or max(c.high for c in everything)
     xs = [x for c in everything for x in (c.first, c.last)]
-    texts: dict[float, tuple[Column, list[str]]] = {}  # by x: its column, and a tooltip line for each series
+    texts: dict[float, tuple[Column, list[str]]] = {}  # x -> its column, and the tooltip's text for each series
     for s, columns in drawn:
         for column in columns:
             texts.setdefault(column.x, (column, []))[1].append(f"{s.name} {number(column.y)}{unit}")
@@ -222,7 +227,8 @@ def line_chart(
 
 
 def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "") -> Chart | None:
-    """Draw a bar at each x, with one part per layer, stacked. All layers have the same x values."""
+    """Return a chart with a bar at each x; the bar's parts are the layers, stacked. All layers must have the same x
+    values. None if no value is above 0."""
     drawn = [(layer, thin(layer.points)) for layer in layers if any(y > 0 for _, y in layer.points)]
     if not drawn:
         return None
@@ -249,7 +255,7 @@ def stacked_chart(title: str, layers: Sequence[Series], *, unit: str = "") -> Ch
 
 
 def bar_chart(title: str, bars: Sequence[Bar], *, value: str = "") -> Chart | None:
-    """Draw horizontal bars, one per name, longest first."""
+    """Return a chart of horizontal bars, the longest first; None without bars."""
     if not bars:
         return None
     ordered = sorted(bars, key=lambda bar: (-bar.value, bar.name))
@@ -260,7 +266,7 @@ def bar_chart(title: str, bars: Sequence[Bar], *, value: str = "") -> Chart | No
 
 
 def interval_chart(title: str, rows: Sequence[Bar], *, value: str = "") -> Chart | None:
-    """Draw one row per estimate: a dot at its value and a line over its interval, on one axis."""
+    """Return a chart with a row per estimate: a dot at its value, and a line over its interval. None without rows."""
     if not rows:
         return None
     ends = [v for r in rows for v in (r.value, r.low, r.high) if v is not None]

@@ -1,11 +1,11 @@
-"""A page that follows a run: `rollout-learner report --live RUN_DIR`.
+"""Serves a page that follows a run: `rollout-learner report --live RUN_DIR`.
 
 In: the run directory, as a learner writes it, and the rollout servers' `/status/`. Out: HTML over HTTP, by default on
-the loopback address: loss, F1, match rate, queue, the servers' gates, how busy they are, and the newest answers, drawn
-over their images and token by token. `/` is the whole page. Every POLL_S its script fetches `/now` and replaces what
-has changed. `learner.report.web` decides who may read the page.
+the loopback address. It shows loss, F1, match rate, queue, the servers' states, how busy ranks and servers are, and the
+newest answers, with their boxes drawn over their images, and all their tokens. `/` is the whole page. Every POLL_S its
+script fetches `/now` and replaces what has changed. `learner.report.web` decides who may read the page.
 
-This module only reads: it writes no file, trains nothing, and asks a server for its status only.
+This module only reads: it writes no file, trains nothing, and calls only `/status/` of a server.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ from shared.reading import json_in
 from shared.tokens import read_token
 from shared.wire import TOKEN_VARIABLE, ServerStatus
 
-POLL_S = 2.0
+POLL_S = 2.0  # seconds between two updates of the page
 MOST_SCENES = 6  # max scenes shown of the newest evaluation
-SILENT_S = 120.0  # seconds without an event after which the page says that the run's process may have been killed
-ASK_S = 1.0  # seconds to wait for a server's answer
-BUSY_STEPS = 20  # number of steps over which busy shares are averaged
-CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")
-IDLE = ("wait", "data", "other")
-SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # colors of labels; predictions' colors:
+SILENT_S = 120.0  # after so many seconds without an event, the page says that the run's process may have been killed
+ASK_S = 1.0  # max seconds to wait for a server's status
+BUSY_STEPS = 20  # number of last steps for which the page shows how busy ranks and servers were
+CHARTS = ("Loss", "Match rate", "Objects per step", "Seconds per step", "Packs waiting, per rank")  # titles of charts
+IDLE = ("wait", "data", "other")  # activities that do not count as work
+SHAPES = {name: LEGEND[name] for name in ("truth", "missed")}  # legend of an answer's drawing: color -> meaning
 SHAPES |= {"hit": "prediction, matched", "spurious": "prediction without a match"}
-KINDS = {
+KINDS = {  # kind of an answer's token -> its text in the legend
     "kept": "kept, not learned",
     "matched": "kept, learned: towards the label",
     "dropped": "dropped: malformed",
@@ -66,20 +66,22 @@ ENDED = {"finished": ("Finished", "good"), "stopped": ("Stopped", "bad"), "faile
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ShownAnswer:
-    """One of the newest answers. `shapes` are (color, tooltip, object); `tokens` are (text, kind, note)."""
+    """One of the newest answers, ready to be shown. `shapes`: the objects to draw, as (color, tooltip, object).
+    `tokens`: (text, kind, note), see `learner.journal.answers`."""
 
     sample_id: str
-    facts: Sequence[str]
-    width: int
+    facts: Sequence[str]  # short texts: numbers of matched, missed and dropped objects, and the weights' version
+    width: int  # pixels of the drawing
     height: int
     picture: Picture | None
-    file: str
+    file: str  # file name of the first image
     shapes: Sequence[tuple[str, str, DetectionObject]]
     tokens: Sequence[tuple[str, str, str]]
 
 
 class LiveView:
-    """The page of one run, which is read anew at each call of `now`. Only one thread may call it at a time."""
+    """Makes the page of one run. Each call of `now` reads the run's files again. Only one thread may call it at a time.
+    `token`: the servers' token; None: it is not sent."""
 
     def __init__(self, run_dir: Path, token: str | None) -> None:
         self._follower, self._run_dir, self._token = Follower(run_dir), run_dir, token
@@ -88,7 +90,7 @@ class LiveView:
         self._drawn: tuple[tuple[int, int], list[SceneRow]] | None = None  # (step, number of scenes), rows
 
     def now(self) -> str:
-        """Return the HTML of the page's main part."""
+        """Return the HTML of the part of the page that changes while the run goes on."""
         run = self._follower.read()
         global_step, answers = self._answers(run)
         keeps = any(color == "kept" for answer in answers for color, *_ in answer.shapes)
@@ -112,8 +114,8 @@ class LiveView:
         )
 
     def _scenes(self, run: RunRecord) -> tuple[int, list[SceneRow]]:
-        """Return the step and the first scenes of the newest evaluation, whose images are loaded once per
-        evaluation."""
+        """Return the step and the first scenes of the newest evaluation. Their images are loaded once per evaluation,
+        not at each call."""
         step, scenes = newest_scenes(run, MOST_SCENES)
         if self._drawn is None or self._drawn[0] != (step, len(scenes)):
             self._drawn = (step, len(scenes)), newest(run, step, scenes)
@@ -125,7 +127,7 @@ class LiveView:
             roots = tuple(image_roots(run))
             return int(told["global_step"]), [self._answer(line, roots) for line in told["answers"]]
         except (OSError, ValueError, KeyError, TypeError, AttributeError, OverflowError):
-            return 0, []  # the file is missing, or no learner wrote it
+            return 0, []  # the file is missing, or was not written by a learner
 
     def _answer(self, line: Mapping[str, Any], roots: tuple[Path, ...]) -> ShownAnswer:
         images = tuple(str(image) for image in line["images"])
@@ -160,9 +162,11 @@ class LiveView:
         return Table(head, [[*row, *status] for row, status in zip(rows, told, strict=True)]) if rows else None
 
     def _server(self, url: str) -> list[str]:
-        """Ask a server. Returns its gate, its version, and how many calls are in flight and waiting."""
+        """Ask a server for its status. Return its gate (or why it is not known), its weights' version, and the numbers
+        of calls in flight and waiting, as texts."""
         if (hidden := _HIDDEN.search(url)) is not None:
-            # The variable may be set in this process, but the folder's author chose the host that would get its value.
+            # The variable's value is not filled in, even if it is set here: the author of the run's files chose the
+            # host that would get the value.
             return [f"unknown: the run's folder has {hidden[0]} for a part of its URL", "–", "–", "–"]
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
@@ -178,8 +182,8 @@ class LiveView:
 
 
 def members(run_dir: Path, run: RunRecord) -> list[tuple[str, str | tuple[str, str]]]:
-    """Return each server's URL and its state in the run, as the run wrote them last; before that, the servers of its
-    configuration."""
+    """Return each server's URL, and its state in the run with the reason, as the run wrote them last. If it has written
+    none yet, return the servers of its configuration, with an en dash as state."""
     try:
         return [
             (str(server["base_url"]), (str(server["state"]), str(server["because"])))
@@ -192,8 +196,8 @@ def members(run_dir: Path, run: RunRecord) -> list[tuple[str, str | tuple[str, s
 
 
 def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
-    """Return (color, tooltip, object) of what is drawn over an answer's image: its objects as the training matched
-    them, not as an evaluation scores them."""
+    """Return what is drawn over an answer's image, as (color, tooltip, object). Predictions and labels have the colors
+    that the training's matching gives them; an evaluation would match them in another way."""
     matched = {int(p): (int(t), float(iou)) for p, t, iou in line["pairs"]}
     missed, kept = set(map(int, line["missed"])), set(map(int, line.get("kept", ())))
     found = [("region", "ignore region", read_object(item)) for item in line["ignored"]]
@@ -209,18 +213,17 @@ def shapes(line: Mapping[str, Any]) -> list[tuple[str, str, DetectionObject]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """The state of a run. `tone` is `good` if it finished, `bad` if it failed or stopped, else empty. `total` is its
-    number of steps; 0 if that is not known."""
+    """The state of a run, for the head of the page."""
 
-    name: str
-    tone: str
-    facts: str
-    done: int
-    total: int
+    name: str  # a word for the state, such as "Running"
+    tone: str  # `good` if the run finished, `bad` if it failed or was stopped, else empty; decides the color
+    facts: str  # how far the run is, and how long it will take
+    done: int  # number of steps done
+    total: int  # number of steps; 0: not known, or the run's time ends it
 
 
 def standing(run: RunRecord, now: float) -> Standing:
-    """Return whether the run goes on, how far it is, and how long it will take."""
+    """Return the run's state at the Unix time `now`: whether it goes on, how far it is, how long it will take."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     total = 0 if math.isfinite(status.time_up_s) else status.total_steps
     parts = [f"step {done}" + (f" of {total}" if total else "")]
@@ -239,7 +242,8 @@ def standing(run: RunRecord, now: float) -> Standing:
 
 
 def left(run: RunRecord, now: float) -> list[str]:
-    """Return how long the run will still take, in words: until its minutes end, or for its steps at their last pace."""
+    """Return how long the run will still take, as a text: until its minutes are over, or until its last step if each
+    takes as long as the last ones. [] if that is not known."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     if math.isfinite(status.time_up_s):
         return [f"{duration(max(0.0, status.time_up_s - now))} left"]
@@ -251,7 +255,7 @@ def left(run: RunRecord, now: float) -> list[str]:
 
 
 def cards(run: RunRecord) -> list[Card]:
-    """Return the cards with the newest numbers: loss, match rate, speed, queue, F1."""
+    """Return cards with the newest loss, match rate, speed, queue and F1, as far as the run has measured them."""
     found = []
     if run.steps:
         last = run.steps[-1]
@@ -278,8 +282,8 @@ def cards(run: RunRecord) -> list[Card]:
 
 
 def charts(run: RunRecord) -> tuple[list[Chart], Table | None]:
-    """Return the charts of loss, F1 and other numbers that matter while a run goes on, and how busy ranks and servers
-    are. The table has the charts with only one value so far."""
+    """Return the charts of CHARTS, of F1, and of how busy ranks and servers are. Charts whose value has not changed are
+    rows of the table instead; None: there are no such charts."""
     by_title = {chart.title: chart for chart in named_charts(run).values() if chart}
     points = [(float(point.global_step), point.metrics[F1]) for point in run.evals if F1 in point.metrics]
     f1 = line_chart("F1@0.5 by step", [Series("F1@0.5", points, "after")], dots=True, y_max=1.0)
@@ -288,7 +292,8 @@ def charts(run: RunRecord) -> tuple[list[Chart], Table | None]:
 
 
 def busy(run: RunRecord) -> Chart | None:
-    """Return a chart of the share of the last steps' time that each rank and server worked; waiting is not work."""
+    """Return a chart of the share of the time in which each rank and server worked, over the last BUSY_STEPS steps.
+    IDLE activities are not work. None without a timeline."""
     last = run.timelines[-BUSY_STEPS:]
     span = sum(line.end_s - line.begin_s for line in last)
     if span <= 0:
@@ -304,7 +309,7 @@ def busy(run: RunRecord) -> Chart | None:
 
 
 def covered(spans: Sequence[tuple[float, float]]) -> float:
-    """Return the length of the union of intervals, in seconds."""
+    """Return how many seconds the intervals `(begin, end)` cover. Seconds in several intervals count once."""
     total, until = 0.0, -float("inf")
     for begin, end in sorted(spans):
         total += max(0.0, end - max(begin, until))
@@ -313,13 +318,13 @@ def covered(spans: Sequence[tuple[float, float]]) -> float:
 
 
 def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
-    """Return the application that serves the page and its changing part."""
+    """Return the application that serves the live page (`/`) and the part of it that changes (`/now`)."""
     app = page_app(host=host)
     view = LiveView(run_dir, token)
     made: list[tuple[float, str]] = []
 
     async def now() -> str:
-        """Return the page's main part, made at most once in POLL_S / 2 however many browsers ask."""
+        """Return the changing part of the page. It is made at most once per POLL_S / 2, even if many browsers ask."""
         if not made or time.monotonic() - made[0][0] > POLL_S / 2:
             made[:] = [(time.monotonic(), view.now())]
         return made[0][1]
@@ -336,13 +341,13 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
     return app
 
 
-_HIDDEN = re.compile(r"\$\{\w+\}")  # a run's files have this in place of a secret variable's value
+_HIDDEN = re.compile(r"\$\{\w+\}")  # the name of a variable, which a run's files have in place of a secret value
 
 
 def serve(run_dir: Path, *, host: str, port: int, send_token: bool = False) -> int:
-    """Serve the live page until Ctrl-C. Returns the exit code. `send_token`: send the servers' token to the URLs that
-    the folder names; only for a folder that a trusted user wrote. Raises DataError if there is no run, ServerError if
-    the port is taken."""
+    """Serve the live page of the run in `run_dir` until Ctrl-C. Returns the exit code. `send_token`: send the servers'
+    token to the servers in the run's files; only if you trust whoever wrote them. Raises DataError if there is no run,
+    ServerError if the port is taken."""
 
     if not is_run(run_dir):
         raise DataError(

@@ -1,4 +1,5 @@
-"""The page: the records of all sections, rendered by the templates into one HTML file, without scripts and network."""
+"""Writes the report's page: templates turn the records of all sections into one HTML file, which has no scripts and
+needs no network."""
 
 from __future__ import annotations
 
@@ -23,7 +24,7 @@ from learner.run.files import write_atomically
 
 
 def _written(value: object) -> object:
-    """Return a value as templates write it: floats with at most two decimals, None as nothing."""
+    """Return a value as it is written by templates: a float with at most two decimals, None as an empty text."""
     if isinstance(value, float):
         return f"{value:.2f}".rstrip("0").rstrip(".")
     return "" if value is None else value
@@ -42,8 +43,9 @@ TEMPLATES.filters["tags"] = place_tags
 
 
 def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None = None) -> Path:
-    """Write the report and return its path. Raises DataError if there is no run, OutputError if the file cannot be
-    written; an earlier report is then left as it was."""
+    """Write the report of the run in `run_dir`, and return the file's path. `out`: that path; None: `report.html` in
+    `run_dir`. `compare`: folder of a run to show beside it. Raises DataError if there is no run, OutputError if the
+    file cannot be written; an earlier report is then left as it was."""
     runs = read_runs(run_dir)
     if compare is not None:
         others = read_runs(compare)
@@ -55,7 +57,7 @@ def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None
 
 
 def render(runs: RunSet) -> str:
-    """Render the whole page of one run, or of several side by side."""
+    """Return the HTML of the whole page, for one run or for several side by side."""
     progress = progress_of(runs.runs)
     several = len(runs.runs) > 1
     rewards = [reward_section(r, heading=f"Rewards: {r.name}" if several else "Rewards") for r in runs.runs]

@@ -1,9 +1,9 @@
-"""A run directory, read into records.
+"""Reads a run directory into records.
 
 In: `metrics.jsonl` (one event per line), `eval/step_*.jsonl` (one scene per line), `config.yaml`. Any of these files
-may be missing, and the last line of a file may be cut short: a killed run still has a report. `RunRecord.notes` says
-what is missing or damaged. A directory with none of these files is a `DataError`. If a resumed run repeated an
-optimizer step, the last record counts.
+may be missing, and the last line of a file may be cut off, because a killed run should have a report too.
+`RunRecord.notes` says what is missing or damaged. If all of these files are missing, DataError is raised. If a resumed
+run repeated an optimizer step, the step's last record counts.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ METRICS, GROUPS, EVAL_FILE = "metrics.jsonl", "groups.jsonl", re.compile(r"step_
 RECIPE = "recipe.json"
 _KINDS: tuple[GeometryKind, ...] = ("bbox_2d", "poly")
 R = TypeVar("R", StepResult, SyncReceipt, "SpikePoint")
-PACE_STEPS = 20  # number of newest steps over which the seconds per step are averaged
-_LARGEST_BIN = 1 << 20  # far outside every image, and small enough for areas
+PACE_STEPS = 20  # number of last steps from which `Status.seconds_per_step` is computed
+_LARGEST_BIN = 1 << 20  # max size of a coordinate or of an image's side; larger ones are taken for damage
 
 
 def read_runs(path: Path) -> RunSet:
-    """Read a run directory, or all runs in a directory (`runs/demo`). Raises DataError if there is no run."""
+    """Return the run in the folder `path`, or, if `path` is no run, the runs in its subfolders. Raises DataError if
+    there is no run."""
     if not path.is_dir():
         raise DataError("there is no run directory", found=str(path), remedy="give the directory that the run wrote")
     if is_run(path):
@@ -67,25 +68,26 @@ def read_runs(path: Path) -> RunSet:
 
 
 def is_run(path: Path) -> bool:
-    """Return True if the directory has a file that only a learner writes."""
+    """Return True if the folder has a run's `metrics.jsonl`, `config.yaml`, or file of an evaluation."""
     return (path / METRICS).is_file() or (path / RESOLVED_NAME).is_file() or any(_eval_files(path))
 
 
 def read_run(path: Path) -> RunRecord:
-    """Read one run directory. Each missing file becomes a note."""
+    """Return the record of the run in the folder `path`. Missing files are named in the record's notes."""
     return run_of(path, *_read_jsonl(path / METRICS))
 
 
 class Follower:
-    """Reads a run repeatedly, and of `metrics.jsonl` only the new lines. Evaluations come without their scenes."""
+    """Reads a run again and again while it goes on, each time only the new lines of `metrics.jsonl`. The scenes of
+    evaluations are not read."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._events: list[Mapping[str, object]] = []
-        self._num_read = 0  # bytes of `metrics.jsonl`
+        self._num_read = 0  # number of bytes of `metrics.jsonl` that were read
 
     def read(self) -> RunRecord:
-        """Return the run as far as it is written."""
+        """Return the record of the run, as far as its files are written."""
         file = self.path / METRICS
         if file.is_file():
             with file.open("rb") as lines:
@@ -101,7 +103,8 @@ class Follower:
 
 
 def run_of(path: Path, events: Sequence[Mapping[str, object]], damaged: int, *, with_scenes: bool = True) -> RunRecord:
-    """Return the record of the run in `path` with these events. `damaged` is the number of unreadable lines."""
+    """Return the record of the run in the folder `path`, whose `metrics.jsonl` has these events and `damaged`
+    unreadable lines. `with_scenes` False: scenes and groups are not read."""
     config, config_note = _read_mapping(path / RESOLVED_NAME)
     named: dict[str, list[Mapping[str, object]]] = {}
     for event in events:
@@ -138,7 +141,8 @@ def _title(path: Path) -> str:
 
 
 def _rank(path: Path) -> tuple[bool, bool, str]:
-    """Return a run's sort key in a report: `stage2` first; `sft` last, because the others are compared with it."""
+    """Return the key by which the runs of a report are sorted: the folder `stage2` comes first, and `sft` last, because
+    the other runs are compared with it."""
     return (path.name == "sft", path.name != "stage2", path.name)
 
 
@@ -153,7 +157,7 @@ def _eval_files(path: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _read_jsonl(path: Path) -> tuple[list[Mapping[str, object]], int]:
-    """Return the lines that are JSON objects, and the number of other lines."""
+    """Return the file's lines that are JSON objects, and the number of other lines. ([], 0) without the file."""
     if not path.is_file():
         return [], 0
     lines = [line for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
@@ -167,14 +171,14 @@ def _objects(lines: Iterable[str]) -> list[Mapping[str, object]]:
         try:
             value = json_of(line)
         except ValueError:
-            continue  # the returned number counts it
+            continue  # the line is damaged; the caller counts such lines
         if isinstance(value, dict):
             found.append(value)
     return found
 
 
 def _read_mapping(path: Path) -> tuple[Mapping[str, object], str]:
-    """Return a YAML or JSON mapping, or an empty one with a note that says why."""
+    """Return the mapping in a YAML or JSON file, and "". If there is none, return {} and a sentence that says why."""
     if not path.is_file():
         return {}, f"There is no {path.name}."
     try:
@@ -192,7 +196,7 @@ def _damage(name: str, lines: int) -> str:
 
 
 def _number(fields: Mapping[str, object], key: str) -> float:
-    """Return the number at `key`; NaN if the value is null, missing or no number."""
+    """Return the number at `key` as a float; NaN if there is none."""
     value = fields.get(key)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
@@ -215,8 +219,8 @@ def _numbers(fields: object) -> dict[str, float]:
 
 
 def _record(kind: type[R], event: Mapping[str, Any], **others: Any) -> R:
-    """Return a record of type `kind`. Its int and float fields are the event's of the same names, `others` are its
-    other fields."""
+    """Return a record of type `kind`. Its int and float fields are read from the event's fields of the same names;
+    `others` are its other fields."""
     read: Mapping[object, Callable[[Mapping[str, object], str], float]] = {"int": _count, "float": _number}
     numbers: dict[str, Any] = {f.name: read[f.type](event, f.name) for f in fields(kind) if f.type in read}
     return kind(**numbers, **others)
@@ -234,7 +238,8 @@ def _warning(event: Mapping[str, object]) -> str:
 
 
 def newest_scenes(run: RunRecord, most: int) -> tuple[int, list[Scene]]:
-    """Return the step of the newest evaluation and its first scenes that can be drawn; (0, []) if there is none."""
+    """Return the step of the newest evaluation, and those of its first `most` scenes that can be drawn. (0, []) without
+    an evaluation."""
     step, file = max(_eval_files(run.path), default=(0, None))
     if file is None:
         return 0, []
@@ -244,13 +249,14 @@ def newest_scenes(run: RunRecord, most: int) -> tuple[int, list[Scene]]:
 
 
 def _is_detection(config: Mapping[str, object]) -> bool:
-    """Return True for the detection task: only its scenes are drawn."""
+    """Return True if the run's task is detection. Scenes of other tasks are not drawn."""
     task = config.get("task")
     return not isinstance(task, Mapping) or task.get("type", "detection") == "detection"
 
 
 def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]) -> Status:
-    """Return the run's state from the events since it began or was resumed. Earlier versions wrote no event `begin`."""
+    """Return the run's state, from the events since it began or was last resumed. Without an event `begin`, which
+    earlier versions did not write, all events count."""
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
     total, first, ended, because, times = 0, 0, "", "", []
     began_s = math.nan
@@ -281,7 +287,8 @@ def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 
 
 def _spikes(events: Sequence[Mapping[str, object]]) -> tuple[SpikePoint, ...]:
-    """Return the spikes. Damaged ones are left out. If a resumed run repeated a step, its last spikes count."""
+    """Return the spikes of a run, without damaged ones. If a resumed run repeated a step, the step's last spikes
+    count."""
     found = {(point.global_step, point.metric): point for point in map(_spike, events)}
     return tuple(p for p in found.values() if math.isfinite(p.value) and math.isfinite(p.usual))
 
@@ -319,7 +326,7 @@ def _data(event: Mapping[str, object]) -> DataCounts:
 
 
 def _timeline(event: Mapping[str, object]) -> StepTimeline:
-    """Return a step's activities, without entries that are not [lane, name, begin, end]."""
+    """Return a step's timeline. Spans that are not [lane, name, begin, end] are left out."""
     origin, activities = _number(event, "origin"), []
     spans = event.get("spans")
     for span in spans if isinstance(spans, list) else ():
@@ -334,8 +341,7 @@ def _timeline(event: Mapping[str, object]) -> StepTimeline:
 def _evals(
     path: Path | None, events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 ) -> tuple[tuple[EvalPoint, ...], list[str]]:
-    """Return the evaluations by step, each with metrics and scenes, and notes on damage. Without `path` no scenes are
-    read."""
+    """Return the evaluations in order of steps, and sentences about damaged files. `path` None: scenes are not read."""
     metrics = {_count(event, "global_step"): _numbers(event.get("metrics")) for event in events}
     scenes: dict[int, tuple[Scene, ...]] = {}
     notes: list[str] = []
@@ -352,7 +358,8 @@ def _evals(
 def _test(
     path: Path | None, events: Sequence[Mapping[str, object]], config: Mapping[str, object]
 ) -> tuple[EvalPoint | None, str]:
-    """Return the score of `data.test`, and a note on damage; without `path` no scenes are read."""
+    """Return the evaluation on `data.test` (None: there is none), and a sentence about damage, or "". `path` None:
+    scenes are not read."""
     if not events:
         return None, ""
     scenes, damage = _scenes(path / "eval" / "test.jsonl", config) if path else ((), "")
@@ -361,7 +368,8 @@ def _test(
 
 
 def _scenes(file: Path, config: Mapping[str, object]) -> tuple[tuple[Scene, ...], str]:
-    """Return an evaluation file's scenes, () for other tasks than detection, and a note on damaged lines."""
+    """Return the scenes in an evaluation's file, and a sentence about damaged lines, or "". For other tasks than
+    detection there are no scenes."""
     is_detection = _is_detection(config)
     lines, damaged = _read_jsonl(file)
     read = [read_scene(line) for line in lines if is_detection]
@@ -370,8 +378,8 @@ def _scenes(file: Path, config: Mapping[str, object]) -> tuple[tuple[Scene, ...]
 
 
 def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:
-    """Return the groups by step, and a note on damaged lines. If a resumed run repeated a step, its last line
-    counts."""
+    """Return the rewards and groups in order of steps, and a sentence about damaged lines, or "". If a resumed run
+    repeated a step, the step's last line counts."""
     lines, damaged = _read_jsonl(path)
     found = {step.global_step: step for step in map(_group_step, lines) if step is not None}
     unread = sum(_group_step(line) is None for line in lines)
@@ -379,7 +387,7 @@ def _groups(path: Path) -> tuple[tuple[GroupStep, ...], str]:
 
 
 def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
-    """Return the rewards and the answers in a line of `groups.jsonl`; None if it has no finite rewards."""
+    """Return the rewards and the answers in a line of `groups.jsonl`; None if the line is damaged or has no rewards."""
     try:
         rewards = tuple(float(reward) for group in line["rewards"] for reward in group)
         group = line.get("group", {})
@@ -393,7 +401,8 @@ def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
 
 
 def _scored_scene(group: Mapping[str, Any], answer: Mapping[str, Any]) -> ScoredScene | None:
-    """Return an answer of a group as a scene with its reward; None for a task whose answers are not drawn."""
+    """Return an answer of a group, with the fields of `group` that all its answers share; None if it cannot be
+    drawn."""
     scene = read_scene({**group, **answer})
     if scene is None:
         return None
@@ -407,7 +416,7 @@ def _scored_scene(group: Mapping[str, Any], answer: Mapping[str, Any]) -> Scored
 
 
 def read_scene(line: Mapping[str, Any]) -> Scene | None:
-    """Read one line of an evaluation file; None if it is no scene, or if its fields contradict each other."""
+    """Return the scene in a parsed line of an evaluation's file; None if a field is missing or damaged."""
     try:
         truth, ignored, predictions = (
             tuple(map(read_object, objects))
@@ -433,7 +442,8 @@ def read_scene(line: Mapping[str, Any]) -> Scene | None:
 
 
 def read_object(fields: Mapping[str, Any]) -> DetectionObject:
-    """Return the object in a line's field. Raises KeyError, TypeError or ValueError if the field is no object."""
+    """Return the object that is stored with these fields. Raises KeyError, TypeError or ValueError if they are
+    damaged."""
     kind = _KINDS[0] if _KINDS[0] in fields else _KINDS[1]
     bins = tuple(int(b) for b in fields[kind])
     if not arity_is_right(kind, bins):
@@ -445,9 +455,9 @@ def read_object(fields: Mapping[str, Any]) -> DetectionObject:
 
 
 def read_sheet(fields: Mapping[str, Any], objects: Iterable[DetectionObject]) -> Sheet | None:
-    """Return where each image of a scene with several is drawn; None for a scene of one image.
+    """Return the sheet on which a scene's images are drawn; None if the scene has one image.
 
-    Raises TypeError or ValueError, also if an object is in no image.
+    Raises TypeError or ValueError if the images' sizes are damaged, or if an object is in none of the images.
     """
     sizes = [(int(width), int(height)) for width, height in fields.get("sizes", ())]
     if not all(0 < side <= _LARGEST_BIN for size in sizes for side in size):

@@ -1,7 +1,7 @@
-"""The report's section on a recipe: what each stage gained and lost, and why it was run (`recipe.json`).
+"""Makes the report's section on a recipe: what each stage gained and lost, and why it was run.
 
-In: the file's mapping. Out: a sentence, a table and texts per stage for `templates/page.html`. A damaged file gives no
-section.
+In: the content of `recipe.json`. Out: a sentence, a table of the stages, and texts about each stage, for
+`templates/page.html`. A damaged file gives no section.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from learner.report.charts import Table
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RecipeSection:
-    """`result` says which weights are best, and why the recipe ended. `told` has, per stage, its name and texts by
-    heading (`Why`, `Labels`, `Gained`, `Lost`, `Ended`)."""
+    """The section on a recipe. `result`: a text that says which weights are best, and why the recipe ended. `told`: for
+    each stage its name, and its texts by heading (`Why`, `Labels`, `Gained`, `Lost`, `Ended`)."""
 
     result: str
     stages: Table

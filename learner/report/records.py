@@ -1,4 +1,4 @@
-"""The records of a run's directory: `read.py` makes them from its files, and the other modules show them."""
+"""The records of a run for the report: `read.py` makes them from the run's files, and the other modules show them."""
 
 from __future__ import annotations
 
@@ -12,29 +12,29 @@ from learner.report.sheet import Sheet
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scene:
-    """The model's answer to a test sample. Objects are in bins 0..999 of their image. `width` and `height` are the
-    pixels of the drawing: of the image, or of the `sheet` of several images."""
+    """The model's answer to a sample of an evaluation, and the sample's labels. Objects have coordinates in bins: 0 to
+    999 over their image. `width` and `height`: pixels of the drawing, which is the image, or the `sheet` of several."""
 
     scene_id: str
     images: tuple[str, ...]
     width: int
     height: int
-    truth: tuple[DetectionObject, ...]
+    truth: tuple[DetectionObject, ...]  # the labels
     ignored: tuple[DetectionObject, ...]  # ignore regions: predictions inside them count neither as right nor as wrong
     predictions: tuple[DetectionObject, ...]
-    num_dropped: int
-    truncated: bool
-    sheet: Sheet | None = None
+    num_dropped: int  # number of objects in the answer that could not be read
+    truncated: bool  # the answer was cut off at the max number of tokens
+    sheet: Sheet | None = None  # where each of several images is drawn; None: the sample has one image
 
     def drawn(self, obj: DetectionObject) -> DetectionObject:
-        """Return the object in bins of the drawing."""
+        """Return the object with coordinates in bins of the drawing instead of its image."""
         return obj if self.sheet is None else self.sheet.placed(obj)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ScoredScene:
-    """One answer of a group. `advantage` is the mean over its tokens. `by_object` has each prediction's advantage;
-    empty if predictions have none of their own."""
+    """One answer of a `grpo` group. `advantage`: mean over the answer's tokens. `by_object`: each prediction's
+    advantage; empty if all tokens of the answer have the same advantage."""
 
     scene: Scene
     reward: float
@@ -44,7 +44,7 @@ class ScoredScene:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupStep:
-    """A step's rewards, one per rollout of rank 0, and the answers of one group if the run recorded it."""
+    """A step's rewards, one per rollout of rank 0, and the answers of one group; () if the run recorded none."""
 
     global_step: int
     rewards: tuple[float, ...]
@@ -53,7 +53,8 @@ class GroupStep:
 
 @dataclass(frozen=True, slots=True)
 class Activity:
-    """Something that ran on a lane (`rank 0`, `rank 0 rollouts`, a server's URL), in Unix seconds."""
+    """One bar of the timeline: what ran from `begin_s` to `end_s` (Unix seconds). `lane`: where it ran (`rank 0`, `rank
+    0 rollouts`, or a server's URL). `name`: the phase of learning, or `rollout`, `failed` or `out`."""
 
     lane: str
     name: str
@@ -63,7 +64,7 @@ class Activity:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepTimeline:
-    """The begin and end of a step, and the activities that ended during it."""
+    """The begin and end of a step (Unix seconds), and the activities that ended during it."""
 
     global_step: int
     begin_s: float
@@ -73,7 +74,7 @@ class StepTimeline:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EvalPoint:
-    """One evaluation. `metrics` is empty if only its scenes are on disk, `scenes` if only its metrics are."""
+    """One evaluation. `metrics` or `scenes` is empty if it was not found on disk."""
 
     global_step: int
     metrics: Mapping[str, float]
@@ -82,8 +83,8 @@ class EvalPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncPoint:
-    """One weight sync. `metrics` are all numbers of its event. `before` names the event that came next: a `step`, whose
-    line on the console shows the sync, or an `eval`, whose line does not; empty if the run ended after the sync."""
+    """One weight sync. `metrics`: all numbers of its event. `before`: kind of the next event that used the weights,
+    `step` or `eval`; empty if the run ended after the sync."""
 
     receipt: SyncReceipt
     metrics: Mapping[str, float]
@@ -92,7 +93,7 @@ class SyncPoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataCounts:
-    """The number of samples that a run read, and of bad records by split, kind and action (drop or clip)."""
+    """How many samples a run read. `bad_records`: split -> kind of mistake -> action (drop or clip) -> number."""
 
     num_train: int
     num_evaluation: int
@@ -101,8 +102,8 @@ class DataCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikeSample:
-    """A sample of a step with a spike. `row_loss` is the loss of its packed row, in nats per token. `scene` has its
-    labels and no predictions; None: the run did not write it."""
+    """A sample that was learned in a step with a spike. `row_loss`: loss of the sample's packed row, in nats per token.
+    `scene`: the sample's labels, without predictions; None: the run did not write them."""
 
     sample_id: str
     row_loss: float
@@ -111,7 +112,7 @@ class SpikeSample:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikePoint:
-    """A spike: a step whose loss or gradient norm (`metric`) leapt from about `usual` to `value`."""
+    """A spike: the loss or gradient norm (`metric`) leapt in this step to `value`, from about `usual`."""
 
     global_step: int
     metric: str
@@ -122,22 +123,18 @@ class SpikePoint:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Status:
-    """The progress of a run. `total_steps` is 0 if it is not known. `ended` is `finished`, `stopped` or `failed`, and
-    `because` says why; both are empty while the run goes on, or if its process was killed. `seconds_per_step` is the
-    mean of the last steps with everything between them, NaN if unknown. `time_up_s` is the Unix time at which
-    `training.max_minutes` end the run, NaN if its steps end it first."""
+    """The progress of a run."""
 
-    total_steps: int
-    ended: str
-    because: str
-    seconds_per_step: float
-    time_up_s: float
+    total_steps: int  # 0: not known
+    ended: str  # `finished`, `stopped` or `failed`; empty while the run goes on, or if its process was killed
+    because: str  # why it ended; may be empty
+    seconds_per_step: float  # mean over the last steps, evaluations between them included; NaN: not known
+    time_up_s: float  # Unix time at which `training.max_minutes` end the run; NaN: its last step ends it first
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunRecord:
-    """Everything that a run measured. `evals`, `steps` and `timelines` are in the order of `global_step`, `syncs` in
-    the order of time."""
+    """Everything that a run measured. All sequences are in the order of time."""
 
     name: str
     path: Path
@@ -145,18 +142,18 @@ class RunRecord:
     steps: tuple[StepResult, ...]
     syncs: tuple[SyncPoint, ...]
     evals: tuple[EvalPoint, ...]
-    test: EvalPoint | None  # the score of `data.test` at the run's end; None if `evals` score that set
+    test: EvalPoint | None  # the score of `data.test` at the run's end; None if that set was not scored separately
     timelines: tuple[StepTimeline, ...]
     groups: tuple[GroupStep, ...]
     spikes: tuple[SpikePoint, ...]
     status: Status
     data: DataCounts | None
     wall_s: float  # seconds from the first to the last event
-    last_event_s: float | None  # Unix time
-    notes: tuple[str, ...]
+    last_event_s: float | None  # Unix time of the last event; None without events
+    notes: tuple[str, ...]  # sentences for the user: warnings of the run, and which files are missing or damaged
 
     def setting(self, *keys: str) -> object:
-        """Return a value of the configuration by its path of keys, or None."""
+        """Return the configuration's value at `keys`, which lead from section to key; None if there is no such key."""
         value: object = self.config
         for key in keys:
             value = value.get(key) if isinstance(value, Mapping) else None
@@ -165,8 +162,8 @@ class RunRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunSet:
-    """The runs of one report, the main one first. `summary` and `recipe` are the directory's `summary.json` and
-    `recipe.json`, empty if it has none."""
+    """The runs of one report, the main one first. `summary` and `recipe`: content of the folder's `summary.json` and
+    `recipe.json`; empty without such a file."""
 
     title: str
     runs: tuple[RunRecord, ...]

@@ -1,6 +1,7 @@
-"""The outcome of the run: the result in a sentence and four cards, notes, charts of F1, tables, the confusion matrix.
+"""Makes the report's parts on a run's result: a sentence, four cards, notes, charts of F1, tables, a confusion matrix.
 
-In: the runs and their `Progress`. Out: text, `Card`, `Chart` and `Table` records for `templates/page.html`.
+In: the runs and their `Progress` (first and last evaluation). Out: texts, `Card`, `Chart` and `Table` records for
+`templates/page.html`.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from learner.report.scores import (
     gain_between,
 )
 
-MAX_CLASSES, MAX_NAMES, MAX_NAME = 30, 12, 32  # classes in the table, names in the matrix, letters of a name
-SHOWN = (
+MAX_CLASSES, MAX_NAMES, MAX_NAME = 30, 12, 32  # max classes in the table, names in the matrix, letters of a name
+SHOWN = (  # metrics in the table beside the charts
     "f1@0.5",
     "f1@miou",
     "precision@0.5",
@@ -41,7 +42,8 @@ SHOWN = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
-    """One number, `big`. `was` is the earlier number, shown paler before it. `tone` is `good`, `bad` or empty."""
+    """A card with one number in large type (`big`), and a text below it (`sub`). `was`: an earlier number, shown in
+    pale type before it. `tone`: `good`, `bad` or empty, for the color."""
 
     name: str
     big: str
@@ -51,7 +53,7 @@ class Card:
 
 
 def facts(runs: RunSet) -> str:
-    """Return the line about the main run: its model, data, steps and time."""
+    """Return a line of facts about the main run: trainer variant, model, steps, data, time, and how it ended."""
     main = runs.runs[0]
     found = [
         main.setting("custom", "trainer_variant"),
@@ -66,8 +68,8 @@ def facts(runs: RunSet) -> str:
 
 
 def verdict(runs: Sequence[Progress]) -> str | None:
-    """Return the main run's result in a sentence, and at which F1 the other runs ended; None if it was not
-    evaluated."""
+    """Return sentences on the main run's result, and on the F1 with which the other runs ended; None if the main run
+    was not evaluated."""
     main = runs[0]
     before, after, gain = main.f1_before, main.f1_after, main.gain
     if before is None:
@@ -95,12 +97,12 @@ def verdict(runs: Sequence[Progress]) -> str | None:
 
 
 def split_of(run: RunRecord) -> str:
-    """Return the split that is evaluated during training: `validation` or `test`."""
+    """Return the name of the split on which the run is evaluated during training: `validation` or `test`."""
     return "validation" if run.setting("data", "val") else "test"
 
 
 def _tested(run: RunRecord) -> str:
-    """Return a sentence with the score of `data.test`; empty if the run did not score it apart."""
+    """Return a sentence with the score of `data.test`; empty if the run did not score that set separately."""
     found = f1_of(run.test) if run.test else None
     if found is None or run.test is None:
         return ""
@@ -110,7 +112,8 @@ def _tested(run: RunRecord) -> str:
 
 
 def _against(main: Progress, other: Progress) -> str:
-    """Return by how much `other` ended ahead or behind; empty if the interval of the difference includes zero."""
+    """Return by how much the F1 of `other` is ahead of or behind that of `main`, in words; empty if the interval of the
+    difference includes zero."""
     lead = gain_between(main.after, other.after)
     if lead is None or not _tone(lead):
         return ""
@@ -118,8 +121,8 @@ def _against(main: Progress, other: Progress) -> str:
 
 
 def cards(runs: Sequence[Progress]) -> list[Card]:
-    """Return four cards: F1, its gain, a comparison (without a second run: the parse rate), the syncs. An empty run has
-    no cards."""
+    """Return four cards: F1, the gain of F1, the comparison with a second run (without one: the parse rate), and the
+    syncs. [] if the main run has no step, evaluation or sync."""
     main = runs[0]
     if not (main.run.steps or main.run.evals or main.run.syncs):
         return []
@@ -163,8 +166,8 @@ def _parse_rate_card(progress: Progress) -> Card:
 
 
 def _sync_card(runs: Sequence[RunRecord]) -> Card:
-    """Return a card with the number of syncs of all runs, their median seconds and their largest canary gap; without
-    syncs, a card with the main run's speed."""
+    """Return a card with the number of weight syncs of all runs, their median seconds and their largest canary gap.
+    Without syncs, return a card with the main run's tokens per second."""
     syncs = [sync.receipt for run in runs for sync in run.syncs]
     if not syncs:
         speeds = [s.metrics["tokens_per_s"] for s in runs[0].steps if "tokens_per_s" in s.metrics]
@@ -180,8 +183,8 @@ def _sync_card(runs: Sequence[RunRecord]) -> Card:
 
 
 def notes(runs: Sequence[Progress]) -> list[str]:
-    """Return the notes, one line each: what the page cannot show, and warnings. With several runs, each line names its
-    run."""
+    """Return the notes of all runs, one line each: what the page cannot show, and warnings. If there are several runs,
+    a line begins with its run's name."""
     several = len(runs) > 1
     return [
         f"{progress.run.name}: {text}" if several else text
@@ -218,7 +221,7 @@ def _because(run: RunRecord) -> str:
 
 
 def _bad_records(run: RunRecord) -> list[str]:
-    """Return which records of the data were dropped or clipped, a line per split."""
+    """Return sentences that say how many bad records of the data were dropped or clipped, one per split."""
     words = {"drop": "dropped", "clip": "clipped"}
     told = {
         split: [
@@ -236,7 +239,8 @@ def _bad_records(run: RunRecord) -> list[str]:
 
 
 def _disagreement(progress: Progress) -> list[str]:
-    """Return a line for each step whose recorded F1 differs from that of its scenes: files of two runs were mixed."""
+    """Return a sentence for each evaluation whose recorded F1 differs from the F1 of its scenes. That happens if files
+    of two runs were mixed."""
     return [
         f"At step {point.global_step} the recorded F1@0.5 is {point.metrics[F1]:.3f}, "
         f"the scenes give {computed.value:.3f}."
@@ -246,8 +250,8 @@ def _disagreement(progress: Progress) -> list[str]:
 
 
 def f1_charts(runs: Sequence[Progress]) -> list[Chart]:
-    """Return a chart of F1 with intervals, for each run's first and last evaluation, and one of F1 by step; [] without
-    evaluations."""
+    """Return two charts: F1 with its interval in each run's first and last evaluation, and F1 by step if a run has
+    several evaluations. [] without evaluations."""
     rows: list[Bar] = []
     series: list[Series] = []
     several = len(runs) > 1
@@ -271,7 +275,8 @@ def _interval_row(name: str, color: str, estimate: F1Estimate | None) -> list[Ba
 
 
 def comparison_table(runs: Sequence[Progress]) -> Table | None:
-    """Return a table with F1 and its interval for each run; None for a single run."""
+    """Return a table that compares the runs: F1 before and after, gain, and the main run's lead, with intervals. None
+    for a single run."""
     if len(runs) < 2:
         return None
     main = runs[0]
@@ -285,8 +290,8 @@ def comparison_table(runs: Sequence[Progress]) -> Table | None:
 
 
 def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
-    """Return the main metric on the run's own data and on each set of `data.retain`, at the first and the last
-    evaluation; None if no set is retained. `named`: the table's head has the run's name."""
+    """Return a table of the main metric at the first and the last evaluation, on the run's own data and on each set of
+    `data.retain`; None without such sets. `named`: the table's head has the run's name."""
     points = [point for point in progress.run.evals if point.metrics]
     found = changes(points[0].metrics, points[-1].metrics) if len(points) > 1 else []
     rows = [[one.data, f"{one.before:.3f}", f"{one.after:.3f}", f"{one.after - one.before:+.3f}"] for one in found]
@@ -299,7 +304,8 @@ def retained_table(progress: Progress, *, named: bool = False) -> Table | None:
 
 
 def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Table | None:
-    """Return the task's metrics before and after training: all of them, or those of `only` that were measured."""
+    """Return a table of the metrics before and after training: all that were measured, or those in `only`. None if
+    there are none."""
     several = len(runs) > 1
     columns = [("Before" if runs[0].after else "One evaluation", runs[0].before)]
     columns += [(p.run.name if several else "After", p.after) for p in runs if p.after]
@@ -311,8 +317,8 @@ def metrics_table(runs: Sequence[Progress], *, only: Sequence[str] = ()) -> Tabl
 
 
 def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
-    """Return charts of precision, recall and F1 by IoU threshold; [] without scenes. The main run's first evaluation
-    and each run's last one have a line each."""
+    """Return charts of precision, recall and F1 by IoU threshold; [] without scenes. There is a line for the main run's
+    first evaluation, and one for the last evaluation of each run."""
     main = runs[0]
     shown = [("before" if main.after else "one evaluation", "before", main.before)]
     shown += [(p.run.name if len(runs) > 1 else "after", p.color, p.after) for p in runs]
@@ -331,12 +337,13 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
         chart("Recall by IoU threshold", lambda counts: counts.recall, "Share of objects that are found then."),
         chart("F1 by IoU threshold", lambda counts: counts.f1, "Its mean is f1@miou."),
     ]
-    return [replace(chart, value="") for chart in drawn if chart]  # the title would show the last threshold's value
+    # `value` would show the number at the last threshold beside the title, and say nothing.
+    return [replace(chart, value="") for chart in drawn if chart]
 
 
 def class_table(runs: Sequence[Progress]) -> Table | None:
-    """Return the main run's last evaluation by description, most frequent first, with F1 of the other evaluations. None
-    if there are fewer than two descriptions."""
+    """Return a table with a row per class (description), most frequent first: counts, precision and recall in the main
+    run's last evaluation, and F1 in each evaluation. None if there are fewer than two classes."""
     main = runs[0]
     last = counts_by_class(_scenes(main.after or main.before))
     if len(last) < 2:
@@ -357,15 +364,16 @@ def class_table(runs: Sequence[Progress]) -> Table | None:
 
 
 def last_evaluation(progress: Progress) -> str:
-    """Return the run and the step of its last evaluation, in words."""
+    """Return the run's name and the step of its last evaluation, as a text."""
     point = progress.after or progress.before
     return f"{progress.run.name}, evaluation at step {point.global_step if point else 0}"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfusionMatrix:
-    """Row i is what an object is, column j what the model called it. The last column counts missed objects, the last
-    row predictions where there was no object. The kind of a cell is its color: `right`, `wrong` or empty."""
+    """How often the model gave each name to objects of each name. A row is the object's true name, a column the model's
+    name for it. The last column counts missed objects, the last row predictions where there is no object. The kind of a
+    cell (`right`, `wrong` or empty) decides its color. `source`: which evaluation it is, as a text."""
 
     source: str
     columns: Sequence[str]
@@ -373,13 +381,13 @@ class ConfusionMatrix:
 
 
 def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:
-    """Return the confusion matrix of the run's last evaluation."""
+    """Return the confusion matrix of the run's last evaluation; None for fewer than two names."""
     return matrix_of(_scenes(progress.after or progress.before), last_evaluation(progress))
 
 
 def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
-    """Return the confusion matrix of the most frequent names. All rarer names share a row and a column. None for fewer
-    than two names."""
+    """Return the confusion matrix of the MAX_NAMES most frequent names. All rarer names share one row and one column.
+    None for fewer than two names."""
     found = confusion(scenes)
     weight: Counter[str] = Counter()
     for pair, count in found.items():
@@ -402,7 +410,7 @@ def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
 
 
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
-    """Return the kind of a cell; empty if both names are rare, because they may differ or not."""
+    """Return the kind of a cell. It is empty if both names are rare, because they may be the same name or not."""
     if truth == said:
         return "" if truth in (None, rare) else "right"
     return "wrong"
@@ -423,7 +431,7 @@ def _estimate_cell(estimate: F1Estimate | None, *, sign: bool = False) -> tuple[
 
 
 def interval(estimate: F1Estimate) -> str:
-    """Return `[low, high]`; empty if there is no interval."""
+    """Return the estimate's interval as a text, such as `[0.512, 0.634]`; empty if there is none."""
     if estimate.low is None or estimate.high is None:
         return ""
     return f"[{estimate.low:.3f}, {estimate.high:.3f}]".replace("-", "−")
@@ -434,7 +442,7 @@ def signed(value: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Return hours, minutes and seconds in words."""
+    """Return a duration as a text such as `2 h 5 min` or `3 min 20 s`; an en dash if it is not finite."""
     if not math.isfinite(seconds):
         return "–"
     minutes, rest = divmod(round(seconds), 60)
@@ -445,5 +453,5 @@ def duration(seconds: float) -> str:
 
 
 def _tone(gain: F1Estimate) -> str:
-    """Return `good` if the whole interval is above zero, `bad` if it is below, else empty."""
+    """Return `good` if the whole interval is above zero, `bad` if it is all below zero, else empty."""
     return "good" if (gain.low or 0) > 0 else "bad" if (gain.high or 0) < 0 else ""

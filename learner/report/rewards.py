@@ -1,7 +1,8 @@
-"""Rewards of a run, and groups of rollouts with their answers side by side (`grpo`, R37).
+"""Makes the report's section on rewards, with groups of answers side by side (`grpo`, R37).
 
 In: the metrics of a run, and its `groups.jsonl`. Out: a `RewardSection` for `templates/page.html`: the reward over
-steps, its distribution at the beginning and at the end, and up to MAX_GROUPS groups from the first step to the last.
+steps, the distribution of rewards at the beginning and at the end, and up to MAX_GROUPS groups (all answers to one
+prompt) from the first step to the last.
 """
 
 from __future__ import annotations
@@ -17,14 +18,15 @@ from learner.report.charts import Chart, Column, Plane, Series, Table, line_char
 from learner.report.records import GroupStep, RunRecord, ScoredScene
 from learner.report.scenes import LEGEND, Picture, image_roots, load_picture, shapes_of_scene
 
-MAX_GROUPS = 4
-NUM_BINS = 12
-BEGIN, END = ("first quarter", "before"), ("last quarter", "after")
+MAX_GROUPS = 4  # max groups that are shown
+NUM_BINS = 12  # bars of the histogram, per part
+BEGIN, END = ("first quarter", "before"), ("last quarter", "after")  # (name, color) of the histogram's parts
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AnswerPanel:
-    """One answer of a group. `counts` is the sentence on what it found."""
+    """One answer of a group, as the page shows it. `counts`: short texts on what it found. `shapes`: the objects to
+    draw, as (color, tooltip, object)."""
 
     scored: ScoredScene
     counts: Sequence[str]
@@ -33,7 +35,8 @@ class AnswerPanel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GroupRow:
-    """One group. Its answers are in the order of their rewards, the best first."""
+    """One group of answers to a scene, as the page shows it. `panels`: its answers, the one with the highest reward
+    first."""
 
     global_step: int
     scene_id: str
@@ -51,7 +54,7 @@ class RewardSection:
 
 
 def reward_section(run: RunRecord, *, heading: str) -> RewardSection | None:
-    """Return the section on rewards; None for a run without rewards."""
+    """Return the section on a run's rewards; None if the run has no rewards."""
     charts, flat = parted((_curve(run), _histogram(run.groups)))
     groups = _groups(run)
     if not charts and not groups and flat is None:
@@ -63,7 +66,8 @@ def reward_section(run: RunRecord, *, heading: str) -> RewardSection | None:
 
 
 def _curve(run: RunRecord) -> Chart | None:
-    """Return the chart of mean rewards of all ranks. Its band is the spread of rank 0's rollouts."""
+    """Return the chart of the mean reward by step, over all ranks. The band around the line shows how much the rewards
+    of rank 0's rollouts differ."""
     spread = {float(step.global_step): statistics.pstdev(step.rewards) for step in run.groups}
     sampled = [(float(s.global_step), s.metrics["reward"]) for s in run.steps if "reward" in s.metrics]
     greedy = [(float(e.global_step), e.metrics["reward"]) for e in run.evals if "reward" in e.metrics]
@@ -75,7 +79,8 @@ def _curve(run: RunRecord) -> Chart | None:
 
 
 def _histogram(groups: Sequence[GroupStep]) -> Chart | None:
-    """Return the histogram of rank 0's rewards in the first and in the last quarter of the steps."""
+    """Return the histogram of rank 0's rewards, with bars for the first and for the last quarter of the steps; None
+    without recorded rewards."""
     quarter = math.ceil(len(groups) / 4)
     if not quarter:
         return None
@@ -108,7 +113,8 @@ def _histogram(groups: Sequence[GroupStep]) -> Chart | None:
 
 
 def _shares(rewards: Sequence[float], low: float, width: float) -> list[float]:
-    """Return the share of rewards in each bin [NUM_BINS]; the last bin holds its upper edge."""
+    """Return the share of the rewards in each of NUM_BINS bins, which begin at `low` and are `width` wide. A reward at
+    the upper edge of the last bin is in that bin."""
     counts = [0] * NUM_BINS
     for reward in rewards:
         counts[min(NUM_BINS - 1, int((reward - low) / width))] += 1
@@ -121,7 +127,7 @@ def _steps(groups: Sequence[GroupStep]) -> str:
 
 
 def _groups(run: RunRecord) -> list[GroupRow]:
-    """Return up to MAX_GROUPS of the recorded groups, evenly spaced, with the first and the last."""
+    """Return up to MAX_GROUPS of the recorded groups: the first, the last, and evenly spaced ones between them."""
     recorded = [step for step in run.groups if step.answers]
     count = min(MAX_GROUPS, len(recorded))
     places = sorted({round(i * (len(recorded) - 1) / max(1, count - 1)) for i in range(count)})

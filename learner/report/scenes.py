@@ -1,12 +1,12 @@
-"""Test scenes: images with ground truth and predictions drawn over them, the same scene side by side per evaluation.
+"""Makes the report's gallery of scenes: images with labels and predictions drawn over them.
 
-In: evaluations of the same test set. Out: a `Gallery` for `templates/scenes.html`. It shows the scenes that changed
-most, the worst, the best, a few drawn at random with a fixed seed, and some of every frequent class. Each scene is on
-the page once; filters show a part of the scenes.
+In: evaluations of the same scenes. Out: a `Gallery` for `templates/scenes.html`, with a scene's evaluations side by
+side. It shows the scenes whose F1 changed most, the worst, the best, a few random ones, and some of every frequent
+class. Each scene is on the page once; filters show a part of the scenes.
 
-Images are read as in training (D13): upright by their EXIF orientation. The page holds them as data URIs: small ones as
-PNG, enlarged without smoothing, others as JPEG of at most MAX_SIDE pixels. Every image is decoded and encoded anew, so
-no byte of the source file reaches the page. URLs are not fetched.
+Images are read as in training (D13): upright by their EXIF orientation. They are in the page as data URIs: small images
+as PNG, which browsers enlarge without smoothing, others as JPEG of at most MAX_SIDE pixels. Every image is decoded and
+encoded again, so no byte of the source file reaches the page. URLs are not fetched.
 """
 
 from __future__ import annotations
@@ -29,11 +29,14 @@ from learner.report.sheet import Sheet
 from shared.errors import MediaError
 from shared.images import ImageRules, Images
 
-PER_FILTER, PER_CLASS = 8, 4  # scenes per filter; even, because scenes of two panels are shown in pairs
-MAX_CLASSES, MAX_SCENES = 12, 48
-DRAWING, TAG_HEIGHT, TAG_LETTER, MAX_TAG = 300.0, 14.0, 7.0, 18  # three sizes in drawing units, letters of a tag
-MAX_SIDE, SMALL_SIDE = 720, 256  # pixels
-MAX_PIXELS = 100_000_000
+# Max scenes of a filter; min scenes of a class's filter. Both are even, because scenes of two panels are shown in
+# pairs.
+PER_FILTER, PER_CLASS = 8, 4
+MAX_CLASSES, MAX_SCENES = 12, 48  # max classes with a filter; max scenes on the page
+# Width of a drawing, height of a tag, width of its letters (all in drawing units); max letters of a tag.
+DRAWING, TAG_HEIGHT, TAG_LETTER, MAX_TAG = 300.0, 14.0, 7.0, 18
+MAX_SIDE, SMALL_SIDE = 720, 256  # pixels: max side of an image in the page; an image up to SMALL_SIDE is small
+MAX_PIXELS = 100_000_000  # an image with more pixels is not shown
 _COLORS: Mapping[Outcome, str] = {
     "correct": "hit",
     "wrong_class": "class",
@@ -51,12 +54,13 @@ LEGEND = {
     "ignored": "prediction in an ignore region, not counted",
 }
 _OF_SCENES = ("truth", "missed", "hit", "class", "spurious", "region", "ignored")
-_OF_REGIONS = ("region", "ignored")  # in the legend only if a scene has ignore regions
+_OF_REGIONS = ("region", "ignored")  # these are in the legend only if a scene has ignore regions
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
-    """An image as a data URI. `small`: it has few pixels and is enlarged without smoothing."""
+    """An image as a data URI. `small`: its sides have at most SMALL_SIDE pixels; browsers enlarge it without
+    smoothing."""
 
     uri: str
     small: bool
@@ -64,19 +68,20 @@ class Picture:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Panel:
-    """One evaluation's answer to a scene. `shapes` are its objects, as (color, tooltip, object)."""
+    """The answer to a scene in one evaluation, as the page shows it. `shapes`: the objects to draw, as (color, tooltip,
+    object)."""
 
-    name: str
+    name: str  # name of the evaluation
     scene: Scene
-    f1: float
-    counts: Sequence[str]
+    f1: float  # F1 of this scene
+    counts: Sequence[str]  # short texts on what was found
     shapes: Sequence[tuple[str, str, DetectionObject]]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneRow:
-    """One scene with a panel per evaluation. `file` is its image's name, `gain` its F1 in the second evaluation minus
-    that in the first."""
+    """One scene, with a panel per evaluation. `file`: name of its image. `gain`: its F1 in the second evaluation minus
+    its F1 in the first; None unless there are two."""
 
     scene_id: str
     file: str
@@ -87,7 +92,7 @@ class SceneRow:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Filter:
-    """Scenes that the page shows if its reader chooses this filter, in this order. `ident` is used in ids of HTML."""
+    """The scenes that the page shows, in this order, when the user chooses this filter. `ident` is used in HTML ids."""
 
     ident: str
     name: str
@@ -96,7 +101,7 @@ class Filter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gallery:
-    """Every scene once, and the filters over them."""
+    """The scenes of the page, and the filters by which the user chooses some of them. `lead`: the text above them."""
 
     lead: str
     filters: Sequence[Filter]
@@ -106,7 +111,7 @@ class Gallery:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tag:
-    """A description that is written over a drawing; position and width are in drawing units."""
+    """A class name that is written over a drawing. `x`, `y` (left upper corner) and `width` are in drawing units."""
 
     text: str
     color: str
@@ -116,8 +121,8 @@ class Tag:
 
 
 def gallery(runs: Sequence[Progress]) -> Gallery | None:
-    """Return scenes with a panel for the main run before training and one for every run after it; None without
-    scenes."""
+    """Return the gallery. A scene has a panel for the main run before training, and one for each run after training.
+    None without scenes."""
     before, after = _by_id(runs[0].before), _by_id(runs[0].after)
     return gallery_of(_evaluations(runs), image_roots(runs[0].run), _lead(runs, before, after))
 
@@ -125,7 +130,8 @@ def gallery(runs: Sequence[Progress]) -> Gallery | None:
 def gallery_of(
     evaluations: Sequence[tuple[str, Mapping[str, Scene]]], roots: Sequence[Path], lead: str
 ) -> Gallery | None:
-    """Return scenes of the named evaluations, chosen by the first two; None if no scene is chosen."""
+    """Return a gallery of the named evaluations (scenes by id). The scenes are chosen by their F1 in the first two
+    evaluations. `roots`: folders of the images. `lead`: the text above the scenes. None if there is nothing to show."""
     before, after = evaluations[0][1], evaluations[1][1] if len(evaluations) > 1 else {}
     chosen = choose_scenes(before, after or None) if before else {}
     if not chosen:
@@ -141,13 +147,13 @@ def gallery_of(
 
 
 def newest(run: RunRecord, step: int, scenes: Sequence[Scene]) -> list[SceneRow]:
-    """Return the rows of these scenes of one evaluation, for the live page."""
+    """Return these scenes of the evaluation at `step` as rows, for the live page."""
     known = {scene.scene_id: scene for scene in scenes}
     return [_row(key, [(f"Step {step}", known)], image_roots(run)) for key in known]
 
 
 def _evaluations(runs: Sequence[Progress]) -> list[tuple[str, Mapping[str, Scene]]]:
-    """Return the named evaluations: the main run's first one, and the last one of every run."""
+    """Return the evaluations to show, as (name, scenes by id): the main run's first one, and each run's last one."""
     main = runs[0]
     first = "Before" if main.after else f"Step {main.before.global_step if main.before else 0}"
     found: list[tuple[str, Mapping[str, Scene]]] = [(first, _by_id(main.before))]
@@ -171,8 +177,8 @@ def _lead(runs: Sequence[Progress], before: Mapping[str, Scene], after: Mapping[
 
 
 def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None) -> dict[str, tuple[str, list[str]]]:
-    """Return filters by ident: a name, and scene ids in the order to show them. `worst` and `best` are by F1 of the
-    last evaluation, `changed` by the change of F1 either way, `random` is drawn with a fixed seed."""
+    """Return the filters, as ident -> (name, ids of scenes in the order to show). `worst` and `best` are chosen by F1
+    of the last evaluation, `changed` by the change of F1 (rise or fall). `random` is drawn with a fixed seed."""
     shown = before if after is None else {key: after[key] for key in before if key in after}
     f1 = {key: classify(scene).f1 for key, scene in shown.items()}
     size = {key: len(scene.truth) for key, scene in shown.items()}
@@ -190,8 +196,9 @@ def choose_scenes(before: Mapping[str, Scene], after: Mapping[str, Scene] | None
 
 
 def choose_by_class(scenes: Mapping[str, Scene], chosen: Sequence[str]) -> dict[str, tuple[str, list[str]]]:
-    """Return a filter for each of the most frequent classes: all `chosen` scenes with the class in labels or
-    predictions, and others until there are PER_CLASS, lowest F1 first."""
+    """Return a filter for each of the most frequent classes, as `choose_scenes` does. It has all `chosen` scenes with a
+    label or prediction of the class. If these are fewer than PER_CLASS, other such scenes are added, with the lowest F1
+    first."""
     classes = {key: {item.desc for item in (*scene.truth, *scene.predictions)} for key, scene in scenes.items()}
     frequent = Counter(item.desc for scene in scenes.values() for item in scene.truth).most_common(MAX_CLASSES)
     if len(frequent) < 2:
@@ -229,7 +236,8 @@ def _row(scene_id: str, evaluations: Sequence[tuple[str, Mapping[str, Scene]]], 
 
 
 def _file_name(images: Sequence[str]) -> str:
-    """Return the file name of the first image; a fixed text for an image inside the annotations, which has no file."""
+    """Return the file name of a scene's first image, or a fixed text if the image is in the annotations themselves, and
+    the number of further images."""
     if not images:
         return "no image named"
     first = images[0]
@@ -245,8 +253,8 @@ def _panel(name: str, scene: Scene) -> Panel:
 def shapes_of_scene(
     scene: Scene, advantages: Sequence[float] = ()
 ) -> tuple[list[str], list[tuple[str, str, DetectionObject]]]:
-    """Return sentences on what was found, and the scene's objects as (color, tooltip, object). `advantages`, one per
-    prediction, are added to the tooltips."""
+    """Return short texts on what was found, and the scene's objects to draw, as (color, tooltip, object). `advantages`:
+    one per prediction, shown in its tooltip; empty: none are shown."""
     result = classify(scene)
     found, wrong, false = (result.outcomes.count(o) for o in ("correct", "wrong_class", "false_positive"))
     ignored = result.outcomes.count("ignored")
@@ -262,7 +270,7 @@ def shapes_of_scene(
 
 
 def shapes_of_labels(scene: Scene) -> list[tuple[str, str, DetectionObject]]:
-    """Return the labels as (color, tooltip, object), each with its description as tooltip."""
+    """Return a scene's labels and ignore regions to draw, as (color, tooltip, object)."""
     shapes = [_shape("region", region) for region in scene.ignored] + [_shape("label", item) for item in scene.truth]
     return [(color, tip, scene.drawn(item)) for color, tip, item in shapes]
 
@@ -272,9 +280,9 @@ def _shape(color: str, item: DetectionObject, detail: str = "") -> tuple[str, st
 
 
 def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float) -> list[Tag]:
-    """Return the descriptions of a drawing of DRAWING x `height` units. No tag covers another: each takes the first
-    free place around its object, those of wrong predictions and missed objects first. An object without a free place
-    has no tag, only a tooltip. A labelled object that was found has no tag, because its prediction has one."""
+    """Return the tags (class names) to write over a drawing of DRAWING x `height` units. No tag covers another: each is
+    put at the first free place around its object, beginning with wrong predictions and missed objects. Without a free
+    place an object has no tag, only a tooltip. A found label has no tag, because its prediction has one."""
     order = ("class", "spurious", "missed", "label", "hit", "kept", "ignored")
     tags: list[Tag] = []
     for color, _, item in sorted((s for s in shapes if s[0] in order), key=lambda shape: order.index(shape[0])):
@@ -288,7 +296,8 @@ def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float
 
 
 def _places(item: DetectionObject, height: float, width: float, *, below_first: bool) -> Iterator[tuple[float, float]]:
-    """Yield left upper corners for a tag of an object: above, below, inside its upper and lower edge, beside it."""
+    """Yield places for an object's tag, as the tag's left upper corner: above and below the object, inside its upper
+    and lower edge, beside it. `below_first`: below comes before above."""
     xs, ys = item.bins[::2], item.bins[1::2]
     left, right = min(xs) * DRAWING / 999, max(xs) * DRAWING / 999
     top, bottom = min(ys) * height / 999, max(ys) * height / 999
@@ -301,8 +310,8 @@ def _places(item: DetectionObject, height: float, width: float, *, below_first: 
 
 
 def image_roots(run: RunRecord) -> list[Path]:
-    """Return the folders to which an image's relative path may refer: the configured root, the annotations' folder, the
-    working directory, the run's folder."""
+    """Return the folders in which an image with a relative path may be: `data.image_root`, the folders of the
+    annotations, the working directory, the run's folder."""
     configured = run.setting("data", "image_root")
     annotations = [run.setting("data", split) for split in ("test", "val", "train")]
     roots = [Path(configured)] if isinstance(configured, str) else []
@@ -310,8 +319,8 @@ def image_roots(run: RunRecord) -> list[Path]:
 
 
 def load_picture(images: Sequence[str], roots: Sequence[Path], sheet: Sheet | None = None) -> Picture | None:
-    """Load the first of a scene's images, or all of them on its `sheet`; None if no image can be read. A relative path
-    is tried under each root in turn."""
+    """Return a picture of a scene's first image, or, with a `sheet`, of all its images. None if no image can be read. A
+    relative path is tried in each of the folders `roots`, in order."""
     if sheet is None:
         picture = _opened(images[0], roots) if images else None
         return None if picture is None else _embedded(picture)
@@ -331,7 +340,7 @@ def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
         try:
             return images.load(images.resolve(image, root))
         except MediaError:
-            continue  # the page then says that the scene has no image
+            continue  # the image may be in the next folder; without any, the page says so
     return None
 
 

@@ -1,12 +1,13 @@
-"""The outcome of each prediction, F1@0.5 with its interval, scores per class and per IoU, and each run's progress.
+"""Computes the outcome of each prediction, F1@0.5 with its interval, scores per class and per IoU, and runs' progress.
 
-The evaluation's definition is used: a prediction is *correct* if the best one-to-one assignment takes it, among pairs
-with IoU >= 0.5 and the same description. Another prediction that lies half in an ignore region of its class is
-*ignored*: it counts neither as right nor as wrong. One that can be paired at IoU >= 0.5 with an object that is still
-unpaired has the *wrong class*. The rest are *false positives*. Only the correct ones are true positives.
+Predictions are judged as in an evaluation. A prediction is *correct* if the best one-to-one assignment pairs it with an
+object, where a pair needs IoU >= 0.5 and the same description. A prediction is *ignored* if it is not correct and at
+least half of it is in an ignore region of its class: it counts neither as right nor as wrong. A prediction has the
+*wrong class* if it can be paired, at IoU >= 0.5, with an object that is not paired yet. All other predictions are
+*false positives*.
 
-F1 is micro-averaged over scenes by the detection task's metric, and intervals are its 95% bootstrap: scenes are
-resampled with a fixed seed, so the same run gives the same page.
+F1 is computed from counts that are summed over scenes, as the detection task does. Intervals are 95% bootstrap
+intervals: scenes are resampled with a fixed seed, so the same run gives the same page.
 """
 
 from __future__ import annotations
@@ -35,39 +36,37 @@ from learner.tasks.detection.metrics import (
 Outcome = Literal["correct", "ignored", "wrong_class", "false_positive"]
 IOU_THRESHOLD = 0.5
 F1 = "f1@0.5"
-RUN_COLORS = ("after", "other", "target", "data")
+RUN_COLORS = ("after", "other", "target", "data")  # names of the colors of the first, second, ... run
 _USED = tuple(
     COLUMNS.index(name) for name in ("tp@0.50", "predictions", "ignored@0.50", "truth")
-)  # the counts that F1@0.5 is computed from
+)  # columns of the counts from which F1@0.5 is computed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SceneOutcome:
-    """About each prediction i of a scene: `outcomes[i]` is what it was, `ious[i]` is its largest IoU with an object,
-    and `paired[i]` is the index of the object that it is paired with (None: ignored, or a false positive). `found` are
-    the indices of the objects that have a correct prediction."""
+    """How the predictions of a scene are judged. The first three fields have one entry per prediction."""
 
     outcomes: tuple[Outcome, ...]
-    ious: tuple[float, ...]
-    paired: tuple[int | None, ...]
-    found: frozenset[int]
-    num_truth: int
+    ious: tuple[float, ...]  # the prediction's largest IoU with an object
+    paired: tuple[int | None, ...]  # index of the object that it is paired with; None: ignored, or a false positive
+    found: frozenset[int]  # indices of the objects that have a correct prediction
+    num_truth: int  # number of labelled objects
 
     @property
     def num_judged(self) -> int:
-        """The number of predictions that are right or wrong, and not ignored."""
+        """The number of predictions that are not ignored."""
         return len(self.outcomes) - self.outcomes.count("ignored")
 
     @property
     def f1(self) -> float:
-        """F1 of this scene alone; 1 if it has no objects and no predictions."""
+        """The F1 of this single scene; 1 if it has no objects and no predictions."""
         total = self.num_judged + self.num_truth
         return 2 * len(self.found) / total if total else 1.0
 
 
 @lru_cache(maxsize=100_000)  # several sections of a page ask about the same scene
 def classify(scene: Scene) -> SceneOutcome:
-    """Return what each prediction of a scene was."""
+    """Return the outcome of each prediction of a scene: correct, ignored, wrong class or false positive."""
     overlaps = Overlaps.of(scene.predictions, scene.truth, scene.ignored)
     iou, (pairs, ignored) = overlaps.iou, overlaps.match(IOU_THRESHOLD)
     correct = {p: t for p, t, _ in pairs}
@@ -90,11 +89,11 @@ def classify(scene: Scene) -> SceneOutcome:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DetectionCounts:
-    """The numbers of correct predictions, of predictions that are right or wrong, and of labelled objects."""
+    """Counts over scenes, from which precision, recall and F1 are computed."""
 
-    correct: int
-    predictions: int
-    truth: int
+    correct: int  # correct predictions
+    predictions: int  # predictions that are not ignored
+    truth: int  # labelled objects
 
     @property
     def precision(self) -> float:
@@ -111,8 +110,8 @@ class DetectionCounts:
 
 
 def counts_by_class(scenes: Sequence[Scene]) -> dict[str, DetectionCounts]:
-    """Return the counts at IoU 0.5 by description, most objects first. A correct prediction has its object's
-    description, so the counts of all classes add up to those of the whole set."""
+    """Return the counts at IoU 0.5 by class (description), the class with most objects first. The counts of all classes
+    add up to those of all scenes."""
     truth = Counter(item.desc for scene in scenes for item in scene.truth)
     said = Counter(item.desc for scene in scenes for item, _ in _judged(scene))
     correct = Counter(scene.truth[t].desc for scene in scenes for t in classify(scene).found)
@@ -121,11 +120,11 @@ def counts_by_class(scenes: Sequence[Scene]) -> dict[str, DetectionCounts]:
 
 
 def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
-    """Return the counts by the evaluation's IoU thresholds, with the same description. Every threshold has an
-    assignment of its own.
+    """Return the counts at each IoU threshold of the evaluation. Predictions are paired with objects for each threshold
+    separately.
 
-    This is not a precision-recall curve over confidence: all boxes of an answer count, whatever their scores. The ratio
-    of precision to recall is the same at all thresholds: the curves say how well boxes fit.
+    Precision and recall at these thresholds are no precision-recall curve over scores: all boxes of an answer count,
+    whatever their scores. They say how well boxes fit.
     """
     correct, said = dict.fromkeys(THRESHOLDS, 0), dict.fromkeys(THRESHOLDS, 0)
     for scene in scenes:
@@ -139,8 +138,8 @@ def counts_by_iou(scenes: Sequence[Scene]) -> dict[float, DetectionCounts]:
 
 
 def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]:
-    """Return the counts of (what an object is, what the model called it) among pairs at IoU >= 0.5. (name, None) counts
-    missed objects, (None, name) predictions without an object."""
+    """Return how often each pair (an object's name, the model's name for it) occurs, at IoU >= 0.5. (name, None) is a
+    missed object, (None, name) a prediction without an object."""
     found: Counter[tuple[str | None, str | None]] = Counter()
     for scene in scenes:
         for item, t in _judged(scene):
@@ -151,7 +150,7 @@ def confusion(scenes: Sequence[Scene]) -> Counter[tuple[str | None, str | None]]
 
 
 def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
-    """Yield each prediction that is right or wrong, and the index of the object it is paired with."""
+    """Yield each prediction that is not ignored, and the index of the object that it is paired with, or None."""
     result = classify(scene)
     for item, outcome, t in zip(scene.predictions, result.outcomes, result.paired, strict=True):
         if outcome != "ignored":
@@ -160,7 +159,8 @@ def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class F1Estimate:
-    """A value and its 95% interval. `low` and `high` are None if there are no scenes to resample."""
+    """An F1, or a difference of two, and its 95% interval. `low` and `high` are None, and `num_scenes` is 0, if there
+    are no scenes to resample."""
 
     value: float
     low: float | None = None
@@ -169,13 +169,13 @@ class F1Estimate:
 
 
 def f1_estimate(scenes: Sequence[Scene]) -> F1Estimate:
-    """Return the micro-averaged F1@0.5 of a set of scenes. Raises DataError if it is empty."""
+    """Return F1@0.5 over the scenes, with its interval. Raises DataError if there are none."""
     return _estimate(bootstrap_interval(_counts(scenes), F1), len(scenes))
 
 
 def f1_gain(before: Sequence[Scene], after: Sequence[Scene]) -> F1Estimate | None:
-    """Return F1@0.5 of `after` minus that of `before`, over the scenes in both, which are resampled together; None if
-    no scene is in both."""
+    """Return F1@0.5 of `after` minus F1@0.5 of `before`, over the scenes that both have. For the interval, the same
+    scenes are drawn from both. None if they have no scene in common."""
     earlier = {scene.scene_id: scene for scene in before}
     common = [scene for scene in after if scene.scene_id in earlier]
     if not common:
@@ -200,22 +200,21 @@ def _estimate(interval: Interval, num_scenes: int) -> F1Estimate:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Progress:
-    """One run's first and last evaluation. `after` is None if there is only one. `gain` is paired over scenes. `curve`
-    is F1@0.5 of every evaluation that has it, by step.
+    """One run's first and last evaluation, and its F1 by step.
 
-    Runs are compared on the scenes of the main run. A run that was evaluated on other scenes is compared by its score
-    of `data.test`, if that is on the main run's scenes. A run without an evaluation before its first step that started
-    from the main run's model takes over the main run's first evaluation: then `borrowed` is True.
+    Runs are compared on the scenes of the main run. If a run was evaluated on other scenes, its score of `data.test` is
+    used instead, if that is on the main run's scenes.
     """
 
     run: RunRecord
-    color: str
-    before: EvalPoint | None
-    after: EvalPoint | None
+    color: str  # name of the run's color in charts
+    before: EvalPoint | None  # the first evaluation
+    after: EvalPoint | None  # the last evaluation; None: there is only one
     f1_before: F1Estimate | None
     f1_after: F1Estimate | None
-    gain: F1Estimate | None
-    curve: tuple[tuple[EvalPoint, F1Estimate], ...]
+    gain: F1Estimate | None  # of F1@0.5 from `before` to `after`, on the same scenes
+    curve: tuple[tuple[EvalPoint, F1Estimate], ...]  # every evaluation with F1@0.5, by step
+    # True: `before` is the main run's first evaluation, because this run began from the same model and has none.
     borrowed: bool
 
 
@@ -249,22 +248,23 @@ def _progress(run: RunRecord, color: str, main: RunRecord, shared: EvalPoint | N
 
 
 def _apart(points: Sequence[EvalPoint], others: Sequence[EvalPoint]) -> bool:
-    """Return True if both have scenes, and no scene is in both."""
+    """Return True if `points` and `others` both have scenes, but no scene in common."""
     mine, theirs = ({scene.scene_id for point in some for scene in point.scenes} for some in (points, others))
     return bool(mine and theirs) and not mine & theirs
 
 
 def f1_of(point: EvalPoint) -> F1Estimate | None:
-    """Return F1@0.5 with its interval if the scenes are on disk; without an interval if only the metric is on disk;
-    None if neither is."""
+    """Return the evaluation's F1@0.5, with an interval if its scenes are known. None if neither its scenes nor the
+    metric are known."""
     if point.scenes:
         return f1_estimate(point.scenes)
     return F1Estimate(value=point.metrics[F1]) if F1 in point.metrics else None
 
 
 def gain_between(before: EvalPoint | None, after: EvalPoint | None) -> F1Estimate | None:
-    """Return the gain in F1@0.5, paired over scenes; without scenes, the difference of the metrics, without an
-    interval. None if an evaluation or its metric is missing, or if the two evaluations have no scene in common."""
+    """Return the gain of F1@0.5 from one evaluation to another, over the scenes that both have. If scenes are not
+    known, return the difference of the metrics, without an interval. None if an evaluation or its metric is missing, or
+    if the two evaluations have different scenes."""
     if before is None or after is None or _apart((before,), (after,)):
         return None
     paired = f1_gain(before.scenes, after.scenes)

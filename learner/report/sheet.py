@@ -1,6 +1,7 @@
-"""Several images of a scene, laid out in rows of equal cells, so that the report draws them as one picture.
+"""Lays out several images of a scene on one sheet, in rows of equal cells, so that the report draws one picture.
 
-In: the images' sizes in pixels. Out: the sheet's size, where each image is on it, and objects in bins of the sheet.
+In: the images' sizes in pixels. Out: the sheet's size, where each image is on it, and objects in bins of the sheet
+(coordinates 0 to 999 over its width and height).
 """
 
 from __future__ import annotations
@@ -15,14 +16,15 @@ from learner.tasks.detection.bins import to_bins, to_pixels
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A picture of several images. `places` are the images' rectangles in it, in their order."""
+    """A picture of several images. `size`: its width and height in pixels. `places`: each image's rectangle in it, in
+    the images' order."""
 
     size: Size
     places: tuple[Rect, ...]
 
     @classmethod
     def of(cls, sizes: Sequence[Size]) -> Sheet:
-        """Lay out a sheet for images of these `sizes`, at least one."""
+        """Return a sheet for images of these `sizes`; there must be at least one."""
         columns = math.ceil(math.sqrt(len(sizes)))
         rows = math.ceil(len(sizes) / columns)
         across, down = max(width for width, _ in sizes), max(height for _, height in sizes)
@@ -31,7 +33,7 @@ class Sheet:
         return cls((columns * across, rows * down), tuple(places))
 
     def placed(self, obj: DetectionObject) -> DetectionObject:
-        """Return the object in bins of the sheet. `obj` must name one of the images."""
+        """Return the object with its coordinates in bins of the sheet instead of its image. `obj.image` must be set."""
         assert obj.image is not None
         left, top, right, bottom = self.places[obj.image - 1]
         pixels = to_pixels(obj.bins, right - left, bottom - top)

@@ -1,7 +1,7 @@
-"""Steps whose loss or gradient norm leapt, and the samples that they learned, as they were labelled.
+"""Shows steps whose loss or gradient norm leapt (spikes), with the labels of the samples that were learned in them.
 
-In: a run's `spike` events. Out: marks for its charts, and `SpikingStep` records for `templates/page.html`. A wrong
-label is the most frequent cause, and it can be seen in the drawn labels.
+In: a run's `spike` events. Out: marks for its charts, and `SpikingStep` records for `templates/page.html`. The most
+frequent cause is a wrong label, and the user can see it in the drawing of the labels.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from learner.report.charts import Chart, number
 from learner.report.records import RunRecord, SpikePoint, SpikeSample
 from learner.report.scenes import Picture, image_roots, load_picture, shapes_of_labels
 
-MAX_SPIKES = 6
-NAMES = {"loss": "loss", "grad_norm": "gradient norm"}
+MAX_SPIKES = 6  # max steps that are shown
+NAMES = {"loss": "loss", "grad_norm": "gradient norm"}  # metric -> its name on the page
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikeCard:
-    """One sample of a step with a spike, with its labels drawn."""
+    """A sample of a step with a spike. `shapes`: its labels to draw, as (color, tooltip, object)."""
 
     sample: SpikeSample
     picture: Picture | None
@@ -30,7 +30,7 @@ class SpikeCard:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SpikingStep:
-    """One step with a spike. `ident` is the id of its part of the page."""
+    """A step with a spike, as the page shows it. `ident`: HTML id of its part of the page."""
 
     ident: str
     heading: str
@@ -38,7 +38,8 @@ class SpikingStep:
 
 
 def largest(run: RunRecord) -> dict[int, list[SpikePoint]]:
-    """Return the spikes of the MAX_SPIKES steps with the largest spikes, by step."""
+    """Return the spikes of at most MAX_SPIKES steps, by step: those whose values are the largest multiples of the usual
+    value."""
     by_step: dict[int, list[SpikePoint]] = {}
     for point in sorted(run.spikes, key=lambda point: -point.value / max(point.usual, 1e-12)):
         if len(by_step) < MAX_SPIKES or point.global_step in by_step:
@@ -47,7 +48,7 @@ def largest(run: RunRecord) -> dict[int, list[SpikePoint]]:
 
 
 def spikes(run: RunRecord, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> list[SpikingStep]:
-    """Return what the page shows of the spikes `found`. Ids in HTML begin with `prefix`."""
+    """Return the steps of `found` as the page shows them. `prefix`: beginning of their ids in HTML."""
     roots = image_roots(run)
     return [
         SpikingStep(
@@ -60,7 +61,8 @@ def spikes(run: RunRecord, found: Mapping[int, Sequence[SpikePoint]], *, prefix:
 
 
 def marked(chart: Chart | None, metric: str, found: Mapping[int, Sequence[SpikePoint]], *, prefix: str) -> Chart | None:
-    """Return the chart with a mark at each spike of `metric`, linked to the spike's samples."""
+    """Return the chart with a mark at each spike of `metric` that is in `found`. A mark is a link to the step's
+    samples."""
     if chart is None:
         return None
     points = [point for points in found.values() for point in points if point.metric == metric]

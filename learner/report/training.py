@@ -1,11 +1,11 @@
-"""What one run measured while it trained: small charts, one step as a timeline, and the same numbers as tables.
+"""Makes the report's section on a run's training: small charts, the timeline of one step, and tables.
 
 In: a `RunRecord`. Out: `Chart` and `Table` records for `templates/page.html`. Every metric of a step or a sync is
-shown: a metric for which no chart is defined here gets one under its name. A rising loss or gradient norm gets a note
-that explains it.
+shown: a metric for which no chart is defined here gets a chart with the metric's name as title. If the loss or the
+gradient norm rises, a note explains what that means.
 
-The timeline shows what every rank and every server did at which time (R25, R31, R32), for one typical step: one of
-median length, with rollouts if any step has them.
+The timeline shows what every rank and every server did at what time (R25, R31, R32), in one typical step: a step of
+median length, and one with rollouts if any step has them.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ from learner.report.spikes import SpikingStep, largest, marked, spikes
 
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
     name: name for name in ("data", "target", "pack", "labels", "eval")
-}  # color by name of an activity; all others: "rest"
-MAX_ROWS = 400
-SMALLEST_SHARE = 0.01  # phases below this share of the step time are added to `other`
-MAX_CHARTS = 24  # charts of metrics for which no chart is defined here; more are folded away
+}  # name of an activity -> name of its color; other activities have the color "rest"
+MAX_ROWS = 400  # max rows of the table of steps; a longer run has every n-th step only
+SMALLEST_SHARE = 0.01  # a phase with less than this share of the step time is drawn as a part of `other`
+MAX_CHARTS = 24  # max visible charts of metrics for which no chart is defined here; the others are shown on a click
 STAGE2, AHEAD = "stage2_ab/", "stage2_ab/async/"
 STEP_COLUMNS = {
     "Loss": "loss",
@@ -58,7 +58,8 @@ STEP_COLUMNS = {
     "GPU GiB": "gpu_peak_gib",  # only runs on a GPU measure it
 }
 NamedLine = tuple[str, str, str]  # a line's name, the metric that it shows, its color
-# Metrics that other charts and tables show, by themselves or added up. FOLDED: metrics whose charts are folded away.
+# Metrics that get no chart of their own, because other charts show them. Below, FOLDED: beginnings of the names of
+# metrics whose charts are shown on a click only.
 SHOWN = ("reward", "match_rate", "missed", "spurious", "unusable", "tokens_per_s")
 STAGE2_SHOWN = (
     *(f"{STAGE2}{name}" for name in ("executed_b_share", "rollout_s")),
@@ -72,15 +73,15 @@ TITLES = {  # chart titles by metric; other charts have the metric's name as tit
     "pause_s": "Server pause",
     "merge_gap": "Effect of merging (nats a token)",
 }
-SPIKING = {"loss": "loss", "gradient norm": "grad_norm"}  # metrics whose spikes are marked, by their chart's name
-PURPOSES = {"step": "rollouts", "eval": "evaluation"}
+SPIKING = {"loss": "loss", "gradient norm": "grad_norm"}  # name of a chart -> its metric, whose spikes are marked
+PURPOSES = {"step": "rollouts", "eval": "evaluation"}  # kind of the event after a sync -> what the weights were for
 SYNC_SHOWN = ("time", "ver", "seconds", "num_bytes", "num_tensors", "canary_gap", "canary_gap_max", "global_step")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Training:
-    """One run's section. `absent` names what the run did not measure, `folded` are charts shown on a click, `flat` is
-    the table of metrics with one value only."""
+    """The section on one run's training. `absent`: names of charts that are missing, because the run did not measure
+    their metrics. `folded`: charts that are shown on a click. `flat`: table of metrics that never changed."""
 
     heading: str
     charts: Sequence[Chart]
@@ -92,7 +93,8 @@ class Training:
 
 
 def training(run: RunRecord, *, heading: str, prefix: str = "") -> Training | None:
-    """Return all charts of a run; None if it recorded neither a step nor a sync. Ids in HTML begin with `prefix`."""
+    """Return a run's section; None if the run recorded neither a step nor a sync. `prefix`: beginning of the section's
+    ids in HTML."""
     if not run.steps and not run.syncs:
         return None
     charts, leapt = named_charts(run), largest(run)
@@ -114,8 +116,8 @@ def training(run: RunRecord, *, heading: str, prefix: str = "") -> Training | No
 
 
 def named_charts(run: RunRecord) -> dict[str, Chart | None]:
-    """Return the charts that are defined here, by what they show; None for what the run did not measure."""
-    keeps = run.setting("loss", "keep_unmatched")  # if set, most predictions without a match are taken for right
+    """Return the charts that are defined here, by name. A chart is None if the run did not measure its metrics."""
+    keeps = run.setting("loss", "keep_unmatched")  # then a prediction without a match is not called a false positive
     missed = ("missed, appended (FN)", "missed", "after")
     spurious = ("without a match" if keeps else "spurious (FP)", "spurious", "other")
     mean, greatest = ("mean", "canary_gap", "sync"), ("greatest", "canary_gap_max", "before")
@@ -134,7 +136,7 @@ def named_charts(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def _value(step: StepResult, key: str) -> float:
-    """Return a step's metric or field of this name; NaN if it has neither."""
+    """Return the step's metric `key`, or its field of that name; NaN if it has neither."""
     return step.metrics.get(key, getattr(step, key, math.nan))
 
 
@@ -147,7 +149,8 @@ def _lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "", y_max:
 
 
 def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
-    """Draw metrics of syncs against `ver`; against the sync's number if a resumed run counted `ver` anew."""
+    """Return a chart of metrics of syncs over the weights' version `ver`. If `ver` did not always rise, because the run
+    was resumed, it is over the syncs' numbers 1, 2, ... instead."""
     versions = [sync.receipt.ver for sync in run.syncs]
     rising = all(a < b for a, b in itertools.pairwise(versions))
     xs = versions if rising else range(1, len(versions) + 1)
@@ -159,9 +162,10 @@ def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -
 
 
 def _others(run: RunRecord) -> tuple[list[Chart], list[Chart]]:
-    """Return charts of all metrics for which no chart is defined here: first the shown ones, then the folded ones."""
+    """Return the charts of all metrics for which no chart is defined here: the visible ones, and those that are shown
+    on a click."""
     found = {key for step in run.steps for key in step.metrics} - {*SHOWN, *STAGE2_SHOWN}
-    is_phase = re.compile(r"\w+_s").fullmatch  # a phase's seconds, shown in the stacked chart
+    is_phase = re.compile(r"\w+_s").fullmatch  # seconds of a phase, which the chart "Seconds per step" shows
     keys = sorted(key for key in found if not key.startswith("drop/") and not is_phase(key))
     sync_keys = sorted({key for sync in run.syncs for key in sync.metrics} - set(SYNC_SHOWN))
     folded = [key for key in keys if key.startswith(FOLDED)]
@@ -179,7 +183,7 @@ def _title(key: str) -> str:
 
 
 def _loss(run: RunRecord) -> Chart | None:
-    """Draw one line per channel: the channels' losses are over different tokens."""
+    """Return the chart of the loss. Channels A and B have a line each, because they learn different tokens."""
     rollouts, truth = _points(run, "loss", "B"), _points(run, "loss", "A")
     if rollouts and truth:
         series = [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")]
@@ -195,7 +199,7 @@ def _gradient_norm(run: RunRecord) -> Chart | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanChange:
-    """A mean that rose from `before`, in an earlier quarter of the steps, to `after`, in the last quarter."""
+    """The rise of a mean: `before` is that of an earlier quarter of the steps, `after` that of the last quarter."""
 
     before: float
     after: float
@@ -207,8 +211,8 @@ class MeanChange:
 
 
 def rise(points: Sequence[Point]) -> MeanChange | None:
-    """Return the rise from the lowest earlier quarter to the last one, if it is at least a tenth and three standard
-    errors, which is more than noise. Otherwise, and with fewer than five points a quarter, return None."""
+    """Return the rise from the lowest earlier quarter of the points to the last quarter. None if it may be noise (less
+    than a tenth, or than three standard errors), or if a quarter has fewer than five points."""
     finite = [(x, y) for x, y in points if math.isfinite(y)]
     size = len(finite) // 4
     if size < 5:
@@ -281,7 +285,8 @@ def _drops(run: RunRecord) -> Chart | None:
 
 
 def _times(run: RunRecord) -> Chart | None:
-    """Draw the seconds of phases stacked; phases too small to be seen are added to `other`."""
+    """Return the chart of the seconds per step, with the phases stacked. Phases that are too small to be seen are drawn
+    as a part of `other`."""
     timed = [(float(s.global_step), s.metrics) for s in run.steps if "step_s" in s.metrics]
     whole = sum(m["step_s"] for _, m in timed)
     shown = [p for p in PHASE_COLORS if sum(m.get(f"{p}_s", 0.0) for _, m in timed) >= SMALLEST_SHARE * whole]
@@ -291,8 +296,9 @@ def _times(run: RunRecord) -> Chart | None:
 
 
 def _stage2(run: RunRecord) -> dict[str, Chart | None]:
-    """Return the charts of `stage2_ab_training`: how many steps learned rollouts, and what rollouts made ahead of
-    learning cost (R25 R27); {} for another variant. Charts of the asynchronous actor-learner come only if it ran."""
+    """Return the charts of `stage2_ab_training` by name: how many steps learned rollouts, and how long rollouts took
+    that were made ahead of learning (R25 R27). {} for another trainer variant. If the asynchronous actor-learner ran,
+    there are charts of its queue too."""
     measured = {key for step in run.steps for key in step.metrics}
     if f"{STAGE2}executed_b_share" not in measured:
         return {}
@@ -321,7 +327,8 @@ def _stage2(run: RunRecord) -> dict[str, Chart | None]:
 
 
 def steps_table(run: RunRecord) -> Table:
-    """Return a table of the charts' numbers: every n-th step of a long run, and always the last."""
+    """Return a table with a row per step: every step, or every n-th step of a run with more than MAX_ROWS steps. The
+    last step is always in it."""
     stride = -(-len(run.steps) // MAX_ROWS) or 1
     kept = [s for i, s in enumerate(reversed(run.steps)) if i % stride == 0][::-1]
     on_gpu = any("gpu_peak_gib" in step.metrics for step in kept)
@@ -346,12 +353,12 @@ def sync_table(run: RunRecord) -> Table:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimelineDrawing:
-    """The drawing of one step."""
+    """The timeline of one step, ready to be drawn."""
 
     step: StepTimeline
-    lanes: Sequence[str]
-    activities: Sequence[Activity]
-    marks_s: Sequence[float]
+    lanes: Sequence[str]  # from top to bottom
+    activities: Sequence[Activity]  # cut to the step's begin and end
+    marks_s: Sequence[float]  # marks of the time axis, in seconds from the step's begin
 
     def color(self, name: str) -> str:
         return PHASE_COLORS.get(name, "rest")
@@ -362,7 +369,7 @@ class TimelineDrawing:
 
 
 def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
-    """Return the drawing of a typical step; None if no step was recorded."""
+    """Return the timeline of a typical step; None if no step can be drawn."""
     index = typical(steps)
     if index is None:
         return None
@@ -374,8 +381,9 @@ def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
 
 
 def typical(steps: Sequence[StepTimeline]) -> int | None:
-    """Return the index of a step of median length, among those with rollouts if there are any. The first step is left
-    out, because it warms up, and so are steps with an evaluation or a completion of labels, if there are others."""
+    """Return the index of a step of median length, among the steps with rollouts if there are any; None without steps.
+    The first step is left out, because the run warms up in it. Steps with an evaluation or a completion of labels are
+    left out too. These rules are not applied if no step would be left."""
     usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
     usable = usable[1:] or usable
     usable = [i for i in usable if not any(a.name in ("eval", "labels") for a in steps[i].activities)] or usable
@@ -385,8 +393,9 @@ def typical(steps: Sequence[StepTimeline]) -> int | None:
 
 
 def activities_of(steps: Sequence[StepTimeline], index: int) -> list[Activity]:
-    """Return the activities that overlap with the step, cut to its begin and end; a call made ahead is recorded with a
-    later step. A server generates nothing during a sync, so rank 0's syncs are shown on every server too."""
+    """Return the activities that overlap with the step, cut to its begin and end. Activities that end after the step
+    are found with a later step. Rank 0's syncs are added to the lane of every server, because no server generates
+    then."""
     begin_s, end_s = steps[index].begin_s, steps[index].end_s
     found = [a for later in steps[index:] for a in later.activities if a.begin_s < end_s and a.end_s > begin_s]
     servers = {a.lane for a in found if not a.lane.startswith("rank ")}
@@ -399,7 +408,7 @@ def activities_of(steps: Sequence[StepTimeline], index: int) -> list[Activity]:
 
 
 def _order(lane: str) -> tuple[bool, int, str]:
-    """Return a lane's sort key: ranks by number, each followed by its rollouts, then servers."""
+    """Return the sort key of a lane. Ranks come first, by number, each followed by its rollouts; then servers."""
     words = lane.split()
     is_rank = words[0] == "rank" and len(words) > 1 and words[1].isdigit()
     return not is_rank, int(words[1]) if is_rank else 0, lane

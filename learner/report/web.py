@@ -1,16 +1,17 @@
-"""How a command serves pages to a browser: the live view, the review of suggestions, the audit.
+"""Serves a command's page to a browser: the live view, the review of suggestions, the audit.
 
-A page is an application with paths of its own. Its links and fetches are relative to the page's URL:
+A page is a web application with a few paths. Its links and fetches are relative to the page's URL:
 
     app = page_app(body_bytes=4096)  # the largest request body; 0: requests have no body
     app.get("/")(lambda: html(TEMPLATES.get_template("audit.html"), title="cells"))  # with <script nonce="{{ nonce }}">
     app.get("/image/{place}")(lambda place: photograph(sources[int(place)], Images(ImageRules())))
     return serve_page(app, name="audit", port=port)  # prints the URL, ends with Ctrl-C
 
-Invariants: only who was told the URL reaches a page, because its path begins with 128 random bits. Web pages of other
-sites reach nothing: requests must name this machine as `Host`, and no other origin is allowed. Every answer, also an
-error, has the headers below, so that browsers run no file as a script and show none in a frame. Of all files, only
-images are sent. Tests call an application without its random path, at the base URL http://127.0.0.1.
+Invariants: only those who know the URL can open a page, because its path begins with 128 random bits. Other web sites
+cannot read a page through the user's browser: requests must name this machine as `Host`, and no other origin is
+allowed. Every answer, also an error, has HEADERS, so that browsers run no file as a script, and show no page in a frame
+of another site. Of all files, only images are sent. Tests call an application without the random path, at the base URL
+http://127.0.0.1.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ HEADERS: Mapping[str, str] = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
 }
-# These are the formats that browsers show, by Pillow's names. The first image of an MPO file is a JPEG.
+# Media types of the image formats that browsers show; the keys are Pillow's names. An MPO file begins with a JPEG.
 _SHOWN = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "WEBP", "BMP")} | {"MPO": "image/jpeg"}
 
 
 def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
-    """Return an application without routes. `host`: the address at which it will listen. Bodies larger than
-    `body_bytes` are refused (413) before they are read into memory."""
+    """Return an application without routes. `host`: the address at which it will listen. A request whose body is larger
+    than `body_bytes` is refused (413), and no more than that is read of it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_NAMES, host], www_redirect=False)
     app.add_middleware(_Guard, body_bytes=body_bytes)
@@ -56,8 +57,8 @@ def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
 
 
 def html(template: jinja2.Template, **values: object) -> Response:
-    """Return a rendered page. Only scripts with the template's `nonce` run. Images come from the page's own paths or
-    are data URIs."""
+    """Return a rendered page, with headers by which browsers run only scripts that have the template's `nonce`, and
+    show only images from the page's own paths or from data URIs."""
     nonce = secrets.token_urlsafe(12)
     policy = f"{_NOTHING};img-src 'self' data:;style-src 'unsafe-inline';connect-src 'self';script-src 'nonce-{nonce}'"
     text = template.render(nonce=nonce, **values)
@@ -65,8 +66,8 @@ def html(template: jinja2.Template, **values: object) -> Response:
 
 
 def photograph(source: str, images: Images) -> Response:
-    """Return an image as it is, with its media type; as JPEG if browsers do not show its format. Raises HTTPException
-    (404) if the file does not decode as an image; the error says nothing of its content."""
+    """Return the bytes of an image file, or a JPEG of it if browsers do not show its format. Raises HTTPException (404)
+    if the file cannot be decoded as an image; the error does not show its content."""
     try:
         data = images.read(source)
         pixels = images.decode(data, source)
@@ -82,8 +83,8 @@ def photograph(source: str, images: Images) -> Response:
 
 
 def serve_page(app: FastAPI, *, name: str, host: str = LOOPBACK, port: int, note: str = "") -> int:
-    """Serve until Ctrl-C at a random path, which is only printed. Returns the exit code. Raises ServerError if the port
-    is taken."""
+    """Serve `app` until Ctrl-C, below a random path, and print the URL. Returns the exit code. `note` is added to the
+    printed line. Raises ServerError if the port is taken."""
     listener = listen(host, port, what=f"the {name.partition(' of ')[0]}")
     shown, path = f"[{host}]" if ":" in host else host, f"/{secrets.token_urlsafe(16)}"
     url = f"http://{shown}:{listener.getsockname()[1]}{path}/"
@@ -93,7 +94,7 @@ def serve_page(app: FastAPI, *, name: str, host: str = LOOPBACK, port: int, note
 
 
 class _Behind:
-    """Serves an application below a path, and answers 404 to any other path."""
+    """Serves an application below `path`, and answers 404 to requests with any other path."""
 
     def __init__(self, app: ASGIApp, path: str) -> None:
         self.app, self.path = app, path
@@ -107,13 +108,13 @@ class _Behind:
 
 
 class _Guard:
-    """Adds the missing headers to each answer, and bounds the body of a request."""
+    """Adds HEADERS to each answer that lacks them, and refuses requests whose body is larger than `body_bytes`."""
 
     def __init__(self, app: ASGIApp, body_bytes: int) -> None:
         self.app, self.body_bytes = app, body_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":  # the event of starting or ending the application
+        if scope["type"] != "http":  # no request, but the start or the end of the application
             await self.app(scope, receive, send)
             return
         told = Headers(scope=scope).get("content-length", "0")
