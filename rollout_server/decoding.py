@@ -181,7 +181,7 @@ class Decoders:
 
 
 class _Process:
-    """The server's end of a decoding process."""
+    """A decoding process as the server sees it: the connection to it, and the process itself."""
 
     def __init__(self, rules: ImageRules) -> None:
         self._link, theirs = socket.socketpair()

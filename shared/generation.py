@@ -186,7 +186,7 @@ class Scores:
 
 
 def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
-    """Return vLLM's settings for one answer."""
+    """Return vLLM's settings for one answer. `seed` is left out if the answer is greedy (temperature 0)."""
     from vllm import SamplingParams
     from vllm.sampling_params import RepetitionDetectionParams, RequestOutputKind
 

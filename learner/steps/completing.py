@@ -71,7 +71,7 @@ class Completion:
         return found | {"text": self.in_words(), "estimate": self.estimate.to_json()}
 
     def __str__(self) -> str:
-        """Return a line for the console."""
+        """Return the result as one line of text, for the console."""
         return f"labels: {self.in_words()}"
 
     def in_words(self) -> str:

@@ -97,7 +97,7 @@ class Shares:
 
 
 class PipelineStoppedError(ProjectError):
-    """A stopped pipeline was used."""
+    """Packs or a fence were asked of a queue that was stopped."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -45,7 +45,7 @@ class Delivered:
     num_tensors: int
     gap: CanaryGap  # the largest canary gap of all generators
     merge_gap: float  # change of log-probabilities by merging and rounding, nats per token (D14)
-    pause_s: float = 0.0  # see `SyncReceipt.pause_s`
+    pause_s: float = 0.0  # longest time in seconds that a server generated nothing and took no call; 0: not measured
 
 
 class Delivery(Protocol):
