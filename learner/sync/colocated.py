@@ -91,7 +91,7 @@ class EngineDelivery:
             )
 
     def prepare(self, mode: Mode) -> None:
-        """Do nothing: while the learner computes, this engine makes no rollouts."""
+        """Do nothing: a colocated engine makes no rollouts while the learner computes, so no time would be saved."""
 
     @contextmanager
     def delivering(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:

@@ -2,10 +2,11 @@
 
 In: weights, by a `WeightSource`. Out: all servers have checked and serve the weights, or the first cause of a failure
 is raised, with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier ->
-update -> barrier`; an update is complete when every server has checked bytes and coverage, and its canary gap is within
-the tolerance. The server also compares its scores with the learner's, and serves nothing before. A bucket is gathered,
-packed and sealed while earlier buckets are sent. The learner scores the canary before the update begins, so no server
-waits for it. The weights below an adapter are an update with its own version, which also heals a poisoned server.
+update -> barrier`. An update is complete when every server has checked that all tensors came with the right bytes, and
+when its log-probabilities of fixed answers (the canary) are close to the learner's. The server compares them too, and
+serves nothing before. A bucket is gathered, packed and sealed while earlier buckets are sent. The learner scores the
+canary before the update begins, so no server waits for it. The weights below an adapter are sent as an update of their
+own, with its own version. That also brings back a server that serves nothing after a failed update (poisoned).
 
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. If no single
 server caused the failure, the sync is repeated once. While too few servers answer, they are asked again until
@@ -250,12 +251,12 @@ class ServerDelivery:
             self._parts, self._learner = {}, {}
 
     def _scores(self, mode: Mode) -> CanaryScores:
-        """Return the learner's scores of this sync, which are made once."""
+        """Return the learner's scores of the canary for this sync. Only the first call computes them."""
         key = self._dtype, mode
         if key not in self._learner:
             began = time.perf_counter()
             scores = self._canary.scorer(self._dtype, mode == "full")
-            scores.read()  # waits for the device
+            scores.read()  # waits until the device has computed them
             self._learner[key] = scores
             self._parts["scores"] = self._parts.get("scores", 0.0) + time.perf_counter() - began
         return self._learner[key]
@@ -311,8 +312,8 @@ class ServerDelivery:
     ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
         """Send the weights as version `ver`, and wait until all servers serve them and have scored `items`. Return the
         replies by URL, the learner's scores, and the digest that the servers must report."""
-        # Scored before the servers pause, and before the wire is used: a pass is captured while nothing else waits for
-        # the device.
+        # Scored before servers pause and buckets are sent, so that the pass is captured as a CUDA graph while nothing
+        # else waits for the device.
         learner = self._scores(mode) if items else NO_SCORES
         expected = (
             self._canary.expected(self._groups.incarnation, ver, learner.logprobs, self._dtype) if items else None

@@ -73,7 +73,8 @@ class Delivery(Protocol):
         """Raises SyncError or ServerMismatchError if a generator could not apply the adapter."""
 
     def prepare(self, mode: Mode) -> None:
-        """Compute what the next sync needs and no generator waits for. The weights must not change until that sync."""
+        """Compute what the next sync needs from the learner alone, before generators wait for the sync. The weights
+        must not change until then."""
 
     def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
         """Enclose all deliveries of one sync. `modes`: the modes that the sync may use. Yields the seconds of the
@@ -126,7 +127,8 @@ class Sync:
         return self._delivery.agree()
 
     def prepare(self) -> None:
-        """Begin the next sync while rollouts are still made. Call it with the weights of that sync, or not at all."""
+        """Compute the learner's part of the next sync while rollouts are still made. This call is optional. The weights
+        must not change until that sync."""
         if self._is_connected:
             self._delivery.together(lambda: self._delivery.prepare(self._modes()[0]))
 

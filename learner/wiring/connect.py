@@ -193,7 +193,7 @@ def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence
     answers = [(item.prompt, item.response_token_ids) for item in items] if is_asked else []
     return Canary(
         items=items,
-        # A colocated engine takes the tensors themselves, so there is nothing to compare.
+        # A colocated engine takes the tensors themselves, so no checksums are compared.
         scorer=CanaryScorer(policy, answers, checksums=not isinstance(backend, ColocateBackend)),
         tolerance=vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
