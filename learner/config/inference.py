@@ -1,8 +1,8 @@
 """`inference.json` in a model folder lets `predict` and `evaluate` prompt the model as training did.
 
-The learner writes the file with every checkpoint and export. `learner.detector` reads it. It holds the task, the
-prompt, the classes, the limits of images and the decoding. Older checkpoints have no such file. For them `settings_of`
-makes the same settings from the run's `config.yaml`.
+The learner writes the file into every checkpoint and export, and `learner.detector` reads it. It has the task, the
+prompt, the classes, the limits of images' sizes and the decoding. Older checkpoints have no such file. For them
+`settings_of` makes the same settings from the run's `config.yaml`.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from shared.validation import read_if_there
 from shared.wire import Turn
 
 INFERENCE_NAME = "inference.json"
-CALIBRATION_NAME = "calibration.json"  # in the same folder: a calibration of scores (`learner.tasks.detection.scores`)
-IMAGE = "<image>"
+CALIBRATION_NAME = "calibration.json"  # file in the same folder; calibrates scores (`learner.tasks.detection.scores`)
+IMAGE = "<image>"  # stands for the image in a prompt's text
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return `messages`. Raises ValueError if an item is not a turn of a chat."""
+    """Return `messages` unchanged. Raises ValueError if one of them is no turn of a chat, with a role and a content."""
     for turn in messages:
         content = turn.get("content")
         parts = content if isinstance(content, list) else []
@@ -38,7 +38,8 @@ def _turns(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class InferenceSettings(BaseModel):
-    """`messages` are the prompt's turns with one `<image>`; `classes` are the names in the training labels."""
+    """The content of `inference.json`. `messages`: the prompt's turns, with one `<image>`. `classes`: the names in the
+    training labels."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -57,7 +58,8 @@ class InferenceSettings(BaseModel):
 
 
 def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceSettings:
-    """Return the settings of a run. `samples` are its training data, of which the most frequent prompt is kept."""
+    """Return the settings of a run. `samples`: its training data; their most frequent prompt is taken, and their class
+    names. Without samples, the prompt is that of the configuration."""
     prompts: Counter[tuple[tuple[str, str], ...]] = Counter()
     classes: dict[str, None] = {}
     turns: dict[tuple[tuple[str, str], ...], Sequence[Turn]] = {}
@@ -81,13 +83,14 @@ def settings_of(config: RunConfig, samples: Iterable[Sample] = ()) -> InferenceS
 
 
 def prompt_messages(prompt: str | None) -> list[Turn]:
-    """Return the user's turn. The image comes first if the text has no `<image>`."""
+    """Return the user's turn with this text; None: the default text. If it has no `<image>`, the image comes first."""
     text = prompt if prompt is not None else "Detect every object."
     return [{"role": "user", "content": text if IMAGE in text else IMAGE + text}]
 
 
 def read_settings(folder: Path) -> InferenceSettings | None:
-    """Return the settings in a model folder, or None if it has none. Raises ConfigError if the file cannot be read."""
+    """Return the settings in the model folder's `inference.json`; None without this file. Raises ConfigError if the
+    file cannot be read."""
     return read_if_there(
         InferenceSettings,
         folder / INFERENCE_NAME,

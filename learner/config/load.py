@@ -1,10 +1,10 @@
-"""Reads a YAML file into a `RunConfig`, and writes a `RunConfig` back. `load_config` is called before anything else is
-loaded, `write_resolved` when the run begins.
+"""Reads a YAML file into a `RunConfig`, and writes a `RunConfig` as YAML. `load_config` is called before anything else
+is loaded, `write_resolved` when the run begins.
 
-`load_config` raises ConfigErrors, which lists every mistake: in the YAML syntax, retired keys, unknown keys, wrong
-types, and keys that contradict each other. If the run uses servers, the result names them as a list, whichever form the
-file uses. Paths in a configuration are relative to the working directory. Paths in `base:` are relative to the file
-that names them.
+`load_config` raises ConfigErrors, which lists every mistake: wrong YAML, retired keys, unknown keys, wrong types, and
+keys that contradict each other. If the run uses servers, the result has them as a list, whichever form the file uses.
+Paths in a configuration are relative to the working directory. Paths in `base:` are relative to the file that has the
+`base:`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _flat_decoding() -> dict[str, tuple[str, str]]:
     }
 
 
-# Keys that are refused, whatever their value: dotted path -> (what is wanted, what to do).
+# Keys of earlier versions, which are refused: dotted path -> (what is wanted instead, what to do), for the error.
 RETIRED: dict[str, tuple[str, str]] = {
     # R22: one key limits the sequences of every generation call.
     f"{_ROLLOUT}.rollout_generate_batch_size": (
@@ -108,8 +108,9 @@ def load_config(
     env: Mapping[str, str] = os.environ,
     overrides: Sequence[str] = (),
 ) -> RunConfig:
-    """Return the configuration in `path`. `overrides` are the command line's `path.to.key=VALUE`, which replace the
-    file's values. With `world_size`, keys that depend on the number of ranks are checked and filled in too.
+    """Return the configuration in the file `path`. `overrides`: texts `path.to.key=VALUE` of the command line, which
+    replace the file's values. `world_size`: number of ranks, to check and fill in keys that depend on it; None: they
+    are not checked.
 
     Raises ConfigErrors.
     """
@@ -117,11 +118,12 @@ def load_config(
 
 
 def load_found(path: Path) -> tuple[RunConfig, list[str]]:
-    """Return the configuration of a run whose `config.yaml` was found and not named by the user (D24). Only prompt,
-    task, limits and the paths of annotations are kept. Return also a list of what was left out, in words for a message.
+    """Return the configuration in a `config.yaml` that was found beside a model, not named by the user, who may not
+    trust it (D24). Only the prompt, the task, limits and the paths of annotations are taken from it. Return also a list
+    of what was left out, as texts for a message.
 
-    No module that the file names is imported, none of its `base:` files is read, and no `${VARIABLE}` is filled in.
-    Raises ConfigErrors.
+    No module that the file names is imported, no file of its `base:` is read, and no `${VARIABLE}` is filled in. Raises
+    ConfigErrors.
     """
     config = config_of(for_program(load_alone(path), "learner"))
     data = DataConfig(
@@ -143,7 +145,7 @@ def load_found(path: Path) -> tuple[RunConfig, list[str]]:
 
 
 def _ways_to_read(data: DataConfig) -> list[str]:
-    """Of the keys that say how annotations are read, return those that the user has set, such as `data.format`."""
+    """Return the keys that say how annotations are read and that the file sets, such as `data.format`."""
     names = [name for name in SplitConfig.model_fields if name not in ("path", "prompt")]
     given = [f"data.{name}" for name in names if getattr(data, name) != DataConfig.model_fields[name].default]
     for split, own in (("val", data.val), ("test", data.test)):
@@ -153,7 +155,7 @@ def _ways_to_read(data: DataConfig) -> list[str]:
 
 
 def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> RunConfig:
-    """Return the configuration in a mapping or a `Document`, checked as by `load_config`. Raises ConfigErrors."""
+    """Return the configuration in the parsed YAML `data`, checked as `load_config` does. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
     filled, written = spelled_out(data)
     try:
@@ -172,9 +174,10 @@ def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> R
 
 
 def write_resolved(config: RunConfig, run_dir: Path) -> Path:
-    """Write every key with its value to `run_dir/config.yaml`, which can start the same run again. Raises OSError."""
+    """Write every key with its value to `run_dir/config.yaml`, with which the same run can be started again. Return the
+    file's path. Raises OSError."""
     values = shown(config)
-    if config.custom.trainer_variant == "stage2_ab_training":  # this variant refuses the key, even as null (D2)
+    if config.custom.trainer_variant == "stage2_ab_training":  # this variant refuses the key, even if it is null (D2)
         del values["custom"]["extra"]["rollout_matching"]["rollout_buffer"]
     path, partial = run_dir / RESOLVED_NAME, run_dir / f".{RESOLVED_NAME}.partial"
     header = "Resolved configuration of this run: bases merged, variables filled in, defaults written out."

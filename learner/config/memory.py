@@ -2,10 +2,11 @@
 
 In: the configuration of a checkpoint, and how it is trained. Out: a `MemoryEstimate`, with bytes for each kind of use.
 
-The backward pass of a layer needs the inputs of every matrix product and of every norm. Per token, these are 4 x
-hidden, 3 x (query + key + value width) and 3 x intermediate values. With checkpointing only the layer's input is kept.
-One layer at a time is then computed again, and its gradients are held as well. Attention stores no square matrix. The
-output head takes LOGITS_CHUNK tokens at a time. The vision tower sees `merge ** 2` patches for each image token.
+The backward pass of a layer needs the inputs of every matrix product and of every norm. For each token these are 4 x
+hidden, 3 x (query + key + value width) and 3 x intermediate values. With gradient checkpointing only each layer's input
+is kept. The backward pass then computes one layer at a time again, which also needs memory for this layer's gradients.
+Attention stores no square matrix. The output head takes LOGITS_CHUNK tokens at a time. The vision tower computes
+`merge ** 2` patches for each image token.
 """
 
 from __future__ import annotations
@@ -21,30 +22,31 @@ from learner.config.schema import RunConfig
 from shared.reading import json_in
 
 GIB = 2**30
-LOGITS_CHUNK = 1024  # supervised tokens; a test checks that learner/policy/loss.py has the same number
-IMAGE_SHARE = 0.5  # assumed share of image tokens in a row
-OTHER_BYTES = GIB  # CUDA's context and what the allocator cannot reuse
-EAGER = 1.55  # activations of an eager layer / those of a compiled one, for a model of 4B: (126 - 32) / (92 - 31) GiB
-COMPILED_FROM = 5e8  # parameters; `model.compile: auto` compiles larger models
-COMPILED_LOGITS, EAGER_LOGITS = 4, 14  # bytes per logit: bfloat16 and its gradient; bfloat16 and three float32
-FILLED = 0.9  # share of a GPU's memory that an estimate may fill, because estimates were up to 12% off
+LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at once; a test compares it with learner/policy/loss.py
+IMAGE_SHARE = 0.5  # assumed share of image tokens among the tokens of a row
+OTHER_BYTES = GIB  # memory of CUDA's context, and memory that the allocator cannot reuse
+EAGER = 1.55  # activations of a layer that is not compiled / those of a compiled one; 4B: (126 - 32) / (92 - 31) GiB
+COMPILED_FROM = 5e8  # `model.compile: auto` compiles models with at least so many parameters
+# Bytes per logit if the loss is compiled (the logit and its gradient in bfloat16); if not (bfloat16, and three
+# float32).
+COMPILED_LOGITS, EAGER_LOGITS = 4, 14
+FILLED = 0.9  # an estimate above this share of a GPU's memory may not fit, because estimates were up to 12% off
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tower:
-    """A stack of layers of one width. `inner` is the number of values per token between the up and down projections.
-    `attention` is the width of query, key and value together."""
+    """The sizes of a stack of equal layers: the decoder, or the vision tower."""
 
-    layers: int
-    hidden: int
-    inner: int
-    attention: int
-    layer_parameters: int
-    adapted: int  # inputs + outputs of a layer's linear modules; LoRA adds this many weights per rank
+    layers: int  # number of layers
+    hidden: int  # width of the values between layers
+    inner: int  # values per token between a layer's up and down projections
+    attention: int  # width of query, key and value together
+    layer_parameters: int  # parameters of one layer
+    adapted: int  # inputs + outputs of a layer's linear modules; LoRA of rank r adds r times as many weights
 
     @property
     def values(self) -> int:
-        """Return how many values per token a layer's backward pass needs."""
+        """The number of values per token that the backward pass of a layer needs."""
         return 4 * self.hidden + 3 * self.attention + 3 * self.inner
 
 
@@ -54,11 +56,11 @@ class ModelShape:
 
     text: Tower
     vision: Tower | None
-    patches_per_token: int
+    patches_per_token: int  # patches of the vision tower per image token; 0 without vision tower
     vocab_size: int
-    embedding_parameters: int  # embedding, and the output head if it has its own weights
-    merger_parameters: int
-    merger_adapted: int
+    embedding_parameters: int  # of the embedding, and of the output head if it has weights of its own
+    merger_parameters: int  # of the modules between vision tower and decoder
+    merger_adapted: int  # as `Tower.adapted`, of the same modules
 
     @property
     def vision_parameters(self) -> int:
@@ -73,14 +75,14 @@ class ModelShape:
 class Use:
     """The settings of training that decide how much memory it takes."""
 
-    row_tokens: int
-    weight_bytes: int = 2  # bytes per value
-    autocast: bool = True  # `training.bf16`
-    lora_rank: int | None = None
-    checkpointing: bool = True
+    row_tokens: int  # tokens of a packed row
+    weight_bytes: int = 2  # bytes per weight
+    autocast: bool = True  # `training.bf16`: activations are in bfloat16
+    lora_rank: int | None = None  # None: no adapter, all weights are trained
+    checkpointing: bool = True  # gradient checkpointing
     compiled: bool = True
     vision_trained: bool = True
-    parts: int = 1  # ranks that share weights, gradients and moments; 1: every rank has all of them
+    parts: int = 1  # number of ranks over which the model is sharded; 1: every rank has all weights
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,13 +102,14 @@ class MemoryEstimate:
         return sum(getattr(self, field.name) for field in fields(self))
 
     def to_json(self) -> dict[str, float]:
-        """Return the numbers by name in GiB, with `total`."""
+        """Return the numbers by name in GiB, and their sum as `total`."""
         named = {field.name: getattr(self, field.name) for field in fields(self)} | {"total": self.total}
         return {name: round(value / GIB, 1) for name, value in named.items()}
 
 
 def shape_of(config: Mapping[str, Any]) -> ModelShape:
-    """Return the shape that a `config.json` describes. Raises KeyError, TypeError, ValueError if a size is missing."""
+    """Return the sizes of the model that this content of a `config.json` describes. Raises KeyError, TypeError or
+    ValueError if a size is missing or no number."""
     text = config.get("text_config") or config
     hidden, vocab_size = int(text["hidden_size"]), int(text["vocab_size"])
     tied = bool(config.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
@@ -135,7 +138,7 @@ def _text_tower(text: Mapping[str, Any]) -> Tower:
     if experts:
         width = int(text["moe_intermediate_size"])
         inner = width * int(text["num_experts_per_tok"])
-        wide = experts * (3 * hidden * width + hidden)  # LoRA does not adapt a layer's tensor of experts
+        wide = experts * (3 * hidden * width + hidden)  # not in `adapted`, because LoRA does not adapt experts
     else:
         inner = int(text["intermediate_size"])
         wide = 3 * hidden * inner
@@ -165,7 +168,7 @@ def _vision_tower(vision: Mapping[str, Any]) -> Tower:
 
 
 def estimate(shape: ModelShape, use: Use) -> MemoryEstimate:
-    """Estimate the bytes of each kind at the moment that takes most."""
+    """Return the estimated bytes of each kind of use, at the moment of a step when most memory is used."""
     adapter = _adapter_parameters(shape, use.lora_rank) if use.lora_rank else 0
     if adapter:
         trained, value_bytes = adapter, 4  # peft keeps an adapter in float32
@@ -174,7 +177,7 @@ def estimate(shape: ModelShape, use: Use) -> MemoryEstimate:
         value_bytes = use.weight_bytes
     activations, logits = _of_a_row(shape, use)
     other = OTHER_BYTES
-    if use.parts > 1:  # two layers and the embedding are gathered while they are used
+    if use.parts > 1:  # two layers and the embedding are whole while they are used
         other += use.weight_bytes * (2 * shape.text.layer_parameters + shape.embedding_parameters)
     return MemoryEstimate(
         weights=use.weight_bytes * shape.num_parameters // use.parts,
@@ -195,10 +198,10 @@ def _adapter_parameters(shape: ModelShape, rank: int) -> int:
 
 
 def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
-    """Return the bytes of activations and of logits. With checkpointing, the logits are freed before a layer is
-    computed again, so only the larger of the two counts."""
-    stream = use.weight_bytes  # bytes of a value that goes from layer to layer
-    inside = 2 if use.autocast else use.weight_bytes
+    """Return the bytes of a row's activations and of its logits. With checkpointing, the logits are freed before a
+    layer is computed again, so the activations count only what a layer needs beyond the logits' bytes."""
+    stream = use.weight_bytes  # bytes of a value between two layers
+    inside = 2 if use.autocast else use.weight_bytes  # bytes of a value inside a layer
     eager = 1.0 if use.compiled else EAGER
     towers = [(shape.text, use.row_tokens)]
     if shape.vision is not None:
@@ -212,7 +215,7 @@ def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
         else:
             kept += int(tower.layers * layer * eager)
     if use.autocast and use.weight_bytes > 2:
-        kept += 2 * shape.num_parameters  # autocast keeps a bfloat16 copy of the weights for the row
+        kept += 2 * shape.num_parameters  # autocast keeps a bfloat16 copy of all weights while a row is learned
     a_logit = COMPILED_LOGITS if use.compiled else EAGER_LOGITS
     logits = a_logit * min(use.row_tokens, LOGITS_CHUNK) * shape.vocab_size
     return (kept + max(0, largest - logits), logits) if use.checkpointing else (kept, logits)
@@ -222,7 +225,7 @@ def _of_a_row(shape: ModelShape, use: Use) -> tuple[int, int]:
 
 
 def of_run(config: RunConfig, world_size: int) -> MemoryEstimate | None:
-    """Estimate the memory that the run's model takes on a GPU. Return None if `model.path` has no readable
+    """Return the estimated memory that learning takes on each GPU of the run. None if `model.path` has no readable
     `config.json` on this machine."""
     shape = _shape_at(Path(config.model.path))
     if shape is None:
@@ -250,20 +253,20 @@ def _shape_at(folder: Path) -> ModelShape | None:
         if adapter.is_file():
             folder = Path(str(json_in(adapter)["base_model_name_or_path"]))
         return shape_of(json_in(folder / "config.json"))
-    # The error is reported later, when the model is loaded.
+    # If the model's files are damaged, an error is raised later, when the model is loaded.
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
 def engine_share(config: RunConfig) -> float:
-    """Return the share of each GPU that colocated vLLM takes; 0 without it."""
+    """Return the share of each GPU's memory that colocated vLLM takes; 0 if the run has no colocated vLLM."""
     return config.rollout_matching.vllm.gpu_memory_utilization if colocates(config) else 0.0
 
 
 def needed_bytes(config: RunConfig, learning: MemoryEstimate, gpu_bytes: int) -> int:
-    """Return the bytes that the run needs of a GPU of `gpu_bytes` at the moment that takes most: as it learns, or as
-    colocated vLLM generates beside the weights, adapter and moments that stay on the GPU. While the model learns, vLLM
-    sleeps if both do not fit."""
+    """Return how many bytes of a GPU with `gpu_bytes` the run needs at the same time. That is the memory of learning,
+    or, if it is more, that of colocated vLLM together with the weights, adapter and moments that stay on the GPU while
+    vLLM generates. During learning vLLM sleeps if there is not enough memory for both."""
     offload = config.rollout_matching.offload
     stays = learning.other
     if not (offload.enabled and offload.offload_model):
@@ -274,13 +277,14 @@ def needed_bytes(config: RunConfig, learning: MemoryEstimate, gpu_bytes: int) ->
 
 
 def memory_report(config: RunConfig, world_size: int) -> dict[str, Any]:
-    """Return the keys `memory_gib` and `engine_share` for `--json`; {} if the model is not on this machine."""
+    """Return the entries `memory_gib` and `engine_share` of the output of `--json`; {} if the model is not on this
+    machine."""
     found = of_run(config, world_size)
     return {} if found is None else {"memory_gib": found.to_json(), "engine_share": engine_share(config)}
 
 
 def memory_in_words(report: Mapping[str, Any], row_tokens: int) -> str:
-    """Return the result of `memory_report` as one line of text."""
+    """Return the result of `memory_report` as one line of text. `row_tokens`: tokens of a packed row."""
     gib = report.get("memory_gib")
     if gib is None:
         return "memory: not known, because model.path has no config.json on this machine"

@@ -1,6 +1,7 @@
-"""Answers which modes a run's configuration chooses: backend, channels, syncs.
+"""Answers questions about a run's configuration: which backend, channels and syncs it chooses.
 
-The answers do not depend on the number of ranks. `Rule` is the type of a check between keys.
+The answers do not depend on the number of ranks. A `Rule` is a check between keys, which yields mistakes. A step of
+channel A learns ground truth, a step of channel B learns rollouts.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ Rule = Callable[["RunConfig"], Iterator[Mistake]]
 
 
 def sync_mode(config: RunConfig) -> str:
-    """Return `full` or `adapter`; `auto` follows `enable_lora` (R08)."""
+    """Return the mode of weight syncs, `full` or `adapter` (R08). `auto` is `adapter` if `enable_lora` is true."""
     vllm = config.rollout_matching.vllm
     if vllm.sync.mode == "auto":
         return "adapter" if vllm.enable_lora else "full"
@@ -30,35 +31,35 @@ def uses_servers(config: RunConfig) -> bool:
 
 
 def colocates(config: RunConfig) -> bool:
-    """Return True if vLLM runs inside the learner's processes and the run makes rollouts."""
+    """Return True if the run makes rollouts by vLLM inside the learner's processes."""
     rollout = config.rollout_matching
     return rollout.rollout_backend == "vllm" and rollout.vllm.mode == "colocate" and needs_rollouts(config)
 
 
 def learns_rollouts(config: RunConfig) -> bool:
-    """Return True if any step learns rollouts. `sft`, and a schedule without Channel-B, learn ground truth only."""
+    """Return True if some steps learn rollouts. With `sft`, or a schedule without Channel-B, no step does."""
     if config.stage2_ab is not None:
         return config.stage2_ab.schedule.b_ratio > 0
     return config.custom.trainer_variant in ("rollout_matching_sft", "grpo")
 
 
 def learns_ground_truth(config: RunConfig) -> bool:
-    """Return True if some step learns ground truth without a rollout (Channel-A)."""
+    """Return True if some steps learn ground truth without a rollout (Channel-A)."""
     if config.stage2_ab is not None:
         return config.stage2_ab.schedule.b_ratio < 1
     return not learns_rollouts(config)
 
 
 def needs_rollouts(config: RunConfig) -> bool:
-    """Return True if the run makes rollouts at all, to learn, to evaluate or to complete labels."""
+    """Return True if the run makes rollouts, whether to learn them, to evaluate, or to complete labels."""
     training = config.training
     evaluates = bool(training.eval_on_start or training.eval_on_end or training.eval_steps)
     return evaluates or learns_rollouts(config) or config.labels.complete is not None
 
 
 def overlaps(config: RunConfig) -> bool:
-    """Return True if Channel-B learns a step's first packs while the step's other rollouts are still generated (R32).
-    It does not with `advantage: batch`, which compares each rollout with all rollouts of the step."""
+    """Return True if Channel-B learns a step's first rollouts while the step's other rollouts are still generated
+    (R32). With `advantage: batch` it does not, because each rollout is compared with all rollouts of the step."""
     stage2 = config.stage2_ab
     return (
         config.custom.trainer_variant in ("stage2_ab_training", "grpo")

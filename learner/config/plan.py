@@ -1,7 +1,7 @@
-"""Derives a run's numbers from its configuration and the number of ranks. `resolve` returns all of them by name.
+"""Computes a run's numbers, such as its batch size, from its configuration and the number of ranks.
 
-`resolve` has no side effects. `--check` prints its result, and the learner logs the result at its start (R15).
-`topology_rules` checks the keys that depend on the number of ranks: batch sizes and device counts.
+`resolve` returns all of them in a `Plan`. It has no side effects. `--check` prints the plan, and the learner logs it at
+its start (R15). `topology_rules` are the checks of keys that depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shared.masking import masked_in
 
 
 def topology_rules(world_size: int) -> tuple[Rule, ...]:
-    """Return the rules for `world_size` learner ranks."""
+    """Return the checks of a configuration that depend on the number of learner ranks, for `world_size` ranks."""
     rules = (
         _batch_divides,
         _tensor_parallel_divides,
@@ -36,7 +36,8 @@ def shards(config: RunConfig, world_size: int) -> bool:
 
 
 def derived_gas(config: RunConfig, world_size: int) -> int:
-    """Return `gradient_accumulation_steps`, computed from `effective_batch_size` if that key is set (D8)."""
+    """Return the number of micro-steps per optimizer step. It is computed from `effective_batch_size` if that key is
+    set; otherwise it is `gradient_accumulation_steps`, or 1 (D8)."""
     training = config.training
     if training.effective_batch_size is not None:
         return training.effective_batch_size // (training.per_device_train_batch_size * world_size)
@@ -44,8 +45,8 @@ def derived_gas(config: RunConfig, world_size: int) -> int:
 
 
 def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
-    """Return the devices per colocated engine (R04): the user's value if it is set, else the default; 1 if there is one
-    rank."""
+    """Return the number of devices per colocated engine (R04): the value of the key. If the user has not set the key
+    and there is one rank, it is 1."""
     vllm = config.rollout_matching.vllm
     if world_size == 1 and "tensor_parallel_size" not in vllm.model_fields_set:
         return 1
@@ -128,7 +129,7 @@ def _step_fits_queue(config: RunConfig, world_size: int) -> Iterator[Mistake]:
         )
 
 
-NUM_CHANNELS_SHOWN = 10
+NUM_CHANNELS_SHOWN = 10  # number of first steps whose channels are in a plan
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,28 +140,28 @@ class Plan:
     world_size: int  # learner ranks
     per_device_train_batch_size: int  # samples per micro-step and rank
     gradient_accumulation_steps: int  # micro-steps per optimizer step
-    m_steps: int  # optimizer steps that learn one accumulation window; 1: each rollout is learned once
-    effective_batch_size: int  # samples per optimizer step, all ranks
-    packed_rows_per_step: int | None  # packed rows in a step, all ranks; only reported (R19)
-    rollouts_per_step: int  # rollouts in a step, all ranks; 0 under sft
-    local_rollouts_per_step: tuple[int, ...]  # rollouts in a step, one number for each rank
+    m_steps: int  # number of optimizer steps in which the same rollouts are learned; 1: they are learned once
+    effective_batch_size: int  # samples per optimizer step, all ranks together
+    packed_rows_per_step: int | None  # packed rows per optimizer step, all ranks together; only reported (R19)
+    rollouts_per_step: int  # rollouts per optimizer step, all ranks together; 0 under sft
+    local_rollouts_per_step: tuple[int, ...]  # rollouts per optimizer step, one number for each rank
     rollout_backend: str
-    vllm_mode: str | None
-    decode_batch_size: int  # sequences per rollout GPU and generation call
-    decode_mode: str
+    vllm_mode: str | None  # `server` or `colocate`
+    decode_batch_size: int  # max sequences per rollout GPU and generation call
+    decode_mode: str  # `greedy`, `sample` or `beam`
     tensor_parallel_size: int | None  # devices per colocated engine
     servers: tuple[ServerEntry, ...]
-    sync_mode: str | None
+    sync_mode: str | None  # `full` or `adapter`
     timeout_s: float
-    infer_timeout_s: float | None  # seconds; None: the deadline is derived from the server's speed (D16)
-    packing_length: int  # tokens
-    overlap: bool  # Channel-B learns while the step's other rollouts run (R32)
-    async_actor_learner: bool
-    b_ratio: float | None
-    channels: tuple[str, ...]  # channels of the first steps, by the schedule
+    infer_timeout_s: float | None  # seconds; None: the deadline is computed from the server's speed (D16)
+    packing_length: int  # max tokens of a packed row
+    overlap: bool  # Channel-B learns while the step's other rollouts are generated (R32)
+    async_actor_learner: bool  # rollouts are made ahead of the steps that learn them
+    b_ratio: float | None  # share of steps that run Channel-B
+    channels: tuple[str, ...]  # scheduled channels of the first steps
 
     def to_json(self) -> dict[str, object]:
-        """Return the fields as JSON values, without secrets. `channels` is left out unless `stage2_ab` is set."""
+        """Return the fields by name as JSON values, with secrets masked. `channels` is left out without `stage2_ab`."""
         values = {name: getattr(self, name) for name in self.__slots__ if name != "channels"}
         channels = {} if self.b_ratio is None else {"channels": list(self.channels)}
         servers = [entry.model_dump() for entry in self.servers]
@@ -210,14 +211,15 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
 
 
 def steps_per_epoch(per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
-    """Return the optimizer steps in an epoch of `per_epoch` micro-batches."""
+    """Return the number of optimizer steps in an epoch of `per_epoch` micro-batches. A step's rollouts are learned in
+    `m_steps` steps, but those of an incomplete step at the epoch's end in one."""
     whole_windows, rest = divmod(per_epoch, gradient_accumulation_steps)
     return whole_windows * m_steps + (rest > 0)
 
 
 def steps_of_epoch(config: RunConfig, plan: Plan, num_samples: int) -> int:
-    """Return the optimizer steps in an epoch of `num_samples` training samples."""
-    if config.stage2_ab is not None:  # a dataloader batch holds a whole step (R31)
+    """Return the number of optimizer steps in an epoch of `num_samples` training samples."""
+    if config.stage2_ab is not None:  # a batch of the dataloader has the samples of a whole step (R31)
         return -(-num_samples // plan.effective_batch_size)
     places = num_samples * (config.grpo.num_generations if config.custom.trainer_variant == "grpo" else 1)
     micro_batches = -(-places // (plan.per_device_train_batch_size * plan.world_size))

@@ -1,6 +1,7 @@
-"""Turns each entry of `data.retain` into a configuration of its own, whose `data.train` are the annotations to score.
+"""Makes a configuration for each entry of `data.retain` (annotations of another kind, which evaluations score too).
 
-All code that reads or checks the annotations of a run can then read and check these annotations too.
+In it, `data.train` are the entry's annotations. So all code that reads or checks the training annotations of a run can
+read or check these annotations.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from learner.config.sections.data import RetainConfig
 
 
 def retained_configs(config: RunConfig) -> dict[str, RunConfig]:
-    """Return a configuration for each entry of `data.retain`, by name, in the file's order, with the entry's format."""
+    """Return the configurations by the entries' names, in the order of `data.retain`. Keys of an entry, such as its
+    format and task, replace those of the run."""
     return {one.name: _config_of(config, one) for one in config.data.retain}
 
 

@@ -1,8 +1,8 @@
-"""The schedule decides which channel a step runs (R26, R27). It has no side effects.
+"""Decides which channel a step runs: A (ground truth) or B (rollouts) (R26, R27). It has no side effects.
 
-Invariants: the wanted channel depends only on `global_step` and `b_ratio`, so it is the same after a resume. Of the
-first n steps exactly floor(n * b_ratio) want Channel-B. Rank 0 calls `decide_channel` with numbers that are already
-reduced over ranks, and broadcasts the decision. The decision holds for the whole accumulation window.
+Invariants: the scheduled channel depends only on `global_step` and `b_ratio`, so it is the same after a resume. Of the
+first n steps exactly floor(n * b_ratio) are scheduled as Channel-B. Rank 0 calls `decide_channel` and broadcasts the
+decision. All micro-steps of the optimizer step run the decided channel.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ B_STEP_SKIPPED = "stage2_ab/async/b_step_skipped_due_to_queue"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ChannelDecision:
-    """The decision for one optimizer step. `wanted` is the schedule's channel, `channel` the one that runs."""
+    """The decision for one optimizer step. `wanted`: the scheduled channel. `channel`: the channel that runs."""
 
     wanted: Channel
     channel: Channel
@@ -30,7 +30,7 @@ class ChannelDecision:
         return self.wanted != self.channel
 
     def metrics(self) -> Mapping[str, float]:
-        """Return the step's metrics: whether Channel-B ran, and whether a short queue prevented it."""
+        """Return the step's metrics: 1 if Channel-B ran, and 1 if it was scheduled but the queue had too few packs."""
         return {
             "stage2_ab/channel_b": float(self.channel == "B"),
             B_STEP_SKIPPED: float(self.skipped_due_to_queue),
@@ -53,17 +53,18 @@ def exact_ratio(b_ratio: float) -> Fraction:
 
 
 def scheduled_channel(global_step: int, b_ratio: float) -> Channel:
-    """Return B iff floor((s + 1) * b) > floor(s * b), in exact arithmetic; `global_step` counts completed updates."""
+    """Return the scheduled channel of the step after `global_step` completed steps. With s = `global_step` and
+    b = `b_ratio` it is B if floor((s + 1) * b) > floor(s * b), in exact arithmetic, else A."""
     ratio = exact_ratio(b_ratio)
     return "B" if math.floor((global_step + 1) * ratio) > math.floor(global_step * ratio) else "A"
 
 
 def decide_channel(global_step: int, b_ratio: float, *, feasible: bool = True) -> ChannelDecision:
-    """Return the schedule's channel, or A if B is not feasible.
+    """Return the decision for the next step: the scheduled channel, but A if a step of Channel-B is not `feasible`.
 
-    With the asynchronous actor-learner a B step takes `gradient_accumulation_steps` packs from each rank's queue. The
-    step is feasible if all ranks have enough packs of one share. Without the asynchronous actor-learner B is always
-    feasible.
+    With the asynchronous actor-learner, a step of Channel-B takes `gradient_accumulation_steps` packs (the
+    rollouts of a few samples) from each rank's queue. It is feasible if all ranks have enough packs from the same share
+    of the samples. Without the asynchronous actor-learner it is always feasible.
     """
     wanted = scheduled_channel(global_step, b_ratio)
     return ChannelDecision(wanted=wanted, channel=wanted if feasible else "A")

@@ -1,10 +1,10 @@
 """The learner's whole configuration: `RunConfig`, and `RULES`, the checks between its keys.
 
-Each section of the YAML has one file under `sections/`. The file has a frozen pydantic model, which refuses unknown
-keys and checks the type and range of each key, and the section's rules. A rule takes a `RunConfig`, which may be partly
-wrong, and yields one `Mistake` for each thing that is wrong. Rules that need the number of ranks are in `plan.py`.
-`load.py` reads YAML into `RunConfig`. `make docs` writes CONFIG.md and config.schema.json from the models and from the
-first line of each rule.
+Each section of the YAML has one file under `sections/`, with a frozen pydantic model and the section's rules. The model
+refuses unknown keys, and checks the type and range of each key. A rule takes a `RunConfig`, which may have mistakes,
+and yields a `Mistake` for each one that it finds. Rules that need the number of ranks are in `plan.py`. `load.py` reads
+YAML into a `RunConfig`. `make docs` writes CONFIG.md and config.schema.json from the models and from the rules'
+docstrings.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class RunConfig(Section):
         return self.custom.extra.rollout_matching
 
 
-# The rules are in the order in which a configuration file has its sections.
+# The rules are in the order of the sections in a configuration file.
 RULES: tuple[Rule, ...] = (
     *model.RULES,
     *data.RULES,

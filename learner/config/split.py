@@ -1,4 +1,4 @@
-"""`data` as it applies to one split: `val` and `test` may set some keys, such as the format, for themselves."""
+"""Returns the section `data` as it applies to one split: `val` and `test` may have, say, a format of their own."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ from learner.config.sections.data import DataConfig, SplitConfig
 
 
 def as_read_for(data: DataConfig, split: str) -> DataConfig:
-    """Return `data` for `train`, `val` or `test`: keys that the split sets replace those of `data`. `val` and `test` of
-    the result are paths."""
+    """Return the section for reading the split `train`, `val` or `test`. Keys that the split sets replace those of
+    `data`. In the result, `val` and `test` are only paths."""
     paths = {name: data.path_of(name) for name in ("val", "test")}
     own = {"val": data.val, "test": data.test}.get(split)
     return data.model_copy(update={**paths, **(_own_keys(own) if isinstance(own, SplitConfig) else {})})
 
 
 def _own_keys(own: SplitConfig) -> dict[str, object]:
-    """Return the keys that the split sets."""
+    """Return the keys that the split sets, with their values."""
     keys = {name: getattr(own, name) for name in ("format", "image_root", "coordinates", "prompt")}
     return {name: value for name, value in keys.items() if value is not None}

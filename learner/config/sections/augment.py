@@ -37,9 +37,9 @@ class AugmentConfig(Section):
 
 
 def stays_upright(name: str) -> bool:
-    """Return True if photographs with an object of this class are neither mirrored nor turned, because the class may
-    become another one, or none: a number, a single letter, or a name with left, right, up, down, arrow, digit, letter
-    or text."""
+    """Return True if a photograph with an object of the class `name` must not be mirrored or turned, because the object
+    might then be of another class, or of none. Such names are a number, a single letter, or contain one of the words
+    left, right, up, down, arrow, digit, letter, text."""
     return _ORIENTED.fullmatch(name.strip()) is not None
 
 

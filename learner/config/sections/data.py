@@ -33,7 +33,7 @@ _BAD_KINDS: tuple[BadKind, ...] = get_args(BadKind)
 
 
 Format = Literal["auto", "jsonl", "coco", "voc", "yolo", "labelme", "datasets"]
-ReaderPath = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]  # path of a reader, a function of the user
+ReaderPath = Annotated[str, Field(pattern=r"^.+:[A-Za-z_]\w*$")]  # import path of a user's function that reads samples
 
 
 class ResizedCopy(Section):
@@ -180,30 +180,30 @@ class DataConfig(Section):
     )
 
     def path_of(self, split: str) -> str | None:
-        """Return the path of `train`, `val` or `test`."""
+        """Return the path of the annotations of `train`, `val` or `test`; None if the split is not given."""
         named: str | SplitConfig | None = {"train": self.train, "val": self.val, "test": self.test}[split]
         return named.path if isinstance(named, SplitConfig) else named
 
     @property
     def reader(self) -> str | None:
-        """Return `format` if it is the path of the user's reader, else None."""
+        """The import path of the user's reader, if `format` is one; None: it is the name of a format."""
         return self.format if ":" in self.format else None
 
     @property
     def pixel_share(self) -> float:
-        """Return the share of pixels that `pixel_check` asks for: `all` is 1.0, `off` is 0.0."""
+        """The share of the samples that `pixel_check` asks to compare: 1.0 for `all`, 0.0 for `off`."""
         return {"all": 1.0, "off": 0.0}[self.pixel_check] if isinstance(self.pixel_check, str) else self.pixel_check
 
     @property
     def image_rules(self) -> ImageRules:
-        """Return the rules for opening images. Local files may lie in any folder, because the user chose the data."""
+        """The rules for opening images. Local files in any folder are allowed, because the user has chosen the data."""
         from shared.images import ImageRules
 
         return ImageRules(hosts=tuple(self.allowed_image_hosts), max_pixels=self.max_image_pixels)
 
     @property
     def bad_records(self) -> Mapping[BadKind, BadAction]:
-        """Return what `on_bad_record` says to do with each kind of bad record."""
+        """What to do with bad records: each kind -> `error`, `drop` or `clip`, from `on_bad_record`."""
         rule = self.on_bad_record
         if isinstance(rule, dict):
             return {kind: rule.get(kind, "error") for kind in _BAD_KINDS}

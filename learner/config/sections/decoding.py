@@ -44,7 +44,7 @@ class DecodingConfig(Section):
 
     @property
     def mode(self) -> Literal["greedy", "sample", "beam"]:
-        """Return `decode_mode`. If it is null, return `sample` for a temperature above 0, else `greedy`."""
+        """The decode mode. If `decode_mode` is null, it is `sample` for a temperature above 0, else `greedy`."""
         return self.decode_mode or ("sample" if self.temperature > 0 else "greedy")
 
 

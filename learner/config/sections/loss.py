@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from learner.config.schema import RunConfig
 
 
-# The values that gave the best F1 on labels that leave objects out (docs/concepts/loss.md).
+# The values of the preset `recommended`. With incomplete labels they gave the best F1 (docs/concepts/loss.md).
 RECOMMENDED: Mapping[str, object] = {"prefix_end": "first_miss", "matched_desc_weight": 1.0, "keep_unmatched": True}
 
 
@@ -74,8 +74,8 @@ class LossConfig(Section):
 
 
 def preset_advice(config: RunConfig) -> str | None:
-    """Return one line that says when to take the other preset. Return None if the run does not learn matched rollouts
-    of detection, or if it sets a key of a preset itself."""
+    """Return a line that says when the other preset would be better. None if the run does not learn matched rollouts of
+    detection, or if it sets a key of the preset itself."""
     loss, variant = config.loss, config.custom.trainer_variant
     if (
         variant not in ("rollout_matching_sft", "stage2_ab_training")

@@ -1,8 +1,8 @@
-"""The key `rollouts`: short names of the keys below `custom.extra.rollout_matching` that most runs set.
+"""The key `rollouts`: short names for those keys below `custom.extra.rollout_matching` that most runs set.
 
-A short name stands for one long name (`SHORT`). Loading writes the value of the short name to the key of the long name
-before anything is checked, and then empties the mapping. All other code reads the long names. If a file sets both
-names, their values must be equal. A wrong value is reported by the name in the file.
+Each short name stands for one long name, the path of a key (`SHORT`). When a file is loaded, the value of a short name
+is first copied to the key with the long name. After the checks `rollouts` is emptied, so all other code reads only the
+long names. If a file has both names, their values must be equal. An error about a value uses the name in the file.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ MEANING = f"short names of keys below `{ROLLOUT}`: " + ", ".join(
 
 
 def spelled_out(values: Mapping[str, object]) -> tuple[Mapping[str, object], dict[str, str]]:
-    """Return a configuration in which each short name's value is written to its long name, if the long name has no
-    value. Also return the short names of the long names that were written, by long name."""
+    """Return a copy of the configuration in which the value of each short name is also at its long name, unless the
+    long name has a value. Return also which long names were written: long name -> short name."""
     filled, written = copy.deepcopy(values), dict[str, str]()
     for name, value in _given(values.get(KEY)).items():
         at: object = filled
@@ -58,7 +58,7 @@ def spelled_out(values: Mapping[str, object]) -> tuple[Mapping[str, object], dic
 
 
 def by_names_in_file(mistakes: Sequence[Mistake], written: Mapping[str, str]) -> list[Mistake]:
-    """Return the mistakes, with the short name in place of a long name whose value a short name wrote."""
+    """Return the mistakes with the names that the file has: a long name in `written` is replaced by its short name."""
     longs = [next((long for long in written if mistake.path.startswith(long)), "") for mistake in mistakes]
     return [
         replace(mistake, path=written.get(long, "") + mistake.path.removeprefix(long))

@@ -1,7 +1,7 @@
 """The section `vllm.server` of the rollouts: where the rollout servers are.
 
-The configuration names servers in one of two forms (R05): `servers`, or `base_url` paired with `group_port`.
-`paired_servers` turns both into one list.
+A configuration names servers in one of two forms (R05): the list `servers`, or `base_url` together with `group_port`.
+`paired_servers` returns the same list for both forms.
 """
 
 from __future__ import annotations
@@ -92,8 +92,8 @@ class ServerClientConfig(Section):
 
 
 def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
-    """Return the servers that the section names in either form. The section must have no mistakes. A
-    single port is counted up by one for each further URL. Slashes at the end of a URL are removed."""
+    """Return the servers of a section without mistakes, whichever form it has. If several URLs have a single port,
+    server i gets that port + i. Slashes at the end of a URL are removed."""
     if server.servers is not None:
         pairs = [(entry.base_url, entry.group_port) for entry in server.servers]
     else:
@@ -103,7 +103,8 @@ def paired_servers(server: ServerClientConfig) -> list[ServerEntry]:
 
 
 def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
-    """Return what is wrong with one server that is named outside of a configuration."""
+    """Return the mistakes in the URL and the port (None: it has none) of a server that is named outside of a
+    configuration, on the command line or in a list."""
     found = _url_mistake(base_url, "URL")
     mistakes = [found] if found else []
     if group_port is not None and not 1 <= group_port <= MAX_PORT:
@@ -114,8 +115,8 @@ def entry_mistakes(base_url: str, group_port: int | None) -> list[Mistake]:
 
 
 def server_mistakes(server: ServerClientConfig) -> Iterator[Mistake]:
-    """Yield the mistakes of a section in use: servers named in neither form, in both forms, or only by URLs or only by
-    ports; lists of different lengths, bad URLs, ports that clash (R05, R16)."""
+    """Yield the mistakes in the section of a run that uses servers: no form or both forms, URLs without ports or the
+    reverse, lists of different lengths, wrong URLs, ports that clash (R05, R16)."""
     form = list(_form_mistakes(server))
     yield from form
     if form:
@@ -216,8 +217,8 @@ def _url_mistake(url: str, at: str) -> Mistake | None:
 
 
 def _port_mistakes(urls: list[str], ports: list[int], url_at: list[str], port_at: list[str]) -> Iterator[Mistake]:
-    """Yield a mistake for each server named twice, each port that two groups share on one host, and each group on the
-    port of HTTP."""
+    """Yield a mistake for each server that is named twice, for each group port that another server on the same host has
+    too, and for each group port that is the server's HTTP port."""
     bases: dict[str, str] = {}
     groups: dict[tuple[str | None, int], str] = {}
     for url, port, here, port_here in zip(urls, ports, url_at, port_at, strict=True):

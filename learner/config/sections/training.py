@@ -11,7 +11,7 @@ from shared.config.model import Mistake, Section, given, key
 if TYPE_CHECKING:
     from learner.config.schema import RunConfig
 
-ESTIMATED = "estimated_f1@0.5"  # name of a metric: F1 of the answers, estimated where labels leave objects out
+ESTIMATED = "estimated_f1@0.5"  # name of the metric that estimates F1@0.5 if labels are incomplete
 
 
 class TrainingConfig(Section):
@@ -177,7 +177,8 @@ def evaluation_has_data(config: RunConfig) -> Iterator[Mistake]:
 
 
 def kept_metric(config: RunConfig) -> str | None:
-    """Return the metric that decides which evaluation is the best, or None if no best checkpoint is kept (D17)."""
+    """Return the name of the metric that decides which evaluation is the best; None if no best checkpoint is kept
+    (D17)."""
     training = config.training
     if training.keep_best != "auto":
         return training.keep_best
@@ -187,8 +188,8 @@ def kept_metric(config: RunConfig) -> str | None:
 
 
 def chosen_by_test(config: RunConfig) -> str | None:
-    """Return a warning of one line if `data.test` decides which weights are kept or when the run ends, because there is
-    no `data.val` (D17). Return None if `data.test` decides neither."""
+    """Return a warning, one line, if the run has no `data.val` and therefore `data.test` decides which weights are
+    kept, or when the run stops early (D17). None if `data.test` decides neither."""
     training, data = config.training, config.data
     if data.val is not None or data.test is None or not training.eval_steps or kept_metric(config) is None:
         return None
