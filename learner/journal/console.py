@@ -136,9 +136,9 @@ def step_line(result: StepResult, sync: SyncReceipt | None, far: str, *, plain: 
 
 
 def _ahead(m: Mapping[str, float]) -> list[str]:
-    """Return a text about rollouts that are made ahead of learning: how many packs (rollouts of a few samples) wait per
-    rank, how many weight versions and updates old the learned packs were, and how many packs were dropped. [] if no
-    rollouts are made ahead."""
+    """Return a list with one text about rollouts that are made ahead of learning: how many packs (rollouts of a few
+    samples) wait per rank, how many weight versions and updates old the learned packs were, and how many packs were
+    dropped. The list is empty if no rollouts are made ahead."""
     if f"{_ASYNC}queue_depth" not in m:
         return []
     parts = [f"queue {m[f'{_ASYNC}queue_depth']:.3g}"]

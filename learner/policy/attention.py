@@ -130,7 +130,7 @@ def segment_attention(
         where, cu_seqlens, max_length = segments, segments.cu_seqlens, segments.max_length
         cu_keys = segments.cu_keys
     _refuse_variants(kwargs, max_length)
-    if torch.is_autocast_enabled(query.device.type):  # normalised queries and keys are float32 here
+    if torch.is_autocast_enabled(query.device.type):  # if they were normalised, queries and keys are in float32
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling

@@ -70,7 +70,7 @@ def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.nd
     """Store this pass's `logprobs` [N] as `first_logprobs` in the segments that have none yet: for them this is the
     first pass. `supervised` is as in `gather_policy`."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
-    for segment, at in zip(segments, supervised, strict=False):  # `supervised` may end with that of a blank image
+    for segment, at in zip(segments, supervised, strict=False):  # `supervised` may have one more entry: a blank image's
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
             segment.policy.first_logprobs[at] = values[start : start + len(at)]
         start += len(at)

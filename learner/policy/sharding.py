@@ -10,8 +10,8 @@ Invariants: the whole model is never on one device. All ranks make the same pass
 same order, because each is a collective. Every pass uses every layer: a row without an image gets a blank one
 (`packed.py`), and a row without supervised tokens sends a token through the head (`loss.py`). Otherwise ranks with
 different rows would gather and reduce different tensors. Every backward pass sums gradients over ranks, in float32,
-without averaging. They could be summed once per step instead. But the transfers cost no time, because they run during
-computation, and each device would need memory for a whole gradient.
+without averaging. Summing only in a step's last pass would not be faster, because the transfers run during computation,
+and each device would need memory for a whole gradient.
 """
 
 from __future__ import annotations

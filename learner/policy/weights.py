@@ -104,8 +104,8 @@ def checksum(tensor: torch.Tensor) -> torch.Tensor:
     """Return the sum of the tensor's bytes, read as 64-bit integers: an int64 scalar on the tensor's device, modulo
     2**64. The host does not wait for the device.
 
-    Zeros between the tensors of a bucket add nothing, so the bucket's sum is the sum of its tensors' sums. Tensors with
-    different values have different sums, but exchanged values do not change the sum.
+    Zeros between the tensors of a bucket add nothing, so the bucket's sum is the sum of its tensors' sums. If values
+    have changed, the sum almost surely differs. If values have only changed places, it does not.
     """
     data = tensor.detach().contiguous().view(-1).view(torch.uint8)
     if data.numel() % 8 or data.storage_offset() % 8:

@@ -1,10 +1,10 @@
-"""Measures whether a model predicts labels worse after its own answer than after other labels (exposure gap).
+"""Measures whether a model predicts labels worse after its own answer than after the preceding labels (exposure gap).
 
 In: greedy answers, matched with labels. An answer is cut before the first object that it skipped, and the labels that
 it lacks follow (`loss.prefix_end: first_miss`). Out: the loss (nats) on the tokens of these labels, by kind of token,
-computed twice: after the model's own answer, and after the other labels as they are written. The difference, own answer
-minus labels, is what training on the model's own answers can improve and teacher forcing cannot. If it is about zero,
-the model's mistakes do not come from reading its own answer.
+computed twice: after the model's own answer, and after the preceding labels. The difference between the two is what
+training on the model's own answers can improve and teacher forcing cannot. If it is about zero, the model's mistakes do
+not come from reading its own answer.
 
 Only tokens that are the same in both texts are compared. Coordinates in digits count as structure. `TeacherForced` also
 has the loss on all labels, which says how well the model knows them.
@@ -44,12 +44,12 @@ class Compared:
     """The loss on the N tokens of the labels that an answer lacks, computed twice."""
 
     own: NDArray[np.float64]  # [N] nats, after the model's own answer
-    truth: NDArray[np.float64]  # [N] nats, after the other labels
+    truth: NDArray[np.float64]  # [N] nats, after the preceding labels
     kinds: NDArray[np.str_]  # [N] kind of each token
 
     def sums(self, kind: Kind) -> NDArray[np.float64]:
         """Return three numbers for one kind of token: summed nats after the model's own answer, summed nats after the
-        other labels, number of tokens."""
+        preceding labels, number of tokens."""
         mask = np.full(len(self.kinds), True) if kind == "all" else self.kinds == kind
         return np.array([self.own[mask].sum(), self.truth[mask].sum(), mask.sum()])
 
@@ -61,8 +61,9 @@ def teacher_forced(policy: Policy, task: DetectionTask, sample: Sample) -> Teach
 
 
 def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced: TeacherForced) -> Compared | None:
-    """Return the loss on the labels that the answer lacks, after the answer and after the other labels (`forced`). None
-    if no part of the answer is usable, or if the two texts differ in more than single tokens of objects' numbers."""
+    """Return the loss on the labels that the answer lacks: after the answer, and after the preceding labels (`forced`).
+    None if no part of the answer is usable, or if the two texts do not line up, because an object's running number has
+    more tokens in one of them."""
     own = build_target(assignment, task, policy.tokenizer, loss=LOSS)
     length = len(own.token_ids) - own.prefix_length
     if not own.prefix_length or length > len(forced.target.token_ids):

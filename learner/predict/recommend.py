@@ -14,7 +14,7 @@ in the order below, and the first that holds recommends its method. A whole inte
     sft, then grpo         the best of K is better in places (names ignored), and K answers differ: HEADROOM, NO_SIGNAL.
                            A few steps of sft correct a habit. Then measure again what is left to gain
     sft                    the best of K is better, but in names or in few scenes: HEADROOM. Labels teach names
-    rollout_matching_sft   the model predicts labels worse after its own answer than after other labels: EXPOSURE
+    rollout_matching_sft   the model predicts labels worse after its own answer than after preceding labels: EXPOSURE
     nothing                there is nothing to gain from these data: the model is right, also on validation scenes, or
                            more sft overfits
     sft                    otherwise: the labels still teach
@@ -49,9 +49,9 @@ LEAST_F1 = 0.05  # below this F1 of greedy answers, sft comes first
 FOUND = 0.90  # a model that finds more than this share of the labelled places gains nothing from completed labels
 HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minus F1 of the greedy answer
 NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended
-EXPOSURE = 0.02  # min gap for rollout matching: nats per token after the model's own answer minus after the labels
-OVERFIT = 0.05  # more sft overfits if validation labels cost more nats per token than training labels by this
-OVERFIT_F1 = 0.10  # training scenes are known by heart if their F1 is above that of validation scenes by this
+EXPOSURE = 0.02  # min gap for rollout matching: nats per token after the model's own answer minus after labels
+OVERFIT = 0.05  # if validation labels cost so many nats per token more than training labels, more sft overfits
+OVERFIT_F1 = 0.10  # if F1 on training scenes is so much higher than on validation scenes, the model knows them by heart
 RIGHT_F1 = 0.97  # above this F1 there is nothing left to gain
 
 SFT = "sft"

@@ -22,6 +22,6 @@ it keeps the objects that it finds without a label. If its boxes fit badly, `grp
 Each stage is an ordinary run in a folder of its own, such as `OUTPUT/sft`, with its configuration beside it
 (`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score, of all stages and the start;
 if scores are equal, to the earlier weights. So the result never scores below the start. If labels of validation are
-missing, the score is `estimated_f1@0.5`, in all stages for the numbers of objects that `sft` estimated first. If a
-recipe was stopped or killed, the same command continues it.
+missing, the score is `estimated_f1@0.5`, for an assumed range of the number of objects. All stages take the range that
+`sft` estimated, so that their scores can be compared. If a recipe was stopped or killed, the same command continues it.
 """

@@ -1,10 +1,10 @@
 """Runs one rank of a stage: `rollout-learner train --stage`, which the recipe starts.
 
 In: the stage's configuration, and the recipe's record in the parent folder of the run. Out: an ordinary run. It takes
-over what earlier stages found: completed labels, and the range of object counts for which F1 is estimated. If it is not
-decided yet whether `grpo` is worth its time, the stage `grpo` first measures its headroom: how much better the best of
-K sampled answers to training samples is than the greedy answer. It writes `headroom.json`, and learns nothing if the
-headroom is too small.
+over what earlier stages found: completed labels, and the assumed range of the number of validation objects, if labels
+are missing there. If it is not decided yet whether `grpo` is worth its time, the stage `grpo` first measures its
+headroom: how much better the best of K sampled answers to training samples is than the greedy answer. It writes
+`headroom.json`, and learns nothing if the headroom is too small.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 
 def prepare(trainer: Trainer) -> bool:
-    """Give a stage the completed labels and the object counts of earlier stages. Return True if the stage shall learn,
-    False if `grpo` would gain too little. Collective. Raises DataError if no validation sample has an object, and
-    CheckpointError if a file of the recipe cannot be read."""
+    """Give a stage the completed labels of earlier stages, and their range of the number of validation objects. Return
+    True if the stage shall learn, False if `grpo` would gain too little. Collective. Raises DataError if no validation
+    sample has an object, and CheckpointError if a file of the recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
     assert record is not None, "a stage is begun by its recipe"
@@ -82,8 +82,8 @@ def prepare(trainer: Trainer) -> bool:
 
 
 def _take_range(sft_dir: Path, run_dir: Path) -> None:
-    """Copy the file in which `sft` noted for which object counts it estimates F1, so that the scores of all stages can
-    be compared (R49)."""
+    """Copy the file with the assumed range of the number of validation objects from the folder of `sft`. All stages
+    estimate F1 for the same range, so that their scores can be compared (R49)."""
     known, own = sft_dir / GAPS, run_dir / GAPS
     if known.is_file() and not own.is_file():
         write_atomically(own, known.read_text())

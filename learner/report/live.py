@@ -162,8 +162,8 @@ class LiveView:
         return Table(head, [[*row, *status] for row, status in zip(rows, told, strict=True)]) if rows else None
 
     def _server(self, url: str) -> list[str]:
-        """Ask a server for its status. Return its gate (or why it is not known), its weights' version, and the numbers
-        of calls in flight and waiting, as texts."""
+        """Ask a server for its status. Return as texts: its gate (whether it accepts calls), or why that is not known,
+        its weights' version, and the numbers of calls in flight and waiting."""
         if (hidden := _HIDDEN.search(url)) is not None:
             # The variable's value is not filled in, even if it is set here: the author of the run's files chose the
             # host that would get the value.

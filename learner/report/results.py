@@ -377,7 +377,7 @@ class ConfusionMatrix:
 
     source: str
     columns: Sequence[str]
-    rows: Sequence[tuple[str, int, Sequence[tuple[int, str]]]]  # (name, objects, (count, kind) per column)
+    rows: Sequence[tuple[str, int, Sequence[tuple[int, str]]]]  # (name, sum of the counts, (count, kind) per column)
 
 
 def confusion_matrix(progress: Progress) -> ConfusionMatrix | None:

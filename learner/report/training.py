@@ -383,7 +383,7 @@ def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
 def typical(steps: Sequence[StepTimeline]) -> int | None:
     """Return the index of a step of median length, among the steps with rollouts if there are any; None without steps.
     The first step is left out, because the run warms up in it. Steps with an evaluation or a completion of labels are
-    left out too. These rules are not applied if no step would be left."""
+    left out too. A rule by which no step would be left is not applied."""
     usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
     usable = usable[1:] or usable
     usable = [i for i in usable if not any(a.name in ("eval", "labels") for a in steps[i].activities)] or usable

@@ -71,7 +71,7 @@ KEEPALIVE_S = 2.0
 # The bytes of an answer are bounded. For each token the answer has a text, the id twice, and a log-probability.
 MAX_REPLY_BYTES = 64 << 20  # a longer reply raises RolloutError; `/infer/` adds the bytes below for each answer
 _ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # max bytes of an `/infer/` answer without its tokens; max bytes per token
-_MOST_TOKENS = 1 << 17  # most tokens of an answer whose request sets no limit
+_MOST_TOKENS = 1 << 17  # max tokens of an answer, if its request sets no limit
 _MOST_BYTES = "most_bytes"  # key in an httpx request's extensions; its value is the max number of bytes of the reply
 
 
@@ -138,7 +138,8 @@ class ServerClient:
         self._http = httpx.AsyncClient(
             headers={**PLAIN, **({"Authorization": f"Bearer {token}"} if token else {})},
             event_hooks={"response": [self._check_size]},
-            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),  # the quota limits connections
+            # The number of connections is limited by the quota of requests (`distribution.py`).
+            limits=httpx.Limits(max_connections=None, keepalive_expiry=KEEPALIVE_S),
             trust_env=False,  # a proxy named by the environment would see the token and all photographs
             verify=_certificates(),
         )
@@ -190,7 +191,7 @@ class ServerClient:
         return await self._get("/status/", ServerStatus)
 
     async def world_size(self) -> int:
-        """Return tensor-parallel size x data-parallel size."""
+        """Return the server's world size: tensor-parallel size x data-parallel size."""
         return (await self._get("/get_world_size/", WorldSizeReply)).world_size
 
     async def infer(
@@ -314,7 +315,7 @@ class ServerClient:
             if response.is_success:
                 return response
             error = error_of(response, self.base_url)
-            # The time counts from the first refusal: a call that the server accepts may last for minutes.
+            # `gone_s` counts from the first refusal, because a call that the server accepts may take minutes.
             retry = retry or Retry(self.timeouts.gone_s, RETRY_AFTER_S)
             wait_s = retry.next_s(retry_after_s(response))
             if not isinstance(error, ServerBusyError) or wait_s is None:
@@ -356,7 +357,8 @@ class ServerClient:
 
     @asynccontextmanager
     async def _errors(self, path: str, read_s: float) -> AsyncIterator[None]:
-        """Turn httpx's errors into errors of this project."""
+        """Raise DeadlineError or ServerUnreachableError instead of an error of httpx in the block, which calls
+        `path`."""
         t = self.timeouts
         try:
             yield

@@ -40,7 +40,7 @@ from shared.generation import (
 )
 from shared.wire import RequestConfig
 
-NAME = "colocate"  # call records have it in place of a server's URL
+NAME = "colocate"  # the `base_url` of this backend's call records, which have no server
 
 
 class _Asked(NamedTuple):
@@ -88,7 +88,8 @@ class ColocateBackend(RolloutBackend):
         greedy: bool = False,
         temperature: float | None = None,
     ) -> list[list[Rollout]]:
-        """See `RolloutBackend`. Raises SyncError before the first sync, and after a failed one."""
+        """Return the window's rollouts (see `RolloutBackend`). Raises SyncError before the first sync, and after a
+        failed one."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         if not asked.samples and self.engine.tensor_parallel_size == 1:
             return [[] for _ in window]

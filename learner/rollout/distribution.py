@@ -269,15 +269,15 @@ class Dispatcher(Generic[R]):
         self._changed = asyncio.Event()
 
     async def run(self) -> None:
-        """Send all requests; return when every request is answered. An error that no retry can mend cancels the calls
-        in flight, and is raised."""
+        """Send all requests; return when every request is answered. If an error ends the run, the calls in flight are
+        cancelled and the error is raised."""
         try:
             self._launch()
             while self._flying:
                 await self._changed.wait()
                 self._changed.clear()
                 for task in [task for task in self._flying if task.done()]:
-                    if task in self._flying:  # no other call of this loop has made its server count as lost
+                    if task in self._flying:  # False if its server was lost by another call of this loop
                         self._land(task)
                 self._launch()
             assert not any(server.waiting for server in self._servers), "requests wait, and no server takes them"

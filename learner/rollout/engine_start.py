@@ -116,7 +116,7 @@ def _copy_kernels(source: Path, folder: Path) -> None:
         for kernel in source.iterdir():
             if not (folder / kernel.name).exists():
                 shutil.copytree(kernel, Path(scratch) / kernel.name)
-                with suppress(OSError):  # another process has copied this kernel
+                with suppress(OSError):  # this fails if another process has copied the kernel meanwhile
                     (Path(scratch) / kernel.name).rename(folder / kernel.name)
 
 

@@ -309,7 +309,7 @@ class HfBackend(RolloutBackend):
         mode = "greedy" if greedy else decoding.mode
         with_logprobs = (self._logprobs or greedy) and mode != "beam"
         with recorded(record, self._on_call):
-            distinct = {id(sample): sample for sample in asked.samples}  # a group's sample comes several times
+            distinct = {id(sample): sample for sample in asked.samples}  # `grpo` asks for several answers to a sample
             encoded = {key: self._encode(sample) for key, sample in distinct.items()}
             prompts = [encoded[id(sample)] for sample in asked.samples]
             rollouts: list[Rollout] = []
@@ -367,7 +367,7 @@ class HfBackend(RolloutBackend):
         """Return one batch's answers: (response token ids, stop token id or None, log-probabilities in nats or None).
         Raises RolloutError if memory is too small."""
         policy = self._policy
-        pad_token_id = self._stop_ids[0]  # after an answer's end, where no value is read
+        pad_token_id = self._stop_ids[0]  # fills a sequence after its answer's end, where no token is read
         try:
             inputs = pad_left(
                 prompts,

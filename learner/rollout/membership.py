@@ -33,7 +33,7 @@ class Member:
 
     base_url: str
     group_port: int
-    world_size: int = 0  # 0: not asked yet
+    world_size: int = 0  # number of the server's GPUs; 0: not asked yet
     state: State = "serving"
     since_s: float = 0.0
     because: str = ""
@@ -61,7 +61,7 @@ class Membership:
 
     @property
     def wanted(self) -> int:
-        """The number of servers that must serve."""
+        """The number of servers that must serve, or the run ends."""
         if self.min_servers == "all":
             # A server that was added to the running run does not count before it has served.
             return len(self.serving) + sum(not member.is_new for member in self.out)

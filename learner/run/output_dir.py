@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 KEY = "training.output_dir"
 RESUME_KEY = "training.resume_from_checkpoint"
-LABELS = "labels"  # the folder of completed labels
+LABELS = "labels"  # folder of completed labels, in the run directory
 GAPS = "eval/gaps.json"  # here the first evaluation writes whether labels are missing (gaps)
 # This file says which run has claimed the folder. It has one line for each node's torchrun process, as `torchrun_agent`
 # returns it, or one line for a scheduler's job.

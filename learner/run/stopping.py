@@ -166,7 +166,7 @@ class TimeLimit:
         self._evaluation_s = seconds
 
     def is_over(self) -> bool:
-        """Return True if the run's time is over, on all ranks. Collective if there is a limit."""
+        """Return True, on every rank, if the run's time is over. Collective if there is a limit."""
         if self._minutes is None:
             return False
         spent_s = self._clock() - self._began_s + self._evaluation_s * self._reserves
