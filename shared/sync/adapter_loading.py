@@ -20,6 +20,7 @@ from shared.sync.loading import CopyMemory, WeightLoad, uncovered
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.lora.layers import BaseLayerWithLoRA
     from vllm.lora.request import LoRARequest
     from vllm.lora.worker_manager import WorkerLoRAManager
     from vllm.v1.worker.gpu_model_runner import GPUModelRunner
@@ -138,8 +139,8 @@ class AdapterLoad:
 
 
 class BaseWeightLoad(WeightLoad):
-    """A load into the base model. While it is open, the LoRA wrappers are removed, so that the names of layers are the
-    checkpoint's."""
+    """A load into the base model. While layers are named, loaded by vLLM, or reloaded one by one, the LoRA wrappers are
+    taken off, so that the names of layers are the checkpoint's."""
 
     def __init__(
         self,
@@ -151,35 +152,42 @@ class BaseWeightLoad(WeightLoad):
     ) -> None:
         super().__init__(model, vllm_config, device, memory)
         self._loras = loras
-        self._wrappers: list[tuple[torch.nn.Module, str, torch.nn.Module]] = []
-
-    @property
-    def runs_meanwhile(self) -> bool:
-        return False
+        self._wrapped: list[tuple[torch.nn.Module, str, BaseLayerWithLoRA]] = []  # (parent, name, wrapper)
 
     def open(self) -> None:
         self._loras.remove_all_adapters()
-        self._wrappers = _take_off(self._model)
+        self._wrapped = _wrapped(self._model)
+        self._take_off()
         super().open()
+        if self.in_place:  # the model may run meanwhile
+            self._put_back()
+
+    def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:
+        if not self.in_place:
+            return super()._load_weights(tensors)
+        self._take_off()
+        try:
+            return super()._load_weights(tensors)
+        finally:
+            self._put_back()
 
     def close(self) -> None:
         """Finish every layer's reload, and put the LoRA wrappers back. May be called again."""
         super().close()
-        for parent, name, wrapper in self._wrappers:
+        self._put_back()
+
+    def _take_off(self) -> None:
+        for parent, name, wrapper in self._wrapped:
+            setattr(parent, name, wrapper.base_layer)
+
+    def _put_back(self) -> None:
+        for parent, name, wrapper in self._wrapped:
             setattr(parent, name, wrapper)
-        self._wrappers = []
 
 
-def _take_off(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, torch.nn.Module]]:
-    """Replace the LoRA wrappers by their layers; returns (parent, name, wrapper) of each, to put back."""
+def _wrapped(model: torch.nn.Module) -> list[tuple[torch.nn.Module, str, BaseLayerWithLoRA]]:
+    """Return each LoRA wrapper with the module that has it, and its name there."""
     from vllm.lora.layers import BaseLayerWithLoRA
 
-    wrappers = [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, BaseLayerWithLoRA)
-    ]
-    for parent, name, wrapper in wrappers:
-        setattr(parent, name, wrapper.base_layer)
-    return wrappers
+    children = ((parent, name, child) for parent in model.modules() for name, child in parent.named_children())
+    return [(parent, name, child) for parent, name, child in children if isinstance(child, BaseLayerWithLoRA)]

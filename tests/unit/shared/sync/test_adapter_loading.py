@@ -207,6 +207,40 @@ def test_a_base_load_sees_the_layers_themselves_and_puts_their_wrappers_back(log
     assert block.head.num_packed == 1, "a tied head is never loaded, but computes with a packed copy"
 
 
+def test_a_base_load_in_place_takes_wrappers_off_only_while_vllm_loads(log: list[Any]) -> None:
+    """So the canary's requests can wait behind the load: the engine that runs them has whole layers at all times."""
+
+    class Model(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.proj = Wrapped(torch.nn.Linear(2, 2, bias=False))
+
+        def load_weights(self, tensors: Any) -> set[str]:
+            assert self.proj is layer, "names are the checkpoint's"
+            if broken:
+                raise ValueError("another shape")
+            for _, tensor in tensors:
+                self.proj.weight.data.copy_(tensor)
+            return {"proj.weight"}
+
+    model, broken = Model(), False
+    wrapper, layer = model.proj, model.proj.base_layer
+    loras = SimpleNamespace(remove_all_adapters=lambda: None)
+    config = SimpleNamespace(model_config=SimpleNamespace(quantization=None))
+    load = BaseWeightLoad(model, config, torch.device("cuda"), CopyMemory(), loras)
+    assert load.runs_meanwhile
+    load.open()
+    for i in range(3):  # from the second on, recorded copies
+        load.add([("proj.weight", torch.full((2, 2), float(i)))])
+        assert model.proj is wrapper
+        assert (layer.weight == i).all()
+    load._check_written()
+    broken = True
+    with pytest.raises(ValueError, match="another shape"):
+        load.add([("proj.weight", torch.zeros(2, 2).T)])
+    assert model.proj is wrapper
+
+
 def test_no_embedding_is_adapted(log: list[Any]) -> None:
     """vLLM's adapted head ends the engine on CPU when it scores prompts."""
     adapt_linear_layers_only()
