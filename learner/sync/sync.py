@@ -129,8 +129,7 @@ class Sync:
     def prepare(self) -> None:
         """Compute the learner's part of the next sync while rollouts are still made. This call is optional. The weights
         must not change until that sync."""
-        if self._is_connected:
-            self._delivery.together(lambda: self._delivery.prepare(self._modes()[0]))
+        self._delivery.together(self._prepare)
 
     def sync(self) -> SyncReceipt:
         """Send the policy's weights to every generator. Return, on all ranks, when all generators serve them.
@@ -158,6 +157,10 @@ class Sync:
                 self._check_adapter(self._adapter)
         log.info("sync mode %s", "full" if self._adapter is None else "adapter")
         return self.ver
+
+    def _prepare(self) -> None:
+        if self._is_connected:
+            self._delivery.prepare(self._modes()[0])
 
     def _sync(self) -> SyncReceipt:
         begin, self._failures = time.monotonic(), []
