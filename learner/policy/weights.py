@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 
 import torch
@@ -48,6 +48,7 @@ class CheckpointWeights:
             for name, layer in model.named_modules(remove_duplicate=False)
             if isinstance(layer, LoraLayer)
         }
+        self._merges: dict[str, Callable[[torch.dtype, torch.device | None], torch.Tensor]] = {}
         shapes = self._shapes(None)
         stored = revert_weight_conversion(model, dict(shapes))
         # False if the checkpoint splits or fuses some of the model's tensors. Then all tensors are needed at once to
@@ -61,7 +62,6 @@ class CheckpointWeights:
                 remedy="set model.sharding: none, or trainer_variant: sft without evaluations",
             )
 
-    @torch.no_grad()
     def named_weights(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (checkpoint name, tensor) of all weights, with adapters merged if `merge`, detached. Floating-point
         tensors are in `dtype` (None: in the type of training).
@@ -75,7 +75,9 @@ class CheckpointWeights:
         if self._stored_as_is:
             yield from weights
         else:
-            yield from revert_weight_conversion(self._model, dict(weights)).items()
+            with torch.no_grad():
+                converted = revert_weight_conversion(self._model, dict(weights))
+            yield from converted.items()
 
     def weight_specs(self, dtype: torch.dtype | None = None) -> list[TensorSpec]:
         """Return names, dtypes and shapes of `named_weights`, in the same order, without merging."""
@@ -85,7 +87,9 @@ class CheckpointWeights:
 
     def _whole(self, name: str, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         if self._merge and name in self._adapted:
-            return merged_weight(self._adapted[name], dtype, self._device)
+            if name not in self._merges:
+                self._merges[name] = _merge_of(self._adapted[name])
+            return self._merges[name](dtype, self._device)
         return whole(_cast(tensor, dtype))  # each rank casts its part, so that fewer bytes are gathered
 
     def _shapes(self, dtype: torch.dtype | None) -> dict[str, torch.Tensor]:
@@ -237,11 +241,17 @@ def merged_weight(
     # A layer in host memory is copied to the device and merged there. For a model of 4B, copying takes half a second;
     # two CPU cores would merge for 35 s.
     device = device or layer.get_base_layer().weight.device
-    with torch.autocast(device.type, enabled=False):
-        plain = _merged_plain(layer, dtype, device)
-    if plain is not None:
-        return plain
-    scratch = whole_copy(layer, device)
+    return _merge_of(layer)(dtype, device)
+
+
+def _merge_of(layer: LoraLayer) -> Callable[[torch.dtype, torch.device | None], torch.Tensor]:
+    """Return what `merged_weight` does with this layer. It may be called again and again."""
+    return _PlainMerge(layer) if merges_plainly(layer) else partial(_merged_by_peft, layer)
+
+
+@torch.no_grad()
+def _merged_by_peft(layer: LoraLayer, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+    scratch = whole_copy(layer, device or layer.get_base_layer().weight.device)
     base = copy.copy(scratch.get_base_layer())
     # The weight is copied, because peft merges in place, and `float` does not copy a float32 weight.
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
@@ -254,22 +264,32 @@ def merged_weight(
     return weight.data.to(dtype)
 
 
-def _merged_plain(layer: LoraLayer, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    """Return the merged weight of a linear layer with one plain LoRA, or None for any other layer. It has peft's
-    operations in peft's order, so the result is equal to peft's bit for bit.
+class _PlainMerge:
+    """The merge of a linear layer with one plain LoRA. It has peft's operations in peft's order, so the result is equal
+    to peft's bit for bit.
 
     It is faster than peft: it computes a matrix product, and one kernel scales, adds and rounds. So a float32 tensor of
-    the weight's size is written once; peft writes four."""
-    if not merges_plainly(layer):
-        return None
-    (name,), scaling = layer.active_adapters, layer.scaling[layer.active_adapters[0]]
-    parts = layer.get_base_layer().weight, layer.lora_A[name].weight, layer.lora_B[name].weight
-    base, a, b = (part.detach().to(device, non_blocking=True) for part in parts)
-    is_exact = _is_power_of_two(scaling)  # then scaling does not round, and may be part of the sum's kernel
-    delta = b @ a
-    if not is_exact:
-        delta, scaling = delta.mul_(scaling), 1.0
-    return torch.add(base, delta, alpha=scaling, out=torch.empty_like(delta, dtype=dtype))
+    the weight's size is written once; peft writes four. The parameters are looked up once: to find them takes longer
+    than to launch the two kernels."""
+
+    def __init__(self, layer: LoraLayer) -> None:
+        (name,) = layer.active_adapters
+        self._base = layer.get_base_layer().weight
+        self._a, self._b = layer.lora_A[name].weight, layer.lora_B[name].weight
+        self._scaling = layer.scaling[name]
+        self._is_exact = _is_power_of_two(self._scaling)  # then scaling does not round, and may be part of the sum
+
+    def __call__(self, dtype: torch.dtype, device: torch.device | None) -> torch.Tensor:
+        base, a, b = self._base.detach(), self._a.detach(), self._b.detach()
+        if device is not None and device != base.device:
+            base, a, b = (part.to(device, non_blocking=True) for part in (base, a, b))
+        kind = base.device.type
+        with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
+            delta = b @ a
+            alpha = self._scaling if self._is_exact else 1.0
+            if not self._is_exact:
+                delta.mul_(self._scaling)
+            return torch.add(base, delta, alpha=alpha, out=torch.empty_like(delta, dtype=dtype))
 
 
 def merges_plainly(layer: LoraLayer) -> bool:

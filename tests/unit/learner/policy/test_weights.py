@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,26 @@ def test_a_merge_is_to_the_bit_as_peft_adds_and_rounds(alpha: int, base: torch.d
     assert found.dtype == dtype
     assert torch.equal(found, expected)
     assert merges_plainly(layer)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora"])
+def test_weights_listed_again_are_those_of_now(tiny_vlm: Path, kind: str) -> None:
+    """Steps change the adapter in its place, offloading moves it; autocast does not touch the merge."""
+    policy = with_trained_adapter(tiny_vlm, kind)
+    name = "model.language_model.layers.0.mlp.up_proj.weight"
+    layer = policy.model.get_submodule(name.removesuffix(".weight"))
+    seen = [dict(policy.named_weights())[name]]
+    for i in range(3):
+        with torch.no_grad():
+            for _, parameter in policy.trainable:
+                parameter.add_(0.1)
+                if i:
+                    parameter.data = parameter.data.clone()
+        with torch.autocast("cpu", torch.bfloat16, enabled=i == 2):
+            seen.append(dict(policy.named_weights())[name])
+        assert torch.equal(seen[-1], merged_weight(layer))
+        assert not seen[-1].requires_grad
+    assert all(not torch.equal(one, other) for one, other in itertools.pairwise(seen))
 
 
 @pytest.mark.parametrize("kind", [slow("lora"), "dora"])
