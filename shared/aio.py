@@ -47,6 +47,7 @@ async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, No
             yield item[0]
         working.result()
     finally:
+        # Work that was cancelled may still hold the gate. The caller goes on only once it has left.
         working.cancel()
         await asyncio.wait({working})
 

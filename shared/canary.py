@@ -3,7 +3,7 @@ the served model. Pure functions, used on both sides.
 
 vLLM scores a whole answer without its prefix cache, but rollouts read that cache. So some tokens of each answer are
 scored a second time, each by a separate request that reads the cache. Only these requests find cached keys and values
-of old weights. Their gaps have a separate mean, because a few tokens hardly change the mean of all tokens.
+of old weights. Their gaps have a separate mean.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def compare(
     }
     gaps = _checked(learner, served, "", tolerance=tolerance, what=what, name_of=name_of)
     through = " through the prefix cache"
+    # A mean of their own, because a few tokens hardly change the mean of all tokens.
     cached_gaps = _checked(learner, cached, through, tolerance=tolerance, what=what, name_of=name_of)
     return CanaryGap(mean=math.fsum(gaps) / len(gaps), max=max(gaps + cached_gaps))
 

@@ -48,6 +48,7 @@ class _AwakeClock:
                 self._ticking.start()
 
     def _run(self) -> None:
+        # Not `time.sleep`: a test that replaces it would make this thread spin.
         never = threading.Event()
         while not never.wait(_TICK_S):
             self._tick()
@@ -77,6 +78,7 @@ class Deadline:
 def back_off_s(num_failures: int, first_s: float, most_s: float) -> float:
     """Return the seconds to wait after `num_failures` failures in a row: `first_s` after one failure, twice as long
     after each further one, at most `most_s`."""
+    # The exponent is bounded, because 2.0 ** 1024 raises OverflowError.
     return min(most_s, first_s * 2.0 ** min(num_failures - 1, 60))
 
 
@@ -106,6 +108,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
     """Cancel the body after `limit_s` seconds in which this process ran (see `Deadline`), and raise TimeoutError, as
     `asyncio.timeout` does."""
     deadline, loop = Deadline(limit_s), asyncio.get_running_loop()
+    # asyncio's clock also counts pauses of the process, so the limit is set only once `deadline` is over.
     async with asyncio.timeout(None) as limit:
         timer: asyncio.Handle
 
@@ -126,6 +129,7 @@ async def time_limit(limit_s: float) -> AsyncIterator[None]:
 async def ends_within(limit_s: float, task: asyncio.Future[object]) -> bool:
     """Return True if `task` ends within `limit_s`. Otherwise return False; the task goes on."""
     deadline = Deadline(limit_s)
+    # The timeout counts pauses of the process too, so the deadline decides whether the time is over.
     while not (await asyncio.wait({task}, timeout=deadline.left_s()))[0]:
         if deadline.is_over():
             return False

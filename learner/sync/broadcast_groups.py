@@ -80,6 +80,7 @@ class ServerGroup:
             call = InitCommunicatorCall(
                 incarnation=incarnation,
                 secret=secret,
+                # Only rank 0, a worker of the first server, listens, so all members need its port.
                 group_port=self.links[0].group_port,
                 first_rank=first_rank,
                 world_size=self.rank + 1,
@@ -120,6 +121,7 @@ class ServerGroups:
             else:
                 group.communicator.close()
         call = CloseCommunicatorCall(incarnation=self.incarnation)
+        # A goodbye to a server that has gone would only be waited for.
         here = [link for link in self.links if link.base_url not in gone]
         return [(link, link.post(link.client.close_communicator(call))) for link in here]
 
@@ -144,6 +146,7 @@ def open_groups(
     groups = [ServerGroup(members, allow_shared_gpu=allow_shared_gpu) for members in of_one_machine(links, statuses)]
     posts = [post for group in groups for post in group.post_inits(incarnation, secret, device, timeout_s)]
     if asked is not None:
+        # Appended before any wait, so that the caller can tell who failed even if joining raises.
         asked += posts
     joins: list[tuple[ServerGroup, Operation[Communicator]]] = []
     try:
@@ -170,6 +173,7 @@ def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]
     for link, status in zip(links, statuses, strict=True):
         address = (link.client.host, status.group_host)
         for there, members, gpus in groups:
+            # NCCL refuses two ranks of a group on one GPU.
             if there == address and status.group_host and gpus.isdisjoint(status.gpus):
                 members.append(link)
                 gpus.update(status.gpus)
@@ -188,6 +192,7 @@ def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
         _raise_cause(sent, posts)
         pending = {future for _, future in sent if not future.done()}
         open_posts = {post for _, post in posts if not post.done()}
+        # A right server answers only after the last bucket.
         if not replies and len(open_posts) < len(posts):
             raise _early_reply([link.base_url for link, post in posts if post.done()])
         if not pending and not (replies and open_posts):

@@ -65,6 +65,7 @@ class Canary:
     def expected(self, incarnation: str, ver: int, learner: Logprobs, served: torch.dtype | None) -> ExpectScoresCall:
         """Return the scores that a server computing in type `served` must find for update `ver`. Raises NotFiniteError
         if the learner's scores are not finite."""
+        # Sent to a server, they would fail its comparison too, and the served model would seem to be wrong.
         if not np.isfinite(np.concatenate(learner)).all():
             raise NotFiniteError(
                 "the learner's own log-probabilities of the canary are not finite",
@@ -91,6 +92,7 @@ class Canary:
                 remedy="run the same version of this project on both sides",
             )
         for item, served_ids in zip(self.items, reply.prompt_token_ids, strict=True):
+            # Compared before the scores: another prompt alone would make a gap.
             check_prompt_prefix(item.prompt.token_ids, served_ids, item.sample.sample_id)
         return compare(
             learner,

@@ -2,10 +2,10 @@
 
 In: weights, by a `WeightSource`. Out: every rank's engine has the weights and has checked them, or the first failure is
 raised on every rank. Tensors go from the policy to vLLM's loader one by one, in one process. There are three checks, as
-for a server: (1) bytes: the tensors that each rank's loader was given have the same digest on all ranks (with one rank
-there is nothing to compare); (2) coverage: every served parameter was written, or each of the adapter's tensors has
-found its layer; (3) canary: each engine gives the fixed answers the learner's log-probabilities. No engine generates
-after a failure. The weights below an adapter are part of the adapter's version.
+for a server: (1) bytes: the tensors that each rank's loader was given have the same digest on all ranks; (2) coverage:
+every served parameter was written, or each of the adapter's tensors has found its layer; (3) canary: each engine gives
+the fixed answers the learner's log-probabilities. No engine generates after a failure. The weights below an adapter are
+part of the adapter's version.
 
 The learner's pass for the canary reads only the policy, which does not change during a sync. So if the engine is awake
 and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the learner
@@ -62,6 +62,7 @@ class EngineDelivery:
     ) -> None:
         self._engine, self._canary, self._ranks = engine, canary, ranks
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
+        # Different pixels on both sides cause no error by themselves.
         self._same = PromptCheck(image_processing=encoder.image_processing)
         self._learner: dict[Mode, CanaryScores] = {}  # the learner's scores that the running sync has begun
         self._parts: dict[str, float] = {}  # seconds of each part of the running sync
@@ -152,14 +153,17 @@ class EngineDelivery:
         """Load the weights on every rank, and return what this rank's loader was given."""
 
         def load_counted() -> Given:
+            # With one rank there is nothing to compare a digest with.
             weights = _Counted(lambda: source.named_weights(self._engine.dtype), with_digest=self._ranks.world_size > 1)
             with self._part("load"):
                 load(weights)
             self._parts["merge"] = self._parts.get("merge", 0.0) + weights.seconds
+            # The loader takes merged tensors one by one, so the time of merging lies inside the time of loading.
             self._parts["load"] -= weights.seconds
             assert weights.given is not None, "a load walks through all weights"
             return weights.given
 
+        # Every rank learns of a failure here, before the canary, whose collectives would wait for the failed rank.
         given = self._ranks.all_succeed(load_counted)
         odd = [rank for rank, other in enumerate(given) if other != given[0]]
         if odd:
@@ -218,9 +222,11 @@ class _Counted:
                 break
             num_tensors += 1
             num_bytes += tensor.nbytes
+            # A digest of the bytes is made on their device: only 16 bytes a tensor come to the host.
             if self._with_digest:
                 values = digest(tensor.contiguous().view(-1).view(torch.uint8)).tolist()
                 hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)} {values}\n".encode())
             yield name, tensor
         found = hasher.hexdigest() if self._with_digest else ""
+        # Set only at the end: an iteration that breaks off must not count as a load.
         self.given = Given(num_tensors=num_tensors, num_bytes=num_bytes, digest=found)

@@ -68,6 +68,7 @@ class Members:
     def agree(self) -> None:
         """Make the membership the same on every rank. Collective. Raises ServerError if too few servers are left."""
         lost = self._backend.lost()
+        # Each rank has its own connections, so a rank may have lost a server that answers the others.
         reports = self._ranks.all_gather_object(lost)
         membership = self._decided(reports) if self._ranks.is_main else self._backend.membership
         agreed = self._ranks.broadcast_object(membership)
@@ -110,12 +111,14 @@ class Members:
         """Check the server's process, unless this process has passed before. Waits long for the check only if the run
         cannot go on without the server. Raises the check's error, or DeadlineError."""
         is_needed = member.state == "serving" and not self._backend.membership.is_elastic
+        # The first score of a new process took a minute under load, which no step should wait for.
         limit_s = self._backend.timeouts.gone_s if is_needed else LAST_LOOK_S
         self._backend.loop.run(self.returning.check(self._backend.client(member.base_url), status, limit_s))
 
     def _decided(self, reports: Sequence[Mapping[str, str]]) -> Membership:
         """Adopt and return the membership that follows from the ranks' `reports` and from the requests."""
         membership, now_s = self._backend.membership, time.time()
+        # Losses come first: whether a server may be removed depends on how many others still serve.
         for report in reports:
             for base_url, because in report.items():
                 membership = membership.leave_out(base_url, because, now_s=now_s)
@@ -126,6 +129,7 @@ class Members:
                 membership = membership.add(request.base_url, request.group_port, now_s=now_s)
             else:
                 smaller = membership.remove(request.base_url, now_s=now_s)
+                # A request must not end the run.
                 if not smaller.serving or not smaller.enough:
                     log.warning("%s is not removed: too few others serve", request.base_url)
                     continue
@@ -150,6 +154,7 @@ class ReturnWatch:
     def follow(self, members: Collection[Member]) -> None:
         """From now on poll these servers, and no others."""
         with self._lock:
+            # A server that is still left out keeps its wait.
             kept = {member.base_url: self._followed.get(member.base_url, 0.0) for member in members}
             self._followed, self._ready = kept, self._ready & kept.keys()
             if kept and (self._watching is None or self._watching.done()):
@@ -189,6 +194,7 @@ class ReturnWatch:
                     wanted="the log-probabilities of a few prompts",
                     remedy="nothing, if it is only slow: it joins once its check has ended",
                 ) from None
+        # Each start of a server has a new id, so a restarted server is checked again.
         self.fit.add(status.server_id)
 
     async def _watch(self) -> None:

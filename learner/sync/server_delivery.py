@@ -128,10 +128,12 @@ class ServerDelivery:
         # A new server is not needed, so it is left out of the next try, whether it caused the failure or not.
         newcomers = {m.base_url: accused_by.get(m.base_url, error) for m in tried if m.state == "out"}
         is_all = self._backend.membership.min_servers == "all"
+        # With `min_servers: all` the run cannot go on without a server that served.
         if is_all and not gone.keys() <= newcomers.keys():
             return "stop"
         for base_url, found in (newcomers | gone).items():
             self.members.leave_out(base_url, found)
+        # A refused connection must not end the run: silent servers are asked again until `timeout_s` is over.
         if newcomers or gone or (silent and not self._deadline.is_over()):
             return "changed"
         if is_all or num_repeated > 1:
@@ -154,6 +156,7 @@ class ServerDelivery:
         retry = Retry(self._deadline.left_s(), backend.timeouts.poll_s)
         while True:
             found |= zip(asked, backend.loop.run(gather(look(backend, url) for url in asked)), strict=True)
+            # Memberships are values, so this only asks whether enough servers would be left.
             left = backend.membership
             for base_url, status in found.items():
                 left = left if isinstance(status, ServerStatus) else left.leave_out(base_url, "", now_s=0.0)
@@ -244,6 +247,7 @@ class ServerDelivery:
 
     @contextmanager
     def delivering(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
+        # All tries of a sync share this deadline.
         self._deadline = Deadline(self._config.server.timeout_s)
         try:
             yield self._parts
@@ -252,6 +256,7 @@ class ServerDelivery:
 
     def _scores(self, mode: Mode) -> CanaryScores:
         """Return the learner's scores of the canary for this sync. Only the first call computes them."""
+        # The servers' type may change with the servers, and the scores are of weights in that type.
         key = self._dtype, mode
         if key not in self._learner:
             began = time.perf_counter()
@@ -328,12 +333,14 @@ class ServerDelivery:
             timeout_s=self._limit_s,
         )
         began = time.monotonic()
+        # A server answers at the end of the update, so the calls are not awaited before the buckets are sent.
         posts = [(link, link.post(link.client.update_weights(call, link.patience))) for link in self._groups.links]
         told: Posts = []
         try:
             under_way, sums, seals = self._send(source, ver, posts)
             self._parts["send"] = time.monotonic() - began
             if expected is not None:
+                # Checked before the servers get the expected scores, without which they serve nothing.
                 check_sent(call.buckets, sums, learner.checksums)
                 told = [(link, link.post(link.client.expect_scores(expected))) for link in self._groups.links]
             await_all(under_way, [*posts, *told])
@@ -344,6 +351,7 @@ class ServerDelivery:
         replies = {link.base_url: post.result() for link, post in posts}
         for base_url, reply in replies.items():
             check_reply((ver, *sizes(call.buckets)), reply, base_url)
+        # The time of a slow newcomer must not lengthen the limit of the next one.
         if not self._has_newcomers:
             self._usual_s = time.monotonic() - began
         return replies, learner, self._digest(mode, seals)
@@ -354,6 +362,7 @@ class ServerDelivery:
         digest = digest_of(seals)
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
+        # An adapter's answers depend on the weights below it, so its digest covers them.
         self._full_weights = digest
         return digest
 
@@ -395,6 +404,7 @@ def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: 
     known = [(i, bucket) for i, bucket in enumerate(buckets) if all(t.name in scored for t in bucket.tensors)]
     if not known:
         return
+    # All buckets are compared in one step, because each value that is read makes the host wait for the device.
     wanted = torch.stack([torch.stack([scored[t.name] for t in bucket.tensors]).sum() for _, bucket in known])
     found = torch.stack([sums[i] for i, _ in known])
     wrong = [known[i] for i in torch.nonzero(wanted.to(found.device) != found).flatten().tolist()]

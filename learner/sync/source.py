@@ -81,9 +81,11 @@ def sealed_buckets(
     """
     weights = source.named_weights(dtype)
     for index, specs in enumerate(plan):
+        # Tensors are merged as they are taken, so only one bucket's tensors are in memory beside the model.
         buffer = pack(specs, dict(islice(weights, len(specs))), device)
         seal(buffer, key=key, ver=ver, index=index)
         yield buffer
+    # A tensor after the last planned one would never be sent.
     left_over = next(weights, None)
     if left_over is not None:
         raise SyncError(
@@ -150,6 +152,7 @@ class ShardedRanks:
         self._calls.append(call)
 
         def on_all_ranks(*arguments: object) -> T:
+            # The announcement keeps collectives in one order: other ranks begin only what rank 0 begins.
             self._ranks.broadcast_object(_SharedCall(index, arguments))
             return call(*arguments)
 
@@ -181,6 +184,7 @@ class ShardedSource:
 
     def named_weights(self, dtype: torch.dtype | None = None) -> NamedWeights:
         if dtype not in self._counts:
+            # The same cuts as the sync's own plan, so that one collective call gathers exactly one bucket.
             self._counts[dtype] = [len(part) for part in plan_buckets(self.weight_specs(dtype), self._bucket_bytes)]
         for number, count in enumerate(self._counts[dtype]):
             yield from self._take(dtype, number == 0, count)

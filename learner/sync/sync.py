@@ -107,6 +107,7 @@ class Sync:
         adapter: AdapterSource | None = None,
         fallback_to_full: bool = True,
     ) -> None:
+        # Weights that cannot be sent are found at the start, not after the first step.
         check_specs(weights.weight_specs())
         self.ver = 0  # version of the last completed sync
         self._delivery, self._weights, self._adapter = delivery, weights, adapter
@@ -165,6 +166,7 @@ class Sync:
     def _sync(self) -> SyncReceipt:
         begin, self._failures = time.monotonic(), []
         with self._delivery.delivering(self._modes()) as parts:
+            # A group cannot change its members, so other servers need a new group.
             if self._is_connected and not self._delivery.is_current():
                 self._is_connected = False
                 self._delivery.leave(abort=False)
@@ -199,6 +201,7 @@ class Sync:
         return self._repeated(self._deliver_full)
 
     def _deliver_full(self) -> Delivered:
+        # A failed try has left the group.
         if not self._is_connected:
             self._connect()
         return self._delivery.deliver(self._weights, "full", self.ver + 1)
@@ -206,6 +209,7 @@ class Sync:
     def _deliver_adapter(self) -> Delivered:
         if not self._is_connected:
             self._connect()
+        # Read after connecting, which may have fallen back to full syncs.
         adapter = self._adapter
         if adapter is None:  # a generator that has joined can't apply the adapter
             return self._deliver_full()
@@ -252,6 +256,7 @@ class Sync:
         try:
             with self._leaving_on_failure():
                 yield
+        # Other exceptions are programming errors, which a fallback would hide.
         except ProjectError as error:
             if not self._fallback_to_full:
                 raise

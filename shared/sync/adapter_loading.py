@@ -82,6 +82,7 @@ class AdapterLoad:
         """Replace the served adapter by the received tensors, and return their number. Raises CoverageError, and
         SyncError if the rank is too large."""
         pairs = self._pairs()
+        # Everything is checked before the served adapter is touched, so an update that is refused leaves it whole.
         rank = max(lora_a.shape[0] for lora_a, _ in pairs.values())
         if rank > self._max_rank:
             raise SyncError(

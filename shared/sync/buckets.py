@@ -90,6 +90,7 @@ def pack(
             end = view.storage_offset() * view.element_size() + num_tensor_bytes(spec)
             buffer[end : end + gap] = 0  # gaps are digested too, so their bytes must be fixed
     if views:
+        # One call for all tensors: otherwise the host would launch a copy for each.
         torch._foreach_copy_(views, [_fitting(spec, tensors.get(spec.name)) for spec in specs])
     return buffer
 
@@ -132,6 +133,7 @@ def seal_key(secret: bytes) -> bytes:
 def seal(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> None:
     """Write the seal into the last bytes of `buffer`, the bucket `index` of the update to version `ver`. Does not wait
     for the device."""
+    # The seal goes into the bucket's own memory, so that it is sent with the bytes and the host never waits for it.
     buffer[-SEAL_BYTES:].view(torch.int64).copy_(_seal(buffer, key, ver, index))
 
 
@@ -141,6 +143,7 @@ def is_sealed(buffer: torch.Tensor, *, key: bytes, ver: int, index: int) -> bool
 
 
 def _seal(buffer: torch.Tensor, key: bytes, ver: int, index: int) -> torch.Tensor:
+    # Version and index make each nonce unique under one key, which the digest's security needs.
     return digest(buffer[:-SEAL_BYTES], key, struct.pack("<QQ", ver, index))
 
 

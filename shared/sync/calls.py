@@ -99,6 +99,7 @@ def _without_frames(error: BaseException) -> BaseException:
     error.add_note("".join(traceback.format_exception(error)))
     one: BaseException | None = error
     seen: set[int] = set()
+    # Errors may be each other's causes in a circle.
     while one is not None and id(one) not in seen:
         seen.add(id(one))
         one.__traceback__ = None
@@ -160,6 +161,7 @@ class Sender:
 
 def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | None:
     """Begin a call. Returns the function that waits for its end; None if the operation has ended or the call fails."""
+    # The group was left while the call was queued.
     if operation.future.done():
         return None
     try:

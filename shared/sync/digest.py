@@ -89,6 +89,7 @@ def _sum_blocks(blocks: NDArray[np.int32], keys: NDArray[np.int32], sums: NDArra
         part = blocks[start : start + _BLOCKS_AT_ONCE]
         for lane in range(LANES):
             first, second = (part[:, i] + keys[i, lane : lane + PAIRS] for i in range(2))  # wraps in 32 bits
+            # One pass reads 3.6 to 3.9 GB/s per thread. With the products written to memory it was 0.3 to 2.3 GB/s.
             np.einsum("bp,bp->b", first, second, out=sums[start : start + len(part), lane], dtype=np.int64)
 
 
@@ -96,6 +97,7 @@ def _words(data: torch.Tensor) -> torch.Tensor:
     """Return the bytes as int32, the last word padded with zeros. Copies only if a view is not possible."""
     if data.numel() % 4:
         data = torch.nn.functional.pad(data, (0, -data.numel() % 4))
+    # torch views bytes as words only where they begin at a multiple of 4.
     aligned = data if data.is_contiguous() and data.storage_offset() % 4 == 0 else data.clone()
     return aligned.view(torch.int32)
 

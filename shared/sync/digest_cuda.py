@@ -28,12 +28,14 @@ def _sum_block(  # type: ignore[no-untyped-def]
     words: torch.Tensor,
     keys: torch.Tensor,
     sums: torch.Tensor,
+    # No annotations here: Triton would take `int` for its own 32-bit type.
     num_words,
     num_keys,  # number of keys for each word of a pair
     PAIRS: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ) -> None:
+    # 32 bits would overflow in a buffer of more than 8 GiB.
     block = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, COLUMNS)
     a = tl.zeros([COLUMNS], tl.int64)

@@ -14,8 +14,8 @@ On CPU the bytes go through the connections that `meeting.py` has made: rank 0 f
 ranks. Each message starts with its size, and a tensor of another size is refused.
 
 NCCL is called through vLLM's binding, because torch's own group has a watchdog that ends the process when a peer dies.
-The meeting exchanges NCCL's unique id. Broadcasts run on a separate CUDA stream per group, so several groups of one
-process send at once, and no other work on the device waits for a peer. NCCL is only called on daemon threads.
+The meeting exchanges NCCL's unique id. Broadcasts run on a separate CUDA stream per group. NCCL is only called on
+daemon threads.
 
 Two ranks may share a GPU only with `allow_shared_gpu`. NCCL refuses two ranks with the same host and device, so each
 gets a different `NCCL_HOSTID`. NCCL then connects them by sockets, at a few GB/s.
@@ -142,6 +142,7 @@ def start_join(
         host=host, port=port, rank=rank, world_size=world_size, timeout_s=timeout_s, device=device, secret=secret
     )
     what = f"joining {backend} {member}"
+    # A thread cannot be ended from outside, so the joining thread looks at this event.
     given_up = threading.Event()
 
     def join() -> Communicator:
@@ -186,6 +187,7 @@ class _Tcp(Communicator):
 
 
 _SIZE = struct.Struct("<Q")
+# In parts, so that rank 0 passes the first bytes on before the last ones have come.
 _PART_BYTES = 1 << 20
 
 
@@ -195,6 +197,7 @@ def _pass_on(
     """Fill `content` from `source`, if it is given, and send the bytes to all targets, part by part."""
     size = bytearray(_SIZE.pack(len(content)))
     if source is not None:
+        # The size comes first, so that two versions of this project get an error instead of other bytes.
         _fill(memoryview(size), source, deadline)
         if _SIZE.unpack(size)[0] != len(content):
             raise CommunicatorError(
@@ -230,6 +233,7 @@ def _in_time(transfer: Callable[[memoryview], int], part: memoryview, link: sock
     """Return the number of bytes moved. Raises TimeoutError at `deadline`, which, unlike a socket's timeout, does not
     count pauses of this process."""
     while True:
+        # With a timeout of 0 the socket would not block at all.
         link.settimeout(max(0.001, deadline.left_s()))
         try:
             return transfer(part)
@@ -247,6 +251,7 @@ class _Nccl(Communicator):
             self._nccl: PyNcclCommunicator | None = PyNcclCommunicator(
                 _introduction(member, given_up, allow_shared_gpu), device=member.device
             )
+            # On its own stream each group of a process sends at once, and no other work on the device waits for a peer.
             self._stream = torch.cuda.Stream(member.device)
         if self._nccl.disabled:
             raise CommunicatorError(
@@ -263,6 +268,7 @@ class _Nccl(Communicator):
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
         device, stream = self.device, self._stream
         ready = torch.cuda.Event()
+        # Recorded on the caller's thread: what its stream holds now, such as the writing of the bucket, must run first.
         ready.record(torch.cuda.current_stream(device))
 
         def issue() -> Callable[[], None]:
@@ -301,6 +307,7 @@ def _introduction(member: Seat, given_up: threading.Event, allow_shared_gpu: boo
             assert ctypes.sizeof(obj) == _NCCL_ID_BYTES
             gpu = str(torch.cuda.get_device_properties(member.device).uuid).encode()
             meeting = meet(member, gpu.ljust(_UUID_BYTES, b"\0") + bytes(obj), given_up)
+            # NCCL makes its own connections; the meeting only brings its id.
             meeting.close()
             gpus = [card[:_UUID_BYTES].rstrip(b"\0") for card in meeting.cards]
             if not allow_shared_gpu:

@@ -119,6 +119,7 @@ class _Watcher(TorchDispatchMode):
     ) -> object:
         if func is torch.ops.aten.copy_.default:
             self.pairs.append((args[0], args[1]))
+        # A write that is not a plain copy cannot be repeated from the bucket's bytes.
         elif func._schema.is_mutable and func not in _CONSTANTS:
             self.others = True
         return func(*args, **(kwargs or {}))
@@ -168,8 +169,10 @@ class WeightLoad:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         parameters = list(self._model.named_parameters(remove_duplicate=False))
+        # With all names of a tied parameter: the loader may report any of them as written.
         self._served = _names_by_storage(parameters)
         if self.in_place:
+            # Copies are recorded with the addresses of parameters, and a moved parameter would be missed.
             self._memory.begin(parameter for _, parameter in parameters)
         else:
             with self._context():
@@ -192,6 +195,7 @@ class WeightLoad:
 
     def finish(self) -> int:
         """Return the number of tensors that were loaded. Raises CoverageError."""
+        # First, because the model must be able to run even after an update that is refused below.
         self.close()
         self._check_received()
         self._check_written()

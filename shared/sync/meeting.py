@@ -96,6 +96,7 @@ def meet(member: Seat, card: bytes, given_up: threading.Event) -> Meeting:
     assert len(card) == CARD_BYTES, "a card of that size does not travel"
     wait = _Wait(member, given_up)
     if member.rank == 0:
+        # The port is closed as soon as all are there, or the join fails.
         with contextlib.closing(_Door(member)) as door:
             return door.await_all(card, wait)
     while True:
@@ -176,6 +177,7 @@ class _Door:
                 self._drop(guest)
         cards = [card, *(self._members[rank].card for rank in ranks)]
         for rank in ranks:
+            # Answered only once all have come: a proof is over all cards.
             self._answer(rank, b"".join(cards), wait)
         links = {rank: self._members.pop(rank).link for rank in ranks}
         return Meeting(cards=cards, links=links)
@@ -217,6 +219,7 @@ class _Door:
         if guest.link not in self._guests:
             return
         try:
+            # Not a byte more than the proof is read from a caller who has not proved anything yet.
             said = guest.link.recv(HELLO_BYTES - len(guest.said))
         except BlockingIOError:
             return
@@ -269,6 +272,7 @@ def _listen(member: Seat) -> socket.socket:
                 listener.bind((member.host, member.port))
                 break
             except OSError as error:
+                # The last group may still be leaving the port. Other errors do not pass with time.
                 if error.errno != errno.EADDRINUSE or not retry.wait():
                     raise _cannot_listen(member, error) from error
         listener.listen(_BACKLOG)
@@ -285,6 +289,7 @@ def _listen(member: Seat) -> socket.socket:
 def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
     """Connect to rank 0 once. Return None if no listener knows the secret: another group may still use the address."""
     try:
+        # Only between two tries the wait sees that the join was given up, so a try is short.
         link = socket.create_connection((member.host, member.port), timeout=1.0)
     except socket.gaierror:
         raise
@@ -349,6 +354,7 @@ def _receive(link: socket.socket, num_bytes: int, wait: _Wait, patience_s: float
 
 
 def _proof(member: Seat, side: bytes, rank: int, challenge: bytes, answer: bytes, content: bytes) -> bytes:
+    # Side, port and rank are part of the proof, so that it proves nothing at another place.
     place = struct.pack("<III", member.port, member.world_size, rank)
     return hmac.digest(member.secret, side + place + challenge + answer + content, hashlib.sha256)
 
