@@ -223,7 +223,7 @@ class PolicyTokens:
 
     advantages: NDArray[np.float32]  # [L]
     rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: the same as the learner's
-    first_logprobs: NDArray[np.float32]  # [L] nats, by the learner's weights before their first update on the rollout
+    first_logprobs: NDArray[np.float32]  # [L] nats, by the learner before the first update that learns the rollout
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -42,8 +42,9 @@ class Renderer:
         )
 
     def render(self, request: RolloutInferRequest, share: PixelShare) -> Prompt:
-        """Return the prompt. `share`: counts the images' pixels. Raises MediaError, ServerBusyError,
-        PromptTooLongError, or RequestError if messages and images do not fit or the template refuses them."""
+        """Return the prompt. `share` counts the pixels of its images against the server's limit. Raises MediaError,
+        ServerBusyError, PromptTooLongError. Raises RequestError if the messages have more or fewer image placeholders
+        than images, if the model takes no images, or if the template refuses the messages."""
         sources = image_sources(request)
         self.check_length(text_of(request.messages), share)
         self.check_template_kwargs(request.chat_template_kwargs)

@@ -76,7 +76,7 @@ class RolloutService:
         self.server_id = server_id or uuid.uuid4().hex[:12]
         self._answers: RecentAnswers[bytes] = RecentAnswers(KEPT_ANSWERS)
         self._versions = _versions()
-        self._num_requests = 0  # requests of all calls, also of those that wait for an update
+        self._num_requests = 0  # requests in calls that run now or wait for a weight update
 
     async def infer(self, call: InferCall) -> list[bytes]:
         """Return all rollouts of `answers` as JSON, in request order."""

@@ -20,7 +20,7 @@ _FAR, _NEAR = 0.75, 0.55  # boxes reach at least `_FAR` of a side in the right u
 _LEAST, _MANY = 3, 20  # min boxes for a hint, and min boxes for a doubtful hint
 _ALL_OF, _EVERY = 20_000, 16  # the first boxes are all counted, of later ones every 16th
 _LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy
-_TOLERANCE = 1.005  # factor by which a rounded number may exceed its limit
+_TOLERANCE = 1.005  # factor by which a rounded coordinate or area may exceed its limit (the image's side, the max area)
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.
 _SQUARES = (320, 416, 512, 640, 800)
 _LIMITS = tuple(number * 28 * 28 for number in (256, 512, 768, 1024, 1280, 2048, 3072, 4096, 8192, 12288, 16384))
@@ -67,8 +67,8 @@ def _sides_of(copy: ResizedCopy, size: Size) -> Size:
 
 
 def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[float, float]) -> list[float]:
-    """Return coordinates in pixels. The image has `size` pixels, and `sides` in the unit of `coords`. With `size` and
-    `sides` swapped it converts pixels to the unit."""
+    """Convert x, y, x, y, ... to pixels. `sides`: the image's width and height in the unit of `coords`; `size`: the
+    same in pixels. With `sides` and `size` swapped, pixels are converted to the unit."""
     if sides == size:
         return list(coords)
     return [value * size[i % 2] / sides[i % 2] for i, value in enumerate(coords)]

@@ -93,8 +93,9 @@ def tell_warnings(model: ModelFiles, console: Console) -> None:
 
 @dataclass(kw_only=True)
 class Work:
-    """The work of one command. `num_before` counts the images of earlier commands. `skipped` has a line for each
-    skipped image. `seconds` is without the start of the backend."""
+    """What one `predict` command has done. `num_images`: images to answer. `num_before`: images that earlier,
+    interrupted commands answered. `skipped`: a line for each image that was skipped. `seconds`: time without the start
+    of the backend."""
 
     num_images: int
     num_before: int = 0

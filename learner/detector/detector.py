@@ -245,7 +245,8 @@ class Detector:
         )
 
     def _boxes(self, tile: Tile, answers: Sequence[Rollout], number: int | None = None) -> list[ScoredBox]:
-        """Return the boxes, best first. `number` is the image of the boxes, if the answers are to several images."""
+        """Return the boxes of one tile, best first. `number`: if the sample has several images, the number of the image
+        whose boxes are returned."""
         parsed = [self.task.parse(answer) for answer in answers]
         if self._first is not None:  # a model that this project did not train
             size = tile.right - tile.left, tile.bottom - tile.top

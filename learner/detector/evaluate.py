@@ -77,7 +77,8 @@ class EvaluateOptions:
 
 
 def evaluate(options: EvaluateOptions) -> int:
-    """Compare, write both files, and return the exit code. Raises ConfigError, DataError, RolloutError, OutputError."""
+    """Compare the detectors, print the table, write `evaluation.json` and `index.html`, and return the exit code.
+    Raises ConfigError, DataError, RolloutError, OutputError."""
     quiet()
     _require_detectors(options)
     if not options.overwrite:

@@ -64,7 +64,7 @@ def find_inputs(inputs: Sequence[str], data: DataConfig | None = None, reader: R
 
     Raises DataError if an input is neither a photograph, a folder, a pattern nor annotations, or if there is no image.
     """
-    sources: dict[str, InputImage | str] = {}  # by image string, in order; a photograph's value is its name
+    sources: dict[str, InputImage | str] = {}  # image's path or URL -> image; for a photograph: its name
     bad: list[str] = []
     for text in inputs:
         files = _files(text)

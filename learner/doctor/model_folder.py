@@ -76,7 +76,7 @@ def _positions(folder: Path) -> int | None:
     try:
         found = json_in(folder / _CONFIG)
         return int((found.get("text_config") or found)["max_position_embeddings"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # whoever loads the model says what is wrong
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):  # loading the model reports the error
         return None
 
 
@@ -99,7 +99,7 @@ def _is_tied(folder: Path) -> bool:
         found = json_in(folder / _CONFIG)
         text = found.get("text_config") or {}
         return bool(found.get("tie_word_embeddings", text.get("tie_word_embeddings", False)))
-    except (OSError, ValueError, AttributeError):  # whoever loads the model says what is wrong
+    except (OSError, ValueError, AttributeError):  # loading the model reports the error
         return False
 
 

@@ -20,7 +20,7 @@ from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
 WINDOW, FEWEST = 40, 8  # max and min number of earlier steps with which a step is compared; with fewer it is no spike
-DISTANCE = 8.0  # a spike is above the median by so many median distances: 5.4 standard deviations of a Gaussian
+DISTANCE = 8.0  # a spike is above the median by so many times the median distance from it (5.4 sigma of a Gaussian)
 FACTOR = 1.5  # a spike is also above the median times this factor
 MAX_SAMPLES = 8  # max samples that are written for a spike
 METRICS = ("loss", "grad_norm")

@@ -203,8 +203,9 @@ class RepeatedLogprobs:
         return self._policy.split(logprobs, self._answers)
 
     def _by_graph(self, record: Record) -> torch.Tensor:
-        """Return the pass's log-probabilities [N]. The first call runs the pass, the second also captures it, later
-        calls replay it. If the weights have moved, or the capture fails, passes run uncaptured from then on."""
+        """Return the pass's log-probabilities [N]. The first call runs the pass, the second also captures it as a CUDA
+        graph, later calls replay the graph. If the weights have moved to other addresses, or the capture fails, every
+        later call runs the pass."""
         addresses = tuple(tensor.data_ptr() for tensor in self._read)
         is_first, has_moved = not self._addresses, self._addresses not in ((), addresses)
         self._addresses = addresses

@@ -180,8 +180,8 @@ def _gather(arrays: Sequence[np.ndarray], indices: Sequence[np.ndarray]) -> torc
 
 
 def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Return the token ids `[1, T]`, and a mask `[1, T]` of the image tokens in answers; None if there are none. In the
-    token ids these image tokens are replaced by 0."""
+    """Return the token ids `[1, T]`, in which image tokens in answers are replaced by 0. Return also the mask `[1, T]`
+    of these image tokens, or None if there are none."""
     ids = torch.from_numpy(np.concatenate([p.segment.input_ids[p.begin : p.end] for p in pieces]))[None]
     in_prompt = np.concatenate([np.arange(p.begin, p.end) < p.segment.prompt_length for p in pieces])
     written = (ids == image_token_id(model)) & ~torch.from_numpy(in_prompt)[None]
@@ -202,7 +202,7 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
     token = torch.tensor(image_token_id(model), device=written.device)
 
     def put_back(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
-        if args[0].shape != written.shape:  # the call that computes `token` below
+        if args[0].shape != written.shape:  # `module(token)` below calls this hook too
             return None
         return torch.where(written[..., None], module(token), output)
 

@@ -73,7 +73,8 @@ from shared.processes import (
 # Max share of the recipe's minutes for sft, if grpo may follow. Usually sft's score stops rising long before. While it
 # rises, sft learns faster than grpo would: on photographs one step of grpo took 60% of five minutes.
 SFT_SHARE = 0.8
-# Max share of the minutes left after sft for rollout matching, if boxes are loose: the rest is for `grpo` on their IoU.
+# If boxes are loose (F1 is much lower at high IoU), rollout matching may take this share of the minutes left after sft.
+# The rest is for `grpo` with the boxes' IoU as reward.
 MATCHING_SHARE = 0.6
 LEAST_SHARE = 0.1  # a stage after `sft` is begun only if at least this share of the recipe's minutes is left
 WHY_GRPO = "labels had gaps and were completed: what is left cannot be counted by them, so validation decides"

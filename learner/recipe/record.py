@@ -233,8 +233,8 @@ def _labels(run_dir: Path) -> dict[str, Any]:
 
 
 def read_headroom(run_dir: Path) -> dict[str, FeatureEstimate]:
-    """Return the features that the stage `grpo` measured before its first step, by name. Raises CheckpointError if
-    their file cannot be read."""
+    """Return the measures in `HEADROOM` (the run's file of how much `grpo` could gain), by name. The stage `grpo`
+    measured them before its first step. Raises CheckpointError if the file cannot be read."""
     path = run_dir / HEADROOM
     try:
         return {name: FeatureEstimate(**one) for name, one in json_in(path).items()}

@@ -46,9 +46,10 @@ def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 
 def prepare(trainer: Trainer) -> bool:
-    """Give a stage the completed labels of earlier stages, and their range of the number of validation objects. Return
-    True if the stage shall learn, False if `grpo` would gain too little. Collective. Raises DataError if no validation
-    sample has an object, and CheckpointError if a file of the recipe cannot be read."""
+    """Prepare a stage. It gets the labels that earlier stages completed, and the range (low, high) which they assumed
+    for the number of validation objects. Return True if the stage shall learn, False if it is `grpo` and would gain too
+    little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file of the
+    recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
     assert record is not None, "a stage is begun by its recipe"

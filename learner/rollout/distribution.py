@@ -6,10 +6,11 @@ Out: contiguous spans of requests in request order, and this rank's quota on eac
 rank computes its own part without communication. The quotas do not depend on the number of requests. So at every moment
 all ranks together hold at most `decode_batch_size * s_i` sequences on server `i`, where `s_i` is its world size.
 
-Formula D4 deals out slots. Each of `W` ranks has `n` slots, one per request: rank `r` owns the slots
-`[r * n, (r + 1) * n)` of all `G = W * n`. The same slots are divided among the servers, in order: server `i` owns the
-next `ceil(G * s_i / T)` slots, where `T = sum(s_i)`. A rank's quota on a server is the number of slots that both own if
-`n` is the rank's `chunk_size`.
+Formula D4 deals out slots. Each of `W` ranks has `n` slots, one per request: rank `r` owns the slots `[r * n, (r + 1) *
+n)` of all `G = W * n`. The same slots are divided among the servers, in order: server `i` owns the next `ceil(G * s_i /
+T)` slots, where `T = sum(s_i)`. With `n` = the rank's number of requests, the slots that a rank and a server both own
+are the requests that this rank sends to this server. The quotas follow from the same formula with `n =
+floor(decode_batch_size * T / W)` (`chunk_size`): a rank's quota on a server is the number of slots that both own.
 
 A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: a server has at
 most its quota of requests in flight; requests start in request order; while any request waits, every server has its

@@ -100,8 +100,8 @@ class Pace:
 
     def deadline_s(self, max_new_tokens: int | None) -> float:
         """Return the deadline of an `/infer/` call in seconds: PACE_MARGIN times what `max_new_tokens` take at the
-        slowest of the last paces, but at least MIN_INFER_S and at most MAX_INFER_S. Before the first answer, or without
-        `max_new_tokens`, it is MAX_INFER_S."""
+        lowest of the last tokens per second, but at least MIN_INFER_S and at most MAX_INFER_S. Before the first answer,
+        or without `max_new_tokens`, it is MAX_INFER_S."""
         if not self._rates or max_new_tokens is None:
             return MAX_INFER_S
         return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))

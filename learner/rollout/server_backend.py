@@ -287,7 +287,8 @@ class ServerBackend(RolloutBackend):
     def _stream(
         self, window: Sequence[MicroStep], how: RequestConfig, *, global_step: int, share: float
     ) -> RolloutStream:
-        """Begin a stream. `share`: share of the samples whose requests ask for digests of the processed images."""
+        """Send the window's requests, and return the stream of their rollouts. `share`: share of the samples whose
+        requests ask for digests of the processed images."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()

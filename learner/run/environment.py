@@ -74,7 +74,7 @@ def collect_as_usual() -> None:
 
 RARELY = (50_000, 20, 100)  # a collection comes after so many new objects, or collections of the younger generation
 USUALLY = gc.get_threshold()
-TURN_S = 0.0002  # max seconds that a thread keeps the lock while another waits; to change threads takes 0.00001 s
+TURN_S = 0.0002  # max seconds that a thread keeps Python's global lock while another waits; a switch takes 0.00001 s
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 TRITON_VARIABLE = "TRITON_CACHE_DIR"
 GLOO_VARIABLE = "GLOO_SOCKET_IFNAME"

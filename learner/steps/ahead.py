@@ -175,11 +175,12 @@ class Stage2Ahead(Stage2Steps):
         # A Channel-B step that is learned while the sync waits counts for the next sync, which brings its weights.
         producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
-            fences = [Fence()]  # used while there is no producer, and so no call; a producer's fence is added below
+            fences = [Fence()]  # used before the first sync: no producer makes calls yet
             if producer is not None:
                 with self._clock.phase("wait"):
                     enter = producer.fence(self._deadline_s, counts=counts)
-                    # If one rank's fence fails, all raise: no rank may wait alone in the sync's collective.
+                    # If one rank's calls do not end in time, all ranks raise: no rank may wait alone in the sync's
+                    # collective.
                     self._ranks.all_succeed(lambda: fences.append(stack.enter_context(enter)))
             fence = fences[-1]
             yield fence

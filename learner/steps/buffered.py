@@ -41,7 +41,7 @@ class BufferedSteps(FreshSteps):
         self._window: int | None = None  # number of the window whose rows are kept; None: no rows are kept
         self._kept: list[KeptRows] = []
         self._due_before: list[str] = []  # ids of the samples that earlier windows carried into this one
-        self._made_at = 0  # global_step of the window's E-step
+        self._made_at = 0  # `global_step` at which the window's rollouts were made
         self._metrics: dict[str, float] = {}
 
     @property
@@ -70,7 +70,7 @@ class BufferedSteps(FreshSteps):
         self._metrics = {
             "rollout_buffer/window": float(self._repeater.next_step.window),
             "rollout_buffer/m_step": float(self._repeater.next_step.m_step),
-            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # updates since the rollouts
+            "rollout_buffer/rollout_age": float(self._global_step - self._made_at),  # updates since they were made
         }
 
     def _rows(self, batch: MicroBatch, micro_step_idx: int) -> list[PackedRow]:

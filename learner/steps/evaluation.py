@@ -114,7 +114,8 @@ class Evaluations:
         return found
 
     def test(self, step: int) -> None:
-        """Score `data.test` once, if `data.val` is given too. The scores of its boxes are calibrated on `data.val`."""
+        """Evaluate the samples of `data.test`, if there are any. The scores of their boxes are calibrated on
+        `data.val`."""
         task = self._basis.task
         if self._basis.data.test:
             fitted = self.calibration(step)
@@ -203,8 +204,9 @@ def evaluate(
 class GapMetrics:
     """F1 of evaluations whose labels have gaps, that is, objects without a label (R49, D22): the estimate `ESTIMATED`,
     and F1 for the fewest and the most objects that there may be. The first evaluation of a run decides whether the
-    labels have gaps, how many objects there may be, and how often boxes are right; later evaluations are pulled towards
-    that rate. `file` keeps these decisions for a resume, so that all values of a run are comparable."""
+    labels have gaps and how many objects there may be. It also estimates how often boxes are right, and later
+    evaluations start their own estimate from this one. `file` keeps these decisions for a resume, so that all values of
+    a run are comparable."""
 
     def __init__(
         self, samples: Sequence[Sample], open_image: Open, ranks: Ranks, file: Path, audited: Sequence[AuditedFind]

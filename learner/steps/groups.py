@@ -145,8 +145,8 @@ class GroupSource(RolloutSource):
         ]
 
     def _steps(self, groups: Sequence[Sequence[_Scored]], step_mean: float) -> list[list[NDArray[np.float64]]]:
-        """Return the advantage of each object and of closing [n + 1], or of the whole answer [1], per group and
-        rollout."""
+        """Return the advantages of each rollout of each group: [n + 1] for its n objects and for closing the answer, or
+        [1] for the whole answer."""
         whole = [sequence_advantages(one[None], self.grpo.advantage, step_mean=step_mean)[0] for one in _rest(groups)]
         steps = [[np.array([advantage]) for advantage in base] for base in whole]
         if self.grpo.credit == "object":

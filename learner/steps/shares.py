@@ -57,8 +57,8 @@ class Shares:
         self._b_ratio, self._ratio = b_ratio, exact_ratio(b_ratio)
 
     def of_b(self, step: int, epoch: int, *, through: int | None, most: int | None) -> list[int]:
-        """Return the shares to make for the scheduled Channel-B steps from `step` to `through` (None: the run's last),
-        lowest first, and at most `most` shares."""
+        """Return the shares whose rollouts the scheduled Channel-B steps from `step` to `through` (None: the run's
+        last) will learn: lowest first, at most `most` shares."""
         stop = self._total_steps if through is None else min(through + 1, self._total_steps)
         found: list[int] = []
         while step < stop and (most is None or len(found) < most):
@@ -75,8 +75,8 @@ class Shares:
         return left[min(num_b, len(left) - 1)]
 
     def given_up(self, step: int, epoch: int) -> int:
-        """Return the last share that the epoch has for Channel-B. If `step`, a scheduled Channel-B step, learns ground
-        truth, this share is not learned as rollouts."""
+        """Return the share that is learned as ground truth instead of as rollouts if `step`, a scheduled Channel-B
+        step, finds no rollouts: the last of the epoch's shares for Channel-B."""
         left = self._left(epoch)
         return left[self._num_b(step, min(step + len(left), self._total_steps)) - 1]
 
@@ -185,7 +185,7 @@ class PackCounts:
     packs_dropped_oldest: int = 0
     packs_dropped_stale: int = 0
     packs_dropped_unwanted: int = 0  # packs dropped because their share was learned as ground truth
-    samples_returned: int = 0  # samples whose rollouts were dropped
+    samples_returned: int = 0  # samples that will be rolled out again, because their rollouts were dropped
     age_versions: int = 0  # sum over learned packs of the number of syncs between rollout and learning
     age_updates: int = 0  # sum over learned packs of the number of updates between rollout and learning
 
@@ -198,7 +198,7 @@ class Outlook:
     is_making: bool  # True: the most urgent share is not complete, and a call is in flight or may start
     goes_on: bool  # True: calls for other shares may start before the most urgent share is learned
     stood_still: bool  # True: at some time since the last `take` no call was in flight or permitted
-    begun: Mapping[int, int]  # share with packs or a call in flight -> updates in the oldest weights of these
+    begun: Mapping[int, int]  # share with packs or a call in flight -> min updates in the weights of these
 
 
 class ShareQueue:
@@ -233,8 +233,8 @@ class ShareQueue:
 
     @property
     def may_start(self) -> bool:
-        """True if a call may start: no fence is requested, no call is in flight, a share lacks places, and the queue
-        has room."""
+        """True if a generation call may start: no sync waits for calls to end (fence), no call is in flight, a share
+        has samples without rollouts, and the queue has room."""
         return self.phase == "open" and self.in_flight is None and self._next_run() is not None
 
     def start_call(self) -> Call:

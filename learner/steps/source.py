@@ -212,7 +212,8 @@ class FreshSteps(StepSource):
         return self._source.segments(step, prompts, global_step=self._global_step, clock=self._clock)
 
     def _due_on_resume(self) -> list[str]:
-        """Return the samples that a run resumed from here must learn besides those of its dataloader."""
+        """Return the ids of the samples that a run resumed now would have to learn in addition to those of its
+        dataloader."""
         return self.waiting()
 
     def _micro_step(self, micro_step_idx: int) -> Generator[PackedRow]:

@@ -136,8 +136,8 @@ class Stage2Steps(StepSource):
         return scheduled_channel(global_step, self._parts.b_ratio)
 
     def _in_segments(self, shortfall: Shortfall | None) -> Shortfall | None:
-        """Return `shortfall`, which counts places of the batch, counted in segments instead. Channel-A makes one
-        segment of all places of a sample."""
+        """Convert `shortfall` from places (entries of the batch) to segments. Channel-B makes one segment of each
+        place, Channel-A one of all places that a sample has."""
         assert self._decision is not None, "shortfall() before begin()"
         if shortfall is None or self._decision.channel == "B":
             return shortfall

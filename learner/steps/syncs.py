@@ -13,8 +13,9 @@ from learner.sync.sync import Sync
 
 
 class StepSyncs:
-    """`sync` None: the backend needs no sync. `rolls_out` False: the run has no rollouts. `is_sharded`: each rank has a
-    part of the weights, so no sync runs between two rows of a step. A `step` is the number of updates so far."""
+    """Runs the weight syncs of a run. `sync` None: the backend needs no sync. `rolls_out` False: the run has no
+    rollouts. `is_sharded`: each rank has a part of the weights, so no sync runs between two rows of a step. In all
+    methods `step` is the number of optimizer updates so far."""
 
     def __init__(
         self, sync: Sync | None, source: StepSource, journal: Journal, *, rolls_out: bool, is_sharded: bool

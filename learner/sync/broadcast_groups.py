@@ -55,7 +55,8 @@ class ServerLink:
 
 
 class ServerGroup:
-    """Servers that share a group. Its ranks connect at the host and the group port of its first server."""
+    """A group of servers that receive the same broadcasts of weights. Its ranks connect at the host and the group port
+    of its first server."""
 
     communicator: Communicator  # set once the group is joined
 

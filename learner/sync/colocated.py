@@ -50,7 +50,8 @@ class Given:
 
 
 class EngineDelivery:
-    """Loads weights into every rank's engine. The ranks agree after each load and each canary."""
+    """Loads weights into every rank's engine, and scores the canary's answers there. An error of one rank in a load or
+    in the canary is raised on all ranks."""
 
     def __init__(
         self,

@@ -65,27 +65,28 @@ class Delivery(Protocol):
         """Connect to every generator. Return the highest version that a generator has seen."""
 
     def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
-        """Return whether to try the sync again, without the generators that are gone. Called after a failed try and
-        `leave`. `num_repeated`: number of "repeat" answers so far for this work. Raises ServerError if too few
-        generators are left."""
+        """Return whether to try the sync again, without the generators that are gone. To be called after a try has
+        failed with `error`, and after `leave`. `num_repeated`: how often this method has returned "repeat" for this
+        sync. Raises ServerError if too few generators are left."""
 
     def check_adapter(self, adapter: AdapterSource) -> None:
         """Raises SyncError or ServerMismatchError if a generator could not apply the adapter."""
 
     def prepare(self, mode: Mode) -> None:
-        """Compute what the next sync needs from the learner alone, before generators wait for the sync. The weights
-        must not change until then."""
+        """Compute the learner's log-probabilities of the canary's answers for the next sync, while generators still
+        work. The weights must not change before that sync."""
 
     def delivering(self, modes: Sequence[Mode]) -> AbstractContextManager[Mapping[str, float]]:
         """Enclose all deliveries of one sync. `modes`: the modes that the sync may use. Yields the seconds of the
         sync's parts, which are complete when the context has ended."""
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
-        """Load the weights below an adapter; version `ver` was served last. Return the highest version number that is
-        used then: a server needs a new number for these weights."""
+        """Load the weights below an adapter, before the adapter itself. `ver`: the version that was served last. Return
+        the version from which to count on: `ver + 1` if the generators give these weights a version of their own."""
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
-        """Load these weights as version `ver`, and check them. Raises SyncError, ServerError or DeadlineError."""
+        """Load the weights of `source` into every generator as version `ver`, and check them. Raises SyncError,
+        ServerError or DeadlineError."""
 
     def accept(self, ver: int) -> None:
         """From now on accept only rollouts of version `ver`."""

@@ -1,8 +1,9 @@
 """Maps tokens to bytes, so that a model's own token ids can be read as text, and encodes long texts fast.
 
 `TokenPieces`. In: token ids. Out: their joined bytes, and where each token ends. A byte-level BPE token may hold part
-of a UTF-8 character, so text stays bytes, and only descriptions are decoded to `str`. Each tokenizer has tables by
-token id, so one lookup gives a whole answer. Encodings of short texts are cached.
+of a UTF-8 character, so text stays bytes, and only the objects' names are decoded to `str`. The bytes of all tokens met
+so far are kept in arrays indexed by token id, so that one array lookup gives a whole answer. Encodings of short texts
+are cached.
 
 `TokenBoundaries` encodes long texts by joining encoded parts, which often repeat. It cuts a text only where no token
 can cross the cut. In: a tokenizer's encoding, its added tokens and its vocabulary. Out: the ids of the whole text, or
@@ -120,7 +121,7 @@ def _numbers_alone(encode: Callable[[str], Ids], vocabulary: Mapping[str, int]) 
 
 
 _CACHED_ENCODINGS = 1 << 16
-_MAX_VOCABULARY = 1 << 20  # no tokenizer has larger ids, so they stand for no text
+_MAX_VOCABULARY = 1 << 20  # no tokenizer has larger token ids; a larger id has no text
 _NOT_MET = -1
 
 

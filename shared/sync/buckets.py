@@ -52,7 +52,8 @@ def num_tensor_bytes(spec: TensorSpec) -> int:
 
 
 def num_bucket_bytes(specs: Iterable[TensorSpec]) -> int:
-    """Return the number of bytes that these tensors take in a bucket, with gaps, without the seal."""
+    """Return the bytes of a bucket with these tensors: tensors and the gaps that align them, but not the seal behind
+    them."""
     end = 0
     for spec in specs:
         end = _aligned(end) + num_tensor_bytes(spec)

@@ -33,7 +33,7 @@ from threadpoolctl import threadpool_limits
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.bins import bounding_box, to_pixels
 
-MIN_LABELS = 200  # min labels; 200 labels in 16 photographs of cells gave errors up to 0.12, in 8 photographs 0.35
+MIN_LABELS = 200  # min labels; with 200 labels in 16 photographs the estimate was up to 0.12 off, in 8 up to 0.35
 MIN_AUC = 0.75  # min AUC on held-out labels; below it there is no estimate
 OWN_CLASS = 60  # min right examples of a class with a classifier of its own; smaller classes share one
 MOST_LABELS = 6000  # max labels whose pixels are read; more of them do not improve the estimate
@@ -233,9 +233,10 @@ class Looks:
     def judge(
         self, finds: Sequence[Sequence[Crop]], votes: Sequence[Sequence[int]], first: Shares | None = None
     ) -> Appearance:
-        """Estimate the probabilities of finds in the same samples. `votes` has each find's votes, all equal if finds
-        have no votes. `first`: shares of another model's finds. This model's shares are drawn towards them, because
-        with a few hundred finds the error of shares is as large as the difference between models."""
+        """Estimate for each find the probability that it is right. `finds` has a list per sample, for the samples that
+        the constructor got. `votes` has each find's votes, all equal if finds have no votes. `first`: the shares that
+        `judge` returned for another model. This model's shares are estimated as close to them, because with a few
+        hundred finds the error of shares is as large as the difference between models."""
         number_on, own_class = len(self._on), self._own_class
         if number_on < MIN_LABELS or len(self._beside) < MIN_LABELS:
             return Appearance(why=f"{number_on} labels are too few to know how objects look ({MIN_LABELS} are needed)")
@@ -272,8 +273,8 @@ def _in_group(names: NDArray[np.str_], name: str | None, own_class: set[str]) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Group:
-    """One class's classifiers, one per part for cross-validation, and its right (`on`) and wrong examples: their scores
-    in logits, and whether they touch the border."""
+    """The classifiers of one class, and their scores (in logits) of its right (`on`) and wrong examples. `by_part` has
+    one classifier per part of the cross-validation. `on_border`: whether each right example touches the border."""
 
     by_part: Sequence[Callable[[Pixels], Floats]]
     on: Floats

@@ -237,7 +237,8 @@ def auc(right: Floats, scores: Floats) -> float:
 
 
 def reliability(right: Floats, scores: Floats, num_bins: int = BINS) -> list[Bin]:
-    """Return the bins of equal width that hold at least one box."""
+    """Return the reliability diagram: scores from 0 to 1 are cut into bins of equal width, and bins without a box are
+    left out."""
     place = np.minimum((scores * num_bins).astype(int), num_bins - 1)
     return [
         Bin(i / num_bins, (i + 1) / num_bins, float(scores[own].mean()), float(right[own].mean()), int(own.sum()))

@@ -135,7 +135,7 @@ class CompletionEstimate:
     min_votes: int | None  # least votes of clusters that become labels; None: no labels are added, see `why`
     why: str
     missing: float | None  # share of the objects without a label; None: not known
-    recall: tuple[float, ...]  # share of the labels that clusters with at least v votes confirm
+    recall: tuple[float, ...]  # share of the labels that are confirmed by a cluster with at least v votes
     precision: tuple[float, ...]  # share of the free clusters with exactly v votes that are right
     free: tuple[int, ...]  # number of free clusters with exactly v votes
     source: Source = "votes"
@@ -185,8 +185,9 @@ class CompletionEstimate:
 
 
 def estimate(counts: Tally, num_labels: int) -> CompletionEstimate:
-    """Estimate from votes how many completed labels are right, and how many votes they need (`auto`). `counts` is the
-    sum of the samples' tallies, `num_labels` the number of their labels."""
+    """Estimate from votes how many completed labels would be right, and choose the votes that a cluster needs to become
+    a label (`min_votes: auto`). `counts`: number of clusters by votes and relation, summed over all samples.
+    `num_labels`: number of their labels."""
     confirms, contradicts, free = (counts[1:, i].astype(float) for i in range(len(_COLUMNS)))
     near = confirms + contradicts
     recall = confirms[::-1].cumsum()[::-1] / max(1, num_labels)

@@ -148,8 +148,8 @@ def _require_inside(numbers: Numbers, prefix_length: int) -> None:
 
 
 def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: NDArray[np.bool_]) -> Ints:
-    """Return how many tokens [N] each number shares with its true number. The value is undefined where `right` is
-    True."""
+    """Return for each predicted number [N] how many of its first tokens are those of its true number. The value is
+    undefined where `right` (the numbers are equal) is True."""
     at = numbers.start[:, None] + np.arange(WINDOW)
     own = token_ids.take(at, mode="clip")
     differs = (own != tokens) & (tokens != NO_TOKEN) & (at <= numbers.end[:, None])
@@ -166,6 +166,6 @@ def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: ND
 
 
 def _taken_before(behind: Ints) -> Ints:
-    """Return for each number [N] the index behind all tokens that the numbers before it claim. `behind` [N]: the index
-    behind the last token that each number claims itself."""
+    """Return for each number [N] the position after the last token that an earlier number labels or masks. `behind`
+    [N]: the position after the last token that each number itself labels or masks."""
     return np.concatenate([[0], np.maximum.accumulate(behind)[:-1]])

@@ -250,7 +250,8 @@ def bootstrap_difference(
 
 
 def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.float64]]:
-    """Return per table the column sums of `n` draws: [n, columns]. All tables see the same draws."""
+    """Draw scenes with replacement `n` times. Return for each table the sums of its columns over each draw: [n,
+    columns]. The draws are the same for all tables."""
     sums: list[list[NDArray[np.float64]]] = [[] for _ in tables]
     for weights in draws(len(tables[0].sample_ids), n, seed):
         for parts, table in zip(sums, tables, strict=True):

@@ -109,9 +109,10 @@ def digit_coordinates(text: TokenText) -> Coordinates:
 _CLOSER = {b"{": b"}", b"[": b"]"}
 
 
-# A syntactically closed object: the offset after its "}"; N of `object_N`, or 0; its fault or None. Without a fault:
-# its description as written, the description's span, the geometry's name, the begin and end of the coordinate list,
-# and the number of its image, or 0. A plain tuple is fast, and an answer has dozens.
+# An entry is a syntactically closed object, as a tuple: (offset after its "}", N of `object_N` or 0, fault or None,
+# description as written, span of the description, name of the geometry, begin and end of the coordinate list, number of
+# its image or 0). With a fault, what follows the fault says nothing. A plain tuple is fast, and an answer has dozens of
+# entries.
 Entry = tuple[int, int, DropReason | None, bytes, tuple[int, int], bytes, int, int, int]
 
 
@@ -333,8 +334,8 @@ def parse_rollout(
 ) -> ParsedRollout:
     """Parse one rollout. Never raises, whatever the model wrote.
 
-    `usable` says that the container was opened. If the answer has no closed object, the prefix is empty, and the tail
-    opens the container again.
+    `usable` is True if the container was opened. If the answer has no closed object, its kept part (the prefix) is
+    empty, and the text that continues it (the tail) opens the container again.
     """
     text = pieces.text(rollout.response_token_ids)
     reading = read_answer(text.data, grammar)

@@ -118,10 +118,11 @@ def _cut(assignment: Assignment, last: int, task: ObjectTask) -> Assignment:
 
 
 def overrun_label(assignment: Assignment, task: ObjectTask, tokenizer: Tokenizer) -> tuple[int, int] | None:
-    """Return (position in the prefix, token that closes the answer there).
+    """Find where an answer should have ended, because all objects were found, and did not. Return (position in the
+    prefix, token that would have begun to close the answer there).
 
-    Return None if an object is missed, or if nothing follows the last matched object, because then the tail teaches the
-    closer. Return None also if that object does not end at the end of a token.
+    Return None if a labelled object was not found, or if the last matched object does not end at the end of a token.
+    Return None also if nothing follows this object: then Y_train itself continues there with the closing tokens.
     """
     if assignment.missed:
         return None

@@ -47,7 +47,7 @@ FEATURES = (
     "overlap_same",  # the largest IoU with another candidate of the same name
     "rivals",  # the largest share of answers that have an overlapping candidate
 )
-_LEAST = -12.0  # nats; lower log-probabilities are raised to it
+_LEAST = -12.0  # min log-probability of a feature, in nats; lower ones are raised to it
 _HALF_NATS = 4.0  # a log-probability of -4 nats gives a score of 0.5 without calibration; as a probability it is 0.02
 
 
@@ -71,7 +71,7 @@ class ObjectLogprobs(NamedTuple):
 
 
 def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[ScoreCandidate]:
-    """Return the candidates of one image. `answers[0]` is the greedy answer."""
+    """Return the boxes of one image that get a score. `answers`: the greedy answer, then the drawn ones."""
     drawn = len(answers) - 1
     objects = [[predicted.object for predicted in answer.objects] for answer in answers]
     clusters = (

@@ -1,9 +1,9 @@
 """Writes objects as an answer or as the continuation of one, and checks whether ground truth can be written and read
 back.
 
-The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters unescaped. Parsing prefix +
-tail gives the prefix's objects, then the written ones, in a closed container. `validate_sample` is called once per
-sample, before training.
+The text is canonical: ", " and ": ", descriptions as JSON strings with non-ASCII characters unescaped. The start of an
+answer (the prefix) joined with the written continuation (the tail) is a closed container: it is parsed as the prefix's
+objects, then the written ones. `validate_sample` is called once per sample, before training.
 """
 
 from __future__ import annotations
