@@ -62,6 +62,7 @@ def serve(
     try:
         token = read_token(os.environ)
         config = load_server_config(config_path, has_token=token is not None, overrides=overrides or ())
+        # Without a compiler vLLM on CPU would die minutes later, at its first canary.
         check_compiler(os.environ)
         if check:
             typer.echo(json.dumps(resolved(config), indent=2))
@@ -116,6 +117,7 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))
     finally:
         engine.shutdown()
+        # Only now: the processes that use the semaphores have ended.
         remove_semaphores(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -182,6 +184,7 @@ def _prepare_environment(config: ServerConfig) -> None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
+    # Not `setdefault`: with a variable inherited from another server, the workers would watch the wrong process.
     os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
 
 

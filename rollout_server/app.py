@@ -118,6 +118,7 @@ def create_app(service: RolloutService, token: str | None) -> FastAPI:
     app.add_exception_handler(HTTPException, _on_http_error)
     app.add_exception_handler(Exception, _on_defect)
     open_paths = tuple(config.url_prefix + path for path in _OPEN)
+    # The layer that is added last runs first: the token is checked before any byte of a body is read.
     app.add_middleware(BodyLimit, config=config, open_paths=open_paths)
     hosts = (config.host.lower(), config.group_host.lower())
     app.add_middleware(Guard, token=token, open_paths=open_paths, hosts=hosts)
@@ -241,6 +242,7 @@ def _add_state_routes(router: APIRouter, service: RolloutService) -> None:
 
 def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
     """Add the routes that generate and score answers with the served weights."""
+    # FastAPI documents only the response model, so the type of a streamed line is added by hand.
     line = AnswerLine.model_json_schema(mode="serialization", ref_template=REF_TEMPLATE)
     del line["$defs"]  # the JSON answer documents the same types
 
@@ -261,6 +263,7 @@ def _add_rollout_routes(router: APIRouter, service: RolloutService) -> None:
         """
         if NDJSON in request.headers.get("accept", ""):
             lines = _answer_lines(service.answers(call))
+            # The HTTP status goes out with the first line, so that line is awaited before the response begins.
             return AnswerStream(await _while_connected(request, _first(lines)), lines)
         rollouts = await _while_connected(request, service.infer(call))
         return Response(b"[" + b",".join(rollouts) + b"]", media_type=JSON)
@@ -435,6 +438,7 @@ async def _answer_lines(answers: AsyncGenerator[tuple[int, bytes]]) -> AsyncGene
     async with aclosing(answers):
         try:
             async for i, output in answers:
+                # The output is JSON already, written when its request ended, so nothing is built or parsed again here.
                 yield b'{"index":%d,"output":%s}\n' % (i, output)
                 began = True
         except Exception as error:

@@ -40,12 +40,15 @@ async def read_body(request: Request, model: type[Body]) -> Body:
     try:
         turns = _Turns()
         body = b"".join(chunks)
+        # 96 MB of escaped text held the event loop for 0.4 to 0.7 s, so escapes are counted before anything is parsed.
         if (num_escapes := body.count(b"\\")) > _MAX_ESCAPES:
             raise ValueError(f"{num_escapes} backslashes, wanted at most {_MAX_ESCAPES}: write the text as UTF-8")
         value = from_json(body)  # reading bytes takes a quarter of the time that a bytearray takes
         await turns.give()
         _check_number(value, request.app.state.config)
+        # Checked apart: the message for unknown fields would advise an OpenAI client to compare versions.
         _check_tools(request.url.path, value)
+        # Counted before models are built, because 4 MB of wrong items took 3.5 GB and 19 s of CPU.
         if await _num_objects(value, turns) <= _FEW_OBJECTS:
             return _built(model, value, "")
         return await _built_in_turns(model, value, "", turns)

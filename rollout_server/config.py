@@ -42,6 +42,7 @@ RESERVED_ENGINE_ARGS = frozenset(
         "max_model_len",
         "max_num_seqs",
         "model",
+        # A canary of FP8 needs a tolerance of 0.3 nats per token, in which a wrong layer of a small model can hide.
         "quantization",
         "quantization_config",
         "seed",

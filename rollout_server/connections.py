@@ -115,6 +115,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_idle_bytes += len(data)
         super().data_received(data)
+        # Checked after the bytes were parsed, because a part of a body sets the count back.
         if self._num_idle_bytes > MAX_HEADER_BYTES or len(self.pipeline) > _MAX_PIPELINED:
             self.drop()
 

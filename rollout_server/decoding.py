@@ -84,6 +84,7 @@ class Budget:
     def take(self, num_pixels: int, closed: threading.Event) -> None:
         deadline = Deadline(self._timeout_s)
         with self._changed:
+            # Without other images waiting would make no room, so a request of any size goes on.
             while self.num_held and self.num_held + num_pixels > self._most:
                 check_open(closed)
                 if deadline.is_over():
@@ -119,7 +120,9 @@ class Decoders:
         self._check_number(len(sources))
         encoded = [(source, self._images.read(source)) for source in sources]
         deadline = Deadline(DECODE_S)
+        # Sizes come first, because decoded images may only take memory that the budget has granted.
         looks = [_NUMBERS.unpack(self._ask(_LOOK, data, source, share, deadline)) for source, data in encoded]
+        # A progressive JPEG with thousands of scans takes minutes to decode.
         self._check_cost(sum(num_pixels * num_scans for num_pixels, num_scans in looks))
         share.take(sum(num_pixels for num_pixels, _ in looks))
         # The wait for free pixels does not count as decoding time.
@@ -160,6 +163,7 @@ class Decoders:
         with self._process() as process:
             kind, answer = process.ask(what, data, check)
         if kind == _ERROR:
+            # A cut reply of an image's host must not be kept in the cache.
             self._images.forget(source)
             found, wanted, remedy = json.loads(answer)
             raise media_error(source, found, wanted, remedy)
@@ -185,9 +189,11 @@ class _Process:
 
     def __init__(self, rules: ImageRules) -> None:
         self._link, theirs = socket.socketpair()
+        # Short, so that `check` runs while nothing comes.
         self._link.settimeout(SLICE_S)
         with theirs:
             argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]
+            # No other variables: the token is one of them.
             env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
             # The process imports from the same folders as this one. `-m` alone would search the working directory.
             folders = os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)
@@ -283,6 +289,7 @@ def _answer(images: Images, what: bytes, data: bytes) -> tuple[bytes, bytes]:
         return what, _NUMBERS.pack(*image.size) + image.tobytes()
     except MediaError as error:
         return _ERROR, json.dumps([error.found, error.wanted, error.remedy]).encode()
+    # A broken image may reach the limit of RLIMIT_AS. The process goes on with the next image.
     except MemoryError:
         return _ERROR, json.dumps(["more memory than its pixels take", "a sound image", "save it again"]).encode()
 

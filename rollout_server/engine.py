@@ -170,6 +170,7 @@ class VllmEngine:
             self._llm, model=config.model_name, renderer=self._renderer, adapter=lambda: self._adapter
         )
         self._stalls = StallWatch(config.engine_stall_s)
+        # Tokenizing and reading images on threads keeps the event loop free for probes.
         self._threads = ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="render")
         self._images = EngineImages(self._llm.renderer, self._threads)
         self.weights = checkpoint_digest(self._path)
@@ -190,6 +191,8 @@ class VllmEngine:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
             look = self._look(request, prompt)
             with self._vllm_errors():
+                # A request per answer, not vLLM's `n`: several answers are then those of copies of the request with
+                # other seeds.
                 answers = await gather(  # the responses share their images, so only the first reports the pixels
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)
@@ -375,6 +378,7 @@ class VllmEngine:
         """Return the finished output. `look`: reads the processed images of this request. Raises ServerBusyError if the
         engine gives the request back (`was_given_back`) in all tries."""
         for _ in range(TRIES):
+            # Rendered anew in each try: an engine gives a request back if its image is missing in vLLM's cache.
             asked = prompt.for_engine() if look is None else await look.render()
             answers = self._llm.generate(asked, params, str(next(self._ids)), lora_request=self._adapter)
             async with self._stalls.guard():
@@ -433,6 +437,7 @@ def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:
     from vllm.v1.engine.async_llm import AsyncLLM
 
     vllm_config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
+    # A fork copies locks, but not the threads that hold them, so only a process with one thread is forked.
     if current_platform.is_cpu() and config.world_size == 1 and _num_threads() == 1:
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(

@@ -68,6 +68,7 @@ class Gate:
             raise self._poisoned()
         if self.state != "serving":
             return False
+        # Counted in the same step as the look at the state: nothing can begin an update in between.
         self.in_flight += 1
         return True
 
@@ -79,6 +80,7 @@ class Gate:
     def poison(self, because: str) -> None:
         """Note that the served weights are wrong. Serving stops at once, unless an update is under way."""
         self._unsound = True
+        # The first reason is the cause; later ones follow from it.
         self.poisoned_because = self.poisoned_because or because
         if self.state == "serving":
             self.state = "poisoned"
@@ -118,6 +120,7 @@ class Gate:
     def begin_update(self, incarnation: str, ver: int, mode: Literal["full", "adapter"]) -> None:
         """Begin an update: new calls wait from now on. If the update is not allowed, raises SyncError and changes
         nothing."""
+        # Nothing has changed yet, so a refused update does not poison.
         self.check_update(incarnation, ver, mode)
         self.update = Update(incarnation=incarnation, ver=ver, mode=mode)
         self.state = "draining"
@@ -142,6 +145,7 @@ class Gate:
         loaded, too."""
         assert self.update is not None, "no update under way"
         self._base_ver = self.update.ver
+        # Base weights alone are not the learner's policy, so they are never served.
         self.fail("the weights below an adapter have come, and the adapter has not")
         self._awaits_adapter = True
 
@@ -210,6 +214,7 @@ class WaitingGate:
             outcome = Outcome()
             yield outcome
         except BaseException as error:
+            # Also after a cancellation: weights may be half overwritten, and they cannot be restored.
             self.gate.fail(reason(error))
             raise
         else:

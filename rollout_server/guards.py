@@ -115,6 +115,7 @@ class BodyLimit:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"].rstrip("/") in self._open_paths:
             return await self._app(scope, receive, send)
+        # Probes have been let through above, so a busy server still says that it lives.
         if self._num_calls >= self._config.max_connections:
             return await error_response(self._too_many_calls())(scope, receive, send)
         announced = Headers(scope=scope).get("content-length", "0")
@@ -122,6 +123,7 @@ class BodyLimit:
             return await error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
         num_bytes = num_values = 0
         complete = False
+        # One deadline for the whole body: with one per message a caller could send byte by byte for ever.
         deadline = asyncio.get_running_loop().time() + BODY_S
 
         async def limited() -> Message:
@@ -136,6 +138,7 @@ class BodyLimit:
             body = message.get("body", b"")
             num_new = len(body)
             num_bytes += num_new
+            # Counted before parsing: 4 MB of small values held the event loop for seconds.
             num_values += body.count(b",") + body.count(b"[") + body.count(b"{")
             self._num_held_bytes += num_new
             complete = not message.get("more_body", False)

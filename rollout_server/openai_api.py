@@ -165,6 +165,7 @@ class OpenAILayer:
             answer = await serving.chat.create_chat_completion(self._chat_request(call, images))
         else:
             answer = await serving.completion.create_completion(_completion_request(call))
+        # vLLM's layer returns its errors instead of raising them.
         if hasattr(answer, "error"):
             error = answer.error
             raise RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
@@ -258,6 +259,7 @@ def _completion_request(call: OpenAICall) -> CompletionRequest:
 
 def _fields(call: OpenAICall, without: set[str] | None = None) -> dict[str, object]:
     """Return the fields that the client has set, except `without`."""
+    # A field that is not passed has vLLM's default, which the checkpoint's generation settings decide.
     return call.model_dump(exclude_unset=True, exclude_none=True, exclude=without)
 
 
@@ -336,6 +338,7 @@ class _Client:
         watch = _watch.get()
         first = watch.num_prompts * watch.n
         watch.num_prompts += 1
+        # vLLM's layer would choose an adapter by the name in `model`.
         outputs = self._llm.generate(*args, **{**kwargs, "lora_request": self._served_adapter()})
         return self._watched(outputs, watch, first)
 

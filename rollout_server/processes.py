@@ -88,6 +88,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _watch(server_pid: int) -> None:
+    # A process whose parent has ended has process 1 as its parent, which must not be killed.
     family = {os.getppid(), os.getpid()} - {1, server_pid}
     with contextlib.suppress(ProcessLookupError):  # the server has already ended
         # A descriptor always means this process, while a process id may be reused.

@@ -67,6 +67,7 @@ class Renderer:
                 wanted="messages that the template takes",
                 remedy="check the roles and their order",
             ) from error
+        # The chat template has already written the special tokens.
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         images = self.decoders.load(sources, share)
         return Prompt(token_ids=token_ids, images=images, pixels=self.pixels)
@@ -75,6 +76,7 @@ class Renderer:
         """Raises PromptTooLongError for a text that cannot fit, usually before all of it is tokenized. Raises
         RequestError if `share` is closed."""
         most = self.max_model_len
+        # Tokenizing one long text took 25 s of CPU, so it is cut, and given up once it cannot fit.
         if most is None or len(text) <= _PIECE_CHARS:
             return
         if len(text) > most * self._longest_token:

@@ -74,6 +74,7 @@ class RolloutService:
         self.updates = WeightUpdates(engine, self.waiting_gate, config)
         self.metrics = Metrics(self.waiting_gate, self.updates.totals)
         self.server_id = server_id or uuid.uuid4().hex[:12]
+        # Bytes take 5 KiB an answer instead of 16, and the garbage collector has nothing in them to walk.
         self._answers: RecentAnswers[bytes] = RecentAnswers(KEPT_ANSWERS)
         self._versions = _versions()
         self._num_requests = 0  # requests in calls that run now or wait for a weight update
@@ -253,6 +254,7 @@ class RolloutService:
                 pixels=generations[0].pixels,
             )
             num_logprobs = sum(len(one.logprobs or ()) for one in generations)
+            # Written as each request ends: 256 rollouts written at the end of a call took 13 ms while the GPU was idle.
             return await _beside(num_logprobs > _MANY_LOGPROBS, self._output, generations, infos)
 
         with named(f"infer_requests.{i}"):

@@ -35,6 +35,7 @@ class _UvicornServer(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        # asyncio has just set its own backlog, which is also the number that it accepts at once.
         for listener in sockets or ():
             listener.listen(_BACKLOG)
 

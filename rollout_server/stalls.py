@@ -16,6 +16,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from shared.errors import ServerError
 from shared.waits import ends_within
 
+# Two engines that were given up on an overloaded machine were still working.
 BUSY_TURNS = 10
 BUSY_SHARE = 0.02  # min share of a core that working processes use; with less, they only wait
 
@@ -78,6 +79,7 @@ class StallWatch:
     async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
         """Return True if the engine answers within a turn of 0.75 `stall_s`. While its processes use CPU time, it gets
         another turn, BUSY_TURNS in all. Time in which this process itself is stopped does not count."""
+        # With the pause of 0.25 `stall_s` between two pings, a stall is noticed within `stall_s` of its begin.
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
             if await ends_within(turn_s, asking):

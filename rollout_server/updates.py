@@ -105,6 +105,7 @@ class WeightUpdates:
         """
         self._check_ranks(call)
         call = self._bounded(call)
+        # A learner that crashed may have left a call that waits for it, and the new learner must not wait as well.
         self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._gate.close_group()
@@ -123,6 +124,7 @@ class WeightUpdates:
         _check_verdict(call)
         _check_sizes(call.buckets)
         call = self._bounded(call)
+        # Checked before the gate is taken, so that a refused update poisons nothing.
         self._check_allowed(call)
         async with self._alone():
             start = time.monotonic()
@@ -171,6 +173,7 @@ class WeightUpdates:
         scored_at = time.monotonic()
         outcome.weights = self._weights(call, loaded)
         if not call.base_of_adapter:
+            # Compared inside the exclusive gate: nobody is served before the verdict.
             check_canary(await self._expectation(call, deadline), scores)
         return loaded, scores, (loaded_at, scored_at)
 
@@ -189,6 +192,7 @@ class WeightUpdates:
 
     async def close_group(self, call: CloseCommunicatorCall) -> None:
         """Leave the group if it is this learner's. Otherwise do nothing, so that a late call does no harm."""
+        # A goodbye may come after the next learner has opened its group.
         if call.incarnation == self._gate.incarnation:
             self._break_off("the learner closed the group")
             async with self._alone():
@@ -288,6 +292,7 @@ async def load_and_score(
     also reads places that it gives no weight. So if a canary's scores are not finite, they are made once more from a
     cleared cache. `clear_cache` clears it at once, which takes as long as writing all of it.
     """
+    # A new name each time, because vLLM finds cached prefixes by the adapter's name.
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
     rest = call.model_copy(update={"buckets": [], "canary": []})
     begin: list[Coroutine[object, None, list[WorkerReply] | None]] = [
@@ -302,6 +307,7 @@ async def load_and_score(
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
         pass
     loaded_at = time.monotonic()
+    # A canary that was scored behind the load may have left blocks of partly loaded weights.
     await engine.reset_caches()
     return replies[0], await _score(engine, call), loaded_at
 

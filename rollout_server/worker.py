@@ -159,6 +159,7 @@ class SyncWorker:
         self._end_receiving()
         operation, self._sync_joining = self._sync_joining, None
         if operation is not None:
+            # Cancelled, not waited for: the other ranks may be gone.
             operation.cancel(CommunicatorError(because))
             try:
                 operation.result().abort()
@@ -216,6 +217,7 @@ class Receiving:
             if not operation.done(max(0.0, until - time.monotonic())):
                 return WorkerReply(done=False)
             self._incoming.popleft()
+            # Asked for first, so that the next bucket arrives while this one is checked and loaded.
             self._receive()
             self._check_seal(buffer)
             self._seals.update(bytes(buffer[-SEAL_BYTES:].tolist()))

@@ -159,6 +159,7 @@ class BaseWeightLoad(WeightLoad):
         self._loras.remove_all_adapters()
         self._wrapped = _wrapped(self._model)
         self._take_off()
+        # Opening notes the parameters' names, so the wrappers are taken off before.
         super().open()
         if self.in_place:  # the model may run meanwhile
             self._put_back()
@@ -166,6 +167,7 @@ class BaseWeightLoad(WeightLoad):
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:
         if not self.in_place:
             return super()._load_weights(tensors)
+        # Only for the loader's call: between two buckets the engine may run the model.
         self._take_off()
         try:
             return super()._load_weights(tensors)
