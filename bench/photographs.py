@@ -110,19 +110,27 @@ def photographs(data: Path) -> dict[str, Any]:
     }
 
 
-def server_config(model: Path, images: Path, *, on_gpu: bool) -> dict[str, Any]:
+def server_config(model: Path, images: Path, *, on_gpu: bool, adapts: bool, compiles: bool) -> dict[str, Any]:
+    """Return the server's configuration. `adapts`: it takes adapters. `compiles`: vLLM compiles the model, as by
+    default; otherwise only decoding steps are captured as CUDA graphs, and the server starts a minute earlier."""
     config: dict[str, Any] = {
         "model": str(model),
         "allowed_image_roots": [str(images.resolve())],
         "max_model_len": 2048,
         "max_num_seqs": 64,
-        "enable_lora": True,
+        "enable_lora": adapts,
         "max_lora_rank": 64,
     }
     if not on_gpu:
         return {**config, "enforce_eager": True, "cpu_threads": 1}
-    graphs = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [1, 8, 16, 32, 48, 64]}
-    engine_args = {"kv_cache_memory_bytes": KV_CACHE_BYTES, "compilation_config": graphs}
+    engine_args: dict[str, Any] = {"kv_cache_memory_bytes": KV_CACHE_BYTES}
+    if not compiles:
+        sizes = [1, 8, 16, 32, 48, 64]
+        engine_args["compilation_config"] = {
+            "mode": 0,
+            "cudagraph_mode": "FULL_DECODE_ONLY",
+            "cudagraph_capture_sizes": sizes,
+        }
     return {**config, "gpu_memory_utilization": 0.8, "engine_args": engine_args}
 
 
@@ -199,6 +207,7 @@ def run_config(
 def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> dict[str, Any]:
     steps = [e["metrics"] | {"loss": e["loss"], "num_tokens": e["num_tokens"]} for e in events if e["event"] == "step"]
     syncs = [e for e in events if e["event"] == "sync"]
+    usual = syncs[WARM_UP_STEPS:] or syncs[-1:]
     later = steps[WARM_UP_STEPS:]
     phases = ("step_s", "rollout_s", "learn_s", "sync_s", "wait_s", "data_s", "target_s", "pack_s")
     learn_s = sum(m.get("learn_s", 0.0) for m in later)
@@ -213,6 +222,7 @@ def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> di
         "losses": [round(m["loss"], 3) for m in steps],
         "sync_s": [round(s["seconds"], 3) for s in syncs],
         "pause_s": [round(s["pause_s"], 3) for s in syncs],
+        "sync_parts_s": {name: round(median(s["parts"].get(name, 0.0) for s in usual), 4) for name in usual[-1]["parts"]},
         "sync_bytes": max(s["num_bytes"] for s in syncs),
         "canary_gap": [round(s["canary_gap"], 4) for s in syncs],
         "merge_gap": [round(s["merge_gap"], 4) for s in syncs],
@@ -245,6 +255,7 @@ def main(
         int | None, typer.Option(min=4, help="Of a step, a multiple of 8 on a GPU, of 2 elsewhere. Default: 32 and 4.")
     ] = None,
     limit: Annotated[float, typer.Option(help="Seconds after which a mode is stopped.")] = 420.0,
+    compile_engine: Annotated[bool, typer.Option(help="Servers compile the model, as by default.")] = False,
     scratch: Annotated[
         Path, typer.Option(help="For the model: large and fast. It is kept there for a next call.")
     ] = Path("/dev/shm"),
@@ -281,7 +292,7 @@ def main(
     )
     rows: list[dict[str, Any]] = []
     try:
-        for row in (row for one in wanted for row in _rows(one, work)):
+        for row in (row for one in wanted for row in _rows(one, work, compiles=compile_engine)):
             rows.append(row)
             text = json.dumps({**circumstances(), "model": size, "samples": samples, "runs": rows}, indent=1)
             (out / "photographs.json").write_text(text + "\n")
@@ -294,9 +305,10 @@ def main(
     sys.exit(any("error" in row for row in rows))
 
 
-def _rows(topology: Topology, work: Workload) -> Iterator[dict[str, Any]]:
+def _rows(topology: Topology, work: Workload, *, compiles: bool) -> Iterator[dict[str, Any]]:
     """Yield a row per mode. The servers are started once, and serve one learner after the other."""
-    config = server_config(work.model, work.data, on_gpu=work.on_gpu)
+    adapts = any(MODES[name]["sync"] == "adapter" for name in work.modes)
+    config = server_config(work.model, work.data, on_gpu=work.on_gpu, adapts=adapts, compiles=compiles)
     with supervised() as processes:
         servers = [
             start_server(processes, work.folder, f"server-{topology.name}-{i}", config, devices=mine)

@@ -47,7 +47,7 @@ def test_every_mode_is_a_configuration_that_the_programs_take(text: str, mode: s
     config = load_config(str(path), world_size=len(learner))
     assert (config.stage2_ab is not None) is mode.startswith("async")
     for on_gpu in (True, False):
-        write_yaml(path, server_config(model, tmp_path, on_gpu=on_gpu), "test")
+        write_yaml(path, server_config(model, tmp_path, on_gpu=on_gpu, adapts=True, compiles=False), "test")
         assert load_server_config(path).enforce_eager is not on_gpu
 
 
