@@ -222,7 +222,9 @@ def _told(events: Sequence[Mapping[str, Any]], gpus: Mapping[int, GpuUse]) -> di
         "losses": [round(m["loss"], 3) for m in steps],
         "sync_s": [round(s["seconds"], 3) for s in syncs],
         "pause_s": [round(s["pause_s"], 3) for s in syncs],
-        "sync_parts_s": {name: round(median(s["parts"].get(name, 0.0) for s in usual), 4) for name in usual[-1]["parts"]},
+        "sync_parts_s": {
+            part: round(median(s["parts"].get(part, 0.0) for s in usual), 4) for part in usual[-1]["parts"]
+        },
         "sync_bytes": max(s["num_bytes"] for s in syncs),
         "canary_gap": [round(s["canary_gap"], 4) for s in syncs],
         "merge_gap": [round(s["merge_gap"], 4) for s in syncs],
