@@ -90,6 +90,7 @@ def mean_rewards(counts: Mapping[str, float]) -> dict[str, float]:
 def _score(name: str, function: Reward, answer: Answer) -> float:
     try:
         value = function(answer)
+    # The function is the user's, and may raise anything.
     except Exception as error:
         raise _error(name, answer, where_raised(error)) from error
     if not isinstance(value, int | float) or not math.isfinite(value):

@@ -106,6 +106,7 @@ def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
         str(token): token_id
         for token_id, token in added.items()
         if re.fullmatch(_ADDED_TOKEN, str(token))
+        # Such tokens are found in normalized text, take blanks beside them, or are found in whole words only.
         and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
     }
 
@@ -188,13 +189,14 @@ class TokenPieces:
         return lengths
 
     def _meet(self, ids: NDArray[np.int64]) -> None:
-        """Add the bytes of new tokens to the tables. Lengths are written last, because other threads read meanwhile."""
+        """Add the bytes of new tokens to the tables."""
         with self._adding:
             new = np.unique(ids[self._lengths.take(ids, mode="clip") == _NOT_MET])
             pieces = list(map(self._piece, new.tolist()))
             lengths = np.array(list(map(len, pieces)), dtype=np.int64)
             begins = len(self._bytes) + lengths.cumsum() - lengths
             self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
+            # Threads read without the lock. They know a new token by its length, so that is written last.
             self._begins[new] = begins
             self._lengths[new] = lengths
 
@@ -233,9 +235,10 @@ def _encode(tokenizer: Tokenizer, encoder: Any | None, text: str) -> tuple[int, 
 
 def _encoder_of(backend: Any) -> Any | None:
     """Return a copy of `backend` if it is a `tokenizers.Tokenizer`, else None. Called directly, it encodes a short text
-    in a fifth of the time. Truncation and padding are turned off on the copy, because other users need the original."""
+    in a fifth of the time."""
     if not hasattr(backend, "no_truncation"):
         return None
+    # Others use the original, with truncation and padding.
     encoder = copy.deepcopy(backend)
     encoder.no_truncation()
     encoder.no_padding()

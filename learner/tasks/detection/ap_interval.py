@@ -73,6 +73,7 @@ def _of_class(
         right.append(hits & ~ignored)
         wrong.append(~hits & ~ignored)
     line = np.concatenate(scores)
+    # pycocotools sorts stably too, so equal scores keep the order of the images.
     order = np.argsort(-line, kind="stable")
     empty = np.zeros((10, 0), dtype=bool)
     right_all, wrong_all = (np.concatenate([empty, *parts], axis=1)[:, order] for parts in (right, wrong))
@@ -84,6 +85,7 @@ def ap_of(classes: Sequence[RankedBoxes], weights: NDArray[np.float64]) -> dict[
     sums, sums50, present = (np.zeros(len(weights)) for _ in range(3))
     for one in classes:
         num_truth = weights @ one.truth
+        # COCO leaves a class without an object out of the mean.
         own = np.flatnonzero(num_truth)
         by_threshold = np.stack([_average(one, t, weights[own], num_truth[own]) for t in range(len(one.right))])
         sums[own] += by_threshold.mean(axis=0)
@@ -105,6 +107,7 @@ def _average(
         wrong = np.cumsum(by_box * one.wrong[threshold], axis=1)
         precision = right / np.maximum(right + wrong, 1)
         best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+        # As in pycocotools, a recall that no box reaches has precision 0.
         best = np.append(best, np.zeros((len(best), 1)), axis=1)
         recall = right / num_truth[begin : begin + step, None]
         for i in range(len(best)):
@@ -125,6 +128,7 @@ class ApDraws:
         cls, assignments: Sequence[Assignment], scores: Sequence[Sequence[float]], *, n: int = DRAWS, seed: int = 0
     ) -> ApDraws:
         """Draw `n` times. Equal `n`, `seed` and number of samples give equal draws."""
+        # COCO's matches of an image do not depend on other images, so all draws use the same ones.
         evaluation = coco_matches(assignments, scores)
         classes = _ranked_boxes(evaluation, samples_of_images(assignments))
         weights = np.concatenate(list(draws(len(assignments), n, seed))).astype(np.float64)

@@ -27,6 +27,7 @@ from shared.errors import DataError
 
 Verdict = Literal["right", "wrong name", "nothing there", "cannot tell"]
 FEWEST = 10  # min verdicts that say right or wrong; an audit with fewer is refused
+# With these factors, and no verdict, the probabilities stay as they are.
 _PRIOR = np.array([0.0, 1.0, 0.0])
 _SPREAD = np.array([0.5, 0.3, 0.3])  # standard deviations of the prior, in logits
 _SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # standard deviations of the prior if no probabilities are known
@@ -55,8 +56,10 @@ def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)
+    # By the square root, finds with a rare number of votes are drawn too.
     wanted = np.sqrt(sizes) * number / max(1.0, float(np.sqrt(sizes).sum()))
     taken = np.minimum(wanted.astype(int), sizes)
+    # Rounding down leaves some out: the largest remainders get them.
     while taken.sum() < min(number, len(of)):
         taken[np.where(taken < sizes, wanted - taken, -np.inf).argmax()] += 1
     chosen = [rng.permutation(np.flatnonzero(of == kind))[:some] for kind, some in zip(kinds, taken, strict=True)]
@@ -70,6 +73,7 @@ def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audite
     if votes is None:
         assert probabilities is not None
         votes = [Votes(1, 8)] * len(probabilities)
+        # All finds have one vote here, so votes must not explain the verdicts either.
         audited = [one._replace(votes=1, answers=8) for one in audited if one.probability is not None]
     known = [one for one in audited if one.right is not None]
     before = [one.probability for one in known if one.probability is not None]
@@ -91,6 +95,7 @@ def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audite
 
 def _design(probabilities: Floats, votes: Sequence[Votes]) -> Floats:
     """Return the columns [N, 3] of the regression: 1, the logit, and log2 of the votes, scaled to eight answers."""
+    # The logit of 0 or 1 is not finite.
     sure = np.clip(probabilities, 1 - _SUREST, _SUREST)
     shares = np.array([one.share for one in votes], dtype=float)
     return np.stack([np.ones(len(sure)), np.log(sure / (1 - sure)), np.log2(8 * shares)], axis=1)
@@ -112,6 +117,7 @@ def read_audit(path: Path) -> list[AuditedFind]:
     """Return the finds in a file. Raises DataError if `audit_text` did not write it."""
     try:
         return [_checked(AuditedFind(**row)) for row in json.loads(path.read_text(encoding="utf-8"))["finds"]]
+    # Deeply nested JSON ends in a RecursionError.
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(
             "an audit can't be read",

@@ -6,8 +6,7 @@
 C is a bare `<|coord_k|>` ("tokens") or a plain integer without leading zeros ("digits"), 0..999. Polygons use the key
 `poly`. If a sample has several images, each entry gives its image before its geometry, counted from 1:
 `"image": 2, "bbox_2d": [...]`. Answers are written with ", " and ": ". They are read with any JSON whitespace and with
-fields in any order. All patterns are over bytes and possessive, so reading takes linear time in the answer's length,
-whatever text the model wrote.
+fields in any order.
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ NUM_BINS = 1000
 _CACHED_STRINGS = 1 << 12
 GEOMETRY_KINDS: dict[bytes, GeometryKind] = {b"bbox_2d": "bbox_2d", b"poly": "poly"}
 
+# All patterns are possessive (`*+`): they never go back, so reading any answer takes linear time.
 JSON_SPACE = b" \t\n\r"
 _WS = rb"[ \t\n\r]*+"
 _NAME = rb'"([^"\\\x00-\x1f]*+)"'  # a field's name; it has no escapes, so names are compared byte by byte

@@ -108,6 +108,7 @@ def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, I
     right = numbers.bin == numbers.wanted
     parting = numbers.start + _first_difference(numbers, tokens, token_ids, right)
     behind = np.where(right, numbers.end, parting + 1)
+    # A token that holds parts of two numbers belongs to the first one.
     first = np.maximum(numbers.start, _taken_before(np.maximum(numbers.end, behind)))
 
     labels = token_ids.copy()

@@ -94,12 +94,12 @@ def match_objects(parsed: ParsedRollout, iou_threshold: float) -> Assignment:
 def assign(iou: Floats, feasible: NDArray[np.bool_]) -> list[tuple[int, int, float]]:
     """Return the best one-to-one pairs (row, column, IoU) of a [P, G] matrix, sorted by row.
 
-    The value of a feasible pair is its IoU plus a constant above the largest possible sum of IoUs, so one more pair
-    always wins. Any other cell has value 0, as if row and column were unmatched. scipy's rectangular solver (Crouse
-    2016) maximises the sum.
+    scipy's rectangular solver (Crouse 2016) maximises the sum of the pairs' values.
     """
     rows, cols = np.nonzero(feasible)
+    # If no row and no column has two feasible pairs, all of them are taken, and the solver is not needed.
     if len(set(rows.tolist())) < len(rows) or len(set(cols.tolist())) < len(cols):
+        # The constant is above any sum of IoUs, so one more pair always wins. Value 0 is as good as no pair.
         rows, cols = linear_sum_assignment(np.where(feasible, iou + (1 + min(iou.shape)), 0.0), maximize=True)
         chosen = feasible[rows, cols]
         rows, cols = rows[chosen], cols[chosen]

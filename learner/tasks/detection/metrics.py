@@ -182,6 +182,7 @@ def _share(above: str, below: str) -> Metric:
 
 METRICS: Mapping[str, Metric] = {
     "f1@0.5": _f1_at("tp", 0.5),
+    # If labels are missing at random, it ranks models rightly, and F1 favors those that find little.
     "fm@0.5": _fm_at("tp", 0.5),
     "f1@miou": _f1_over_thresholds("tp"),
     "precision@0.5": _precision_at("tp", 0.5),
@@ -254,6 +255,7 @@ def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.f
     columns]. The draws are the same for all tables."""
     sums: list[list[NDArray[np.float64]]] = [[] for _ in tables]
     for weights in draws(len(tables[0].sample_ids), n, seed):
+        # The same draws for both: the difficulty of scenes then cancels out in their difference.
         for parts, table in zip(sums, tables, strict=True):
             parts.append(weights @ table.values)
     return [np.concatenate(parts) for parts in sums]
@@ -295,6 +297,7 @@ def coco_stats(evaluation: COCOeval | None) -> dict[str, float]:
     with contextlib.redirect_stdout(io.StringIO()):  # pycocotools prints its progress
         evaluation.accumulate()
         evaluation.summarize()
+    # pycocotools returns -1 where it has nothing to average.
     return {name: max(0.0, float(evaluation.stats[i])) for name, i in _STATS.items()}
 
 
@@ -317,14 +320,17 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
     regions = [
         (image, obj._replace(desc=desc))
         for image, obj in _by_image(first, [sample.ignored for sample in samples])
+        # COCO's crowds have one class each, and a region without a name holds for all of them.
         for desc in ([obj.desc] if obj.desc else categories)
         if desc in categories
     ]
     boxes = [_box(image, obj, categories) for image, obj in truth]
     boxes += [{**_box(image, obj, categories), "iscrowd": 1} for image, obj in regions]
     dataset: dict[str, object] = {
+        # IoU does not change with the scale of an axis, so bins serve as pixels.
         "images": [{"id": i, "width": NUM_BINS, "height": NUM_BINS} for i, _ in enumerate(owners, 1)],
         "categories": [{"id": i, "name": desc} for desc, i in categories.items()],
+        # pycocotools takes a match with id 0 for none.
         "annotations": [{"id": n, **box} for n, box in enumerate(boxes, 1)],
     }
     given = [1.0] * len(predicted) if scores is None else [score for own in scores for score in own]

@@ -81,6 +81,7 @@ def apart(
     objects: Sequence[DetectionObject], others: Sequence[DetectionObject], parsed: ParsedRollout, task: ObjectTask
 ) -> list[DetectionObject]:
     """Return the `objects` that match none of `others`, even if each of `others` could be matched several times."""
+    # One matching pairs each of the others once, so it is repeated until nothing matches.
     left = list(objects)
     while (again := overlaps(left, others, parsed, task)).pairs:
         left = [left[i] for i in again.spurious]
@@ -94,6 +95,7 @@ def up_to_object(parsed: ParsedRollout, index: int, task: ObjectTask) -> ParsedR
     """
     rollout = parsed.rollout
     length = int(parsed.slots.end[parsed.objects[index].slots[-1]]) if index >= 0 else 0
+    # An object ends after its last coordinate, with brackets at least, so tokens are added until it is read.
     while True:
         begun = task.parse(replace(rollout, response_token_ids=rollout.response_token_ids[:length]))
         if len(begun.objects) > index:

@@ -82,6 +82,7 @@ class GapJudge:
         free = [[one.object for one in own if one.relation == "free"] for own in found]
         with ThreadPoolExecutor(_THREADS) as pool:
             share = share_of(self.num_labels)
+            # All models have the same labels, so their crops and classifiers are made once.
             if self._looks is None:
                 self._looks = Looks(list(pool.map(lambda one: crops_of(one, [], self._open, share), self._samples)))
             finds = list(pool.map(lambda one, own: crops_of(one, own, self._open, 0.0).finds, self._samples, free))

@@ -113,6 +113,7 @@ def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[ObjectLogprobs]:
 
 
 def _votes(cluster: Cluster) -> tuple[bool, int]:
+    # Members are sorted by answer, and answer 0 is the greedy one.
     in_greedy = cluster.members[0].answer == 0
     return in_greedy, cluster.votes - in_greedy
 
@@ -255,6 +256,7 @@ def scores_of(found: Sequence[ScoreCandidate], calibration: Calibration | None) 
     features = np.stack([one.features for one in found])
     if calibration is not None:
         return calibration.scores(features, [one.object.desc for one in found])
+    # A right box's tokens may have a probability of 0.003. This keeps the order, and people do not read 0.00.
     return 1 / (1 - np.log(np.maximum(raw_scores(features), 1e-300)) / _HALF_NATS)
 
 

@@ -85,6 +85,7 @@ class Spelling:
         if not len(self._alone):
             return self._fused_tokens(numbers, token_ids)
         tokens = self._alone[numbers.wanted]
+        # A longer true number may differ only in the token after the predicted one, so that is compared too.
         tokens[np.arange(len(tokens)), self._num_tokens[numbers.wanted]] = token_ids[numbers.end]
         return tokens
 

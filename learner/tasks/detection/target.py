@@ -60,6 +60,7 @@ def build_target(
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
+    # Coordinates have their labels already: a token that holds a part of one keeps it.
     if loss.matched_desc_weight:
         for position, label in description_labels(assignment, task.desc_text, tokenizer):
             _teach_besides(target, position, label, loss.matched_desc_weight)
@@ -83,6 +84,7 @@ def _appended(
 ) -> tuple[list[DetectionObject], list[int]]:
     """Return missed and unlabelled objects in canonical order, and the indices of the unlabelled ones."""
     both = [(obj, True) for obj in missed] + [(obj, False) for obj in unlabelled]
+    # Missed objects alone keep their order, which may be random.
     if unlabelled:
         both.sort(key=lambda pair: task.canonical_key(pair[0]))
     return [obj for obj, _ in both], [place for place, (_, has_label) in enumerate(both) if not has_label]
