@@ -132,6 +132,7 @@ def load_found(path: Path) -> tuple[RunConfig, list[str]]:
         test=config.data.path_of("test"),
         prompt=config.data.prompt,
     )
+    # These sections name modules and files. Their defaults name none.
     kept = {
         "data": data,
         "labels": LabelsConfig(),
@@ -157,13 +158,16 @@ def _ways_to_read(data: DataConfig) -> list[str]:
 def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> RunConfig:
     """Return the configuration in the parsed YAML `data`, checked as `load_config` does. Raises ConfigErrors."""
     rules = RULES if world_size is None else (*RULES, *topology_rules(world_size))
+    # Values of short names are copied first, so they are checked where the long names are.
     filled, written = spelled_out(data)
     try:
         config: RunConfig = parse(RunConfig, filled, retired=RETIRED, rules=rules)
     except ConfigErrors as errors:
         raise ConfigErrors(errors.what, mistakes=by_names_in_file(errors.mistakes, written)) from errors
+    # All other code reads the long names only.
     if config.rollouts:
         config = config.model_copy(update={"rollouts": {}})
+    # All other code reads the list `servers` only, whichever form the file has.
     if uses_servers(config):
         server = config.rollout_matching.vllm.server
         forms = {"servers": paired_servers(server), "base_url": None, "group_port": None}
@@ -183,6 +187,7 @@ def write_resolved(config: RunConfig, run_dir: Path) -> Path:
     header = "Resolved configuration of this run: bases merged, variables filled in, defaults written out."
     run_dir.mkdir(parents=True, exist_ok=True)
     write_yaml(partial, values, header)
+    # A rename shows readers the old file or the whole new one, never half of one.
     partial.replace(path)
     return path
 

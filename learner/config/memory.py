@@ -183,6 +183,7 @@ def estimate(shape: ModelShape, use: Use) -> MemoryEstimate:
         weights=use.weight_bytes * shape.num_parameters // use.parts,
         adapter=4 * adapter // use.parts,
         gradients=value_bytes * trained // use.parts,
+        # AdamW keeps two moments for each trained value.
         moments=2 * value_bytes * trained // use.parts,
         activations=activations,
         logits=logits,

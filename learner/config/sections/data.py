@@ -197,6 +197,7 @@ class DataConfig(Section):
     @property
     def image_rules(self) -> ImageRules:
         """The rules for opening images. Local files in any folder are allowed, because the user has chosen the data."""
+        # Imported here: it loads Pillow, which a check of keys does not need.
         from shared.images import ImageRules
 
         return ImageRules(hosts=tuple(self.allowed_image_hosts), max_pixels=self.max_image_pixels)

@@ -74,6 +74,7 @@ def target_pattern(config: RunConfig) -> Iterator[Mistake]:
     if isinstance(pattern, str):
         try:
             re.compile(pattern)
+        # `re` raises OverflowError for huge repeat counts, and RecursionError for deep brackets.
         except (re.error, OverflowError, RecursionError) as error:
             found, wanted = f"{pattern!r:.80} ({error})", '"all-linear", a list of names, or a regular expression'
             remedy = "close its brackets, or list the names"

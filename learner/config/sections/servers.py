@@ -203,8 +203,10 @@ def _url_mistake(url: str, at: str) -> Mistake | None:
     wanted, remedy = "a URL prefix such as http://127.0.0.1:8000", "write scheme, host and port"
     try:
         parts = urlsplit(url)
+        # urlsplit checks the port only when it is read.
         port_is_wrong = parts.port == 0
     except ValueError:
+        # A URL may hold a password or a token, so messages show it without them.
         return Mistake(path=at, found=show(bare_url(url)), wanted=wanted, remedy=remedy)
     if parts.username is not None or parts.password is not None:
         remedy = f"remove user and password; the server's token is read from {TOKEN_VARIABLE}"
@@ -212,6 +214,7 @@ def _url_mistake(url: str, at: str) -> Mistake | None:
     if parts.query or parts.fragment:
         found = f"{show(bare_url(url))}, a URL with a query or fragment"
         return Mistake(path=at, found=found, wanted=wanted, remedy="remove ? or # and what follows")
+    # urlsplit drops tabs and line breaks in silence, so the text itself is compared.
     bad = parts.scheme not in ("http", "https") or not parts.hostname or port_is_wrong or url != "".join(url.split())
     return Mistake(path=at, found=show(bare_url(url)), wanted=wanted, remedy=remedy) if bad else None
 

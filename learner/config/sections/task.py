@@ -49,6 +49,7 @@ def detection_keys_have_a_use(config: RunConfig) -> Iterator[Mistake]:
     if config.task.type != "key_value":
         return
     for path, section, model in (("task", config.task, TaskConfig), ("loss", config.loss, LossConfig)):
+        # The preset sets keys of detection that the user has not written.
         by_preset = RECOMMENDED if path == "loss" and config.loss.preset == "recommended" else {}
         for name, field in model.model_fields.items():
             default = by_preset.get(name, field.default)

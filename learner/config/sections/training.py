@@ -182,6 +182,7 @@ def kept_metric(config: RunConfig) -> str | None:
     training = config.training
     if training.keep_best != "auto":
         return training.keep_best
+    # If labels are missing at random, F1 favors models that find little, and `fm@0.5` does not.
     has_gaps = config.labels.complete is not None or config.loss.keep_unmatched
     metric = {"detection": "fm@0.5" if has_gaps else "f1@0.5", "key_value": "f1"}.get(config.task.type)
     return metric if config.data.val is not None and training.eval_steps else None
