@@ -58,6 +58,7 @@ class Augmenter:
     def __call__(self, index: int, epoch: int) -> Sample:
         """Return sample `index` as altered for `epoch`."""
         sample = self._samples[index]
+        # Python's own hash of a text differs in every process, and all ranks must see the same.
         digest = hashlib.blake2b(sample.sample_id.encode(), digest_size=8).digest()
         rng = np.random.default_rng([self._seed, epoch, int.from_bytes(digest, "little")])
         for _ in range(_TRIES):
@@ -94,6 +95,7 @@ def augmented(
     if augment is None or (rollouts and not augment.rollouts):
         return None
     augmenter = Augmenter(samples, augment, seed=config.training.seed, too_long=too_long)
+    # With rollouts ahead a position is no step, and the caller says by `rollouts` what is altered.
     b_ratio = 0.0 if stage2 is None or augment.rollouts or plan.async_actor_learner else stage2.schedule.b_ratio
 
     def seen(index: int, epoch: int, position: int) -> Sample:

@@ -89,6 +89,7 @@ def see(
     """Return the samples, altered by `augmented` if it is given. For equal indices the same object is returned."""
     if augmented is None:
         return tuple(samples[i] for i in indices)
+    # A sample that is drawn several times is one object, so `submit_all` encodes it once.
     seen = {i: augmented(i, epoch, position) for i in dict.fromkeys(indices)}
     return tuple(seen[i] for i in indices)
 
@@ -252,6 +253,7 @@ class Batches(Iterator[MicroBatch]):
         share = seen.share if seen else self._sampler.share(position)
         given = tuple(self._samples[i] for i in share.indices)
         if seen is None or any(one is not before for one, before in zip(given, seen.given, strict=True)):
+            # An augmented picture depends on the labels, so a prompt encoded with the old ones is thrown away.
             if self._augmented is not None:
                 self._ahead.pop(position, None)
             seen = _SeenShare(share, given, see(self._samples, share.indices, share.epoch, position, self._augmented))

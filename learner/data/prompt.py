@@ -51,6 +51,7 @@ class PromptEncoder:
             processor = AutoProcessor.from_pretrained(path) if _has_vision(path) else None
             tokenizer = processor.tokenizer if processor else AutoTokenizer.from_pretrained(path)
         except (OSError, ValueError, ImportError) as error:
+            # A torchaudio that does not fit torch fails here, because transformers imports it.
             raise missing_package(error) or _load_error(path, str(error).strip().partition("\n")[0]) from error
         if not (processor or tokenizer).chat_template:
             raise _load_error(path, "no chat template")
@@ -117,6 +118,7 @@ class PromptEncoder:
         return text
 
     def _token_ids(self, text: str) -> list[int]:
+        # The chat template has written the special tokens.
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
@@ -132,6 +134,7 @@ class PromptCheck:
         self, *, decode: Callable[[list[int]], str] | None = None, image_processing: ImageProcessing | None = None
     ) -> None:
         self._decode, self._processing = decode, image_processing
+        # A digest is forgotten with its prompt's pixels.
         self._processed: WeakKeyDictionary[VisionInputs, ProcessedImages] = WeakKeyDictionary()
         self._has_told = False
 

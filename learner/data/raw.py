@@ -396,6 +396,7 @@ class SampleMaker:
         size, unit = sizes[place], self.coordinates or record.unit
         sides = sides_in(unit, size, self._said(record, len(sizes))[place])
         if not obj.ignored:
+            # Wrong boxes count too, because they show a wrong unit.
             self.bad.reach.add(obj.coords, size, unit, sides)
         if obj.desc is None and not obj.ignored:
             error = obj.place.error(f"{obj.name} has an unknown class", found=obj.written, wanted="a class with a name")
@@ -416,6 +417,7 @@ class SampleMaker:
             bins = tuple((NUM_BINS - 1) * share for share in shares)
         if bins and has_area(obj.kind, bins):
             return DetectionObject(desc=obj.desc or "", kind=obj.kind, bins=bins, image=image)  # type: ignore[arg-type]
+        # A box that lies wholly outside was counted above.
         if not obj.ignored and coords:
             self._no_area(obj, f"an area above 0 after rounding to a thousandth of {size[0]} x {size[1]} pixels")
         return None
@@ -513,5 +515,6 @@ def ring_of(shape: BaseGeometry) -> list[float]:
     areas = shapely.area(parts)
     if not len(parts) or areas.max() <= 0:
         return []
+    # shapely repeats a ring's first point at its end.
     ring = shapely.get_coordinates(parts[areas.argmax()].exterior)[:-1]
     return [float(value) for point in ring for value in point]

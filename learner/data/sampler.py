@@ -66,6 +66,7 @@ class DistributedSampler:
 
     def places(self, position: int) -> range:
         """Return this rank's places in the micro-batch at `position`, counted over all ranks."""
+        # All places of a sample, its group, stay on one rank.
         size = self.global_size(position) // self.repeats
         first, last = (size * rank // self.num_ranks for rank in (self.rank, self.rank + 1))
         return range(first * self.repeats, last * self.repeats)

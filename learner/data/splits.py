@@ -177,6 +177,7 @@ def _records_of(reader: Reader, source: Source) -> Iterator[RawRecord | Sample]:
                 found = f"record {number} is a {type(record).__name__}"
                 raise DataError(key, found=found, wanted=wanted, remedy=remedy)
             yield record
+    # A reader's own DataError names the record already.
     except DataError:
         raise
     except Exception as error:
@@ -193,6 +194,7 @@ def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterato
         while window := list(islice(left, _AHEAD)):
             if time.monotonic() - told_s > _TELL_S:
                 told_s = time.monotonic()
+                # 100,000 photographs take minutes.
                 log.info(
                     "%s: %d records read", window[0].place.file if isinstance(window[0], RawRecord) else root, number
                 )

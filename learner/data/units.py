@@ -162,6 +162,7 @@ class Reach:
 
     def better(self) -> tuple[Unit, _Fit] | None:
         """Return the unit that fits much better than the unit in use; None if there is none. Shares are tried first."""
+        # Small units come first, because their numbers fit the larger units too.
         units: tuple[Unit, ...] = (*_PER_SIDE, "pixels")
         others = ((unit, self.fits[unit]) for unit in units if {unit} != self.units)
         return next(((unit, fit) for unit, fit in others if self._is_better(fit)), None)

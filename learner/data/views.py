@@ -47,6 +47,7 @@ def render(view: View, image: str, images: Images) -> Image.Image:
         left,
         bottom - top,
         right - left,
+        # torchvision takes the height first, and a quarter turn swaps the sides later.
         size=list(view.size if view.quarter_turn else view.size[::-1]),
         interpolation=transforms.InterpolationMode.BICUBIC,
     )

@@ -37,6 +37,7 @@ def row_kind(row: Mapping[str, Any]) -> RowKind | None:
     """Return the kind of a row: the project's own or a conversation; None if no reader knows it."""
     if not {"messages", "conversations"} & row.keys():
         return "own" if "objects" in row else None
+    # ms-swift's `objects` are a mapping of columns, the project's own are a list.
     return "chat" if isinstance(row.get("objects", {}), Mapping) else "own"
 
 
@@ -98,9 +99,11 @@ def boxes_in(answer: str) -> tuple[list[Box], Unit]:
     found = list(_marked(answer))
     if found:
         return found, "thousandths"
+    # The list may stand in a fence or between words.
     start, end = min((at for mark in "[{" if (at := answer.find(mark)) >= 0), default=-1), max(map(answer.rfind, "]}"))
     try:
         listed = json.loads(answer[start : end + 1]) if 0 <= start < end else None
+    # Deeply nested JSON ends in a RecursionError.
     except (ValueError, RecursionError):
         listed = None
     if isinstance(listed, dict) and not any(key in listed for key in _BOX_KEYS):

@@ -178,6 +178,7 @@ def json_format(file: Path) -> Format:
     """Return the format of a .json file. Rows, in a list or one per line, are `jsonl`."""
     try:
         with file.open("rb") as content:
+            # Tools on Windows begin files with a byte order mark.
             first = content.readline(_LONGEST_ROW).removeprefix(b"\xef\xbb\xbf").lstrip()
     except OSError:  # the format's reader will report the error
         return "coco"

@@ -71,6 +71,7 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
         raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     if sum(runs) != width * height:
         raise ValueError(f"run lengths of {sum(runs)} pixels in all, of an image of {width * height}")
+    # int8 wraps around after 127 runs, which keeps even and odd apart.
     return np.repeat(np.arange(len(runs), dtype=np.int8) % 2, runs).reshape(width, height).T
 
 

@@ -24,6 +24,7 @@ class Part:
     last: int = 100
 
     def has(self, sample_id: str) -> bool:
+        # An id may be a file name that is not UTF-8.
         digest = hashlib.blake2b(sample_id.encode(errors="backslashreplace"), digest_size=8).digest()
         return self.first <= int.from_bytes(digest, "big") * 100 // (1 << 64) < self.last
 

@@ -88,7 +88,9 @@ def files_below(folder: Path) -> Iterator[Path]:
     are left out, as are the files that macOS adds on other file systems (`._a.jpg`)."""
     seen: set[str] = set()
     for base, folders, names in os.walk(folder, followlinks=True):
+        # A link to a folder above would be followed without end.
         real = os.path.realpath(base)
+        # os.walk enters the folders that are left in this list.
         folders[:] = [] if real in seen else sorted(name for name in folders if not name.startswith("."))
         yield from () if real in seen else (Path(base, name) for name in names if not name.startswith("._"))
         seen.add(real)

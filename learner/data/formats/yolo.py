@@ -373,6 +373,7 @@ def _record(labels: _Labels, content: YoloFile, source: Source) -> RawRecord:
         place=Place(labels.file, "labels"),
         sample_id=sample_id_of(labels.image, content),
         messages=source.messages,
+        # A relative path would begin at the images' folder once more.
         images=(str(labels.image.absolute()),),
         objects=objects,
         width=None,
