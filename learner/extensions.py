@@ -365,15 +365,18 @@ def _import(path: str) -> Any:
         raise ConfigError("no colon between module and name", remedy="write module:name")
     here = str(Path.cwd())
     if here not in sys.path:
+        # Last, so that a folder here hides no module of this project.
         sys.path.append(here)
     try:
         value: Any = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except FileNotFoundError as error:
+        # Another file is missing, which the user's module reads.
         if error.filename != module_name:
             raise _import_failed(module_name, error) from error
         remedy = f"correct the path; it is relative to the working directory, {here}"
         raise ConfigError(f"there is no file {module_name}", remedy=remedy) from error
     except ModuleNotFoundError as error:
+        # Otherwise the user's module was found, and an import in it failed.
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             remedy = f"correct the path, install the package, or start in the folder that holds {error.name}"
             raise ConfigError(f"there is no module {error.name}", remedy=remedy) from error
@@ -400,10 +403,12 @@ def _load_file(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, Path(path).resolve())
     assert spec is not None, "its suffix is .py"
     assert spec.loader is not None
+    # dataclasses look their module up by its name while it is executed.
     sys.modules[name] = module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # The next import must not find half of a module.
         del sys.modules[name]
         raise
     return module

@@ -145,6 +145,7 @@ class Trainer:
             self.train()
         except (Exception, Stopped) as error:
             try:
+                # The end is written also if this save fails.
                 self.save_after(error)
             finally:
                 how: Ending = "stopped" if isinstance(error, Stopped) else "failed"
@@ -158,6 +159,7 @@ class Trainer:
         if isinstance(error, CheckpointError):
             return
         agreed = isinstance(error, CallbackError) or (isinstance(error, Stopped) and error.agreed)
+        # A save with all ranks would wait for ranks that have ended.
         self.save() if agreed else self.rescue()
 
     def why_early(self) -> str:
@@ -187,7 +189,9 @@ class Trainer:
                 self.journal.step(result, self.syncs.receipt, rows)
                 self.syncs.agree(self.state.global_step)
                 self.callbacks.step(result)
+                # The first step compiles, and what it makes stays for the run too.
                 after_step()
+                # A due checkpoint is saved first. One that `evaluate` saves is removed as soon as a better one comes.
                 if self.cadence.is_due(result.global_step):
                     self.save()
                 if training.eval_steps and result.global_step % training.eval_steps == 0:
@@ -230,7 +234,9 @@ class Trainer:
         with self.clock.phase("learn"):
             totals = totals.reduced(self.ranks)
             share = totals.share_of(shortfall)
+            # A short last step's gradient is multiplied by its share of a whole step's samples.
             self.policy.reduce_gradients(self.ranks, weight_sum=totals.weight / share if share else 0.0)
+            # From here on the weights are between two steps, so nothing may be saved.
             self._boundary = None
             learning_rate, grad_norm = self.optimizer.update(self.state.global_step, share=share)
         self.state = self.state.after_step()
@@ -286,6 +292,7 @@ class Trainer:
         own, metrics = self.evaluations.evaluate(step)
         self.time_limit.evaluated(time.monotonic() - began_s)
         verdict = self.best.add(step, own)
+        # The start needs no checkpoint: its weights are those of model.path.
         if verdict.is_best and step > 0:
             self.keep_best(is_due=self._saved_at == step)
         self.save_calibration()
@@ -297,6 +304,7 @@ class Trainer:
         """Save the present weights as the best ones. The previous best checkpoint is removed if it was saved only for
         being the best. `is_due`: this step has a checkpoint anyway."""
         path, before = self.save(), self._best_alone
+        # The link moves before the old checkpoint goes, so it never leads nowhere.
         self.best.link(path)
         self._best_alone = None if is_due else path
         if before is not None:
@@ -337,6 +345,7 @@ class Trainer:
         """Save the last whole step after an error, without the other ranks, which may have ended. The unfinished step
         is dropped; its samples come again after the resume."""
         at = self._boundary
+        # Step 0 is the model itself.
         if at is None or at.state.global_step in (0, self._saved_at):
             return
         for _, p in self.policy.trainable:

@@ -64,6 +64,7 @@ class GroupsLog:
         if not rewards:
             return
         line: dict[str, object] = {"global_step": global_step, "rewards": rewards}
+        # Steps count from 1, so the first one has answers.
         if (global_step - 1) % self._every == 0:
             line["group"] = self._drawn(group)
         self._lines.append(json.dumps(line))

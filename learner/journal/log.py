@@ -137,6 +137,7 @@ class PhaseClock:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
+        # Unix time jumps when the clock is set, so seconds are measured by another clock.
         began_at, started = time.time(), time.perf_counter()
         try:
             yield
@@ -210,8 +211,10 @@ class Timeline:
         """Return the fields of the step's `timeline` event, with all ranks' spans since the last event. Each span is
         [lane, name, begin, end], in seconds after `origin`: the Unix time of the last event. `seconds` have passed
         since then. Collective."""
+        # A span is written when it ends. Ended here, each step shows its part of the time that a server was out.
         for base_url in tuple(self._out):
             self.server(base_url, serves=False, is_member=True)
+        # The gather below waits for other ranks, so it is made without the lock.
         with self._lock:
             mine, self._spans = self._spans, []
         begin, self._began_s = self._began_s, time.time()
@@ -241,6 +244,7 @@ log = logging.getLogger(__name__)
 
 class _WithoutSecrets(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
+        # The formatted text has the traceback too.
         return masked(super().format(record))
 
 
@@ -249,6 +253,7 @@ class _LogFile(WatchedFileHandler):
     removed, a new one is made as soon as its folder exists."""
 
     def _open(self) -> TextIOWrapper:
+        # In a shared folder the name may be somebody's link to another file.
         file = BufferedWriter(FileIO(self.baseFilename, self.mode, opener=unlinked))
         return TextIOWrapper(file, encoding="utf-8", errors="backslashreplace")
 
@@ -274,6 +279,7 @@ def log_to_file(run_dir: Path, rank: int) -> Path:
         for other in list(logger.handlers):  # libraries add handlers that write to the console
             logger.removeHandler(other)
         logger.addHandler(handler)
+        # The root logger's handlers print on the console.
         logger.propagate = False
     logging.getLogger("learner").setLevel(logging.INFO)
     logging.captureWarnings(True)

@@ -19,6 +19,7 @@ from learner.data.views import shown_images, shown_sizes
 from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
+# In a run of 40 steps, one with a sample of wrong labels, these values found that step alone.
 WINDOW, FEWEST = 40, 8  # max and min number of earlier steps with which a step is compared; with fewer it is no spike
 DISTANCE = 8.0  # a spike is above the median by so many times the median distance from it (5.4 sigma of a Gaussian)
 FACTOR = 1.5  # a spike is also above the median times this factor
@@ -61,6 +62,7 @@ def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> li
     """Return at most MAX_SAMPLES samples of the step's `rows` as JSON, beginning with the rows of the highest loss. A
     sample that is in `samples` has its images and labels too."""
     ordered = sorted(rows, key=lambda row: -row.loss)
+    # Later entries win, so a sample in several rows has the highest loss.
     losses = {sample_id: row.loss for row in reversed(ordered) for sample_id in row.sample_ids}
     chosen = dict.fromkeys(sample_id for row in ordered for sample_id in row.sample_ids)
     ids = list(chosen)[:MAX_SAMPLES]

@@ -166,6 +166,7 @@ class MLflow(Tracker):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             place.directory.mkdir(parents=True, exist_ok=True)
             uri = (place.directory / "mlruns").absolute().as_uri()
+        # By default MLflow waits for 120 s and tries seven times, and the run's end waits for 10 s.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient
@@ -255,6 +256,7 @@ class _Thread:
         self._make, self._tell = make, tell
         self._failures_in_row = 0
         self._queue: queue.Queue[Call | None] = queue.Queue(MAX_WAITING)
+        # A daemon: a tracker that hangs must not keep the process from ending.
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
 
@@ -359,6 +361,7 @@ class Trackers:
                     thread.put(lambda tracker: tracker.artifact(once()))
         for thread in self._threads:
             thread.finish()
+        # All were asked to end before the wait, so they share one deadline.
         deadline = time.monotonic() + self.timeout_s
         counts = {}
         for thread in self._threads:
