@@ -126,6 +126,7 @@ class Answers:
             MicroStep(
                 samples=[sample for sample in samples for _ in range(number)],
                 micro_step_idx=0,
+                # Seeds follow from this index, so each image has its own, whatever is answered together.
                 first_req_idx=place * MOST_PARTS * number,
             )
             for place, samples in groups.items()
@@ -215,6 +216,7 @@ class Answers:
             ranks=ranks,
             tensor_parallel_size=1,
             offload=Offload(lambda: iter(()), self.device),
+            # No sync brings weights here.
             reads_weights=True,
             keeps_awake=True,
         )

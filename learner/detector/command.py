@@ -120,6 +120,7 @@ def _work(detector: Detector, todo: Mapping[int, InputImage], store: Store, opti
         for place, found in detector.predictions(todo):
             if isinstance(found, Prediction):
                 boxes = [box for box in found.boxes if box.score >= shown_from(detector, options)]
+                # The picture comes first, because the line says that its image is done.
                 save_picture(options.out, picture_name(place, found), draw(images.load(found.source), boxes, classes))
                 store.add(place, found)
             else:
@@ -181,6 +182,7 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
 def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, object]:
     """Return the values that must be equal if a command continues an earlier command."""
     sources = hashlib.sha256("\n".join(image.source for image in line.values()).encode()).hexdigest()[:16]
+    # The token is a secret, and this is written to a file.
     asked = {key: value for key, value in asdict(options.asked).items() if key != "token"}
     return {
         "model": str(model.folder.resolve()),

@@ -150,6 +150,7 @@ def without_border(found: Sequence[Found], samples: Sequence[Sample]) -> tuple[l
     for sample in samples:
         touching = _touching(sample.objects)
         kept = tuple(obj for obj, so in zip(sample.objects, touching, strict=True) if not so)
+        # A region without a name holds for every class.
         cut = (obj._replace(desc="") for obj, so in zip(sample.objects, touching, strict=True) if so)
         inside.append(replace(sample, objects=kept, ignored=(*sample.ignored, *cut)))
     labels = {sample.sample_id: sample.objects for sample in inside}

@@ -127,6 +127,7 @@ def _found_run(folder: Path, *, needed: bool) -> tuple[RunConfig | None, str]:
     try:
         run, left_out = load_found(file)
     except ConfigError as error:
+        # A run of another version may have keys that are gone. `inference.json` says how its model is asked.
         if needed:
             raise
         return None, f"{BESIDE} is not used, and annotations are read by the defaults: {error}"
@@ -207,6 +208,7 @@ def model_files(folder: Path) -> tuple[list[str], list[str]]:
     words: other files, and links that leave the folder. Hidden files and the learner's own files are in neither
     list."""
     files, left_out = [], []
+    # A link could lead to a folder of other files.
     templates = () if (folder / TEMPLATES).is_symlink() else folder.glob(f"{TEMPLATES}/*")
     for path in sorted([*folder.glob("*"), *templates]):
         inside, is_link = str(path.relative_to(folder)), path.is_symlink()
@@ -269,6 +271,7 @@ def model_folder(path: Path) -> Path:
     steps = {
         int(match[1]): entry
         for entry in path.glob("checkpoint-*")
+        # A folder may be named like a checkpoint and be none.
         if (match := _CHECKPOINT.fullmatch(entry.name)) and _is_model(entry)
     }
     if (found := kept(path) or steps.get(max(steps, default=0))) is not None:

@@ -269,6 +269,7 @@ class _Naming:
             } | self._by_place()
         from_0, from_1 = self._by_place().items()
         has_0 = any(row.result.category_id == 0 for row in self.rows)
+        # Ultralytics counts classes from 1, its older versions from 0.
         return dict([from_0, from_1] if has_0 else [from_1, from_0])
 
     def _by_place(self) -> dict[str, Mapping[int, str]]:

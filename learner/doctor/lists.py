@@ -42,6 +42,7 @@ def write_lists(path: str, out: Path, overrides: Sequence[str] = ()) -> int:
     if annotations.format == "yolo":
         names = yolo_file(Path(name_and_split(annotations.path)[0])).classes
         lists = "".join(f"{split}: {json.dumps(str(file.absolute()))}\n" for split, file in written.items())
+        # JSON escapes an emoji as two halves, which YAML does not join.
         classes = "".join(f"  {number}: {json.dumps(name, ensure_ascii=False)}\n" for number, name in names.items())
         _write(out / "data.yaml", f"{lists}names:\n{classes}")
         print(f"{out / 'data.yaml'}: for YOLO trainers")

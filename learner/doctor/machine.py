@@ -57,6 +57,7 @@ def compare_libraries(requirements: list[Requirement], installed: Mapping[str, s
         if found is None:
             if not is_extra:
                 wrong.append(f"{requirement.name} is not installed")
+        # A CPU build of torch has a version such as 2.13.0+cpu.
         elif not requirement.specifier.contains(found.partition("+")[0], prereleases=True):
             wrong.append(f"{requirement.name} {found}, wanted {requirement.specifier}")
     if wrong:

@@ -103,6 +103,7 @@ def suggest(
             remedy="choose another --out, or review these: "
             f"rollout-learner find-missing review {shlex.quote(str(out))}",
         )
+    # Otherwise hours of answers are lost where the file cannot be written.
     require_writable(out)
     writable_annotations(data, data.train)
     tell(f"reading {data.train}")
