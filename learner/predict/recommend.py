@@ -27,12 +27,8 @@ F1 over sft on the same labels; on the photographs it lost 0.02. So grpo is reco
 and the estimated F1 must decide.
 
 The thresholds are chosen by hand, so that they give the right method in all comparisons that were measured
-(docs/concepts/which-method.md). For complete labels at most 0.05 were estimated as missing, for labels of which 40%
-were removed at least 0.38; so MISSING is 0.10. A model of digits that found 0.96 of the labelled places, with 40% of
-the labels missing, gained nothing from completed labels; models that gained found 0.87 or less. With an exposure gap of
-0.0013 nats both methods were equally good, so EXPOSURE is 0.02. A gain of less than 0.03 F1 is not worth a training.
-With complete labels and much headroom in places, sft alone corrected four habits. The other thresholds only mark
-obvious cases.
+(docs/concepts/which-method.md). With complete labels and much headroom in places, sft alone corrected four habits. The
+thresholds without a figure only mark obvious cases.
 """
 
 from __future__ import annotations
@@ -46,9 +42,12 @@ from learner.tasks.detection.completion import MISSING, CompletionEstimate
 
 PARSE_RATE = 0.5  # below this share of readable answers, sft comes first
 LEAST_F1 = 0.05  # below this F1 of greedy answers, sft comes first
+# With 40% of the labels missing, a model of digits that found 0.96 gained nothing. Those that gained found 0.87 or
+# less.
 FOUND = 0.90  # a model that finds more than this share of the labelled places gains nothing from completed labels
 HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minus F1 of the greedy answer
 NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended
+# With a gap of 0.0013 nats, rollout matching and sft were equally good.
 EXPOSURE = 0.02  # rollout matching pays if labels cost so many nats per token more after own answers than after labels
 OVERFIT = 0.05  # if validation labels cost so many nats per token more than training labels, more sft overfits
 OVERFIT_F1 = 0.10  # if F1 on training scenes is so much higher than on validation scenes, the model knows them by heart

@@ -186,6 +186,7 @@ class StageProcess:
         log = path.with_suffix(".log")
         code = exit_code(-self._signum)
         if not self._signum:
+            # The stage's process writes to the same stdout.
             sys.stdout.flush()
             with writing(log), FileIO(log, "w", opener=unlinked) as errors:
                 # With a session of its own, the stage's process gets Ctrl-C only from `_pass_on`, not from the terminal
@@ -197,6 +198,7 @@ class StageProcess:
                     start_new_session=True,
                     preexec_fn=partial(end_with_parent, signal.SIGKILL, os.getpid()),
                 )
+            # A signal that came before the process had begun is due now.
             self._pass_on()
             code = exit_code(returncode := self._process.wait())
             self._process = None

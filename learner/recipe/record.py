@@ -192,6 +192,7 @@ def stage_result(run_dir: Path, *, why: str, seconds: float, patience: int) -> S
     try:
         stored = json_in(run_dir / BEST_FILE)
         values = {int(step): float(value) for step, value in stored["values"].items()}
+        # Of equal scores the earlier step counts.
         best = max(values, key=lambda step: (values[step], -step))
         start, metric = values[0], str(stored["metric"])
     except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -228,6 +229,7 @@ def _labels(run_dir: Path) -> dict[str, Any]:
         return {"labels": "", "completed": False}
     found = json_in(files[-1])
     completed = found["min_votes"] is not None and bool(found["added"])
+    # The first completion is made by the model that the stage began with, which the rules ask about.
     cannot = CompletionEstimate.of_json(json_in(files[0])["estimate"]).cannot_complete
     return {"labels": found["text"], "completed": completed, "cannot_complete": cannot and not completed}
 
@@ -272,6 +274,7 @@ def spent_s(run_dir: Path) -> float:
     for line in path.read_text(errors="replace").splitlines():
         try:
             event = json_of(line)
+            # Each start writes its plan first, so the time between two starts does not count.
             if event["event"] == "plan":
                 spans.append([])
             spans[-1].append(float(event["time"]))

@@ -51,6 +51,7 @@ def prepare(trainer: Trainer) -> bool:
     little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file of the
     recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
+    # Rank 0 reads for all ranks, so that they cannot take different ways.
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
     assert record is not None, "a stage is begun by its recipe"
     name, sft_dir = trainer.config.custom.trainer_variant, run_dir.parent / SFT
@@ -98,6 +99,7 @@ def measure_headroom(trainer: Trainer) -> dict[str, FeatureEstimate]:
     """Return the features MEASURED by name, estimated for the present weights on at most SAMPLES training samples.
     Collective."""
     every = trainer.basis.data.train
+    # The fixed seed gives all ranks the same samples.
     chosen = [every[i] for i in sorted(random.Random(0).sample(range(len(every)), min(SAMPLES, len(every))))]
     greedy = trainer.evaluations.score(chosen, "headroom.jsonl", None, step=0).assignments
     groups = _drawn(trainer, chosen)

@@ -92,6 +92,7 @@ def grpo_stage(
     values["labels"]["complete"] = complete | {"write": None} if completes else None
     values["loss"]["function"] = None  # grpo learns no labels
     decoding = values["custom"]["extra"]["rollout_matching"]["decoding"]
+    # `grpo` must draw rollouts by the probabilities that it learns.
     decoding |= {"temperature": 1.0, "top_p": 1.0, "top_k": -1, "repetition_penalty": 1.0, "decode_mode": None}
     _without_augment(values, config)
     if model is not None:

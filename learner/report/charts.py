@@ -38,6 +38,7 @@ class Series:
         found = thin(self.points)
         if not self.spread:
             return found
+        # A point that the line leaves out is left out here too, so both have the same columns.
         spreads = thin([(x, d if math.isfinite(y) else y) for (x, y), d in zip(self.points, self.spread, strict=True)])
         return [replace(c, low=c.y - d.y, high=c.y + d.y) for c, d in zip(found, spreads, strict=True)]
 

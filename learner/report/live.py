@@ -170,6 +170,7 @@ class LiveView:
             return [f"unknown: the run's folder has {hidden[0]} for a part of its URL", "–", "–", "–"]
         headers = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
+            # A proxy of the environment would see the token.
             with httpx.Client(trust_env=False) as client:
                 code, content = ask(client, f"{url}/status/", timeout_s=ASK_S, headers=headers)
             if code == httpx.codes.UNAUTHORIZED:
@@ -303,6 +304,7 @@ def busy(run: RunRecord) -> Chart | None:
         for a in line.activities:
             spans.setdefault(a.lane, [])
             if a.name not in IDLE:
+                # A rollout may begin long before the steps that are shown.
                 spans[a.lane].append((max(a.begin_s, last[0].begin_s), a.end_s))
     bars = [Bar(lane.replace("http://", ""), min(1.0, covered(found) / span), "learn") for lane, found in spans.items()]
     return bar_chart(f"Busy share, last {len(last)} steps", bars)
@@ -325,6 +327,7 @@ def create_app(run_dir: Path, *, host: str, token: str | None) -> FastAPI:
 
     async def now() -> str:
         """Return the changing part of the page. It is made at most once per POLL_S / 2, even if many browsers ask."""
+        # This runs in the event loop, so only one thread calls `view.now`.
         if not made or time.monotonic() - made[0][0] > POLL_S / 2:
             made[:] = [(time.monotonic(), view.now())]
         return made[0][1]

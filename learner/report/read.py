@@ -268,6 +268,7 @@ def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]
             case "end":
                 ended, because = str(event.get("how", "")), str(event.get("because", ""))
             case "step":
+                # A step after an end: the run was resumed by a version that wrote no `begin`.
                 ended = ""
                 times.append(_number(event, "time"))
     training = config.get("training")
@@ -393,6 +394,7 @@ def _group_step(line: Mapping[str, Any]) -> GroupStep | None:
         group = line.get("group", {})
         answers = [_scored_scene(group, one) for one in group.get("answers", ())]
         step = int(line["global_step"])
+    # `int` raises OverflowError for Infinity, which Python's JSON may have.
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
         return None
     if not rewards or not all(map(math.isfinite, rewards)):

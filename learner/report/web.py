@@ -52,6 +52,7 @@ def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
     than `body_bytes` is refused (413), and no more than that is read of it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_NAMES, host], www_redirect=False)
+    # What is added last is outermost, so refusals of the other have the headers too.
     app.add_middleware(_Guard, body_bytes=body_bytes)
     return app
 
@@ -101,6 +102,7 @@ class _Behind:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         first, slash, _ = str(scope["path"])[1:].partition("/")
+        # Equal time for every wrong path says nothing about the right one.
         if not (slash and secrets.compare_digest(f"/{first}".encode(), self.path.encode())):
             await Response("Not Found", 404, dict(HEADERS))(scope, receive, send)
             return
@@ -123,6 +125,7 @@ class _Guard:
         async def bounded() -> Message:
             nonlocal num_bytes
             message = await receive()
+            # The header may be missing or wrong, so the bytes are counted.
             num_bytes += len(message.get("body", b""))
             if num_bytes > self.body_bytes:
                 raise HTTPException(413, f"more than {self.body_bytes} bytes")
@@ -132,9 +135,11 @@ class _Guard:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
+                    # A page has a policy of its own, for its script.
                     headers.setdefault(name, value)
             await send(message)
 
+        # `int` refuses texts of thousands of digits.
         if told.isdecimal() and int(told[:20]) > self.body_bytes:
             await Response(f"more than {self.body_bytes} bytes", 413)(scope, receive, headed)
             return
