@@ -30,10 +30,12 @@ def ask(
     with client.stream("GET", url, headers={**PLAIN, **(headers or {})}, timeout=timeout_s) as answer:
         if is_packed(answer):
             raise ValueError("a packed answer")
+        # Raw bytes: httpx would unpack others before their number is known.
         for part in answer.iter_raw():
             content += part
             if len(content) > most_bytes:
                 raise ValueError(f"an answer of more than {most_bytes} bytes")
+            # httpx limits each read only, so a server that sends byte by byte would never be late.
             if awake_s() > deadline:
                 raise ValueError(f"no whole answer within {timeout_s:g} s")
         return answer.status_code, bytes(content)

@@ -70,6 +70,7 @@ class EngineImages:
                 rendered = render(asked, arrival_time, **kwargs)
                 if prompt.images:
                     known[id(prompt.images)] = prompt, rendered
+            # A copy, because the kept rendering serves other prompts too.
             rendered = {**rendered, "arrival_time": arrival_time}
             seen = self.seen(rendered) if looks else []
             if None in seen:
@@ -81,6 +82,7 @@ class EngineImages:
         try:
             yield found
         finally:
+            # The wrapper is an attribute of the instance, so without it the class's own method is back.
             del self.renderer.process_for_engine
 
     def seen(self, rendered: EngineInput) -> list[Future[ProcessedImage] | None]:

@@ -144,9 +144,11 @@ class _Line:
         if self.hung_up:
             raise TimeoutError("redirects took the time")
         link = socket.create_connection(address, timeout=max(SLICE_S, self._deadline.left_s()))
+        # No limit for single reads: at the deadline the watching thread shuts the connection down.
         link.settimeout(None)
         with self._lock:
             self._release()
+            # A duplicate, because TLS takes the descriptor away from the socket that it wraps.
             self._link = link.dup()
         if self.hung_up:  # the deadline passed while connecting
             link.close()
@@ -181,6 +183,7 @@ def _answer(url: SplitResult, line: _Line) -> Iterator[HTTPResponse]:
         connection = HTTPConnection(host, url.port)
         connection.sock = _certificates().wrap_socket(link, server_hostname=host) if secure else link
         with contextlib.closing(connection):
+            # Made of the parts that were checked, because parsing the URL again could give another host.
             target = url._replace(scheme="", netloc="", fragment="", path=url.path or "/").geturl()
             connection.request("GET", quote(target, safe=_URL_CHARS), headers=_HEADERS)
             yield connection.getresponse()

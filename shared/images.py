@@ -239,7 +239,9 @@ class Images:
     def _decoded(self, text: str, source: str) -> bytes:
         """Decode base64, with or without line breaks. Raises ValueError, MediaError."""
         data = text.encode("ascii").translate(None, _SPACES)
+        # Checked before decoding, which takes the memory.
         check_bytes(len(data) * 3 // 4 - 2, source, self.rules)
+        # Without `validate` foreign characters would be skipped, and a path could pass for base64.
         return base64.b64decode(data, validate=True)
 
     # ---- headers ---------------------------------------------------------------------------------------------------
@@ -371,6 +373,7 @@ def _to_rgb(image: Image.Image) -> Image.Image:
     elif image.mode == "F":
         raise ValueError("floating-point pixels, whose range is unknown")
     elif "A" in image.getbands() or "transparency" in image.info:
+        # The stored color of transparent pixels is mostly black, which would hide a dark drawing from the model.
         seen = image.convert("RGBA")
         if seen.getchannel("A").getextrema() != (255, 255):
             image = Image.alpha_composite(Image.new("RGBA", seen.size, "white"), seen)

@@ -35,6 +35,7 @@ def remember(name: str, value: str) -> None:
     if len(value) < MIN_CHARS or value in _known:
         return
     _known[value] = f"${{{name}}}"
+    # A secret may contain another one, so longer ones are tried first.
     longest_first = sorted(_known.items(), key=lambda item: -len(item[0]))
     _known.clear()
     _known.update(longest_first)
@@ -62,6 +63,7 @@ def as_written(text: str) -> str:
     escaped = text.replace("${", "$${")
     if "://" in text:
         return masked(escaped)
+    # Only the exact value: any other form, filled in later, would read back as another text.
     for value, written in _known.items():
         escaped = escaped.replace(value, written)
     return escaped

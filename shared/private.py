@@ -30,6 +30,7 @@ def cache_folder(environment: Mapping[str, str], program: str) -> Path:
         folder = root / program / "torch"
         folder.mkdir(parents=True, exist_ok=True)
         for made in (folder.parent, folder):
+            # A folder of another user cannot be changed; `is_private` refuses it below.
             if made.stat().st_uid == os.geteuid():
                 made.chmod(0o700)
         if is_private(folder) and os.access(folder, os.W_OK):
@@ -85,6 +86,7 @@ def _lock(path: Path, *, new: bool = False) -> int | None:
     handle = -1
     try:
         handle = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | (os.O_CREAT if new else 0), 0o600)
+        # `flock`, because a POSIX lock is lost as soon as its own process closes the file once more.
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         if handle >= 0:

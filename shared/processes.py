@@ -66,6 +66,7 @@ def leave_lost_output(within_s: float = 0.0, *, streams: Collection[int] = _PRIN
     would raise OSError, and could stop a save. `streams`: file descriptors."""
     poll = select.poll()
     for stream in streams:
+        # No events are asked for: errors and hang-ups are always reported.
         poll.register(stream, 0)
     for stream, events in poll.poll(1000 * within_s):
         if events & (select.POLLHUP | select.POLLERR):

@@ -28,6 +28,7 @@ from pydantic_core import CoreSchema
 
 from shared.errors import ProjectError, error_classes
 
+# To be raised with every new field: both sides refuse unknown fields, and the version says so in words.
 PROTOCOL_VERSION = 8
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself
@@ -87,6 +88,7 @@ class ClientModel(WireModel):
     @classmethod
     def _may_be_absent(cls, name: str) -> bool:
         field = cls.model_fields.get(name)
+        # ms-swift 4.6.0 sends `add_eos: null`, which earlier versions did not have.
         return field is None or (not field.is_required() and type(None) not in get_args(field.annotation))
 
     @classmethod

@@ -117,6 +117,7 @@ def _compose(raw: bytes, file: str) -> yaml.Node | None:
             "check that this is the configuration file",
         )
     try:
+        # `utf-8-sig` drops a byte order mark, which some editors write.
         return _Composer(raw.decode("utf-8-sig")).get_single_node()
     except UnicodeDecodeError as error:
         raise _unreadable(
@@ -389,6 +390,7 @@ def _override(merged: Parsed, text: str) -> None:
     builder = _ValueBuilder(COMMAND_LINE)
     builder.parsed.lines[dotted(path)] = COMMAND_LINE
     try:
+        # An argument of the command line may hold bytes that are not UTF-8. `_compose` reports it.
         node = _compose(value.encode(errors="surrogateescape"), COMMAND_LINE)
         above = builder.build(node, path) if node is not None else None
     except ConfigErrors as error:
