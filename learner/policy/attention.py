@@ -12,7 +12,7 @@ values of a prompt are repeated for each answer just before the kernel. All else
 
 On CUDA in 16 bits, attention is one varlen kernel per layer. Elsewhere neighbouring segments of similar length share a
 call of torch's scaled dot product attention (SDPA). For the compiler (`compiled.py`) the varlen kernel is one opaque
-operator: no length of a row leads to a new compilation. The SDPA calls depend on the lengths, so they are not compiled.
+operator: no length of a row leads to a new compilation.
 """
 
 from __future__ import annotations
@@ -67,6 +67,7 @@ class SegmentLayout:
         the row, to which the piece attends too; empty if there is none."""
         starts = _ends(lengths)[:-1].tolist()
         own = [range(start, start + length) for start, length in zip(starts, lengths, strict=True)]
+        # Keys of a shared prompt are repeated for each of its answers, because the kernel takes consecutive keys only.
         index = np.concatenate([np.r_[before, mine] for before, mine in zip(prefixes, own, strict=True)])
         num_keys = [len(before) + length for before, length in zip(prefixes, lengths, strict=True)]
         return cls(
@@ -184,6 +185,7 @@ def _refuse_variants(kwargs: dict[str, object], max_length: int) -> None:
 
 def _varlen_can(query: torch.Tensor) -> bool:
     head_dim = query.shape[-1]
+    # The kernel is flash attention's, which takes no other types and head sizes.
     return query.is_cuda and query.dtype in (torch.bfloat16, torch.float16) and head_dim % 8 == 0 and head_dim <= 256
 
 
@@ -207,6 +209,7 @@ def _varlen(
     return out[None]
 
 
+# The calls depend on the row's lengths, so each row would be compiled anew.
 @torch.compiler.disable
 def _batched(
     q: torch.Tensor,  # [T, H, D]

@@ -9,8 +9,7 @@ the model is sharded, it is this rank's part of the gradient of the sum over all
 do not affect training. They are collective if the model is sharded.
 
 The patch embedding of Qwen-VL vision towers is a convolution, and each of its inputs is a single patch. It is computed
-as a matrix product instead, because convolution kernels on CUDA take tens of times as long. The weights, their names
-and their gradients are those of the convolution.
+as a matrix product instead. The weights, their names and their gradients are those of the convolution.
 """
 
 from __future__ import annotations
@@ -67,6 +66,7 @@ def use_linear_patch_embedding(model: torch.nn.Module) -> None:
     """Make the model's convolutions whose stride equals their kernel (patch embeddings) compute a matrix product."""
     for module in model.modules():
         if isinstance(module, torch.nn.Conv3d) and _covers_one_patch(module):
+            # Convolution kernels on CUDA take tens of times as long.
             module.forward = partial(_linear_patch, module)  # type: ignore[method-assign]
 
 
@@ -105,6 +105,7 @@ class Policy:
         self.model, self.adapter, self.encoder = model, adapter, encoder
         self.device, self.bf16, self.why_not_compiled = device, bf16, why_not_compiled
         self._sharded, self._loss, self._grpo = sharded, loss, grpo
+        # Listed once: ranks reduce exactly these gradients, even if something changed `requires_grad` later.
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @property
@@ -218,6 +219,7 @@ class Policy:
         with compiling():
             loss, inputs, sums = self._forward_row(row)
             loss_sum = loss.item()
+            # Before the backward pass: gradients of a loss that is not finite would spoil those of earlier rows.
             check_finite(loss_sum, [s.sample_id for s in row.segments])
             with collective_errors() if self.is_sharded else nullcontext():
                 loss.backward()  # the host does not wait for the device, and packs the next row meanwhile
@@ -322,12 +324,14 @@ def load_policy(
     rows or sharding do not support the model, or if `compile: true` fails.
     """
     base_path = lora.base_model_path(config) or config.path
+    # A sharded model may not fit one device, so it is loaded into host memory.
     place = torch.device("cpu") if shard_over else device
     model = _load_model(base_path, getattr(torch, config.dtype), place, allow_untested=config.allow_untested_family)
     _refuse_logit_transforms(model)
     use_segment_attention(model)
     use_linear_patch_embedding(model)
     adapter = lora.attach_adapter(model, config)
+    # After the adapter was attached, because `model.freeze` may name its parameters too.
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
         # Reentrant checkpointing would lose the gradients of a layer whose input has no gradient. With adapters, the

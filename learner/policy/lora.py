@@ -236,6 +236,7 @@ def _obstacle(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> str:
 def _checkpoint_names(model: PreTrainedModel, layers: dict[str, LoraLayer]) -> dict[str, str]:
     """Return the layers' names in the checkpoint, by their names in the model. Layers whose weights the checkpoint
     fuses or splits are left out."""
+    # Tensors without memory are enough, because only their identities are compared.
     weights = {
         f"{name}.weight": torch.empty(layer.get_base_layer().weight.shape, device="meta")
         for name, layer in layers.items()

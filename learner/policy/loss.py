@@ -48,6 +48,7 @@ def weighted_loss(
     """Return the sum of weighted losses as a float32 scalar. `function`: the user's loss function, which computes the
     loss instead. With N = 0 the result is 0, and all gradients are zeros, not None (D5), also the head's."""
     if len(targets) == 0:
+        # One token goes through the head, so that a sharded head is gathered and reduced on every rank.
         return head(hidden[:1]).float().sum() * 0.0
     logprobs = token_logprobs(hidden[predict_at], head, targets, compiled=compiled)
     return -(logprobs * weights).sum() if function is None else _of_function(function, logprobs, weights)
@@ -59,6 +60,7 @@ def _of_function(function: LossFunction, logprobs: torch.Tensor, weights: torch.
     try:
         loss = function(logprobs, weights)
     except Exception as error:
+        # The function is not at fault, and the caller names the row that does not fit.
         if is_out_of_memory(error):
             raise
         raise _function_error(where_raised(error)) from error

@@ -111,6 +111,7 @@ class Optimizer:
                 wanted=f"the {len(wanted)} parameters that are trained now",
                 remedy="resume with the same model.freeze and model.lora, or start anew from the checkpoint's model",
             )
+        # All moments are checked before the first one is changed.
         for name, p in self._named if stored else ():
             _check_moments(name, p, stored[name])
         for name, p in self._named if stored else ():

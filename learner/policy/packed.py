@@ -88,6 +88,7 @@ def pack_inputs(
         predict_at=to_device(torch.from_numpy(predict_at), device),
         targets=to_device(_gather([s.labels for s in segments], supervised), device),
         weights=to_device(weights, device),
+        # Summed on the host, because a read from the device would wait for it.
         weight_sum=float(weights.double().sum()),
         supervised=tuple(supervised),
         policy=_policy(segments, supervised, device),
@@ -187,6 +188,7 @@ def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.
     written = (ids == image_token_id(model)) & ~torch.from_numpy(in_prompt)[None]
     if not written.any():
         return ids, None
+    # The model would look for image features at these tokens, and end with an error.
     return ids.masked_fill(written, 0), written
 
 

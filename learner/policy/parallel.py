@@ -72,6 +72,7 @@ class Ranks:
             return value
         box = [value]
         with self._deadline("broadcast_object"):
+            # On CPU, so that gloo sends it: a missing rank is then an exception at the deadline.
             dist.broadcast_object_list(box, src=0, device=_CPU)
         return box[0]  # type: ignore[return-value]
 
@@ -87,6 +88,7 @@ class Ranks:
             outcome = error
         outcomes = self.all_gather_object(outcome)
         for rank, other in enumerate(outcomes):
+            # On its own rank the error is raised itself, because it has its traceback.
             if isinstance(other, ProjectError):
                 raise outcome if rank == self.rank and isinstance(outcome, ProjectError) else other
         return outcomes  # type: ignore[return-value]
@@ -207,6 +209,7 @@ def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, 
     scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
     for bucket in _buckets(parameters):
         for p in bucket:
+            # Ranks must reduce the same elements, even if no row of this rank used the parameter.
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
         if ranks.world_size == 1:

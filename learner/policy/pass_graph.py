@@ -153,6 +153,7 @@ class Notes:
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield
+        # Fewer reads mean that the pass took another path, which the graph must not repeat.
         if self._next != len(self._values):
             raise OtherPassError(f"{self._next} values were read, {len(self._values)} in the pass before")
 

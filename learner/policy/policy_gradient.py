@@ -71,6 +71,7 @@ def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.nd
     first pass. `supervised` is as in `gather_policy`."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
     for segment, at in zip(segments, supervised, strict=False):  # `supervised` may have one more entry: a blank image's
+        # Only the first pass counts: later ones are by weights that this rollout has already changed.
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
             segment.policy.first_logprobs[at] = values[start : start + len(at)]
         start += len(at)
@@ -95,6 +96,7 @@ def policy_loss(
     # Where the rollouts' log-probabilities are not known, the importance is 1.
     gap = torch.where(drawn_elsewhere, first - policy.rollout_logprobs, 0.0)
     importance = gap.exp()
+    # Unknown advantages are NaN, which would reach the gradient even where `where` does not choose it.
     advantages = torch.where(ours, policy.advantages, 0.0)
     ratio = (now - first).exp()
     clipped = ratio.clamp(1 - bounds.low, 1 + bounds.high)

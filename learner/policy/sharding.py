@@ -74,6 +74,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
         )
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     forward = ShardedForward(model)
+    # One module after the other, so that the whole model is never on a device.
     for module in [*layers, forward]:
         for tensor in [*module.parameters(), *module.buffers()]:
             if not isinstance(tensor, DTensor):
@@ -135,6 +136,7 @@ def part_of(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     mesh = like.device_mesh
     chunks = tensor.chunk(mesh.size())  # with fewer rows than ranks the last ranks get no rows
     own = chunks[mesh.get_local_rank()] if mesh.get_local_rank() < len(chunks) else tensor[:0]
+    # The part is copied, because a view would keep the whole tensor in memory.
     return DTensor.from_local(
         own.to(like.device, copy=True), mesh, like.placements, shape=tensor.shape, stride=tensor.stride()
     )

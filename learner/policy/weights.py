@@ -147,6 +147,7 @@ def as_sent(
             else:
                 swap = _Swap(module, partial(_cast_all, module, dtype), name, noted)
             hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
+            # Also after an error, or the module would keep the replaced weights.
             hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
         yield used
 
@@ -202,6 +203,7 @@ class _Swap:
                 self._used[f"{self._name}.{name}".replace(_BASE, ".")] = checksum(value)
             trained = self._trained[name]
             assert trained is not None, "only parameters that exist are replaced"
+            # Rounded to the sent type before, and back here: passes compute in the type of training.
             replaced[name] = _parameter(value.to(trained.dtype))
         self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
@@ -284,6 +286,7 @@ class _PlainMerge:
         if device is not None and device != base.device:
             base, a, b = (part.to(device, non_blocking=True) for part in (base, a, b))
         kind = base.device.type
+        # Autocast would merge in bfloat16, where peft merges in float32.
         with torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext():
             delta = b @ a
             alpha = self._scaling if self._is_exact else 1.0

@@ -153,6 +153,7 @@ class ServerClient:
                 wanted="an answer as it is",
                 remedy="check base_url, and switch compression off in proxies before the server",
             )
+        # Anything may listen at a wrong base_url, so no reply is read without a limit.
         most_bytes = response.request.extensions.get(_MOST_BYTES, MAX_REPLY_BYTES)
         bounded(response, most_bytes, lambda: self._too_long(response.request.url.path, most_bytes))
 
@@ -362,6 +363,7 @@ class ServerClient:
         t = self.timeouts
         try:
             yield
+        # Not `ConnectTimeout`: it means that nobody answers, so the server is unreachable.
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
             raise DeadlineError(
                 f"{self.base_url}: {path} did not answer in time",
@@ -387,6 +389,7 @@ class ServerClient:
         looking: asyncio.Task[None] | None = None
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
         tick_s = poll_s / 5
+        # By a clock that stands still with this process: its own pause is no silence of the server.
         begin = last_seen = awake_s()
         next_look = begin + poll_s
         try:

@@ -91,6 +91,7 @@ class ColocateBackend(RolloutBackend):
         """Return the window's rollouts (see `RolloutBackend`). Raises SyncError before the first sync, and after a
         failed one."""
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
+        # An engine of several ranks needs each of them for every call, also a rank without requests.
         if not asked.samples and self.engine.tensor_parallel_size == 1:
             return [[] for _ in window]
         record = begin_record(window, global_step=global_step, chunk=self.chunk, ver=self.engine.ver)

@@ -110,6 +110,7 @@ class ColocatedEngine:
         self._num_loads = 0
         self._reads_weights = reads_weights
         folder = model_folder(model, "model.path")
+        # vLLM measures free memory while it starts, so training's state is away.
         with offload.away(), keeping_random_state(ranks.device), keeping_compiler_variables():
             self._llm = self._start(folder)
             # Removes shared memory that a killed run's engine left, and notes this process, so that the next start can
@@ -203,6 +204,7 @@ class ColocatedEngine:
         looks = [i < len(pairs) and bool(prompt.images) for i, (prompt, _) in enumerate(asked)]
         wholes = [whole for whole, _ in asked]
         with self._images.looking(wholes, looks) as seen:
+            # All requests go in one call, so that they share steps of the engine.
             outputs = iter(self._run(wholes, [params for _, params in asked]))
         scores = [
             replace(read_scores(next(outputs), len(ids)), pixels=self._images.result(prompt, images))
@@ -219,6 +221,7 @@ class ColocatedEngine:
 
         Raises CoverageError, or SyncError for any error of vLLM's loaders.
         """
+        # Set before the first tensor: after a load that fails, nothing may be generated.
         self.ver = self._adapter = None
         self._num_loads += 1
         model = self.model, self._llm.llm_engine.vllm_config, self._ranks.device, self._copies
@@ -232,6 +235,7 @@ class ColocatedEngine:
         self.ver = None
         self._num_loads += 1
         self._take(weights, AdapterLoad(self._runner.lora_manager))
+        # A new name each time, because vLLM finds cached prefixes by the adapter's name.
         self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
 
     def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:
@@ -311,6 +315,7 @@ class ColocatedEngine:
         )
         if not self._reads_weights:
             args["load_format"] = unread_weights()
+        # With empty caches vLLM's compiler takes 27 to 50 s of a first start.
         if not (vllm.compile or vllm.enforce_eager):
             args["compilation_config"] = GRAPHS_ALONE
         if on_cpu:

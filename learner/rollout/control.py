@@ -72,6 +72,7 @@ def ask(run_dir: Path, request: ServerRequest) -> Path:
             wanted="a run that goes on: the next one in this folder would not take the request",
             remedy="name the servers in that run's configuration",
         )
+    # The time comes first in the name, so that names in order are requests in order.
     path = run_dir / FOLDER / REQUESTS / f"{time.time_ns()}-{uuid.uuid4().hex[:8]}.json"
     write_atomically(path, json.dumps(asdict(request)))
     return path
@@ -239,6 +240,7 @@ class Discovery:
             log.warning("the list of servers is not known now, and nothing changes: %s", error)
             return {}
         new = {url: port for url, port in listed.items() if url not in self._listed}
+        # Two lists count, because one may be incomplete while its file is written.
         self._listed, self._last = {**self._last, **listed}, listed
         return new
 
@@ -327,6 +329,7 @@ def _read_both(process: subprocess.Popen[bytes], name: str, within_s: float) -> 
                     streams.unregister(key.fileobj)
                 elif key.fileobj is process.stderr:
                     said = (said + chunk)[-300:]
+                # Counted while it is read: an endless command printed 946 MB in 3 s.
                 elif len(output) + len(chunk) > MAX_BYTES:
                     raise _not_a_list(f"{name}: more than {MAX_BYTES} bytes")
                 else:

@@ -49,6 +49,7 @@ def unread_weights() -> str:
         @torch.no_grad()
         def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
             for parameter in model.parameters():
+                # Unset memory may hold NaNs, which the engine's warm-up would leave in the KV cache.
                 parameter.zero_()
 
     return LOAD_FORMAT
@@ -117,6 +118,7 @@ def _copy_kernels(source: Path, folder: Path) -> None:
             if not (folder / kernel.name).exists():
                 shutil.copytree(kernel, Path(scratch) / kernel.name)
                 with suppress(OSError):  # this fails if another process has copied the kernel meanwhile
+                    # A rename shows other processes the whole kernel at once.
                     (Path(scratch) / kernel.name).rename(folder / kernel.name)
 
 

@@ -69,6 +69,7 @@ def asks_pixels(share: float, sample: Sample, *, global_step: int) -> bool:
     """Return True if the sample's requests of this step ask for digests of the processed images. That is so for the
     part `share` of the samples with images. A hash of step and sample chooses them, so the choice changes at every
     step."""
+    # Ids may come from file names that are not UTF-8, which Python holds as surrogates.
     digest = hashlib.blake2b(f"{global_step} {sample.sample_id}".encode(errors="surrogatepass"), digest_size=8).digest()
     return bool(sample.images) and int.from_bytes(digest, "little") < share * 2**64
 

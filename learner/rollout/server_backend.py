@@ -216,6 +216,7 @@ class ServerBackend(RolloutBackend):
             before = self._without_lost()
             if before.min_servers == "all" or len(before.members) == 1:
                 raise error
+            # The first error is kept; later ones follow from it.
             self._lost.setdefault(base_url, str(error))
             left = self._without_lost()
         if not left.enough:
@@ -266,6 +267,7 @@ class ServerBackend(RolloutBackend):
         try:
             ended = dict(self._telling(rollouts, sum(len(step.samples) for step in window)) if greedy else rollouts)
         finally:
+            # After an error or an interrupt the servers must stop working on the rest.
             rollouts.close()
         return split_window(window, [ended[i] for i in range(len(ended))])
 
@@ -292,6 +294,7 @@ class ServerBackend(RolloutBackend):
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()
+        # Made on this thread, because encoding would hold up the loop that all clients share.
         pictures = sent_pictures(asked.samples, self._images)
         job = _StreamJob(
             asked=asked,
