@@ -168,7 +168,7 @@ class ParsedRollout:
     prefix_length: int
     tail_opening: str
     needs_separator: bool  # the prefix already holds an object, so ", " comes next
-    next_index: int  # number of the next `object_N` key (index map only)
+    next_index: int  # number of the next `object_N` key, for answers that have such keys
     truncated: bool  # the answer ended before its container did
     usable: bool  # the container was opened as the task defines it
     closed: bool = True  # the container was closed, and nothing but whitespace follows

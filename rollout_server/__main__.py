@@ -37,7 +37,7 @@ from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
 
 _FOLDER = "rs-"
-_LONGEST_FOLDER = 55  # max characters: with two random names, a Unix socket's path has at most 107
+_LONGEST_FOLDER = 55  # max characters of the path, because a Unix socket below it may have at most 107
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 

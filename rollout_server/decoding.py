@@ -50,8 +50,8 @@ _OTHER_BYTES = 1 << 30
 
 
 class PixelShare:
-    """The pixels of one request's decoded images, as its part of the budget. Closing the share gives them back, and
-    stops the request's decoding."""
+    """The pixels of one request's decoded images, counted by a `Budget`. Closing the share gives them back, and stops
+    the request's decoding."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
 END_S = 12.0  # max wait for the engine's processes to end; containers allow 15 s beyond `shutdown_timeout_s`
-_MOST_HELD_S = 1.0  # longest pause of the engine while requests that share a step are sent
+_MOST_HELD_S = 1.0  # max pause of the engine in which requests are sent that shall share a step
 # Tokens of the largest step that is captured as a CUDA graph, and tokens between two captured sizes above vLLM's own.
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64
 _GRAPH_ARGS = {
@@ -398,7 +398,7 @@ class VllmEngine:
         try:
             yield
         except (EngineDeadError, EngineGenerateError) as error:
-            if not self.dead and isinstance(error.__cause__, ValueError):  # a wrong request
+            if not self.dead and isinstance(error.__cause__, ValueError):  # vLLM refuses a wrong request so
                 raise RequestError("the engine refuses the request", found=str(error.__cause__)[:500]) from error
             raise ServerError(
                 "the engine died" if self.dead else "the engine failed on this request",

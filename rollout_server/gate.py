@@ -55,7 +55,7 @@ class Gate:
         self.update: Update | None = None
         # True: this learner has sent base weights, and its adapter must follow
         self._awaits_adapter = False
-        self._base_ver = 0  # version of those base weights
+        self._base_ver = 0  # version of the last base weights that were sent for an adapter
         self._unsound = False  # the served weights were found to be wrong
 
     @property

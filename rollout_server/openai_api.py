@@ -171,7 +171,7 @@ class OpenAILayer:
             raise RequestError("vLLM refuses the request", found=str(error.message)[:500]).as_status(int(error.code))
         if isinstance(answer, AsyncGenerator):
             return _checked(answer, watch)
-        answer.ver = ver  # vLLM's replies accept unknown fields
+        answer.ver = ver  # vLLM's class of replies has no such field, but accepts any
         for choice in answer.choices:
             choice.weight_versions = watch.versions(choice.index)
         return _json(answer)
@@ -286,7 +286,7 @@ class _Watch:
     stream into events, and does not report an answer's number of tokens."""
 
     ver: int
-    n: int  # answers per prompt
+    n: int  # number of answers for each prompt
     num_prompts: int = 0
     num_tokens: Counter[int] = field(default_factory=Counter)  # number of tokens by the choice's index
     faults: list[Exception] = field(default_factory=list)

@@ -118,8 +118,8 @@ def too_long(found: str, max_model_len: int) -> PromptTooLongError:
 
 
 def image_sources(request: RolloutInferRequest) -> list[str]:
-    """Return the request's images in the order of their places in the messages. A place that names no image gets the
-    next one of the request's `images`; the remaining `images` come last."""
+    """Return the request's images in the order in which its messages show them. A message's part that names no image
+    gets the next one of the request's `images`; the remaining `images` come last."""
     left, sources = iter(request.images), []
     for message in request.messages:
         if isinstance(message.content, str):

@@ -169,8 +169,8 @@ class RolloutService:
 
     @asynccontextmanager
     async def _admitted(self, num_requests: int) -> AsyncIterator[int]:
-        """Yield the version that answers these requests. Raises ServerBusyError if there are too many, and what the
-        gate raises."""
+        """Let so many requests in, and yield the version of the weights that answers them. Raises ServerBusyError if
+        there are too many, and what the gate raises."""
         # If no other call runs, a call of any size is let in, because waiting would not make room for it.
         if self._num_requests and self._num_requests + num_requests > MOST_REQUESTS:
             raise ServerBusyError(

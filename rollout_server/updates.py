@@ -70,8 +70,8 @@ class SyncTotals:
     last_seconds: float = 0.0
     pause_seconds: float = 0.0  # seconds in which no call was in flight and no call was let in
     last_pause_seconds: float = 0.0
-    last_load_seconds: float = 0.0  # seconds of the last pause until the workers had loaded the weights
-    last_canary_seconds: float = 0.0  # seconds of the last pause between the load and the canary's scores
+    last_load_seconds: float = 0.0  # seconds from the last pause's begin until the workers had loaded the weights
+    last_canary_seconds: float = 0.0  # seconds from that load until the canary was scored
     num_strangers: int = 0  # number of connections to the group's port from callers without its secret
 
     def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
@@ -340,7 +340,8 @@ async def _score_behind(engine: Engine, call: UpdateWeightsCall) -> tuple[Worker
 
 
 def _check_verdict(call: UpdateWeightsCall) -> None:
-    """Raises RequestError unless the update has a canary. Base weights below an adapter must have none."""
+    """Raises RequestError if an update has no canary (items to score, for comparing with the learner), or if base
+    weights below an adapter have one."""
     found = wanted = ""
     if call.base_of_adapter and (call.mode != "full" or call.canary):
         found, wanted = f"mode {call.mode} and {len(call.canary)} canary items", "mode full and no canary"

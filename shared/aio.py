@@ -26,7 +26,7 @@ async def gather(calls: Iterable[Coroutine[object, None, T]]) -> list[T]:
         first = errors.exceptions[0]
     else:
         return [task.result() for task in tasks]
-    raise first  # outside of `except`, so that the exception group does not become its context
+    raise first  # not in the `except` block, where it would carry the exception group as its context
 
 
 def reason(error: BaseException) -> str:
@@ -47,7 +47,7 @@ async def relay(work: Callable[[Callable[[T], None]], Coroutine[object, None, No
             yield item[0]
         working.result()
     finally:
-        # Work that was cancelled may still hold the gate. The caller goes on only once it has left.
+        # Cancelled work may need time to end, so the caller goes on only once it has ended.
         working.cancel()
         await asyncio.wait({working})
 

@@ -207,7 +207,7 @@ def sampling_params(config: RequestConfig, seed: int | None) -> SamplingParams:
         # Greedy decoding needs no seed, and a random generator per request costs time.
         seed=seed if config.temperature > 0 else None,
         stop=list(config.stop),
-        logprobs=0 if config.logprobs else None,  # 0: of the sampled token only
+        logprobs=0 if config.logprobs else None,  # 0: only the sampled token's log-probability
         # Flat lists: an object and a dict per token would slow down Python's garbage collector.
         flat_logprobs=config.logprobs,
         skip_special_tokens=False,  # the text shows every token

@@ -21,7 +21,7 @@ from shared.validation import read_if_there
 from shared.wire import Turn
 
 INFERENCE_NAME = "inference.json"
-CALIBRATION_NAME = "calibration.json"  # file in the same folder; calibrates scores (`learner.tasks.detection.scores`)
+CALIBRATION_NAME = "calibration.json"  # file in a model's folder that calibrates scores (`tasks.detection.scores`)
 IMAGE = "<image>"  # stands for the image in a prompt's text
 
 

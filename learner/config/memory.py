@@ -25,10 +25,10 @@ GIB = 2**30
 LOGITS_CHUNK = 1024  # supervised tokens whose logits exist at once; a test compares it with learner/policy/loss.py
 IMAGE_SHARE = 0.5  # assumed share of image tokens among the tokens of a row
 OTHER_BYTES = GIB  # memory of CUDA's context, and memory that the allocator cannot reuse
-EAGER = 1.55  # activations of a layer that is not compiled / those of a compiled one; 4B: (126 - 32) / (92 - 31) GiB
+EAGER = 1.55  # activations of an uncompiled layer / those of a compiled one; measured on a model of 4B parameters
 COMPILED_FROM = 5e8  # `model.compile: auto` compiles models with at least so many parameters
-# Bytes per logit if the loss is compiled (the logit and its gradient in bfloat16); if not (bfloat16, and three
-# float32).
+# Bytes per logit. A compiled loss keeps the logit and its gradient in bfloat16. A loss that is not compiled keeps a
+# value in bfloat16 and three in float32.
 COMPILED_LOGITS, EAGER_LOGITS = 4, 14
 FILLED = 0.9  # an estimate above this share of a GPU's memory may not fit, because estimates were up to 12% off
 
@@ -177,7 +177,7 @@ def estimate(shape: ModelShape, use: Use) -> MemoryEstimate:
         value_bytes = use.weight_bytes
     activations, logits = _of_a_row(shape, use)
     other = OTHER_BYTES
-    if use.parts > 1:  # two layers and the embedding are whole while they are used
+    if use.parts > 1:  # every part gathers two layers and the embedding at a time
         other += use.weight_bytes * (2 * shape.text.layer_parameters + shape.embedding_parameters)
     return MemoryEstimate(
         weights=use.weight_bytes * shape.num_parameters // use.parts,

@@ -220,7 +220,7 @@ class Answers:
             reads_weights=True,
             keeps_awake=True,
         )
-        engine.ver = 0  # the folder's own weights
+        engine.ver = 0  # version 0: the weights in the model's folder
         return ColocateBackend(config, engine, self.encoder, run_seed=SEED, ranks=ranks, logprobs=True)
 
     def _dtype(self) -> torch.dtype:

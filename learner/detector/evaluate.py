@@ -155,7 +155,7 @@ def _compared(
     from the first model."""
     if not options.retain:
         return []
-    if options.predictions:  # the differences in `results` are from a result file, which is no model
+    if options.predictions:  # the differences in `results` are from the first result file, not from a model
         models = found[_MAIN][len(options.predictions) :]
         results = evaluate_all(models, samples[_MAIN], thresholds)
     others = [(name, _retained(name)) for name in options.retain]

@@ -285,7 +285,7 @@ class _Naming:
         way, *others = self.numbered
         has_numbers = any(row.result.name is None for row in self.rows)
         if has_numbers:
-            if not way.startswith("the annotations'"):  # a guess, which the objects may correct
+            if not way.startswith("the annotations'"):  # only a guess: the objects may fit another numbering better
                 way = max(self.numbered, key=lambda one: (self._on(self._named(one)), one == way))
             notes.append(f"its category_id are {way}")
         named = self._named(way)

@@ -43,8 +43,8 @@ _UNITS = ((86_400.0, "days"), (3600.0, "hours"), (60.0, "minutes"), (0.0, "secon
 
 
 def look_at_data(config: RunConfig, read: Mapping[str, Split]) -> dict[str, Any]:
-    """Return `data` by split, `labels`, and `shared_images`; {} for other tasks than detection. Raises ConfigErrors if
-    no photograph fits a packed row."""
+    """Return the report's entries `data` (by split), `labels` and `shared_images`; {} for other tasks than detection.
+    Raises ConfigErrors if no photograph fits a packed row."""
     if config.task.type != "detection":
         return {}
     about = {split: survey(found) for split, found in read.items() if found.samples}

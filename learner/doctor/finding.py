@@ -43,8 +43,8 @@ class SeenServer:
     group_port: int
     status: ServerStatus | None = None
     error: ProjectError | None = None
-    not_ready: ProjectError | None = None  # it answers, and would refuse a rollout asked for now
-    reply: ScoreReply | None = None  # the scores of the situation's probe
+    not_ready: ProjectError | None = None  # why a rollout would be refused now; None: it would not
+    reply: ScoreReply | None = None  # the server's log-probabilities of the answer that it was probed with
     reply_error: ProjectError | None = None
 
 

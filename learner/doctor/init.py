@@ -43,7 +43,7 @@ _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18
 _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
-_MIDDLE_GIB = 20  # the same, if the model and the optimizer's moments are in host memory while vLLM generates
+_MIDDLE_GIB = 20  # min memory for the same if model and optimizer are in host memory while vLLM generates
 _EVALUATIONS = 10  # number of evaluations in a run; a short run has fewer
 _LEAST_STEPS = 8  # min steps between evaluations, because a recipe ends `sft` after two evaluations without a gain
 _MOST_EVALUATED = 500  # max photographs of an evaluation
@@ -205,7 +205,7 @@ def _print_found(folder: Path, data: DataConfig, found: dict[str, Split], *, div
             f"no split for validation, so {num_val} of {photographs(num_all)} are held out for it, by their ids: "
             "they are not learned (data.val)"
         )
-    limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # as run.yaml has them
+    limits = PixelLimits(most=pixels_for(_survey_of_all(found)))  # the limits that run.yaml gets
     learned = survey(found["train"]).classes
     for split, read in found.items():
         report = {"about": ["no photograph can be used"], "warnings": []}

@@ -26,7 +26,7 @@ from learner.tasks.detection.task import DetectionTask
 
 Kind = Literal["coordinates", "names", "structure", "all"]
 KINDS: tuple[Kind, ...] = ("structure", "names", "coordinates", "all")
-NAME_WEIGHT = 2.0  # this weight marks the tokens of descriptions; nothing is learned here
+NAME_WEIGHT = 2.0  # loss weight by which the tokens of descriptions are recognized; nothing is learned with it
 LOSS = LossConfig(prefix_end="first_miss", desc_weight=NAME_WEIGHT)
 
 
@@ -36,7 +36,7 @@ class TeacherForced:
 
     prompt: EncodedPrompt
     target: Target
-    nats: NDArray[np.float64]  # one per token of `target`, given all tokens before it
+    nats: NDArray[np.float64]  # loss of each token of `target`, given all tokens before it
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

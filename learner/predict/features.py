@@ -65,7 +65,7 @@ class Measured:
 
     train: MeasuredSplit
     sampled: Counts  # [N, K, columns]
-    exposure: Floats  # [N, kinds, 3] sums of `exposure.Compared.sums`; zeros for a scene that is not compared
+    exposure: Floats  # [N, kinds, 3] `exposure.Compared.sums`; zeros for a scene that is not compared
     validation: MeasuredSplit | None = None
     gaps: Floats | None = None  # [N, 3] labels, found objects without a label, right ones of these; None: not known
 

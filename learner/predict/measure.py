@@ -118,7 +118,7 @@ def measure(
             remedy="make a short run of each method, and compare them: rollout-learner report RUN --compare RUN2",
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = config.model.model_copy(update={"compile": False})  # because nothing is learned
+    settings = config.model.model_copy(update={"compile": False})  # compiling pays only for learning
     policy = load_policy(settings, device=device, bf16=config.training.bf16, image_rules=config.data.image_rules)
     model = _Model(policy, DetectionTask(config.task, policy.tokenizer), config, tell)
     samples = model.samples("train", asked.num_samples)

@@ -87,7 +87,7 @@ class LiveView:
         self._follower, self._run_dir, self._token = Follower(run_dir), run_dir, token
         self._picture = lru_cache(maxsize=64)(load_picture)
         self._threads = ThreadPoolExecutor(8)
-        self._drawn: tuple[tuple[int, int], list[SceneRow]] | None = None  # (step, number of scenes), rows
+        self._drawn: tuple[tuple[int, int], list[SceneRow]] | None = None  # (step, number of scenes), the rows shown
 
     def now(self) -> str:
         """Return the HTML of the part of the page that changes while the run goes on."""

@@ -202,7 +202,7 @@ def _number(fields: Mapping[str, object], key: str) -> float:
         return math.nan
     try:
         return float(value)
-    except OverflowError:  # an integer of a thousand digits
+    except OverflowError:  # an integer too large for a float
         return math.nan
 
 

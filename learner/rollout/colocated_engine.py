@@ -274,7 +274,7 @@ class ColocatedEngine:
             if self._ranks.world_size == 1:
                 destroy_model_parallel()
                 destroy_distributed_environment()
-            gc.collect()  # vLLM's objects hold each other
+            gc.collect()  # vLLM's objects refer to each other in cycles
             if self._ranks.device.type == "cuda":
                 torch.cuda.empty_cache()
 

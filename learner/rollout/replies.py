@@ -31,8 +31,8 @@ RETRY_AFTER_S = 1.0  # seconds before a call is repeated, if the busy server sen
 # Without infer_timeout_s, these constants set the deadline of an /infer/ call (D16), see `Pace.deadline_s`.
 MAX_INFER_S = 600.0
 MIN_INFER_S = 120.0  # a weight update or a compilation may delay one call so much
-PACE_CALLS = 32  # number of last calls whose paces are kept
-PACE_MARGIN = 4.0  # factor on the seconds that the slowest of these paces gives
+PACE_CALLS = 32  # number of last calls whose tokens per second are kept
+PACE_MARGIN = 4.0  # a call may take so many times what it takes at the lowest of these speeds
 
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 

@@ -117,7 +117,7 @@ class CheckpointStore:
     save_total_limit: int | None = None  # max checkpoints to keep, besides the best one; None: all
     config_digest: str = ""  # digest of the configuration; a resumed run warns if it has changed
     notes: Mapping[str, str] = field(default_factory=dict)  # file name -> text, of files that each checkpoint gets too
-    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # block in which a stop waits for the write
+    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # makes a block that no stop interrupts
 
     def save(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None

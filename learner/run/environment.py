@@ -72,7 +72,7 @@ def collect_as_usual() -> None:
     gc.set_threshold(*USUALLY)
 
 
-RARELY = (50_000, 20, 100)  # a collection comes after so many new objects, or collections of the younger generation
+RARELY = (50_000, 20, 100)  # thresholds of Python's `gc`: new objects, then collections of the younger generation
 USUALLY = gc.get_threshold()
 TURN_S = 0.0002  # max seconds that a thread keeps Python's global lock while another waits; a switch takes 0.00001 s
 COMPILED_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"

@@ -37,8 +37,8 @@ log = logging.getLogger("learner.stage2")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Overlap:
-    """The settings for learning rows during rollouts. `capacity`: tokens of a row. `in_order` and `share_prompts`: see
-    `ArrivingRows`."""
+    """The settings for learning rows during rollouts. `capacity`: max tokens of a row. `in_order` and `share_prompts`:
+    see `ArrivingRows`."""
 
     rollouts: RolloutSource
     capacity: int

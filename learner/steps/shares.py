@@ -97,7 +97,7 @@ class Shares:
 
 
 class PipelineStoppedError(ProjectError):
-    """Packs or a fence were asked of a queue that was stopped."""
+    """A stopped queue was asked for packs, or to let no call start (a fence)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -238,7 +238,8 @@ class ShareQueue:
         return self.phase == "open" and self.in_flight is None and self._next_run() is not None
 
     def start_call(self) -> Call:
-        """Start a call for up to `call_size` neighbouring places of the most urgent share that lacks places."""
+        """Start a call for up to `call_size` neighbouring places of the most urgent share that has samples without
+        rollouts."""
         run = self._next_run() if self.in_flight is None else None
         assert run is not None, f"a call was started in phase {self.phase}"
         share, start, stop = run

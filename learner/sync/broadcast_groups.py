@@ -122,7 +122,7 @@ class ServerGroups:
             else:
                 group.communicator.close()
         call = CloseCommunicatorCall(incarnation=self.incarnation)
-        # A goodbye to a server that has gone would only be waited for.
+        # A server that has gone gets no call, because its answer would be waited for in vain.
         here = [link for link in self.links if link.base_url not in gone]
         return [(link, link.post(link.client.close_communicator(call))) for link in here]
 
@@ -193,7 +193,7 @@ def await_all(sent: Sent, posts: Posts, *, replies: bool = True) -> None:
         _raise_cause(sent, posts)
         pending = {future for _, future in sent if not future.done()}
         open_posts = {post for _, post in posts if not post.done()}
-        # A right server answers only after the last bucket.
+        # A server answers only after the last bucket, so an earlier answer means that it is in error.
         if not replies and len(open_posts) < len(posts):
             raise _early_reply([link.base_url for link, post in posts if post.done()])
         if not pending and not (replies and open_posts):

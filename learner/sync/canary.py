@@ -66,7 +66,8 @@ class Canary:
     def expected(self, incarnation: str, ver: int, learner: Logprobs, served: torch.dtype | None) -> ExpectScoresCall:
         """Return the scores that a server computing in type `served` must find for update `ver`. Raises NotFiniteError
         if the learner's scores are not finite."""
-        # Sent to a server, they would fail its comparison too, and the served model would seem to be wrong.
+        # If the learner sent scores that are not finite, the server's comparison would fail, and the served model would
+        # seem to be wrong.
         if not np.isfinite(np.concatenate(learner)).all():
             raise NotFiniteError(
                 "the learner's own log-probabilities of the canary are not finite",
@@ -93,7 +94,7 @@ class Canary:
                 remedy="run the same version of this project on both sides",
             )
         for item, served_ids in zip(self.items, reply.prompt_token_ids, strict=True):
-            # Compared before the scores: another prompt alone would make a gap.
+            # Prompts are compared before scores, because different prompts alone make the scores differ.
             check_prompt_prefix(item.prompt.token_ids, served_ids, item.sample.sample_id)
         return compare(
             learner,
@@ -110,7 +111,8 @@ def worst_gap(gaps: Sequence[CanaryGap]) -> CanaryGap:
 
 
 def score_items(items: Sequence[CanaryItem], *, pixels: bool = False) -> list[ScoreItem]:
-    """Return the items for the wire. `pixels`: also ask for the vision tower's input of their images."""
+    """Return the canary's items as the calls to a server take them. `pixels`: also ask for the vision tower's input of
+    their images."""
     return [
         ScoreItem(request=infer_request(item.sample, pixels=pixels), response_token_ids=list(item.response_token_ids))
         for item in items

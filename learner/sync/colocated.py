@@ -198,7 +198,7 @@ class EngineDelivery:
         expected = learner.logprobs
         waited = time.perf_counter() - began
         self._parts["scores"] += waited
-        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # the wait was timed inside this part
+        self._parts["canary"] = self._parts.get("canary", 0.0) - waited  # the canary's seconds included this wait
         return self._canary.compare(expected, reply, NAME, self._engine.dtype)
 
 

@@ -127,7 +127,7 @@ def check_packing_buffer(
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
         return  # the lengths of augmented samples are not known yet
     if plan.per_device_train_batch_size == 1:
-        return  # every row takes at least one segment
+        return  # one segment comes for each row, so none is left over
     sampler = sampler_of(len(samples), config=config, plan=plan, rank=0)
     gas, m_steps = plan.gradient_accumulation_steps, plan.m_steps
     fewest = [fewest_tokens(sample, encoder) for sample in samples]
@@ -227,8 +227,8 @@ def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int
 
 
 def _places_at_once(config: RunConfig, backend: Backend | None) -> int:
-    """Return how many places of a batch the backend decodes at once for this rank, at least one. With `grpo` places are
-    rollouts, in whole groups."""
+    """Return for how many of a batch's samples the backend decodes answers at once for this rank, at least one. With
+    `grpo` it is the number of rollouts, a multiple of the rollouts per prompt."""
     chunk = backend.chunk if backend else 0
     if _is_grpo(config):
         return max(1, chunk // config.grpo.num_generations) * config.grpo.num_generations

@@ -128,7 +128,7 @@ class AdapterLoad:
         mapper = getattr(self._manager.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return modules
-        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # not fused: the LoRA manager fuses q, k and v
+        renaming = dataclasses.replace(mapper, orig_to_new_stacked={})  # q, k, v stay apart: vLLM fuses them
         return [
             name.removesuffix(".weight") for name in renaming.apply_list([f"{module}.weight" for module in modules])
         ]

@@ -161,7 +161,7 @@ class Sender:
 
 def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | None:
     """Begin a call. Returns the function that waits for its end; None if the operation has ended or the call fails."""
-    # The group was left while the call was queued.
+    # The operation has ended already if the group was left while the call was queued.
     if operation.future.done():
         return None
     try:

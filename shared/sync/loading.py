@@ -169,7 +169,7 @@ class WeightLoad:
         from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 
         parameters = list(self._model.named_parameters(remove_duplicate=False))
-        # With all names of a tied parameter: the loader may report any of them as written.
+        # A tied parameter is listed with all its names, because the loader may report any of them as written.
         self._served = _names_by_storage(parameters)
         if self.in_place:
             # Copies are recorded with the addresses of parameters, and a moved parameter would be missed.
@@ -195,7 +195,8 @@ class WeightLoad:
 
     def finish(self) -> int:
         """Return the number of tensors that were loaded. Raises CoverageError."""
-        # First, because the model must be able to run even after an update that is refused below.
+        # Loading is closed before the checks, because the model must be able to run even after an update that they
+        # refuse.
         self.close()
         self._check_received()
         self._check_written()

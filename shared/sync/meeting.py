@@ -148,7 +148,7 @@ class _Guest:
 class _Member:
     link: socket.socket
     challenge: bytes
-    answer: bytes  # the rank's own random bytes
+    answer: bytes  # random bytes from the rank itself
     card: bytes
 
 

@@ -107,7 +107,7 @@ def read_coco(source: Source) -> tuple[Path, Iterator[RawRecord]]:
         folder = _near_folder([image.file_name for image in coco.images[:1]], source)
         for image in coco.images:
             found = by_image.get(image.id, ())
-            if "categories" in broken:  # the category may be unreadable, which was reported
+            if "categories" in broken:  # unreadable categories were reported already
                 found = [annotation for annotation in found if annotation.category_id in names]
             place = Place(source.file, f"image {image.id}")
             _check_size(image, place, source)
@@ -241,7 +241,7 @@ def _annotations_by_image(coco: CocoFile, broken: set[str], source: Source) -> M
             grouped[annotation.image_id].append(annotation)
             continue
         if "images" in broken:
-            continue  # the image may be unreadable, which was reported
+            continue  # its image may be one of the unreadable ones, which were reported already
         place, found = Place(source.file, f"annotation {annotation.id}"), f"image_id {annotation.image_id}"
         source.bad.meet("malformed", place.error("its image is not there", found=found, wanted="an id of `images`"))
     return grouped

@@ -40,7 +40,7 @@ MOST_LABELS = 6000  # max labels whose pixels are read; more of them do not impr
 FOLDS = 3
 ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (min, limit) of the IoU with the label, for right and for misplaced examples
 _BORDER = 0.0125  # share of a side; a box nearer than this to the photograph's border touches it
-_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # a crop: cells per side, its side / the box's, min box side in pixels
+_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # of a crop: cells per side; its side / the box's; min side of a box, in pixels
 _NUMBERS = 4 * _SIDE**2 + 3  # numbers per crop: three colours and an edge per cell, and the spread of each colour
 _TRIES = 60
 PENALTY = 300.0  # L2 penalty on the classifiers' weights
@@ -240,8 +240,8 @@ class Looks:
     ) -> Appearance:
         """Estimate for each find the probability that it is right. `finds` has a list per sample, for the samples that
         the constructor got. `votes` has each find's votes, all equal if finds have no votes. `first`: the shares that
-        `judge` returned for another model. This model's shares are estimated as close to them, because with a few
-        hundred finds the error of shares is as large as the difference between models."""
+        `judge` returned for another model. This model's shares are shrunk towards them, because with a few hundred
+        finds the error of shares is as large as the difference between models."""
         number_on, own_class = len(self._on), self._own_class
         if number_on < MIN_LABELS or len(self._beside) < MIN_LABELS:
             return Appearance(why=f"{number_on} labels are too few to know how objects look ({MIN_LABELS} are needed)")

@@ -7,9 +7,9 @@ finds with a rare number of votes are drawn too. A logistic regression is fitted
 
     logit(right) = a + b logit(probability) + c log2(votes, scaled to eight answers)
 
-A prior draws a, b and c towards 0, 1 and 0, so without verdicts the probabilities do not change. After 60 verdicts on
-finds of blood cells the share of right finds is within 0.08 at 2 to 6 votes in 90% of 200 draws. Only `read_audit`
-has side effects: it reads a file.
+A prior pulls a, b and c towards 0, 1 and 0, so without verdicts the probabilities do not change. After 60 verdicts on
+finds of blood cells the share of right finds is within 0.08 at 2 to 6 votes in 90% of 200 draws. Only `read_audit` has
+side effects: it reads a file.
 """
 
 from __future__ import annotations

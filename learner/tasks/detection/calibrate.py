@@ -72,7 +72,8 @@ class Boxes:
 
     @classmethod
     def of(cls, found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample]) -> Boxes:
-        """Return the candidates, ranked by their raw scores. `found[i]` are the candidates of `samples[i]`."""
+        """Return the candidates, ranked by their scores without a calibration. `found[i]` are the candidates of
+        `samples[i]`."""
         line = [one for own in found for one in own]
         features = np.array([one.features for one in line]).reshape(-1, len(FEATURES))
         overlaps = [

@@ -44,7 +44,7 @@ from learner.tasks.detection.geometry import iou_matrix
 PROBABLE = 0.5  # min probability of a new label; less probable ones harm more than they help
 _FEWEST = 20  # min clusters with a label, and min without one; with fewer it is not tested whether gaps are random
 _AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if the AUC is above, and the p-value below these
-_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # gaps depend on the photograph if chi2 / degrees is above, p-value below
+_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # gaps depend on the photograph if chi2 / degrees is above and p below these
 _BORDER = 12.5  # bins; a box nearer than this to the photograph's border touches it
 _PENALTY = 3.0
 
@@ -97,7 +97,7 @@ def _right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> C
     """Return a function that gives the probability that a cluster's name is right if its place is right. This is the
     share of right names among clusters at labels with as many votes. Clusters whose answers all give one name are
     counted apart from the others. The probability does not fall with more votes."""
-    right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))  # [several names, votes - 1]
+    right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))  # [0: one name, 1: several; votes - 1]
     for sample, own in zip(samples, found, strict=True):
         near = [one for one in own if one.relation in ("confirms", "contradicts")]
         for one, overlaps in zip(near, iou_matrix([one.object for one in near], sample.objects), strict=True):

@@ -45,7 +45,7 @@ def description_labels(
         predicted, wanted = parsed.objects[index], truth[truth_index].desc
         begin, end = _inside_quotes(predicted)
         if end >= len(text.data):
-            continue  # one token holds the description's end and text that the tail repeats
+            continue  # the description's last token also holds text that the tail repeats
         if predicted.object.desc == wanted:
             tokens = range(text.token_at(begin), text.tokens_until(end))
             yield from zip(tokens, text.ids[tokens].tolist(), strict=True)
@@ -103,8 +103,8 @@ def coordinate_labels(
 
 
 def _labels_of(numbers: Numbers, tokens: Ints, token_ids: Ints) -> tuple[Ints, Ints]:
-    """Return positions and labels. `tokens` [N, W] are the first tokens of the true numbers in the predicted ones'
-    places."""
+    """Return the positions of the tokens to learn in N predicted numbers, and their labels. `tokens` [N, W]: the first
+    W tokens of the true number, written in the predicted number's place."""
     right = numbers.bin == numbers.wanted
     parting = numbers.start + _first_difference(numbers, tokens, token_ids, right)
     behind = np.where(right, numbers.end, parting + 1)

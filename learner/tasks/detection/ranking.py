@@ -5,7 +5,7 @@ number of objects in the photographs.
 
 1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
    without matching it, or is a second box on one object. Any other box is right with a probability, from its pixels
-   (`appearance`), or from pixels and a person's verdicts (`audit`). Each model's share of right boxes is drawn towards
+   (`appearance`), or from pixels and a person's verdicts (`audit`). Each model's share of right boxes is shrunk towards
    the share of the first model, because with a few hundred boxes its error is as large as the models' differences.
 2. The number of objects is not known, because some have no label and no model found them. But it is the same for all
    models. So F1 = 2 right / (boxes + objects) is computed for a range of objects: from all right boxes of all models to
