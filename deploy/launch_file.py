@@ -153,6 +153,7 @@ def shares_fit(config: LaunchConfig, shares: Sequence[float]) -> Iterator[Mistak
         here = [i for i, server in enumerate(config.servers) if device in server.devices]
         taken = sum(shares[i] for i in here)
         most = 1.0 - LEARNER_SHARE if device in config.learner.devices else 1.0
+        # Shares such as 0.3 and 0.6 add up to a little more or less than 0.9 in floating point.
         if taken > most + 1e-9:
             beside = "beside the learner" if most < 1.0 else "together"
             yield Mistake(

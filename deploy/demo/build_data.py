@@ -60,6 +60,7 @@ def build(request: Build, out: Path, *, workers: int = 1) -> bool:
     stamp_file = out / STAMP
     if stamp_file.is_file() and json.loads(stamp_file.read_text()) == request.stamp():
         return False
+    # Removed first and written last: a build that is broken off must not look complete.
     stamp_file.unlink(missing_ok=True)
     for split in SPLITS:
         (out / "images" / split).mkdir(parents=True, exist_ok=True)
@@ -113,6 +114,7 @@ def _make_chunk(job: tuple[Build, Split, Path, int, int]) -> list[dict[str, Any]
     rows = []
     for i in range(start, stop):
         key = (request.seed, SPLITS.index(split), i)
+        # Pixels and labels have generators of their own, so that missing labels never change pixels.
         scene = draw_scene(np.random.default_rng([*key, 0]), bank, style)
         name = f"images/{split}/{i:06d}.png"
         Image.fromarray(scene.pixels).save(out / name, compress_level=1)

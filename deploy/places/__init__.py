@@ -45,6 +45,7 @@ EXAMPLES = {
 def write_place(place: Place, config_path: str, overrides: Sequence[str], out: Path) -> int:
     """Write what `place` needs into `out`, and print how to submit it. Raises ConfigErrors, and OutputError."""
     plan, writer = read_plan(config_path, overrides), WRITERS[place]
+    # The name becomes part of shell commands, in which `-rf` would be an option.
     if not re.fullmatch(r"[\w./][\w./-]*", str(out)):
         wanted, remedy = "letters, digits, _ . and /, later - too, which no shell changes", "name another folder"
         raise ConfigErrors(mistakes=[Mistake(path="--out", found=str(out), wanted=wanted, remedy=remedy)])

@@ -90,6 +90,7 @@ class BestEvaluation:
                 remedy="name one of these, or set training.keep_best: null",
             )
         value = float(metrics[self.metric])
+        # Comparisons with NaN are false, so a NaN could stay the best for ever.
         self.values[step] = value if math.isfinite(value) else -math.inf
         verdict = self.ranks.broadcast_object(Verdict(is_best=self.best_step == step, gives_up=self.gives_up))
         self._write()
@@ -130,6 +131,7 @@ def point_best(root: Path, target: Path) -> None:
     """Make `root/best` a link to the checkpoint `target`, a path that is absolute or relative to `root`. Raises
     OutputError if the link cannot be made."""
     with writing(root):
+        # A link cannot be overwritten. The rename replaces it at once, so there is always a `best`.
         link, work = root / BEST_LINK, root / f".{BEST_LINK}.partial"
         work.unlink(missing_ok=True)
         work.symlink_to(target)

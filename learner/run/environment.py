@@ -1,30 +1,20 @@
 """Settings of the learner's process: environment variables for torch and vLLM, Python's threads, garbage collection.
 
-`collect_rarely` makes garbage collections rare while a run starts. Nearly all objects that imports make stay alive, and
-each collection visits them again: without it, collections took 2.0 s of the 8.6 s of processor time of a run's imports
-(with vLLM). `collect_as_usual` restores the usual frequency before the first step, because a step's garbage may hold
-memory of the device.
+`collect_rarely` makes garbage collections rare while a run starts. `collect_as_usual` restores the usual frequency
+before the first step.
 
 `gloo_interface` returns the network interface through which this node reaches torchrun's MASTER_ADDR, for
 GLOO_SOCKET_IFNAME. By default torch takes the address of the machine's name, and many systems map this name to the
 loopback address. Ranks on other nodes then cannot connect, and wait until their deadline. NCCL chooses its interface
 itself and avoids the loopback.
 
-`keep_compiled` sets the folder in which torch keeps compiled code. The default folder is under /tmp, which many
-machines and all containers clear, and where another user could have made the folder. A run's first step compiles for
-minutes; with the folder of an earlier run it takes a fifth of that. Triton's folder is set too. torch sets Triton's
-folder only when it compiles, so a second run, whose code is compiled already, would look for kernels in the default
-folder.
+`keep_compiled` sets the folders in which torch and Triton keep compiled code. A run's first step compiles for minutes;
+with the folder of an earlier run it takes a fifth of that.
 
 `prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. It overrides two settings of the user,
-because they cannot work here:
-- an engine in a process of its own. It could not share the learner's device memory, nor run in step with other ranks;
-- torchrun's store if there is one rank. Such a rank makes no process group, but its engine makes one. Under torchrun
-  the engine would connect to torchrun's store. No process listens there, so the engine would wait for half an hour.
+which cannot work here: an engine in a process of its own, and torchrun's store if there is one rank.
 
 `shorten_turns` shortens the time for which a thread may keep the interpreter's lock while another thread waits for it.
-The thread that learns releases the lock in every operation of torch. With the default, a thread that reads rollouts
-could then keep the lock for 5 ms. In this time the learning thread can start hundreds of operations.
 """
 
 from __future__ import annotations
@@ -44,7 +34,10 @@ from shared.private import cache_folder
 
 def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
     """Set the variables for a vLLM engine inside this process (see the module) in `environment`."""
+    # An engine in another process could not share the learner's device memory, nor run in step with other ranks.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    # One rank makes no process group, but its engine makes one. It would wait for half an hour for torchrun's store, at
+    # which no process listens.
     if environment.get("WORLD_SIZE", "1") == "1":
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM must not print its log: the run writes it to a file
@@ -53,22 +46,28 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
     """Set the folders for code that torch and Triton compile in `environment`, unless the user has set them."""
+    # The default is under /tmp, which many machines clear, and where another user could have made the folder.
     if not environment.get(COMPILED_VARIABLE):
         environment[COMPILED_VARIABLE] = str(cache_folder(environment, "rollout-learner"))
+    # torch sets Triton's folder only when it compiles. A second run would look for its kernels elsewhere.
     environment.setdefault(TRITON_VARIABLE, str(Path(environment[COMPILED_VARIABLE]) / "triton"))
 
 
 def shorten_turns() -> None:
     """Make a thread of this process release the interpreter's lock after TURN_S if another thread waits for it."""
+    # The thread that learns releases the lock in every operation of torch. With the default, a thread that reads
+    # rollouts could keep it for 5 ms, in which hundreds of operations can start.
     sys.setswitchinterval(TURN_S)
 
 
 def collect_rarely() -> None:
     """Collect garbage less often in this process, until `collect_as_usual`."""
+    # Nearly all new objects stay. Collections took 2.0 of the 8.6 s of processor time of a run's imports (with vLLM).
     gc.set_threshold(*RARELY)
 
 
 def collect_as_usual() -> None:
+    # A step's garbage may hold memory of the device.
     gc.set_threshold(*USUALLY)
 
 

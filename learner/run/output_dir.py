@@ -89,6 +89,7 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     if run_id is None:
         return None
     pid, boot_id = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    # The process's name stands in parentheses, and may contain spaces and parentheses itself.
     ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
     return f"{run_id} {boot_id} {pid} {ticks}"
 
@@ -123,6 +124,8 @@ def claim_output_dir(
             check_writable(config)
             if stack is not None:
                 with writing(run_dir):
+                    # The folder is checked under the lock, so that no other run can begin between the check and the
+                    # claim.
                     stack.enter_context(locked(run_dir))
             if goes_on or _claimed_by(agents, run_dir):
                 config = _restarted(config)
@@ -151,6 +154,7 @@ def _restarted(config: RunConfig) -> RunConfig:
     """Return the configuration of a run that is restarted after a failure. The run resumes from the newest checkpoint
     in its folder, even if it was first resumed from another checkpoint. Without a checkpoint it begins again."""
     has_checkpoint = any(Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
+    # `overwrite`: what is there is from this run's own start, which failed before a checkpoint.
     change = {"resume_from_checkpoint": "latest"} if has_checkpoint else {"overwrite": True}
     return config.model_copy(update={"training": config.training.model_copy(update=change)})
 

@@ -58,6 +58,7 @@ class BufferedSteps(FreshSteps):
         return self._metrics
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        # Kept rows are in no checkpoint, so a window that was interrupted begins again with its rollouts.
         self._window, self._kept = None, []
         super().restore(state)
 

@@ -98,6 +98,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     1)."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), ascending
+    # Ties in order of arrival, so that equal inputs give equal rows.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(free, (lengths[index], 0))
         if at < len(free):
@@ -118,6 +119,7 @@ def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1
     the same sum, the one with earlier items is returned, so that old segments are learned first.
     """
     room = capacity - sum(lengths[:num_first])
+    # Bits of sums that do not fit the row are dropped, so the integers stay short.
     mask = (1 << (room + 1)) - 1
     reachable = [1]  # bit s of entry i is 1 if some of the first i items after `num_first` have the sum s
     for length in lengths[num_first:]:

@@ -279,6 +279,8 @@ class ShareQueue:
             if not missing:
                 continue
             most = self.call_size
+            # The most urgent share has no such limit: it must become ready on all ranks, whatever this rank has
+            # dropped.
             if urgency:
                 if len(self.queue) >= self.bounds.start_below:
                     return None
@@ -292,6 +294,7 @@ class ShareQueue:
         """Return the wanted shares for which packs may be made now: those that are learned at most `version_window`
         syncs later."""
         every = self.bounds.sync_every
+        # Packs of later shares would be stale before they are learned, and every other Channel-B step would find none.
         return self.wanted[: max(0, every - self.taken) + self.bounds.version_window * every]
 
     def _missing(self, share: int) -> list[int]:
@@ -397,6 +400,7 @@ class ShareQueue:
             raise error
         self.phase = "open"
         if served is not None:
+            # Shares that were taken while the sync waited count for the next sync, which brings their updates.
             self.served, self.taken = served, self._taken_fenced
         self._taken_fenced = 0
         oldest_fresh = self.served.syncs - self.bounds.version_window

@@ -247,6 +247,7 @@ def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseC
 def in_lockstep(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
     """Yield this rank's rows, then zero-weight rows while another rank still has rows (D5). Collective: ranks wait for
     each other before every row, so all make the same number of passes."""
+    # A pass of a sharded model is a collective, so ranks must not make different numbers of passes.
     remaining = iter(rows)
     while True:
         row = next(remaining, None)

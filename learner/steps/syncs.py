@@ -40,6 +40,7 @@ class StepSyncs:
         if self.sync is None or self._synced_at == step or not self._source.wants_sync(step):
             return
         self.waits = not self._is_sharded and self._source.postpones_sync(step)
+        # The learner's scores of the canary need no server, so they are made while rollouts still run.
         self.sync.prepare()
         if not self.waits:
             self._now(step)
