@@ -59,10 +59,11 @@ def needs_rollouts(config: RunConfig) -> bool:
 
 def overlaps(config: RunConfig) -> bool:
     """Return True if Channel-B learns a step's first rollouts while the step's other rollouts are still generated
-    (R32). With `advantage: batch` it does not, because each rollout is compared with all rollouts of the step."""
+    (R32)."""
     stage2 = config.stage2_ab
     return (
         config.custom.trainer_variant in ("stage2_ab_training", "grpo")
+        # Each rollout is compared with all of the step, so none can be learned before the last one is made.
         and config.grpo.advantage != "batch"
         and config.training.packing
         and (stage2 is not None and stage2.schedule.b_ratio > 0)

@@ -148,6 +148,7 @@ class DataConfig(Section):
         "error",
         req="R41",
     )
+    # Off by default: on blood cells F1 of `sft` was 0.621 without it, 0.607 with mirrors, and 0.456 with crops.
     augment: AugmentConfig | None = key(
         "training photographs are augmented; null: they are seen as they are. `augment: {}` takes the defaults", None
     )
@@ -171,6 +172,7 @@ class DataConfig(Section):
     )
     max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
 
+    # All are compared by default: 0.4 to 0.8 ms per image of 0.05 megapixels, beside 0.9 ms to process it.
     pixel_check: Literal["all", "off"] | Annotated[float, Field(ge=0.0, le=1.0)] = key(
         "samples of which each rollout's engine tells what its vision tower was fed, to be compared with what the "
         "learner learns from: `all`, a share of them (0.1: others in every step), or `off`. When a run connects, some "

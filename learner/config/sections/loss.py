@@ -22,6 +22,7 @@ class LossConfig(Section):
     """The loss on Y_train, which is the rollout's prefix with every missed object appended. All keys but `function`
     are those of `task.type: detection`."""
 
+    # The specified rule is the default (D18), although it harmed a good model: F1 fell from 0.523 to 0.305.
     preset: Literal["specified", "recommended"] = key(
         "defaults of the keys below. `specified`: as the table says. `recommended`: `prefix_end: first_miss`, "
         "`matched_desc_weight: 1.0`, `keep_unmatched: true`, which was measured to be best where labels leave objects "
@@ -58,6 +59,7 @@ class LossConfig(Section):
     missed_order: Literal["canonical", "random"] = key(
         "order of the appended objects; `random`: a random order, fixed for each sample", "canonical"
     )
+    # Off by default, as specified. With 1.0, F1 of the demo's checkpoint rose from 0.674 to 0.826 in 15 steps.
     overrun_close_weight: float = key(
         "loss weight that teaches an answer to stop once it has found every object: the closing token, where the "
         "answer went on instead; 0: no loss. Keeps long runs from drifting to answers that do not end",

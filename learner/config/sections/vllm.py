@@ -28,9 +28,11 @@ class SyncConfig(Section):
         True,
         req="R08",
     )
+    # 4B over NCCL took 0.027 s in buckets of 512 MiB, and 0.034 s in buckets of 64 MiB (two H200).
     bucket_bytes: int = key(
         "tensors are sent in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
     )
+    # Right syncs of a 5M model had gaps of 0.0000 in float32, and of 0.061 at most in bfloat16.
     canary_tolerance: float | None = key(
         "largest mean difference between the learner's and the server's scores; null: 0.01 if both compute in "
         "float32, otherwise 0.1",
@@ -50,6 +52,7 @@ class VllmConfig(Section):
     enable_lora: bool = key(
         "the engine accepts adapters; with `mode: server` also set the servers' `enable_lora`", False, req="R08"
     )
+    # R04 gives this default and the next one.
     gpu_memory_utilization: float = key(
         "`colocate`: share of each device that vLLM may use", 0.45, unit="share", req="R04", gt=0.0, le=1.0
     )
@@ -65,12 +68,14 @@ class VllmConfig(Section):
     enforce_eager: bool = key(
         "`colocate`: no compilation and no CUDA graphs; starts sooner, decodes slower", False, req="R04"
     )
+    # vLLM's compiler takes 27 to 50 s of a start with empty caches, and 5 s with full ones.
     compile: bool = key(
         "`colocate`: vLLM compiles its model. `false`: it has CUDA graphs for decoding only, and starts sooner, most "
         "of all where its caches are empty",
         True,
         req="R04",
     )
+    # A first sleep of 4B takes 4.5 s, because page-locked memory for 8.9 GB is new then.
     sleep: Literal["auto", "always"] = key(
         "colocated, on CUDA: the engine gives its memory back while the learner computes. `auto`: only where that is "
         "needed; where training is estimated, or was seen, to leave enough memory free, the engine stays awake, and "
