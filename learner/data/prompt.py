@@ -97,6 +97,7 @@ class PromptEncoder:
         one = len(sample.images) == 1  # the size of a single image was checked when the data was read
         sizes = [(sample.width, sample.height)] if one else [self.images.size(image) for image in sample.images]
         with _shape_errors(sample, sizes):
+            # transformers takes the height first.
             tokens = count(image_sizes=[(height, width) for width, height in sizes]).num_image_tokens
         return text - len(sizes) + sum(tokens)
 

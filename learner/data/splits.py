@@ -105,6 +105,7 @@ def read_split(
         found = _samples(replace(source, path=annotations.path), READERS[annotations.format], maker, part)
     else:
         found = _samples_of_reader(reader, source, maker, part)
+    # Records after the limit are not read.
     samples = list(islice(_new_ids_only(found, bad), limit))
     if tile is not None:
         from learner.data.tiles import tiled  # imported here because it loads numpy

