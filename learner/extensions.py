@@ -462,6 +462,7 @@ def _checked_task(path: str, value: Any) -> type[Task]:
     return value
 
 
+# A task that was written before these methods were added is a task still.
 _WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "calibration", "calibrated", "reason"}
 
 

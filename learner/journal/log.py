@@ -249,8 +249,8 @@ class _WithoutSecrets(logging.Formatter):
 
 
 class _LogFile(WatchedFileHandler):
-    """A log file whose failed writes are ignored: a full disk is reported by the run's other files. If the file is
-    removed, a new one is made as soon as its folder exists."""
+    """A log file whose failed writes are ignored. If the file is removed, a new one is made as soon as its folder
+    exists."""
 
     def _open(self) -> TextIOWrapper:
         # In a shared folder the name may be somebody's link to another file.
@@ -258,6 +258,7 @@ class _LogFile(WatchedFileHandler):
         return TextIOWrapper(file, encoding="utf-8", errors="backslashreplace")
 
     def emit(self, record: logging.LogRecord) -> None:
+        # A full disk is reported by the run's other files.
         with contextlib.suppress(OSError):
             super().emit(record)
 
@@ -290,8 +291,7 @@ def log_to_file(run_dir: Path, rank: int) -> Path:
 
 
 def point_latest(run_dir: Path) -> None:
-    """Make `latest`, in the folder of `run_dir`, a link to `run_dir`. An old link is replaced in one step, so that the
-    link exists at every moment.
+    """Make `latest`, in the folder of `run_dir`, a link to `run_dir`. An old link is replaced.
 
     If `latest` is a file or folder, it is not replaced.
     """
@@ -302,4 +302,5 @@ def point_latest(run_dir: Path) -> None:
     work = link.with_name(f".{LATEST}.{os.getpid()}")
     work.unlink(missing_ok=True)
     work.symlink_to(run_dir.absolute().name)
+    # In one step, so that the link exists at every moment.
     work.replace(link)

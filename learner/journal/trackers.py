@@ -263,6 +263,7 @@ class _Thread:
     def put(self, call: Call) -> None:
         """Queue a call for the tracker, without waiting. If the queue is full, the call is dropped."""
         try:
+            # A run never waits for a tracker.
             self._queue.put_nowait(call)
         except queue.Full:
             self.dropped += 1
@@ -395,6 +396,7 @@ class Trackers:
         if run_id is not None:
             with self._ids_lock:
                 self._ids[name] = run_id
+                # A resumed run continues the same run in wandb and MLflow.
                 (self.run_dir / IDS).write_text(json.dumps(self._ids))
         return tracker
 
