@@ -209,11 +209,11 @@ class Detector:
         return Parts([Tile(0, 0, *size) for size in sizes], [sample])
 
     def _sent(self, source: str) -> str:
-        """Return an image as it is sent. A server gets the file's bytes: it may be on another machine, or may not read
-        this folder."""
+        """Return an image as it is sent. A server gets the bytes of the file."""
         path = Path(source.removeprefix("file://")) if len(source) < MOST_PATH else None
         if self.asked.server is None or path is None or not path.is_file():
             return source
+        # The server may be on another machine, or may not read this folder.
         return _data_url(path.read_bytes(), mimetypes.guess_type(path.name)[0] or "image/jpeg")
 
     def _sample(self, name: str, source: str, tile: Tile) -> Sample:

