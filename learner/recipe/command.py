@@ -185,6 +185,7 @@ class StageProcess:
             argv = ["-m", "learner.run.torchrun", str(self._nproc), *argv]
         log = path.with_suffix(".log")
         code = exit_code(-self._signum)
+        # A signal in the last evaluation of a stage is only noted, and the next stage must not begin.
         if not self._signum:
             # The stage's process writes to the same stdout.
             sys.stdout.flush()
@@ -196,6 +197,7 @@ class StageProcess:
                     env={**self._environment, **without_working_directory(self._environment)},
                     stderr=errors,
                     start_new_session=True,
+                    # If this process is killed, nobody passes a stop on.
                     preexec_fn=partial(end_with_parent, signal.SIGKILL, os.getpid()),
                 )
             # A signal that came before the process had begun is due now.
@@ -209,6 +211,7 @@ class StageProcess:
         return code
 
     def _asked(self, signum: int, frame: FrameType | None) -> None:
+        # Ctrl-C of `recipe | tee log` ends tee too, and then each printed line raises an error.
         leave_lost_output()
         self._signum, self._is_due = signum, True
         self._pass_on()
@@ -278,6 +281,7 @@ class Recipe:
         left_s = whole_s - earlier_s
         has_time = left_s >= LEAST_SHARE * 60 * self.record.minutes
         if self.record.no_grpo:
+            # In a run of 10 minutes, sft was cut while its score rose, and a third of the time stayed unused.
             if has_time and sft.ended == TIME_UP and not self.record.extended:
                 self._go_on_with_sft()
             else:

@@ -86,6 +86,7 @@ class LiveView:
     def __init__(self, run_dir: Path, token: str | None) -> None:
         self._follower, self._run_dir, self._token = Follower(run_dir), run_dir, token
         self._picture = lru_cache(maxsize=64)(load_picture)
+        # Servers are asked at once, so the page waits for the slowest one only.
         self._threads = ThreadPoolExecutor(8)
         self._drawn: tuple[tuple[int, int], list[SceneRow]] | None = None  # (step, number of scenes), the rows shown
 
@@ -156,6 +157,7 @@ class LiveView:
 
     def _servers(self, run: RunRecord) -> Table | None:
         known = members(self._run_dir, run)
+        # A URL may hold a password or a token.
         rows: list[list[str | tuple[str, str]]] = [[bare_url(url), place] for url, place in known]
         told = self._threads.map(self._server, [url for url, _ in known])
         head = ["Server", "In the run", "Gate", "Version", "In flight", "Waiting"]

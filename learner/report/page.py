@@ -32,6 +32,7 @@ def _written(value: object) -> object:
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.PackageLoader("learner.report"),
+    # Texts come from annotations and models, so each is escaped.
     autoescape=True,
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,

@@ -345,6 +345,7 @@ def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
 
 def _embedded(picture: Image.Image) -> Picture:
     small = max(picture.size) <= SMALL_SIDE
+    # The picture is encoded anew, so no byte of its file reaches the page.
     buffer = io.BytesIO()
     if small:
         picture.save(buffer, "PNG", optimize=True)

@@ -76,6 +76,7 @@ def photograph(source: str, images: Images) -> Response:
         raise HTTPException(404, "there is no image that can be shown") from error
     with Image.open(io.BytesIO(data), formats=FORMATS) as header:
         media_type = _SHOWN.get(header.format or "")
+    # Browsers do not show TIFF.
     if media_type is None:
         file = io.BytesIO()
         pixels.save(file, "JPEG")
@@ -86,6 +87,7 @@ def photograph(source: str, images: Images) -> Response:
 def serve_page(app: FastAPI, *, name: str, host: str = LOOPBACK, port: int, note: str = "") -> int:
     """Serve `app` until Ctrl-C, below a random path, and print the URL. Returns the exit code. `note` is added to the
     printed line. Raises ServerError if the port is taken."""
+    # The port is taken before its address is printed.
     listener = listen(host, port, what=f"the {name.partition(' of ')[0]}")
     shown, path = f"[{host}]" if ":" in host else host, f"/{secrets.token_urlsafe(16)}"
     url = f"http://{shown}:{listener.getsockname()[1]}{path}/"
