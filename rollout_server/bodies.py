@@ -46,7 +46,8 @@ async def read_body(request: Request, model: type[Body]) -> Body:
         value = from_json(body)  # reading bytes takes a quarter of the time that a bytearray takes
         await turns.give()
         _check_number(value, request.app.state.config)
-        # Checked apart: the message for unknown fields would advise an OpenAI client to compare versions.
+        # Tools get a check and a message of their own. The message for unknown fields advises to compare the versions
+        # of server and learner, which does not help a client of OpenAI's API.
         _check_tools(request.url.path, value)
         # Counted before models are built, because 4 MB of wrong items took 3.5 GB and 19 s of CPU.
         if await _num_objects(value, turns) <= _FEW_OBJECTS:

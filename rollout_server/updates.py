@@ -307,7 +307,8 @@ async def load_and_score(
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
         pass
     loaded_at = time.monotonic()
-    # A canary that was scored behind the load may have left blocks of partly loaded weights.
+    # If `_score_behind` tried to score the canary, the prefix cache may have blocks computed with partly loaded
+    # weights.
     await engine.reset_caches()
     return replies[0], await _score(engine, call), loaded_at
 

@@ -210,14 +210,14 @@ class Receiving:
         """
         until = time.monotonic() + slice_s
         if not self._opened:
-            self._load.open()  # the first buckets arrive meanwhile
+            self._load.open()  # takes time, in which the first buckets arrive
             self._opened = True
         while self._incoming:
             buffer, operation = self._incoming[0]
             if not operation.done(max(0.0, until - time.monotonic())):
                 return WorkerReply(done=False)
             self._incoming.popleft()
-            # Asked for first, so that the next bucket arrives while this one is checked and loaded.
+            # The next bucket is asked for first, so that it arrives while this one is checked and loaded.
             self._receive()
             self._check_seal(buffer)
             self._seals.update(bytes(buffer[-SEAL_BYTES:].tolist()))

@@ -86,7 +86,8 @@ class EngineImages:
             del self.renderer.process_for_engine
 
     def seen(self, rendered: EngineInput) -> list[Future[ProcessedImage] | None]:
-        """Start the digests of a rendered prompt's images; returns them in order."""
+        """Start to compute the digests of a rendered prompt's images. Return their futures in order; None for an image
+        whose pixels are not known."""
         hashes, items = (rendered.get(field, {}).get("image", ()) for field in ("mm_hashes", "mm_kwargs"))
         with self._lock:
             return [self._of(key, item) for key, item in zip(hashes, items, strict=True)]

@@ -195,7 +195,7 @@ def _looked_at(records: Iterable[Record], images: Images, root: Path) -> Iterato
         while window := list(islice(left, _AHEAD)):
             if time.monotonic() - told_s > _TELL_S:
                 told_s = time.monotonic()
-                # 100,000 photographs take minutes.
+                # Progress is told, because 100,000 photographs take minutes.
                 log.info(
                     "%s: %d records read", window[0].place.file if isinstance(window[0], RawRecord) else root, number
                 )

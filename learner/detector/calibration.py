@@ -49,7 +49,7 @@ def calibrate(options: CalibrateOptions) -> int:
     tell_warnings(model, console)
     require_boxes(model)
     out = options.out or model.folder / CALIBRATION_NAME
-    # Otherwise hours of answers are lost where the file cannot be written.
+    # Checked before the model answers: if the file could not be written, hours of answers would be lost.
     require_writable(out.parent)
     numbers = sorted(set(options.samples))
     asked = replace(options.asked, samples=numbers[-1])

@@ -83,7 +83,7 @@ def evaluate(options: EvaluateOptions) -> int:
     _require_detectors(options)
     if not options.overwrite:
         _require_free(options.out)
-    # Otherwise hours of answers are lost where the files cannot be written.
+    # Checked before the models answer: if the files could not be written, hours of answers would be lost.
     require_writable(options.out)
     console = Console(stderr=True, highlight=False, soft_wrap=True, markup=False)
     samples, found = _found(options, console)

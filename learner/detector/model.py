@@ -110,7 +110,7 @@ def _downloaded(path: str | Path) -> Path:
 
     try:
         return Path(snapshot_download(name))
-    except Exception as error:  # the hub's client and its libraries raise all kinds
+    except Exception as error:  # the hub's client and its libraries raise errors of all kinds
         raise ConfigError(
             "there is no model",
             found=f"{name}: no such folder, and from the hub: {type(error).__name__}: {str(error)[:200]}",

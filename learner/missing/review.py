@@ -88,7 +88,7 @@ def make_app(folder: Path, audit: int | None = None) -> FastAPI:
     names = sorted({s["name"] for s in suggestions} | {name for s in suggestions for name, _ in s["labels"]})
     # The browser keeps the user's decisions under this name.
     digest = hashlib.sha256(json.dumps(suggestions).encode()).hexdigest()[:16]
-    # Decisions of 12 MB took 17 s and 870 MB.
+    # The size of a body is limited, because reading decisions of 12 MB took 17 s and 870 MB of memory.
     app = page_app(body_bytes=min(_MOST_BYTES, (1 + len(suggestions)) * _DECISION_BYTES))
     images, lock = Images(ImageRules()), threading.Lock()
 

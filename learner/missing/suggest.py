@@ -103,7 +103,7 @@ def suggest(
             remedy="choose another --out, or review these: "
             f"rollout-learner find-missing review {shlex.quote(str(out))}",
         )
-    # Otherwise hours of answers are lost where the file cannot be written.
+    # Checked before the model answers: if the file could not be written, hours of answers would be lost.
     require_writable(out)
     # Annotations that cannot be written again are refused before the model is asked.
     writable_annotations(data, data.train)

@@ -215,7 +215,8 @@ class RepeatedLogprobs:
             self._graph = PassGraph.of(self._pass, self._policy.model.parameters(), record)
         if self._graph is None or has_moved:  # a graph would read the old addresses
             if not is_first:
-                # Both go: a graph that is never replayed would keep its memory to the end of the run.
+                # From now on every call runs the pass. The graph is dropped, because it would keep its memory to the
+                # end of the run.
                 self._record = self._graph = None
             return self._pass()
         with nullcontext() if self._side is None else self._side.entered():

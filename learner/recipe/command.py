@@ -70,8 +70,9 @@ from shared.processes import (
     without_working_directory,
 )
 
-# Max share of the recipe's minutes for sft, if grpo may follow. Usually sft's score stops rising long before. While it
-# rises, sft learns faster than grpo would: on photographs one step of grpo took 60% of five minutes.
+# Max share of the recipe's minutes for sft, if grpo may follow. Usually sft ends much earlier, because its score stops
+# rising. While the score rises, sft learns faster than grpo would: on photographs one step of grpo took 60% of five
+# minutes.
 SFT_SHARE = 0.8
 # If boxes are loose (F1 is much lower at high IoU), rollout matching may take this share of the minutes left after sft.
 # The rest is for `grpo` with the boxes' IoU as reward.

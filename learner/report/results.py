@@ -337,7 +337,7 @@ def iou_charts(runs: Sequence[Progress]) -> list[Chart]:
         chart("Recall by IoU threshold", lambda counts: counts.recall, "Share of objects that are found then."),
         chart("F1 by IoU threshold", lambda counts: counts.f1, "Its mean is f1@miou."),
     ]
-    # `value` would show the number at the last threshold beside the title, and say nothing.
+    # `value`, shown beside the title, would be the number at the last threshold, which tells nothing about the curve.
     return [replace(chart, value="") for chart in drawn if chart]
 
 

@@ -67,7 +67,8 @@ def from_server(body: ErrorBody, base_url: str) -> ProjectError:
 def retry_after_s(response: httpx.Response) -> float:
     """Return the seconds to wait before the next call: the server's `Retry-After`, or RETRY_AFTER_S without one."""
     try:
-        # A `Retry-After` of 0 must not become a loop without a pause.
+        # At least a short pause, because a `Retry-After` of 0 would make the caller repeat its call without end at full
+        # speed.
         return max(0.01, float(response.headers.get("Retry-After", RETRY_AFTER_S)))
     except ValueError:
         return RETRY_AFTER_S

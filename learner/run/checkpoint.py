@@ -343,8 +343,8 @@ def _read_state(path: Path) -> tuple[TrainerState, str]:
 
 
 def _place(path: Path, name: str) -> str:
-    """Return where the checkpoint has the training state's file `name`: there, or, written by an earlier version,
-    beside the weights."""
+    """Return the path of the training state's file `name` within the checkpoint: `name` itself, or a place beside the
+    weights if an earlier version wrote the checkpoint."""
     beside = Path(name).name
     return beside if (path / beside).is_file() else name
 

@@ -109,7 +109,8 @@ def show(value: object) -> str:
         return f"a list of {len(value)}"
     kind = {str: "the string ", int: "the integer ", float: "the number "}.get(type(value), "")
     is_huge = isinstance(value, int) and value.bit_length() >= 256  # Python refuses to print thousands of digits
-    text = f"of {cast(int, value).bit_length()} bits" if is_huge else masked(repr(value))  # masked before it is cut
+    # Secrets are masked before the text is cut, because half a secret would not be recognized.
+    text = f"of {cast(int, value).bit_length()} bits" if is_huge else masked(repr(value))
     return kind + (text if len(text) <= MAX_FOUND_CHARS else text[: MAX_FOUND_CHARS - 3] + "...")
 
 

@@ -62,7 +62,7 @@ def build_target(
     positions, labels = coordinate_labels(assignment, read, task.coordinate_text, tokenizer)
     target.labels[positions] = labels
     target.loss_weights[positions] = 1.0
-    # Coordinates have their labels already: a token that holds a part of one keeps it.
+    # Coordinates have got their labels above. A token that holds part of a coordinate keeps that label.
     if loss.matched_desc_weight:
         for position, label in description_labels(assignment, task.desc_text, tokenizer):
             _teach_besides(target, position, label, loss.matched_desc_weight)
