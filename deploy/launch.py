@@ -11,11 +11,10 @@
 Every configuration, and the learner's folder, is checked before anything starts. The exit code is the learner's, or
 128 + n after signal n. `--check` starts nothing: it also checks the data, this machine, and the servers' ports.
 
-If a server ends before the learner has started, the launch ends, because the server would only fail again. A server
-that ends later is restarted up to `max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the
-count begins anew. After the last restart it is given up, and once all servers are given up, the run ends. A server
-counts as ready only if its answer has the `server_id` of the process that was started here, so an older server on the
-same port does not count.
+If a server ends before the learner has started, the launch ends. A server that ends later is restarted up to
+`max_restarts` times, each time after a longer wait; after an uptime of STEADY_S the count begins anew. After the last
+restart it is given up, and once all servers are given up, the run ends. A server counts as ready only if its answer has
+the `server_id` of the process that was started here, so an older server on the same port does not count.
 
 Whatever happens, no started process is left at the end. If this program is killed, the kernel ends its children.
 """
@@ -208,6 +207,7 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
     started, retry = time.monotonic(), Retry(timeout_s, POLL_S)
     with httpx.Client(trust_env=False, timeout=LOOK_S) as client:
         while True:
+            # A server that ends before the learner has started would only fail again, so it is not restarted.
             check_alive([server, *beside])
             # An older server at this port would answer at once, so the answer must name this start.
             if not (said := look(client, base_url, server.server_id)):

@@ -1,8 +1,7 @@
 """Limits on a connection's time and size, which hold before the token is checked (R16).
 
-uvicorn's own connections wait for ever: for a request that never begins, for headers that come one byte at a time, for
-a caller that does not read its answer. A few hundred such callers use up all open files, and then not even `/health/`
-answers.
+uvicorn's own connections wait for their callers for ever. A few hundred such callers use up all open files, and then
+not even `/health/` answers.
 
 Invariants:
 - at most `max_connections` + SPARE connections are open. A further connection closes the one that has waited longest
@@ -102,6 +101,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._waiting.num_open += 1
         self._waiting.add(self)
+        # For a request that never begins, or whose headers come byte by byte, uvicorn waits for ever.
         self._await_caller(HEADER_S)
         self._waiting.make_room()
 
@@ -153,6 +153,7 @@ class Connection(HttpToolsProtocol):
 
     def pause_writing(self) -> None:
         super().pause_writing()
+        # A caller that does not read its answer would keep the connection, and the answer's memory.
         self._reading_due = self.loop.call_later(guards.BODY_S, self.drop)
 
     def resume_writing(self) -> None:

@@ -112,8 +112,10 @@ class Gate:
             )
         # Base weights below an adapter use up a version number, which is never served.
         last = max(self.ver, self._base_ver) if self._awaits_adapter else self.ver
+        # Versions rise whoever sends them, so that two models never answer under one version.
         if ver <= last:
             raise _refused(f"version {ver}", f"a version above {last}, the last that this server has seen")
+        # An adapter does not replace the weights below it, which may be the wrong ones.
         if self.state == "poisoned" and mode != "full" and not self._awaits_adapter:
             raise _refused(f"a sync in mode {mode} of a poisoned server", "a full sync")
 

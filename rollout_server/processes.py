@@ -1,13 +1,10 @@
 """The engine's processes: when idle they use no core, and they never outlive the server (Linux).
 
 `sleep_when_idle`: vLLM's workers in separate processes (several ranks) read orders from shared memory, and busy-wait
-for a second after each order. Without a GPU the learner needs these cores: in a loop of rollout, learn, sync the wait
-made learning 2.5 times slower on two cores. Now the worker sleeps after `SPIN_S` without an order, until vLLM's
-notification wakes it.
+for a second after each order. The worker sleeps after `SPIN_S` without an order, until vLLM's notification wakes it.
 
-`end_with_server`: vLLM's processes notice a dead parent late or never. So each worker watches the server. When the
-server has ended, even by SIGKILL, the worker ends all of the server's descendants: engine cores, the data-parallel
-coordinator, other workers, and itself.
+`end_with_server`: each worker watches the server. When the server has ended, even by SIGKILL, the worker ends all of
+the server's descendants: engine cores, the data-parallel coordinator, other workers, and itself.
 
 `cpu_seconds` distinguishes a busy engine from a stopped one.
 """
@@ -32,6 +29,7 @@ def sleep_when_idle() -> None:
     from vllm.platforms import current_platform
 
     waiting = getattr(shm_broadcast, "SpinCondition", None)
+    # Without a GPU the learner needs these cores: busy-waiting made learning 2.5 times slower on two cores.
     if current_platform.is_cpu() and waiting is not None:
         # vLLM passes no spin time when it makes its queues, so the default is changed.
         waiting.__init__.__defaults__ = (SPIN_S,)
@@ -45,6 +43,7 @@ _LOOK_EVERY_S = 2.0
 def end_with_server() -> None:
     """Start the thread that watches the server. Does nothing without a server (SERVER_PID_VARIABLE is not set)."""
     server_pid = os.environ.get(SERVER_PID_VARIABLE)
+    # vLLM's processes notice a dead parent late or never.
     if server_pid is not None:
         threading.Thread(target=_watch, args=(int(server_pid),), name="watching the server", daemon=True).start()
 

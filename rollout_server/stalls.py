@@ -82,6 +82,7 @@ class StallWatch:
         # With the pause of 0.25 `stall_s` between two pings, a stall is noticed within `stall_s` of its begin.
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
+            # By a clock that stands still with this process: its own pause is no silence of the engine.
             if await ends_within(turn_s, asking):
                 return True
             self._silent_s += turn_s

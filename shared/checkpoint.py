@@ -1,7 +1,6 @@
 """A Hugging Face checkpoint: where it is, and whether learner and server have the same kind of model.
 
-`model_folder` turns a folder or a hub name into a folder on this machine. vLLM would accept a hub name, but the check
-that a weight load is complete reads the tensors' names from the folder's files.
+`model_folder` turns a folder or a hub name into a folder on this machine.
 
 `signature` takes a configuration as a mapping (`config.json`, or `PretrainedConfig.to_dict()`) and gives the sizes that
 determine the tensors' names and shapes. `differences` compares only what both signatures state, because versions of
@@ -27,6 +26,8 @@ def model_folder(model: str, key: str) -> str:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
+        # vLLM would take the name, but the check that all weights came reads the tensors' names from the folder's
+        # files.
         return str(snapshot_download(model))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise ConfigError(

@@ -52,9 +52,7 @@ class EngineImages:
         """Yield a list that one `LLM.generate` of `prompts` fills with the digests of each prompt's images; [] if the
         prompt is not `wanted`. `LLM` renders prompts itself, one by one, in order, so its renderer is wrapped.
 
-        A prompt that is the beginning of a rendered one, with the same images, is not rendered again. Processing and
-        hashing an image takes milliseconds, in which the device waits. `grpo` repeats prompts, and the canary asks for
-        an answer and for its beginnings."""
+        A prompt that is the beginning of a rendered one, with the same images, is not rendered again."""
         if not any(prompt.images for prompt in prompts):
             yield [[] for _ in prompts]
             return
@@ -64,6 +62,8 @@ class EngineImages:
 
         def process(asked: object, arrival_time: float, **kwargs: object) -> EngineInput:
             prompt, looks = prompts[len(found)], wanted[len(found)]
+            # Processing and hashing an image takes milliseconds, in which the device waits. `grpo` repeats prompts, and
+            # the canary asks for an answer and for its beginnings.
             whole, before = known.get(id(prompt.images), (prompt, None))
             rendered = None if before is None else beginning(whole, before, prompt)
             if rendered is None:

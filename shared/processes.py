@@ -8,9 +8,7 @@ have another guard (`rollout_server.processes`).
 processes that start inside its block. `leave_lost_output` is for signal handlers: a terminal's signal also ends the
 `tee` of `... | tee log`, and printing would then fail.
 
-`FEW_SHAPES` are environment variables for computing on CPU, set before torch is loaded. oneDNN, and ideep, torch's
-layer above it, each cache code for 1,024 matrix shapes; ideep needs 270 KB per shape. Images bring ever new shapes, so
-this memory would grow for hours.
+`FEW_SHAPES` are environment variables for computing on CPU, set before torch is loaded.
 
 `without_working_directory` gives the variables of a child process that runs one of our modules. `describe`, `exit_code`
 and `last_words` say how a process ended.
@@ -26,6 +24,8 @@ from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
+# oneDNN, and ideep above it, each keep code for 1,024 matrix shapes, ideep with 270 KB per shape. Images bring ever new
+# shapes, so this memory would grow for hours.
 FEW_SHAPES: Mapping[str, str] = {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": "32", "LRU_CACHE_CAPACITY": "32"}
 _PR_SET_PDEATHSIG = 1
 _PRINTED = (1, 2)  # stdout, stderr

@@ -1,7 +1,7 @@
 """The bearer token, read once and never shown (R42).
 
-A token comes from the environment, often from a file that ends with a newline, so surrounding spaces are dropped. A
-token that cannot stand in an HTTP header is refused before anything is sent or printed.
+Surrounding spaces are dropped. A token that cannot stand in an HTTP header is refused before anything is sent or
+printed.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ MAX_CHARS = 4096
 
 def read_token(environment: Mapping[str, str]) -> str | None:
     """Return the token; None if the variable is empty or not set. Raises ConfigError, which does not show the token."""
+    # Tokens often come from a file that ends with a newline.
     token = environment.get(TOKEN_VARIABLE, "").strip()
     wrong = sum(not 0x21 <= ord(char) <= 0x7E for char in token)
     if wrong or len(token) > MAX_CHARS:

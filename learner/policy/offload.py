@@ -5,7 +5,7 @@ in host memory. After the block all of them (weights, gradients, moments) are on
 and tied weights are tied as before. On the CPU nothing is moved. `learner/rollout/colocated_engine.py` uses the block
 for all work of vLLM: its start, weight loads, rollouts.
 
-The host memory is page-locked and kept for the next move: allocating new pages takes ten times as long as the copy.
+The host memory is page-locked and kept for the next move.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ class Offload:
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
+        # Kept from move to move: allocating new page-locked memory takes ten times as long as the copy.
         self._memory = HostMemory(page_locked=device.type == "cuda")
 
     @property

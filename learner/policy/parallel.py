@@ -3,9 +3,7 @@
 In: torchrun's environment and a timeout. Out: `Ranks`, which all code that communicates between ranks gets.
 
 Gradients are summed locally over a step's rows. Then they are reduced over ranks once, in flat float32 buckets, in the
-same order on all ranks. torch's DistributedDataParallel is not used: it reduces during the last backward pass, and
-ranks may have different numbers of rows. Numbers and objects are sent by gloo, even if tensors are sent by NCCL. If a
-rank is missing, gloo raises an exception at the deadline, while NCCL's watchdog would end the process.
+same order on all ranks. Numbers and objects are sent by gloo, even if tensors are sent by NCCL.
 
 Invariants: every rank makes the same calls in the same order. A rank without a gradient for a parameter contributes
 zeros. After `broadcast_parameters` and equal updates all ranks hold equal weights, bit for bit.
@@ -189,6 +187,8 @@ def init_ranks(environment: Mapping[str, str], *, timeout_s: float) -> Ranks:
     ranks = Ranks(rank=rank, world_size=world_size, device=device, timeout_s=timeout_s)
     if world_size > 1:
         with ranks._deadline("init_process_group"):
+            # Objects are sent by gloo, which raises an exception if a rank is missing. NCCL's watchdog would end the
+            # process.
             dist.init_process_group(
                 "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=timedelta(seconds=timeout_s)
             )
@@ -206,6 +206,8 @@ def reduce_gradients(parameters: Sequence[torch.nn.Parameter], ranks: Ranks, *, 
 
     `weight_sum`: sum of the step's loss weights over all ranks. If it is 0, every gradient becomes 0.
     """
+    # torch's DistributedDataParallel is not used: it reduces during the last backward pass, and ranks may have
+    # different numbers of rows.
     scale = 1.0 / weight_sum if weight_sum > 0 else 0.0
     for bucket in _buckets(parameters):
         for p in bucket:

@@ -10,8 +10,7 @@ depend on weights. Then the pass is captured, and gets the recorded values inste
 
 Invariants: a pass that reads on the host what depends on weights (a mixture of experts) is not captured. Before the
 capture the pass runs once more with the recorded values, and must give the same output. In this trial torch refuses
-operations that wait for the device. Without the trial a capture could fail, and a failed capture leaves torch's random
-generators unusable.
+operations that wait for the device.
 """
 
 from __future__ import annotations
@@ -73,6 +72,7 @@ class PassGraph:
         notes = Notes(weights)
         with notes.noting():
             now = run()
+        # Tried before it is captured, because a failed capture leaves torch's random generators unusable.
         if obstacle := notes.obstacle or _differs(notes, run, now):
             log.info("the canary's pass is not captured: %s", obstacle)
             return None
@@ -84,6 +84,7 @@ class PassGraph:
 
         try:
             return cls(record(work), outputs[0], notes)
+        # A sync without a graph is slower, but must not end the run.
         except torch.OutOfMemoryError as error:
             log.warning("the canary's pass is not captured, and takes longer: %s", str(error).splitlines()[0])
             return None

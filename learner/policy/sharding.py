@@ -10,8 +10,7 @@ Invariants: the whole model is never on one device. All ranks make the same pass
 same order, because each is a collective. Every pass uses every layer: a row without an image gets a blank one
 (`packed.py`), and a row without supervised tokens sends a token through the head (`loss.py`). Otherwise ranks with
 different rows would gather and reduce different tensors. Every backward pass sums gradients over ranks, in float32,
-without averaging. Summing only in a step's last pass would not be faster, because the transfers run during computation,
-and each device would need memory for a whole gradient.
+without averaging.
 """
 
 from __future__ import annotations
@@ -80,6 +79,8 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(ranks.device)
                 ranks.broadcast_tensor(tensor.data)
+        # Gradients are summed in every backward pass. Summing only in a step's last one is not faster, because
+        # transfers run during computation, and it needs memory for a whole gradient.
         sharded = fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=torch.float32))
         # FSDP averages gradients over ranks by default. The learner needs their sum.
         sharded.set_gradient_divide_factor(1.0)

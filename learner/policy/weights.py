@@ -5,8 +5,7 @@ the names, shapes and values that `save_pretrained` would write after a merge. T
 
 Invariant: the model is only read. peft merges a copy of each adapted layer in float32, one layer at a time. So every
 layer that peft can merge is merged correctly, DoRA too. For a sharded model every rank gets the same whole tensors,
-gathered one at a time, so iterating over them is collective. The list of a model's tensors is made once, because making
-the list takes longer than sending the tensors.
+gathered one at a time, so iterating over them is collective.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ class CheckpointWeights:
 
     def __init__(self, model: PreTrainedModel, *, merge: bool = True, device: torch.device | None = None) -> None:
         self._model, self._merge, self._device = model, merge, device
+        # Listed once, because listing the tensors takes longer than sending them.
         self._own = _own_state(model)
         # The layers are listed once, because finding a layer by its name takes as long as launching its merge.
         self._adapted = {
@@ -270,11 +270,10 @@ class _PlainMerge:
     """The merge of a linear layer with one plain LoRA. It has peft's operations in peft's order, so the result is equal
     to peft's bit for bit.
 
-    It is faster than peft: it computes a matrix product, and one kernel scales, adds and rounds. So a float32 tensor of
-    the weight's size is written once; peft writes four. The parameters are looked up once: to find them takes longer
-    than to launch the two kernels."""
+    It is faster than peft: it computes a matrix product, and one kernel scales, adds and rounds."""
 
     def __init__(self, layer: LoraLayer) -> None:
+        # Looked up once: finding the parameters takes longer than launching the two kernels.
         (name,) = layer.active_adapters
         self._base = layer.get_base_layer().weight
         self._a, self._b = layer.lora_A[name].weight, layer.lora_B[name].weight
@@ -292,6 +291,7 @@ class _PlainMerge:
             alpha = self._scaling if self._is_exact else 1.0
             if not self._is_exact:
                 delta.mul_(self._scaling)
+            # A float32 tensor of the weight's size is written once; peft writes four.
             return torch.add(base, delta, alpha=alpha, out=torch.empty_like(delta, dtype=dtype))
 
 

@@ -55,6 +55,7 @@ REFILLS = 32
 # These errors are the request's fault: any server would give them.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
 # These errors are the server's fault: sending the request to the same server again would not help.
+# UnauthorizedError is among them: taken for the request's fault, the new token of a restarted server ended the run.
 LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError, UnauthorizedError)
 
 

@@ -3,10 +3,10 @@
 In: vLLM, before its engine is made. Out: an engine that has not read the weights that the first sync overwrites
 (`unread_weights`), and that has started no process to inspect the model's class (`inspecting_here`).
 
-Invariants: parameters are zero until the first sync, not uninitialised: that memory may hold NaNs, which the engine's
-warm-up would leave in the KV cache. Buffers keep the values that the model gave them. No answer is generated before a
-sync has written every parameter: `WeightLoad.finish` counts the parameters, and `ColocatedEngine.ver` is None until
-then. If a version of vLLM lacks the functions that are replaced here, the engine starts too, but more slowly.
+Invariants: parameters are zero until the first sync, not uninitialised. Buffers keep the values that the model gave
+them. No answer is generated before a sync has written every parameter: `WeightLoad.finish` counts the parameters, and
+`ColocatedEngine.ver` is None until then. If a version of vLLM lacks the functions that are replaced here, the engine
+starts too, but more slowly.
 """
 
 from __future__ import annotations
@@ -91,13 +91,13 @@ def keeping_compiler_variables() -> Iterator[None]:
     """Restore COMPILER_VARIABLES after the block. Otherwise the learner's compiled layers would be stored in the folder
     of vLLM's model, and a run with other engine settings would compile them again.
 
-    Triton's kernels are copied from vLLM's folder to this process's folder. vLLM sets its own folder only when it
-    compiles its model. A later run that finds the model compiled looks for the other kernels in this process's folder,
-    and would need 11 s to compile them again."""
+    Triton's kernels are copied from vLLM's folder to this process's folder."""
     before = {name: os.environ.get(name) for name in COMPILER_VARIABLES}
     try:
         yield
     finally:
+        # vLLM sets its folder only when it compiles its model. A later run, which finds the model compiled, looks for
+        # the other kernels in its own folder, and would need 11 s to compile them again.
         own, vllm = before["TRITON_CACHE_DIR"], os.environ.get("TRITON_CACHE_DIR")
         if own and vllm and own != vllm:
             with suppress(OSError):  # without the copy, the next run compiles the kernels

@@ -9,9 +9,8 @@ samples of its batch; afterwards, also after an error, the model has its old att
 settings. Weights, `requires_grad` and random generators are not touched. Rollouts must not be made while another thread
 runs a forward pass of the model.
 
-transformers samples all sequences from one global generator, and counts padding as repeated tokens. The logits
-processors here make a sequence depend on its own prompt and seed only. Their order is vLLM's: repetition penalty,
-temperature, top-k, top-p, draw.
+The logits processors here make a sequence depend on its own prompt and seed only. Their order is vLLM's: repetition
+penalty, temperature, top-k, top-p, draw.
 
 Shapes: B prompts, P tokens of the longest prompt, V entries of the vocabulary.
 """
@@ -70,6 +69,7 @@ def logits_processors(
     `attention_mask` `[B, P]` is 0 at padding."""
     processors = LogitsProcessorList()
     if decoding.repetition_penalty != 1.0:
+        # transformers' own penalty would count padding as repeated tokens.
         processors.append(RepetitionPenalty(decoding.repetition_penalty, attention_mask))
     if mode != "sample":
         return processors
@@ -78,6 +78,7 @@ def logits_processors(
         processors.append(TopKLogitsWarper(decoding.top_k))
     if decoding.top_p < 1.0:
         processors.append(TopPLogitsWarper(decoding.top_p))
+    # transformers would draw the tokens of all sequences from one global generator.
     processors.append(SeededChoice(seeds, attention_mask.shape[1], decoding.max_new_tokens))
     return processors
 

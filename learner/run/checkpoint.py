@@ -9,8 +9,7 @@
         trainer_state.json                          `TrainerState`
         manifest.json                               size and SHA-256 of every file above; written last
 
-Programs that serve a model load every `*.safetensors` beside its configuration, so the training state is in a
-subfolder. In checkpoints of earlier versions the training state is beside the weights, and is found there.
+In checkpoints of earlier versions the training state is beside the weights, and is found there.
 
 Invariants: a folder called checkpoint-STEP is complete, because it gets this name only after all its files are on disk.
 The newest checkpoint is never removed when old ones are. Rank 0 writes while the other ranks wait, and if it fails, all
@@ -50,6 +49,7 @@ from shared.reading import json_in
 logger = logging.getLogger(__name__)
 
 MANIFEST, STATE = "manifest.json", "trainer_state.json"
+# In a subfolder, because programs that serve a model load every `*.safetensors` beside its configuration.
 OPTIMIZER, RNG = "training_state/optimizer.safetensors", "training_state/rng.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"  # beginning of the name of a folder that is being written or removed

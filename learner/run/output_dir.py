@@ -79,18 +79,19 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     A scheduler that may start a whole job again sets ROLLOUT_JOB to the job's id. Then all starts of the job get the
     same name, and are one run.
 
-    torchrun's run id alone is no such name, because `--rdzv-id` may give the same id to every run. Nor does torchrun's
-    restart count show a restart: it stays 0 if a rank of another node failed, and it also counts restarts of a refused
-    run. The name has the process's start time in ticks since boot, so a change of the clock does not matter.
+    The name has torchrun's run id, and its process's id and start.
     """
     if (job := job_of(environment)) is not None:
         return job
     run_id = environment.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return None
+    # The run id alone is no name: `--rdzv-id` may give it to every run. torchrun's restart count stays 0 if a rank of
+    # another node failed.
     pid, boot_id = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # The process's name stands in parentheses, and may contain spaces and parentheses itself.
     ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
+    # Ticks since boot, so a change of the clock does not matter.
     return f"{run_id} {boot_id} {pid} {ticks}"
 
 

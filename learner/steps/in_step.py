@@ -5,10 +5,9 @@ and packing, rows are learned while other samples are rolled out (D9): a second 
 as it ends, and the learning thread takes each row as soon as the row is closed. Both ways number a step's requests over
 all ranks. So a sample's seed, and with it its rollout, is the same either way, on any number of ranks.
 
-Any number of finished segments may wait for the learning thread, because they are at most the rank's share of the step,
-whose prompts are in memory anyway. So no server waits for the learner. Which segments share a row depends on the order
-in which rollouts end, unless `training.deterministic` is set. Which samples a step learns does not depend on this
-order.
+Any number of finished segments may wait for the learning thread, so no server waits for the learner. Which segments
+share a row depends on the order in which rollouts end, unless `training.deterministic` is set. Which samples a step
+learns does not depend on this order.
 """
 
 from __future__ import annotations
@@ -180,6 +179,8 @@ class StepRollouts:
             for place, segment in self._segments:
                 self._check(place, segment)
                 with self._changed:
+                    # Without a limit: the segments are at most the rank's share of the step, whose prompts are in
+                    # memory anyway.
                     self._rows.add(place, segment)
                     self._changed.notify_all()
         except BaseException as raised:  # of any type: `next_row` raises it in the thread that learns

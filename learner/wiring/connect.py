@@ -203,8 +203,9 @@ def _canary(config: RunConfig, policy: Policy, backend: Backend, items: Sequence
 
 def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
     """Return a training sample with its ground truth as the answer, and with its image, so that the vision tower is
-    checked too. The image is small and a long answer is cut, because servers make no rollouts while they score it."""
+    checked too. The image is small, and a long answer is cut."""
     target = task.ground_truth(sample, LossConfig())
+    # Small and short, because servers make no rollouts while they score it.
     small = with_small_images(sample, policy.encoder.images, CANARY_SIDE)
     return CanaryItem(
         sample=small,

@@ -2,10 +2,9 @@
 
 Invariants: an operation ends once, with the first of these: the call's result, the call's error, the error that it was
 cancelled with, or, at its deadline, a DeadlineError that names the call. It ends at its deadline even if no caller
-waits. An ended operation keeps only its result or error, so a bucket's memory is freed without garbage collection.
-A call that nobody waits for any more keeps its thread until the call ends. The thread is a daemon, so it never keeps
-the process alive. Collectives run this way, because a lost peer may block them: joining a group on a thread for that
-call, a group's broadcasts on the thread of its `Sender`.
+waits. An ended operation keeps only its result or error, so a bucket's memory is freed without garbage collection. A
+call that nobody waits for any more keeps its thread until the call ends. Collectives run this way, because a lost peer
+may block them: joining a group on a thread for that call, a group's broadcasts on the thread of its `Sender`.
 """
 
 from __future__ import annotations
@@ -41,6 +40,7 @@ class Operation(Generic[T]):
         # The lock is never released, because setting a future twice raises InvalidStateError.
         self._unended = threading.Lock()  # the thread that gets it may end the operation
         _end_in_time(self)
+        # A daemon, so that a call that never returns does not keep the process alive.
         if call is not None:
             threading.Thread(target=self.run, args=(call,), name=what, daemon=True).start()
 
@@ -110,9 +110,8 @@ def _without_frames(error: BaseException) -> BaseException:
 class Sender:
     """A thread for calls that must begin in order. It starts with the first call, and ends once the sender is closed.
 
-    A call has two parts: `begin` returns `finish`, which waits for the end. The next call begins before the last one
-    has ended, so that the device never waits for this thread. The thread keeps no reference to an ended call, because a
-    call holds a bucket's memory.
+    A call has two parts: `begin` returns `finish`, which waits for the end. The thread keeps no reference to an ended
+    call, because a call holds a bucket's memory.
     """
 
     def __init__(self, name: str) -> None:
@@ -130,6 +129,8 @@ class Sender:
             self._jobs.append((operation, begin))
             self._changed.notify()
             if self._thread is None:
+                # One thread for all calls: with a thread for each bucket a broadcast of 1 KB took 0.56 ms instead of
+                # 0.34.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         return True
@@ -144,6 +145,7 @@ class Sender:
         last = None
         while job := self._next(may_wait=True):
             while job or last:
+                # The next call begins before the last one has ended, so that the device never waits for this thread.
                 begun = _begun(*job) if job else None
                 if last:
                     last()

@@ -13,9 +13,8 @@ is left.
 On CPU the bytes go through the connections that `meeting.py` has made: rank 0 forwards the source's bytes to all other
 ranks. Each message starts with its size, and a tensor of another size is refused.
 
-NCCL is called through vLLM's binding, because torch's own group has a watchdog that ends the process when a peer dies.
-The meeting exchanges NCCL's unique id. Broadcasts run on a separate CUDA stream per group. NCCL is only called on
-daemon threads.
+NCCL is called through vLLM's binding. The meeting exchanges NCCL's unique id. Broadcasts run on a separate CUDA stream
+per group. NCCL is only called on daemon threads.
 
 Two ranks may share a GPU only with `allow_shared_gpu`. NCCL refuses two ranks with the same host and device, so each
 gets a different `NCCL_HOSTID`. NCCL then connects them by sockets, at a few GB/s.
@@ -245,6 +244,7 @@ def _in_time(transfer: Callable[[memoryview], int], part: memoryview, link: sock
 class _Nccl(Communicator):
     def __init__(self, member: Seat, given_up: threading.Event, allow_shared_gpu: bool) -> None:
         super().__init__(member)
+        # Not torch's own group: its watchdog ends the process when a peer dies.
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         with torch.cuda.device(member.device):

@@ -4,15 +4,13 @@ Runs in the process of the model: the server's workers, or a learner with a colo
 the checkpoint's layout (unquantized dense layers on CUDA), they are overwritten in place. Otherwise vLLM reloads layer
 by layer, as on CPU, where the backend repacks linear weights and drops the originals.
 
-vLLM's own report proves little: a loader that got one of three fused tensors reports the whole fused parameter as
-loaded. So coverage (that all weights were replaced) is checked twice: every tensor of the model's checkpoint has come,
-and every served parameter was written or shares memory with a written one.
+Coverage (that all weights were replaced) is checked twice: every tensor of the model's checkpoint has come, and every
+served parameter was written or shares memory with a written one.
 
-vLLM's loaders take some 80 microseconds of Python per tensor, longer than sending the tensor over NVLink. In place,
-each update copies the same bytes of a bucket to the same bytes of the model. So the first load's copies are recorded,
-and later repeated in one launch per bucket (`CopyMemory`). A recording is used only if it is complete: every tensor of
-the bucket was copied from the bucket itself, and nothing else was written. If a parameter of the model has moved,
-recording starts anew.
+In place, each update copies the same bytes of a bucket to the same bytes of the model. So the first load's copies are
+recorded, and later repeated in one launch per bucket (`CopyMemory`). A recording is used only if it is complete: every
+tensor of the bucket was copied from the bucket itself, and nothing else was written. If a parameter of the model has
+moved, recording starts anew.
 """
 
 from __future__ import annotations
@@ -88,6 +86,7 @@ class CopyMemory:
         # Recorded copies have the strides of one layout, so another layout of the tensors needs another recording.
         key = tuple((name, tensor.dtype, tensor.shape, tensor.stride()) for name, tensor in tensors)
         recording = self._recordings.get(key)
+        # vLLM's loaders take some 80 microseconds of Python per tensor, longer than sending the tensor over NVLink.
         if recording is not None:
             torch._foreach_copy_(
                 [copy.target for copy in recording.copies], [copy.source(tensors) for copy in recording.copies]
@@ -198,6 +197,8 @@ class WeightLoad:
         # Loading is closed before the checks, because the model must be able to run even after an update that they
         # refuse.
         self.close()
+        # vLLM's own report proves little: a loader that got one of three fused tensors reports the whole parameter as
+        # loaded.
         self._check_received()
         self._check_written()
         return len(self._received)
