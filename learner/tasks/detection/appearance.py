@@ -33,7 +33,8 @@ from threadpoolctl import threadpool_limits
 from learner.records import DetectionObject, Sample
 from learner.tasks.detection.bins import bounding_box, to_pixels
 
-MIN_LABELS = 200  # min labels; with 200 labels in 16 photographs the estimate was up to 0.12 off, in 8 up to 0.35
+# With 200 labels in 16 photographs the estimate was up to 0.12 off, in 8 photographs up to 0.35.
+MIN_LABELS = 200  # min labels
 MIN_AUC = 0.75  # min AUC on held-out labels; below it there is no estimate
 OWN_CLASS = 60  # min right examples of a class with a classifier of its own; smaller classes share one
 MOST_LABELS = 6000  # max labels whose pixels are read; more of them do not improve the estimate
@@ -155,6 +156,7 @@ class _Picture:
     def moved(self, box: Floats, rng: np.random.Generator, low: float, high: float) -> Floats | None:
         """Return the box, moved and stretched until its IoU is in the range; None if `_TRIES` moves give no such
         box."""
+        # An object that the border cuts looks different there, and so must its examples.
         sides, kept = np.tile(box[2:] - box[:2], 2), self.at_border(box)
         smallest = min(8.0, 0.5 * float(sides.min()))
         for _ in range(_TRIES):

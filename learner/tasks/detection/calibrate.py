@@ -130,13 +130,13 @@ def cross_fitted(found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sa
 def _fit_twice(
     found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Boxes]:
-    """Return a calibration, and the boxes it was fitted on. It is fitted twice, because scores decide which of several
-    boxes of one object is right, and the scores after the first fit are better.
+    """Return a calibration, and the boxes it was fitted on. It is fitted twice.
 
     Raises DataError if there is too little to learn from.
     """
     boxes = Boxes.of(found, samples)
     _require_enough(boxes)
+    # Scores decide which of several boxes of one object is right, and these are better than the raw ones.
     boxes = boxes.ranked(_fit(boxes, num_drawn=num_drawn).scores(boxes.features, boxes.names))
     return _fit(boxes, num_drawn=num_drawn), boxes
 

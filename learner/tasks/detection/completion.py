@@ -316,4 +316,5 @@ def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
 
 def without_completed(sample: Sample) -> Sample:
     """Return the sample without the labels that `completed` added."""
+    # Completed labels would confirm the answers that they come from.
     return replace(sample, objects=tuple(obj for obj in sample.objects if obj.votes is None))

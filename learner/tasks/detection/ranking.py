@@ -31,9 +31,11 @@ from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.metrics import Interval, interval_of
 
-MOST_OBJECTS = 2.0  # max number of objects per right box of all models; on blood cells the true ratio is 1.3
+# On blood cells the true ratio is 1.3.
+MOST_OBJECTS = 2.0  # max number of objects per right box of all models
 GAPS = 0.1  # min right boxes without a label, per label, that show that labels have gaps
-CREDIBLE = 0.4  # min share of right ones among boxes without a label; complete labels have given 0.34
+# Complete labels have given 0.34.
+CREDIBLE = 0.4  # min share of right ones among boxes without a label
 MOST_SCENES = 300  # max scenes whose pixels are read; more take time and change little
 DRAWS = 2000
 _THREADS = 4
