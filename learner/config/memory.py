@@ -30,7 +30,8 @@ COMPILED_FROM = 5e8  # `model.compile: auto` compiles models with at least so ma
 # Bytes per logit. A compiled loss keeps the logit and its gradient in bfloat16. A loss that is not compiled keeps a
 # value in bfloat16 and three in float32.
 COMPILED_LOGITS, EAGER_LOGITS = 4, 14
-FILLED = 0.9  # an estimate above this share of a GPU's memory may not fit, because estimates were up to 12% off
+# Estimates were up to 12% off.
+FILLED = 0.9  # an estimate above this share of a GPU's memory may not fit
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

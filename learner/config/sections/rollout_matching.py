@@ -94,6 +94,7 @@ def offload_can_be_served(config: RunConfig) -> Iterator[Mistake]:
     rollout, offload = config.rollout_matching, config.rollout_matching.offload
     if rollout.rollout_backend != "vllm" or rollout.vllm.mode != "colocate" or not offload.enabled:
         return
+    # `enabled` alone moves nothing, so the documented defaults stay legal.
     if not offload.offload_model and not offload.offload_optimizer:
         return
     path = f"{ROLLOUT}.offload.enabled"

@@ -244,6 +244,7 @@ def _port_mistakes(urls: list[str], ports: list[int], url_at: list[str], port_at
 def servers_are_named(config: RunConfig) -> Iterator[Mistake]:
     """`vllm.mode: server` needs servers, named in one of the two forms, with valid URLs and ports that do not clash
     (R05 R16)."""
+    # A section that the run does not use may stay, whatever it has.
     if uses_servers(config):
         yield from server_mistakes(config.rollout_matching.vllm.server)
 
