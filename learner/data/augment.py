@@ -121,14 +121,14 @@ def require_augmentable(sample: Sample) -> None:
 
 
 def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -> View:
-    """Draw a view of the photograph. The picture keeps the photograph's proportions, even after a quarter turn, because
-    the model is used to them."""
+    """Draw a view of the photograph."""
     turns = int(rng.integers(1, 4)) if rng.random() < config.quarter_turn else 0
     mirrored = bool(rng.random() < config.horizontal_flip)
     if (turns or mirrored) and any(stays_upright(obj.desc) for obj in (*sample.objects, *sample.ignored)):
         turns, mirrored = 0, False
     width, height = sample.width, sample.height
     share = rng.uniform(config.smallest_crop, 1.0)
+    # The model is used to the photograph's proportions, so the picture keeps them, turned or not.
     size = max(2, round(width * share)), max(2, round(height * share))
     shape = size[::-1] if turns % 2 else size
     # The window is `share` times as wide and high as the largest window of this shape in the photograph.

@@ -178,6 +178,7 @@ def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: N
 
     def source_of(name: str) -> str:
         try:
+            # Tools on Windows write names with backslashes.
             return images.resolve(as_here(name, folder), folder)
         except MediaError:
             place = nearby.find(name)
@@ -336,8 +337,8 @@ class SampleMaker:
         return known if len(known) == number else None
 
     def _has_name(self, record: RawRecord) -> bool:
-        """Return True if the record's id, which may be a file name, is valid UTF-8. Files and logs can hold no other
-        id."""
+        """Return True if the record's id, which may be a file name, is valid UTF-8."""
+        # Files and logs can hold no other id.
         if is_utf8(record.sample_id):
             return True
         found, wanted = f"the id {record.sample_id!r}", "a name in UTF-8"
@@ -454,6 +455,7 @@ def _wrong_size(place: Place, said: Size, known: Sequence[Size], source: str, na
     why, remedy = "", "correct the annotation, or set data.coordinates: resized if its boxes are in pixels of that size"
     if said[::-1] in known:
         why, remedy = ": width and height are swapped", "swap width and height in the annotation"
+        # Swapped sides come from an EXIF orientation, or else from the annotation.
         if Images(ImageRules()).is_turned(source):
             why, remedy = (
                 " as its EXIF orientation turns it",

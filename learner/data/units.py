@@ -206,8 +206,9 @@ class Reach:
 
     def _may_be_copy(self) -> bool:
         """Return True if all boxes stay in a corner of the photographs, so their numbers may be pixels of smaller
-        copies. Small photographs rarely have larger originals, so they need boxes that end in many places."""
+        copies."""
         taken, is_large = self.taken, self.largest[0] * self.largest[1] > _LARGE
+        # Small photographs rarely have larger originals, so they need boxes that end in many places.
         enough = self.num >= 2 * _LEAST and (is_large or len(self.ends) >= _MANY)
         return enough and self.units == {"pixels"} and taken.inside >= _ALL * self.num and taken.most <= _NEAR
 

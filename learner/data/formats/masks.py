@@ -19,7 +19,8 @@ if TYPE_CHECKING:
     from shapely.geometry.base import BaseGeometry
 
 _TOLERANCE = 1.0  # max distance in pixels between a polygon and the stepped edge of its mask
-MOST_RUNS = 1 << 16  # max run lengths of a mask; reading a mask takes 33 us per run length
+# Reading a mask takes 33 us per run length.
+MOST_RUNS = 1 << 16  # max run lengths of a mask
 _MOST_CHARACTERS = 7  # max characters of one run length as text: 35 bits
 
 
@@ -64,6 +65,7 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
         raise ValueError(f"a mask of more than data.max_image_pixels ({max_pixels}) pixels")
     if not isinstance(counts, list | str):
         raise ValueError("no run lengths (`counts`)")
+    # The length of a text bounds its runs before they are read.
     if len(counts) > (MOST_RUNS if isinstance(counts, list) else MOST_RUNS * _MOST_CHARACTERS):
         raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     runs = [whole(value) for value in counts] if isinstance(counts, list) else _runs_in(counts)

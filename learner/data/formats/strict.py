@@ -96,7 +96,8 @@ def class_name(value: object) -> str:
 
 def plain_name(name: str) -> str:
     """Return a class name as it is taught, shown and compared: without spaces around it, and with spaces in place of
-    control characters, which could move a terminal's cursor."""
+    control characters."""
+    # A control character could move a terminal's cursor.
     if not name.isprintable():
         name = "".join(" " if unicodedata.category(character) == "Cc" else character for character in name)
     return name.strip()

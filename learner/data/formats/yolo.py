@@ -59,11 +59,12 @@ class YoloFile:
 
 
 class _Loader(yaml.SafeLoader):
-    """A YAML loader that refuses a key that occurs twice. Plain YAML would use the last value."""
+    """A YAML loader that refuses a key that occurs twice."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
+            # Plain YAML would use the last value in silence.
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key[1]!r:.80} twice", node.start_mark)
         return super().construct_mapping(node, deep)
