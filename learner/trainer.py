@@ -173,6 +173,7 @@ class Trainer:
         training = self.config.training
         self.restore()
         self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
+        # A run that saves before its next step keeps what was carried.
         self.mark_boundary()
         if self.evaluates_first():
             self.evaluate()

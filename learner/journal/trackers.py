@@ -300,6 +300,7 @@ class _Thread:
                 continue
             try:
                 call(tracker)
+                # A tracker that comes back gets what follows.
                 self._failures_in_row = 0
             except Exception as error:
                 self._fail(error)
