@@ -135,10 +135,11 @@ class Answers:
         return dict(zip(groups, rollouts, strict=True))
 
     def _require_same_prompt(self, greedy: Mapping[int, Sequence[Rollout]]) -> None:
-        """Check a server's first prompt (R03): the server may have other limits of images than the model's settings."""
+        """Check a server's first prompt (R03)."""
         if self.asked.server is None or self._prompt_is_checked:
             return
         first = next(rollout for rollouts in greedy.values() for rollout in rollouts)
+        # The server may have other limits of images than the model's settings.
         expected = self.encoder.encode(first.sample).token_ids
         check_prompt_prefix(
             expected, first.prompt_token_ids, first.sample.sample_id, decode=self.encoder.tokenizer.decode
@@ -174,9 +175,9 @@ class Answers:
         return backend
 
     def _require_same_weights(self, url: str, status: ServerStatus) -> None:
-        """Raises ServerMismatchError if the server has other weights than the model, to which scores and prompt belong.
-        Weights that a run has synced cannot be compared with files. An adapter cannot be compared with the merged
-        model."""
+        """Raises ServerMismatchError if the server has other weights than the model, to which scores and prompt
+        belong."""
+        # Weights that a run has synced are in no file, and an adapter's file is not the merged model.
         if status.ver or not status.weights or self._model.has_adapter:
             return
         if checkpoint_digest(str(self._model.folder)) != status.weights:

@@ -1,8 +1,8 @@
 """Draws boxes on photographs, and writes the page that shows the pictures.
 
-Pictures are JPEG, at most `LONGEST` pixels a side. Small photographs are enlarged, so that names do not hide objects. A
-class has one color on all pictures. The page is one file without scripts. It names the pictures by relative paths, so
-that the folder can be moved or served.
+Pictures are JPEG, at most `LONGEST` pixels a side. Small photographs are enlarged. A class has one color on all
+pictures. The page is one file without scripts. It names the pictures by relative paths, so that the folder can be moved
+or served.
 """
 
 from __future__ import annotations
@@ -66,6 +66,7 @@ def picture_name(place: int, prediction: Prediction) -> str:
 def draw(picture: Image.Image, boxes: Sequence[ScoredBox], classes: Sequence[str]) -> Image.Image:
     """Return a copy of the photograph in a size for people, with boxes, names and scores."""
     longest = max(picture.size)
+    # On a small photograph the names would hide the objects.
     scale = min(1.0, LONGEST / longest) if 2 * longest > SMALL else SMALL / longest
     size = (max(1, round(picture.width * scale)), max(1, round(picture.height * scale)))
     drawn = picture.convert("RGB").resize(size, Image.Resampling.LANCZOS)

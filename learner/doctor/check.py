@@ -230,6 +230,7 @@ def check_machine(
     from learner.doctor.data_report import in_words
 
     logging.disable(logging.WARNING)  # only findings are printed, not what libraries log
+    # Mistakes in files and data do not hide what is wrong with the machine.
     found = preflight(path, world_size, environment, read_data=True, build_model=True, overrides=overrides)
     situation = _situation(found, environment, devices)
     if situation.servers and len(situation.statuses) == len(situation.servers):

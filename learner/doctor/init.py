@@ -100,6 +100,7 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None, model: str 
     trained = _trained(model) if model is not None else None
     data = _data_in(folder, image_root)
     found = _read_all(data)
+    # Some are held out also beside a split to test on, which must choose no step.
     divided = data.val is None and not found["train"].bad.num_errors
     if divided:
         data = _with_part_held_out(data, found["train"].samples)
@@ -243,8 +244,8 @@ def _survey_of_all(found: dict[str, Split]) -> Survey:
 
 
 def _without_annotations(folder: Path, found: dict[str, Split]) -> list[Path]:
-    """Return the images below the folder that no record names. Return [] if records were left out, because their images
-    would be listed too."""
+    """Return the images below the folder that no record names. Return [] if records were left out."""
+    # Images of records that were left out would be listed too.
     if any(split.bad.num_errors or not _LEFT_OUT.isdisjoint(split.bad.summary()) for split in found.values()):
         return []
     named = {Path(image).resolve() for split in found.values() for one in split.samples for image in one.images}
@@ -280,8 +281,8 @@ def _images_folder(found: dict[str, Split]) -> str:
 
 
 def _quoted(text: str | None) -> str:
-    """Return a text quoted for our YAML, in which `$${` is a literal `${`. Emoji are not escaped, because JSON escapes
-    one as two halves, which YAML does not join."""
+    """Return a text quoted for our YAML, in which `$${` is a literal `${`."""
+    # JSON escapes an emoji as two halves, which YAML does not join.
     return json.dumps(text, ensure_ascii=False).replace("${", "$${")
 
 

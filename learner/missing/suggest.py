@@ -184,12 +184,12 @@ def of_sample(
 
 def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
     """Return the score of the scored object that overlaps `obj` most, among those with an IoU of at least SAME_IOU;
-    objects of the same name go first. 0 if there is none. The two boxes may differ a little, because only the scored
-    box also depends on the greedy answer."""
+    objects of the same name go first. 0 if there is none."""
     overlaps = iou_matrix([obj], [one.object for one in scored])[0] if scored else []
     same = [
         (one.object.desc == obj.desc, float(overlap), one.score)
         for one, overlap in zip(scored, overlaps, strict=True)
+        # The two boxes differ a little, because only the scored one depends on the greedy answer too.
         if overlap >= SAME_IOU
     ]
     return max(same, default=(False, 0.0, 0.0))[-1]
