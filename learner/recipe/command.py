@@ -120,6 +120,7 @@ def recipe(
         )
     root = Path(config.training.output_dir)
     check_writable(config)
+    # An ordinary run in this folder is left alone, also with `training.overwrite`.
     check_output_dir(config.model_copy(update={"training": config.training.model_copy(update={"overwrite": False})}))
     with ExitStack() as stack:
         with writing(root):
@@ -338,6 +339,7 @@ class Recipe:
         """Run the stage `name` with the configuration `values`, and return its exit code. If it has ended, add its
         result to the record and link `best` to the best weights. `why`: the reason to run it. `earlier_s`: seconds that
         it has run before this command."""
+        # What decided the first stage decides all. `auto` chooses the estimate again by itself.
         if self.record.metric != ESTIMATED:
             values["training"]["keep_best"] = self.record.metric
         path = self.root / f"{name}.yaml"

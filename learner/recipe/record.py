@@ -114,10 +114,11 @@ class Record:
     @property
     def fit(self) -> float:
         """How well boxes fit, for the best weights so far: F1@mIoU / F1@0.5 on validation; 1 if one of them is not
-        known. Missing labels do not change this ratio: they lower both numbers alike."""
+        known."""
         stage = self.stage(self.best_of)
         metrics = stage.after if stage is not None else self.stages[0].before if self.stages else {}
         f1, strict = metrics.get("f1@0.5", 0.0), metrics.get("f1@miou")
+        # Missing labels lower both numbers alike, so they do not change their ratio.
         return 1.0 if strict is None or f1 <= 0.0 else strict / f1
 
     @property

@@ -115,9 +115,9 @@ class LiveView:
         )
 
     def _scenes(self, run: RunRecord) -> tuple[int, list[SceneRow]]:
-        """Return the step and the first scenes of the newest evaluation. Their images are loaded once per evaluation,
-        not at each call."""
+        """Return the step and the first scenes of the newest evaluation."""
         step, scenes = newest_scenes(run, MOST_SCENES)
+        # Images are loaded once per evaluation, not at each call.
         if self._drawn is None or self._drawn[0] != (step, len(scenes)):
             self._drawn = (step, len(scenes)), newest(run, step, scenes)
         return step, self._drawn[1]
@@ -174,6 +174,7 @@ class LiveView:
         try:
             # A proxy of the environment would see the token.
             with httpx.Client(trust_env=False) as client:
+                # A run's files may name a server that never ends its answer: `ask` bounds time and bytes.
                 code, content = ask(client, f"{url}/status/", timeout_s=ASK_S, headers=headers)
             if code == httpx.codes.UNAUTHORIZED:
                 return [f"unknown: needs --send-token and {TOKEN_VARIABLE}", "–", "–", "–"]
