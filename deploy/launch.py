@@ -129,7 +129,8 @@ class Processes:
             output = FileIO(log, "a" if again else "w", opener=unlinked)
         self._starting = True
         try:
-            # In a session of its own: Ctrl-C reaches only this program, which stops its children one after the other.
+            # The child gets a session of its own, so that Ctrl-C reaches only this program, which stops its children in
+            # order.
             popen = subprocess.Popen(
                 argv,
                 env=env,
@@ -212,7 +213,8 @@ def wait_ready(server: Process, base_url: str, timeout_s: float, beside: Sequenc
             # An older server at this port would answer at once, so the answer must name this start.
             if not (said := look(client, base_url, server.server_id)):
                 return time.monotonic() - started
-            # After the look: a launcher that was paused gave up servers that had become ready meanwhile.
+            # The time is checked after the look. Otherwise a launcher that was paused for long would give up a server
+            # that has become ready meanwhile.
             if not retry.wait():
                 break
     raise DeadlineError(
@@ -327,7 +329,8 @@ def launch(config: LaunchConfig) -> int:
     """
     if not config.learner.via:  # with `via`, the learner's files may be on another machine
         found = load_config(config.learner.config, world_size=config.learner.nproc)
-        # Otherwise the learner finds them only when all servers are ready, after about 100 s.
+        # Checked here, because the learner would report these mistakes only when all servers are ready, after about 100
+        # s.
         if mistakes := mistakes_before_start(found, os.environ):
             raise ConfigErrors("the learner could not start", mistakes=mistakes)
     deadline = Deadline(config.ready_timeout_s)

@@ -140,7 +140,7 @@ class Trainer:
         self.callbacks.make()
         try:
             self.train()
-        # Stopped is no Exception, so that no code that reports errors takes it for one.
+        # `Stopped` is named here, because it is no `Exception`: code that reports errors must not take it for one.
         except (Exception, Stopped) as error:
             try:
                 # The end is written also if this save fails.
@@ -202,7 +202,8 @@ class Trainer:
             self.evaluations.test(self.state.global_step)
         if training.save_on_end:
             self.save()
-        # Commands that are given this run then take its newest checkpoint, which is worse than the start.
+        # If no evaluation was better than the first, commands that are given this run's folder take its newest
+        # checkpoint, which is worse than the model at the start.
         if self.ranks.is_main and (worse := only_worse(self.best.root)) is not None:
             self.journal.note(f"{worse}, whose weights are those of model.path")
         self.note_leftovers()
@@ -267,8 +268,8 @@ class Trainer:
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
                 with self.clock.phase("learn"), memory_errors(row):
                     totals.add(row, self.policy.backward(row))
-                # Weights change at the step's end only, so a sync can come here. Before it could, the learner had
-                # waited for 0.5 to 3 s of a step.
+                # Weights change only at the step's end, so a postponed sync can be made here. Without that, the learner
+                # waited for 0.5 to 3 s in a step.
                 self.syncs.within(self.state.global_step)
 
     # ---- between steps ---------------------------------------------------------------------------------------------

@@ -66,7 +66,7 @@ def _demo(processes: Processes, phases: dict[str, float]) -> int:
     configs = _write_configs()
     say("starting the rollout server (vLLM on CPU), and drawing scenes of handwritten digits")
     with timed(phases, "server and data"):
-        # Started first, so that it loads its model while the scenes are drawn.
+        # The server is started first, so that it loads its model while the scenes are drawn.
         server, url = start_server(processes, str(configs["server"]), log=OUT / "logs" / "server.out")
         write_data(OUT)
         wait_ready(server, url, READY_TIMEOUT_S)

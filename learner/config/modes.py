@@ -63,7 +63,7 @@ def overlaps(config: RunConfig) -> bool:
     stage2 = config.stage2_ab
     return (
         config.custom.trainer_variant in ("stage2_ab_training", "grpo")
-        # Each rollout is compared with all of the step, so none can be learned before the last one is made.
+        # With `batch` each rollout is compared with all others of the step, so none can be learned before all are made.
         and config.grpo.advantage != "batch"
         and config.training.packing
         and (stage2 is not None and stage2.schedule.b_ratio > 0)

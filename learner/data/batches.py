@@ -341,7 +341,7 @@ def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch
 
 def _cost(share: Share) -> int:
     """Return the number of samples that a share adds to the look-ahead. An empty share counts as one sample."""
-    # Otherwise the number of shares that are read ahead would have no bound.
+    # If empty shares counted 0, the number of shares that are read ahead would have no bound.
     return max(1, len(share.indices))
 
 

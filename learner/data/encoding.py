@@ -151,9 +151,11 @@ class _WorkerJob:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server if it does not run yet. Like workers, it gets no signals to the whole process group."""
+    """Start the fork server (which starts the workers) if it does not run yet. It gets no stop signals, as workers get
+    none."""
     resource_tracker.ensure_running()  # otherwise the fork server would start the tracker and unblock signals
-    # The fork server inherits the block. Ctrl-C would end it otherwise, and with it the workers that a last step needs.
+    # The fork server inherits the blocked signals. Otherwise Ctrl-C would end it, and the workers that the last step
+    # needs.
     before = signal.pthread_sigmask(signal.SIG_BLOCK, _STOP_SIGNALS)
     try:
         forkserver.ensure_running()
@@ -180,7 +182,7 @@ _worker_encoder: Encoder | None = None  # set once in each worker process, when 
 def _start_worker(encoder: Encoder) -> None:
     """Set up a worker process. It ends when the learner closes it or is gone."""
     global _worker_encoder
-    # They go to the whole group, and a learner that was asked to stop still needs prompts to finish its step.
+    # Stop signals reach the whole process group, but a learner that shall stop still needs prompts to finish its step.
     for signum in _STOP_SIGNALS:
         signal.signal(signum, signal.SIG_IGN)
     threading.Thread(target=_end_with_parent, daemon=True).start()
@@ -206,7 +208,8 @@ def _join(prompts: Sequence[EncodedPrompt]) -> _Encoded:
     return _Encoded(
         token_ids=[prompt.token_ids for prompt in prompts],
         num_images=[None if prompt.vision is None else len(prompt.vision.image_grid_thw) for prompt in prompts],
-        # One tensor of a job goes through shared memory, instead of one of each sample.
+        # One tensor is sent for the whole job instead of one per sample, because each goes through shared memory of its
+        # own.
         pixel_values=torch.cat([vision.pixel_values for vision in visions]) if visions else None,
         image_grid_thw=[grid for vision in visions for grid in vision.image_grid_thw.tolist()],
     )

@@ -42,7 +42,7 @@ class RowLimit:
         images."""
         prompt = self.encoder.num_tokens(sample)
         before = prompt + self.max_new_tokens
-        # Most samples fit by this bound, so their answers need not be tokenized.
+        # Most samples fit even with the longest answer that their objects may need, so their answers are not tokenized.
         if _are_detected(sample.objects) and before + _most_tokens(sample.objects) <= self.max_tokens:
             return None
         answer = len(self.task.ground_truth(sample, LossConfig()).token_ids)

@@ -30,7 +30,8 @@ _RARE = 5  # min boxes of a class; a class with fewer is reported
 # (README.md), so 20 leave about 0.1, which is as much as training gains.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
-# YOLO labels in pixels lost 464 of 513 boxes. COCO boxes with corners had 358 of 476 cut.
+# When YOLO labels were given in pixels, 464 of 513 boxes were lost; when COCO boxes were given as corners, 358 of 476
+# were cut.
 _MOST_MISPLACED = 0.25  # share of misplaced boxes; above it the unit is probably wrong
 
 

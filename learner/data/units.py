@@ -39,7 +39,7 @@ class PixelLimits:
 def resized(size: Size, limits: PixelLimits) -> Size:
     """Return a photograph's size (width, height) as the processors of Qwen-VL models resize it."""
     factor, area = limits.factor, max(1, size[0] * size[1])
-    # A test compares these sizes with the processor's: another rounding was up to one token off.
+    # `round` and `floor` are as in the processor (a test compares the sizes); other rounding was up to one token off.
     across, down = (max(1, round(side / factor)) for side in size)
     if across * down * factor**2 > limits.most:
         shrink = math.sqrt(area / limits.most)

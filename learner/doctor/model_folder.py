@@ -87,7 +87,7 @@ def adapter_on_tied(config: RunConfig) -> list[Mistake]:
         layers = [name for name in _TIED for path in _PATHS if re.fullmatch(named, f"{path}{name}")]
     else:
         layers = [name for name in _TIED if any(one.rpartition(".")[2] == name for one in named)]
-    # Such a run ends well, but its model cannot be exported, served or synced.
+    # A run with such an adapter would train to its end, but its model cannot be exported, served or synced.
     if not layers or not _is_tied(Path(config.model.path)):
         return []
     remedy = 'leave lm_head and embed_tokens out, or use "all-linear"'
@@ -116,7 +116,8 @@ def other_than_trained(config: RunConfig) -> str | None:
         return None
     if trained is None:
         return None
-    # With another max_pixels than in training, every score of a run was 0, and nothing said why.
+    # These are compared because a run whose `max_pixels` differed from its model's training had only scores of 0, and
+    # nothing said why.
     pairs: Mapping[str, tuple[object, object]] = {
         "task.type": (trained.task.type, config.task.type),
         "task.container": (trained.task.container, config.task.container),

@@ -259,7 +259,7 @@ class _LogFile(WatchedFileHandler):
         return TextIOWrapper(file, encoding="utf-8", errors="backslashreplace")
 
     def emit(self, record: logging.LogRecord) -> None:
-        # A full disk is reported by the run's other files.
+        # Errors of a full disk are ignored here: writing the run's other files reports them.
         with contextlib.suppress(OSError):
             super().emit(record)
 
@@ -303,5 +303,5 @@ def point_latest(run_dir: Path) -> None:
     work = link.with_name(f".{LATEST}.{os.getpid()}")
     work.unlink(missing_ok=True)
     work.symlink_to(run_dir.absolute().name)
-    # In one step, so that the link exists at every moment.
+    # The old link is replaced in one step, so that there is a link at every moment.
     work.replace(link)

@@ -397,7 +397,7 @@ class Trackers:
         if run_id is not None:
             with self._ids_lock:
                 self._ids[name] = run_id
-                # A resumed run continues the same run in wandb and MLflow.
+                # The ids are kept, so that a resumed run continues the same run in wandb and MLflow.
                 (self.run_dir / IDS).write_text(json.dumps(self._ids))
         return tracker
 

@@ -105,7 +105,7 @@ def suggest(
         )
     # Checked before the model answers: if the file could not be written, hours of answers would be lost.
     require_writable(out)
-    # Annotations that cannot be written again are refused before the model is asked.
+    # Annotations whose format this project cannot write are refused before the model is asked.
     writable_annotations(data, data.train)
     tell(f"reading {data.train}")
     answers = Answers(model, asked)

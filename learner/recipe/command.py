@@ -199,7 +199,8 @@ class StageProcess:
                     env={**self._environment, **without_working_directory(self._environment)},
                     stderr=errors,
                     start_new_session=True,
-                    # If this process is killed, nobody passes a stop on.
+                    # The stage ends with this process: if this process is killed, nobody passes a stop signal on to the
+                    # stage.
                     preexec_fn=partial(end_with_parent, signal.SIGKILL, os.getpid()),
                 )
             # A signal that came before the process had begun is due now.
@@ -213,7 +214,7 @@ class StageProcess:
         return code
 
     def _asked(self, signum: int, frame: FrameType | None) -> None:
-        # Ctrl-C of `recipe | tee log` ends tee too, and then each printed line raises an error.
+        # Ctrl-C in `recipe | tee log` ends `tee` too, and then each line that is printed would raise an error.
         leave_lost_output()
         self._signum, self._is_due = signum, True
         self._pass_on()
@@ -283,7 +284,8 @@ class Recipe:
         left_s = whole_s - earlier_s
         has_time = left_s >= LEAST_SHARE * 60 * self.record.minutes
         if self.record.no_grpo:
-            # In a run of 10 minutes, sft was cut while its score rose, and a third of the time stayed unused.
+            # Sft may go on: in a recipe of 10 minutes it was ended while its score rose, and a third of the time stayed
+            # unused.
             if has_time and sft.ended == TIME_UP and not self.record.extended:
                 self._go_on_with_sft()
             else:

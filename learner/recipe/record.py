@@ -260,8 +260,8 @@ def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
     low. `grpo` gained with 60% of the labels missing, where headrooms of 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048]
     were measured, and with 40% missing in 32 scenes, where 0.010 [0.000, 0.025] was measured.
     """
-    # The minutes are given already, and validation keeps the best weights. A user of --only-measure would spend hours,
-    # so the whole interval is asked for there.
+    # The interval need only be above 0 here: the recipe's minutes are spent anyway, and validation keeps the best
+    # weights. A user of --only-measure may spend hours, so that rule asks for more.
     return better_places(found, least_low=0.0)
 
 

@@ -28,7 +28,7 @@ EVAL_STEPS = 8  # steps between two evaluations, unless the user's configuration
 PATIENCE: Mapping[str, int] = {SFT: 2, GRPO: 3, MATCHING: 3}
 SAVE_MINUTES = 5.0  # minutes between two checkpoints, unless the user's configuration sets a cadence
 BY_IOU: Mapping[str, float] = {"soft_iou": 1.0}  # reward weights of a `grpo` stage that improves the fit of boxes
-# On digits `grpo` paid at 3e-5, and did not at 1e-4.
+# On digits `grpo` gained with a learning rate of 3e-5, and did not with 1e-4.
 RATE_OF_GRPO = 0.3  # grpo's learning rate is sft's times this (docs/concepts/which-method.md)
 MOST_STEPS = 100_000  # max steps of a stage, which no stage reaches: its time or its patience ends it before
 LEAST_MINUTES = 0.01  # `max_minutes` must be above 0, even if a stage's time is over
@@ -69,8 +69,8 @@ def sft_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str
 def matching_stage(config: RunConfig, *, world_size: int, minutes: float) -> dict[str, Any]:
     """Return the configuration of the stage that learns by rollout matching, on the annotated labels. Predictions
     without a label are kept. It starts from the model that the user's configuration names."""
-    # The weights of `sft` have learned to leave out what has no label. On digits with noise, F1 was 0.529 from these
-    # and 0.610 from the user's model.
+    # It does not start from sft's weights, which have learned to leave out objects without a label. On digits with
+    # noise, F1 was 0.529 with that start, and 0.610 with the user's model.
     values = _stage(config, MATCHING, minutes)
     _as_supervised(values, config, world_size)
     values["labels"]["complete"] = None
@@ -102,7 +102,7 @@ def grpo_stage(
     if not _has(config, GRPO):
         size = config.grpo.num_generations
         groups = max(1, resolve(config, world_size).effective_batch_size // 2 // world_size)  # per rank and step
-        # On photographs of cells F1 was 0.603 with it, and 0.586 with one advantage for a whole rollout.
+        # On photographs of cells F1 was 0.603 with `object`, and 0.586 with one advantage for a whole rollout.
         values["grpo"] |= {"credit": "object"}
         values["training"] |= _batches(groups * size, groups * size * world_size)
         values["training"]["learning_rate"] = config.training.learning_rate * RATE_OF_GRPO

@@ -54,7 +54,7 @@ def read_runs(path: Path) -> RunSet:
         raise DataError("there is no run directory", found=str(path), remedy="give the directory that the run wrote")
     if is_run(path):
         return RunSet(title=_title(path), runs=(read_run(path),), summary={}, recipe={})
-    # `latest` is a link to a run that is listed itself.
+    # Links are skipped: `latest` is a link to a run whose own folder is listed.
     children = sorted((p for p in path.iterdir() if p.is_dir() and not p.is_symlink() and is_run(p)), key=_rank)
     if not children:
         raise DataError(

@@ -213,7 +213,7 @@ class CheckpointStore:
         """Return the path of the checkpoint that all ranks load; for "latest", rank 0's newest one. Raises
         CheckpointError if there is none."""
         latest = self.latest() if where == "latest" and self.ranks.is_main else None
-        # In a tuple, because `broadcast_object` takes no None.
+        # The name is put into a tuple, because `broadcast_object` does not accept None.
         (name,) = self.ranks.broadcast_object((latest.name if latest else None,))
         if where != "latest":
             return Path(where)
@@ -256,14 +256,14 @@ class CheckpointStore:
         work = self.root / f"{_UNFINISHED}{path.name}"
         try:
             self._fill(work, policy, content)
-            # A rename does not replace a folder that has files.
+            # An old folder is removed first, because a rename cannot replace a folder that has files.
             if path.exists():
                 self._remove(path)
             work.rename(path)
         except BaseException:
             shutil.rmtree(work, ignore_errors=True)  # frees its space on a disk that may be full
             raise
-        # A rename is on disk only once the folder around it is.
+        # The rename is on disk only after the parent folder has been written there.
         _sync_to_disk(self.root)
         best = kept(self.root)
         for old in self._complete()[: -self.save_total_limit] if self.save_total_limit else ():

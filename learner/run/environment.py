@@ -36,8 +36,8 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
     """Set the variables for a vLLM engine inside this process (see the module) in `environment`."""
     # An engine in another process could not share the learner's device memory, nor run in step with other ranks.
     environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
-    # One rank makes no process group, but its engine makes one. It would wait for half an hour for torchrun's store, at
-    # which no process listens.
+    # A single rank makes no process group, but its engine makes one. With this variable the engine would wait for half
+    # an hour for torchrun's store, where no process listens.
     if environment.get("WORLD_SIZE", "1") == "1":
         environment.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     environment.setdefault("VLLM_CONFIGURE_LOGGING", "0")  # vLLM must not print its log: the run writes it to a file
@@ -46,28 +46,31 @@ def prepare_for_vllm(environment: MutableMapping[str, str]) -> None:
 
 def keep_compiled(environment: MutableMapping[str, str]) -> None:
     """Set the folders for code that torch and Triton compile in `environment`, unless the user has set them."""
-    # The default is under /tmp, which many machines clear, and where another user could have made the folder.
+    # torch's default folder is under /tmp, which many machines clear, and where another user could have made the
+    # folder.
     if not environment.get(COMPILED_VARIABLE):
         environment[COMPILED_VARIABLE] = str(cache_folder(environment, "rollout-learner"))
-    # torch sets Triton's folder only when it compiles. A second run would look for its kernels elsewhere.
+    # torch sets Triton's folder only when it compiles, so a second run, which compiles nothing, would look for its
+    # kernels elsewhere.
     environment.setdefault(TRITON_VARIABLE, str(Path(environment[COMPILED_VARIABLE]) / "triton"))
 
 
 def shorten_turns() -> None:
     """Make a thread of this process release the interpreter's lock after TURN_S if another thread waits for it."""
-    # The thread that learns releases the lock in every operation of torch. With the default, a thread that reads
-    # rollouts could keep it for 5 ms, in which hundreds of operations can start.
+    # The thread that learns releases the lock in every operation of torch. With Python's default, a thread that reads
+    # rollouts could then keep the lock for 5 ms, a time in which hundreds of operations could start.
     sys.setswitchinterval(TURN_S)
 
 
 def collect_rarely() -> None:
     """Collect garbage less often in this process, until `collect_as_usual`."""
-    # Nearly all new objects stay. Collections took 2.0 of the 8.6 s of processor time of a run's imports (with vLLM).
+    # While a run starts, nearly all new objects stay alive, and collections find nothing: they took 2.0 of the 8.6 s of
+    # processor time of a run's imports (with vLLM).
     gc.set_threshold(*RARELY)
 
 
 def collect_as_usual() -> None:
-    # A step's garbage may hold memory of the device.
+    # From the first step on garbage must be collected often, because it may hold memory of the device.
     gc.set_threshold(*USUALLY)
 
 

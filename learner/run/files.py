@@ -31,7 +31,7 @@ def write_atomically(path: Path, text: str) -> None:
             with work.open("x", encoding="utf-8") as file:
                 file.write(text)
                 file.flush()
-                # Before the rename: after a crash of the machine the new name could otherwise be that of an empty file.
+                # Written to disk before the rename. Otherwise the file could be empty after a crash of the machine.
                 os.fsync(file.fileno())
             work.replace(path)
         except OSError:
@@ -78,7 +78,7 @@ class AppendedLines:
         """Open the file at `path`, or make it. Raises OutputError if that fails."""
         self._path, self._tell = path, tell
         with writing(path):
-            # Without a buffer, so that a killed process loses no line.
+            # `FileIO` has no buffer, so a process that is killed loses no line.
             self._file = FileIO(path, "a+", opener=unlinked)
             if self._ends_within_a_line():  # the process that wrote the last line was killed
                 self._file.write(b"\n")

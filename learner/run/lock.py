@@ -53,7 +53,7 @@ def locked(run_dir: Path) -> Iterator[None]:
                 wanted="a folder that no other run uses",
                 remedy="wait for its end, or name another folder",
             )
-        # The name is only for the error of the next run; the lock itself is the kernel's.
+        # The text is only for the error of a run that finds the folder locked. The kernel holds the lock itself.
         os.ftruncate(handle, 0)
         os.pwrite(handle, f"process {os.getpid()} on {os.uname().nodename}\n".encode(), 0)
         yield

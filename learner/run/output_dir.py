@@ -155,7 +155,7 @@ def _restarted(config: RunConfig) -> RunConfig:
     """Return the configuration of a run that is restarted after a failure. The run resumes from the newest checkpoint
     in its folder, even if it was first resumed from another checkpoint. Without a checkpoint it begins again."""
     has_checkpoint = any(Path(config.training.output_dir).glob("checkpoint-*/manifest.json"))
-    # `overwrite`: what is there is from this run's own start, which failed before a checkpoint.
+    # Without a checkpoint the folder is overwritten, because its files are from an earlier start of this same run.
     change = {"resume_from_checkpoint": "latest"} if has_checkpoint else {"overwrite": True}
     return config.model_copy(update={"training": config.training.model_copy(update=change)})
 

@@ -94,7 +94,7 @@ class StopRequest:
         """Raises Stopped on every rank if one of them has got a signal. Collective."""
         signum = int(self._ranks.all_reduce_max(self._signum))
         if signum:
-            # All ranks stop here together, so no rank need be interrupted any more.
+            # The timer that would interrupt this rank is switched off, because all ranks stop here together.
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             raise Stopped(signum, agreed=True)
 
@@ -181,5 +181,5 @@ def _say(text: str) -> None:
 
 def _end(signum: int, why: str) -> None:
     _say(why)
-    # Not `sys.exit`: this may run in a signal handler or a thread, and the main thread may hang.
+    # `sys.exit` would not do: this may run in a thread while the main thread is in a call that does not return.
     os._exit(128 + signum)

@@ -84,7 +84,8 @@ class Sizes:
         quarter of a step's packs, whichever is more. It has at most a step's packs, because a sync waits for the call
         in flight. The calls of a step are about equally long. If the queue has less room, `ShareQueue` makes a call
         shorter."""
-        # With a call for each pack, servers decoded 8 of 64 samples at once, and 12 of 16 steps found no rollouts.
+        # When each call made only one pack, servers decoded 8 samples at once instead of 64, and 12 of 16 steps found
+        # no rollouts.
         packs = max(1, min(max(capacity // samples_per_pack, packs_per_step // CALLS_PER_STEP), packs_per_step))
         calls = -(-packs_per_step // packs)
         return cls(
@@ -158,7 +159,7 @@ class Stage2Ahead(Stage2Steps):
         if self._producer is None or self.is_quiet():
             return False
         # `is_quiet` has requested the fence, so no new call starts. `is_quiet` is called again between two rows.
-        # Standing still until the call ended took 0.5 to 3 s of steps of 4 to 6 s.
+        # Without postponing, steps of 4 to 6 s stood still for 0.5 to 3 s until the call had ended.
         if scheduled_channel(global_step, self._parts.b_ratio) == "A":
             self._is_postponed = True
         else:
@@ -232,7 +233,7 @@ class Stage2Ahead(Stage2Steps):
         while choice is None:
             ready = self._ranks.all_succeed(lambda: self._ready(global_step))
             chosen = self._choose(global_step, ready) if self._ranks.is_main else None
-            # In a tuple, because `broadcast_object` takes no None, and None is a decision too.
+            # The choice is put into a tuple, because `broadcast_object` does not accept None, which is a choice too.
             (choice,) = self._ranks.broadcast_object((chosen,))
             if choice is None:
                 with self._clock.phase("wait"):
@@ -300,7 +301,7 @@ class Stage2Ahead(Stage2Steps):
         self._producer.want(self._shares.of_b(step, self._epoch, through=through, most=bounds.keep_at_most))
 
     def _raise_starved(self) -> None:
-        # Of all ranks, because a single slow rank can starve all others.
+        # All ranks describe their queues, because a single slow rank can starve all others.
         found = self._ranks.all_gather_object(self._producer.describe() if self._producer else "no sync yet")
         raise StarvedError(
             f"{self._starved} Channel-B steps in a row found no packs",

@@ -170,7 +170,7 @@ class LabelCompletion:
     def restore(self, global_step: int, beside: Path) -> None:
         """Restore the labels that the run had before `global_step`. `beside`: the checkpoint's run directory.
         Collective. Raises CheckpointError."""
-        # In a tuple, because `broadcast_object` takes no None.
+        # The record is put into a tuple, because `broadcast_object` does not accept None.
         (stored,) = self._ranks.broadcast_object((self._newest(global_step, beside) if self._ranks.is_main else None,))
         if stored is None:
             return  # the run had not completed labels by then
@@ -201,7 +201,8 @@ class LabelCompletion:
                 (one, crops_of(sample, [c.object for c in one if c.relation == "free"], self._open, share_of_labels))
                 for sample, one in zip(asked, named, strict=True)
             ]
-            # Exchanged part by part, so that the prompts and pixels of one part are in memory at a time.
+            # Ranks exchange the answers part by part, so that only one part's prompts and pixels are in memory at a
+            # time.
             found += [one for others in self._ranks.all_gather_object(own) for one in others]
             if time.monotonic() - told > _TELL_EVERY_S and len(found) < len(annotated):
                 told = time.monotonic()

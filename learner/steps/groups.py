@@ -131,7 +131,8 @@ class GroupSource(RolloutSource):
             has_signal = any((np.abs(tokens) > _ROUNDING).any() for tokens in per_token)
             deviation = float(np.std([one.reward for one in group]))
             counts = {GROUPS: 1.0, NO_SIGNAL: float(not has_signal), REWARD_STD: deviation}
-            # Counted once per group: statistics of segments are added up over the step.
+            # The group's counts go to its first segment only, because statistics of segments are added up over the
+            # step.
             segments[0] = replace(segments[0], stats={**segments[0].stats, **counts})
             found += segments
             if self._on_group is not None:

@@ -98,7 +98,7 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
     1)."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), ascending
-    # Ties in order of arrival, so that equal inputs give equal rows.
+    # Segments of equal length keep their order of arrival, so that equal inputs give equal rows.
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         at = bisect_left(free, (lengths[index], 0))
         if at < len(free):

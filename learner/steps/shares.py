@@ -279,8 +279,8 @@ class ShareQueue:
             if not missing:
                 continue
             most = self.call_size
-            # The most urgent share has no such limit: it must become ready on all ranks, whatever this rank has
-            # dropped.
+            # These limits do not hold for the most urgent share, because it must become ready on all ranks, whatever
+            # this rank has dropped.
             if urgency:
                 if len(self.queue) >= self.bounds.start_below:
                     return None
@@ -294,7 +294,8 @@ class ShareQueue:
         """Return the wanted shares for which packs may be made now: those that are learned at most `version_window`
         syncs later."""
         every = self.bounds.sync_every
-        # Packs of later shares would be stale before they are learned, and every other Channel-B step would find none.
+        # Packs of later shares would be too old before they are learned. When such packs were made, every other
+        # Channel-B step found no usable pack.
         return self.wanted[: max(0, every - self.taken) + self.bounds.version_window * every]
 
     def _missing(self, share: int) -> list[int]:

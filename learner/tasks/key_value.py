@@ -150,7 +150,7 @@ class KeyValueTask(Task):
     def target(self, assignment: FieldAssignment, loss: LossConfig) -> Target:
         parsed, right = assignment.parsed, set(assignment.right)
         kept = 0
-        # So no wrong pair stands before the tokens that are taught.
+        # The kept part ends before the first wrong pair, so that no wrong pair precedes the tokens that are taught.
         while kept < len(parsed.entries) and parsed.entries[kept].field in right:
             kept += 1
         length, opening, kept = _cut(parsed, kept)

@@ -211,7 +211,7 @@ def _open_run_dir(config: RunConfig, plan: Plan, ranks: Ranks, stack: ExitStack)
 
 def _basis(config: RunConfig, plan: Plan, ranks: Ranks) -> Basis:
     """Return the policy, equal on all ranks, the task and the samples."""
-    # Before the model is made, because a new adapter begins with random numbers.
+    # The seed is set before the model is made, because a new adapter begins with random numbers.
     torch.manual_seed(config.training.seed)
     shard_over = ranks if shards(config, ranks.world_size) else None
     policy = load_policy(
@@ -366,7 +366,7 @@ def _gap_metrics(basis: Basis) -> GapMetrics | None:
 
 def _checkpoints(basis: Basis, stop: StopRequest) -> CheckpointStore:
     config = basis.config
-    # This key differs between a run and its resumption, so it does not count as a change of the configuration.
+    # This key is left out: it differs between a run and its resumption, which is no change of the configuration.
     described = config.model_dump_json(exclude={"training": {"resume_from_checkpoint"}})
     return CheckpointStore(
         root=Path(config.training.output_dir),

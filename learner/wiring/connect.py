@@ -106,7 +106,7 @@ def connect_sync(
             prompts=prompts,
             image_processing=policy.encoder.image_processing,
         )
-        # Before the first sync, which would overwrite the weights of a wrong server.
+        # Servers are checked before the first sync, which would overwrite the weights of a wrong server.
         check_servers(backend, check, ranks=ranks)
         sync_ranks: SyncRanks = ranks
         if policy.is_sharded:  # gathering the weights for rank 0 is collective

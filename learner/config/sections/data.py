@@ -172,7 +172,8 @@ class DataConfig(Section):
     )
     max_image_pixels: int = key("largest image, width x height", 64_000_000, unit="pixels", ge=1)
 
-    # All are compared by default: 0.4 to 0.8 ms per image of 0.05 megapixels, beside 0.9 ms to process it.
+    # All samples are compared by default. For an image of 0.05 megapixels this takes 0.4 to 0.8 ms, and processing it
+    # takes 0.9 ms.
     pixel_check: Literal["all", "off"] | Annotated[float, Field(ge=0.0, le=1.0)] = key(
         "samples of which each rollout's engine tells what its vision tower was fed, to be compared with what the "
         "learner learns from: `all`, a share of them (0.1: others in every step), or `off`. When a run connects, some "

@@ -18,8 +18,8 @@ class CompleteConfig(Section):
     trainer variant."""
 
     rollouts: int = key("answers to each training image", 4, unit="rollouts", req="D20 R48", ge=2)
-    # With 2 of 4 votes, 84% of the boxes were right on digits, and 33% on cells by their published labels. So no number
-    # suits every model.
+    # No number suits every model: of the boxes with 2 of 4 votes, 84% were right on digits, and 33% on cells by their
+    # published labels.
     min_votes: Literal["auto"] | int = key(
         "how many of the answers must have a box. `auto`: the number from which on the most labels are gained, right "
         "ones minus wrong ones, as estimated from how the boxes and the labelled objects look, or from the votes if "

@@ -46,16 +46,18 @@ class ModelConfig(Section):
         unit="pixels (width x height)",
         ge=1,
     )
-    # Off by default: 4B on an H200 computed at 0.655 of the matmul rate without it, and at 0.501 with it.
+    # Off by default: a 4B model on an H200 reached 0.655 of the rate of plain matrix products without it, 0.501 with
+    # it.
     gradient_checkpointing: bool = key("save memory: recompute activations in the backward pass", False)
-    # 4B on an H200: 0.655 of the matmul rate compiled, 0.453 eager.
+    # A 4B model on an H200 reached 0.655 of the rate of plain matrix products compiled, and 0.453 not compiled.
     compile: Literal["auto"] | bool = key(
         "compile the model's layers and the loss for learning, with torch.compile. The first row triggers compilation, "
         "later rows of any length reuse it. `auto`: compile on CUDA from 5e8 parameters on, if a compiler is installed "
         "and the model is not sharded",
         "auto",
     )
-    # 0.6B on two H200: 1.75 GiB instead of 3.39, and steps of 0.736 s instead of 0.571 s.
+    # With `fsdp` a 0.6B model on two H200 held 1.75 GiB on each instead of 3.39, and a step took 0.736 s instead of
+    # 0.571.
     sharding: Literal["none", "fsdp"] = key(
         "`none`: each rank holds the whole model. `fsdp`: each rank holds its part of weights, gradients and optimizer "
         "moments (FSDP2), for models that do not fit one GPU. A single rank always holds the whole model",

@@ -28,11 +28,11 @@ class SyncConfig(Section):
         True,
         req="R08",
     )
-    # 4B over NCCL took 0.027 s in buckets of 512 MiB, and 0.034 s in buckets of 64 MiB (two H200).
+    # Sending a 4B model over NCCL took 0.027 s in buckets of 512 MiB, and 0.034 s in buckets of 64 MiB (two H200).
     bucket_bytes: int = key(
         "tensors are sent in pieces of this size, up to three at a time", 512 * 2**20, unit="bytes", req="R09", ge=1
     )
-    # Right syncs of a 5M model had gaps of 0.0000 in float32, and of 0.061 at most in bfloat16.
+    # After correct syncs of a 5M model the difference was 0.0000 in float32, and at most 0.061 in bfloat16.
     canary_tolerance: float | None = key(
         "largest mean difference between the learner's and the server's scores; null: 0.01 if both compute in "
         "float32, otherwise 0.1",
@@ -75,7 +75,7 @@ class VllmConfig(Section):
         True,
         req="R04",
     )
-    # A first sleep of 4B takes 4.5 s, because page-locked memory for 8.9 GB is new then.
+    # The first sleep of a 4B model takes 4.5 s, because 8.9 GB of page-locked memory must be allocated for it.
     sleep: Literal["auto", "always"] = key(
         "colocated, on CUDA: the engine gives its memory back while the learner computes. `auto`: only where that is "
         "needed; where training is estimated, or was seen, to leave enough memory free, the engine stays awake, and "

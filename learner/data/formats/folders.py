@@ -117,7 +117,7 @@ def _coco(folder: Path) -> dict[str, Annotations]:
         return {"": Annotations("coco", str(own))}
     for place in (folder / "annotations", folder / "Annotations", folder):
         files = sorted(place.glob("*.json")) if place.is_dir() else []
-        # Labelme writes a JSON file for each image.
+        # JSON files may also be Labelme's, which writes one for each image.
         if files and is_labelme(files[0]):
             return {}
         instances = [file for file in files if file.name.startswith("instances")]  # captions and keypoints are left out

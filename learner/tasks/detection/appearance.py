@@ -48,8 +48,8 @@ PENALTY = 300.0  # L2 penalty on the classifiers' weights
 _BIN_EDGES = np.linspace(-5, 5, 11)  # edges of bins of scores, in logits
 _FEWEST_FINDS = 25  # min finds of a group with equal votes; smaller groups are merged before their shares are fitted
 _FEWEST_EXAMPLES = 25
-# With this weight the error in a model's number of right boxes is 9 of about 800, without it 13, which is as much as
-# two models differ.
+# With this weight the error in a model's number of right boxes is 9 of about 800, without it 13, which is as large as
+# the difference between two models.
 _OF_FIRST = 200.0  # weight of the first model's shares, in finds, when the shares of a later model are fitted
 
 Floats = NDArray[np.float64]

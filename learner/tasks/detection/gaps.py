@@ -41,7 +41,8 @@ from learner.tasks.detection.completion import (
 )
 from learner.tasks.detection.geometry import iou_matrix
 
-# On photographs of cells this gains 577 labels (right ones minus wrong ones), and the best number of votes 496.
+# On photographs of cells this minimum gains 577 labels (right ones minus wrong ones). With a min number of votes
+# instead, at most 496 are gained.
 PROBABLE = 0.5  # min probability of a new label; less probable ones harm more than they help
 _FEWEST = 20  # min clusters with a label, and min without one; with fewer it is not tested whether gaps are random
 _AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if the AUC is above, and the p-value below these

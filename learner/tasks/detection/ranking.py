@@ -87,7 +87,7 @@ class GapJudge:
             # All models have the same labels, so their crops and classifiers are made once.
             if self._looks is None:
                 self._looks = Looks(list(pool.map(lambda one: crops_of(one, [], self._open, share), self._samples)))
-            # Share 0, because the labels' crops are known already.
+            # The share is 0: no crops of labels are read, because they are known already.
             finds = list(pool.map(lambda one, own: crops_of(one, own, self._open, 0.0).finds, self._samples, free))
         looks = self._looks.judge(finds, [[1] * len(own) for own in free], self.shares or None)
         self.shares = self.shares or looks.shares

@@ -47,11 +47,13 @@ def build_target(
     Raises LossError if a coordinate's tokens are not in the prefix.
     """
     whole = assignment
-    # Objects appended after the last one teach a good model to go back in the order, and to go on where it should end.
+    # The answer is cut earlier, because missed objects that are appended after its last object would teach a good model
+    # to go back in the order, and to go on where it should end.
     if loss.prefix_end != "last_object":
         cut = up_to_last_match if loss.prefix_end == "last_match" else up_to_first_miss
         assignment = cut(assignment, task)
-    # An answer that is cut loses what it found without a label, and would teach the model to leave it out.
+    # Objects without a label that are behind the cut are appended again, because their absence would teach the model to
+    # leave them out.
     unlabelled = unmatched_behind(whole, assignment, task) if loss.keep_unmatched else []
     parsed = assignment.parsed
     objects, untaught = _appended(_missed(assignment, loss), unlabelled, task)
