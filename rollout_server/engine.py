@@ -305,9 +305,8 @@ class VllmEngine:
 
     @contextlib.asynccontextmanager
     async def together(self, items: Sequence[ScoreItem]) -> AsyncIterator[None]:
-        """Pause the engine until the scoring requests of all items are sent, so that they share a step if they fit.
-        Without the pause the first request gets a step alone, because requests are sent one by one. The caller holds
-        the gate.
+        """Pause the engine until the scoring requests of all items are sent, so that they share a step if they fit. The
+        caller holds the gate.
 
         Loading images may take long, or wait for memory, so the pause ends after `_MOST_HELD_S`. With several replicas
         there is no pause: they would need extra steps to agree on it."""
@@ -317,6 +316,7 @@ class VllmEngine:
             return
         answers = [len(item.response_token_ids) for item in items]
         left = sum(1 + (len(cached_positions(n)) if self._caches_prefixes else 0) for n in answers)
+        # Requests are sent one by one, and the first would get a step alone.
         sent, send = asyncio.Event(), core.add_request_async
 
         async def counted(request: object) -> None:  # counted here, because `AsyncLLM` does not report what it has sent
@@ -427,11 +427,7 @@ class VllmEngine:
 
 
 def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:
-    """Start an `AsyncLLM`.
-
-    On CPU the engine's process is forked if this process has a single thread. vLLM's CPU backend would always spawn it,
-    and a spawned process spends half of the server's start on imports.
-    """
+    """Start an `AsyncLLM`. On CPU the engine's process is forked if this process has a single thread."""
     from vllm.platforms import current_platform
     from vllm.usage.usage_lib import UsageContext
     from vllm.v1.engine.async_llm import AsyncLLM
@@ -439,6 +435,7 @@ def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:
     vllm_config = engine_args.create_engine_config(UsageContext.ENGINE_CONTEXT)
     # A fork copies locks, but not the threads that hold them, so only a process with one thread is forked.
     if current_platform.is_cpu() and config.world_size == 1 and _num_threads() == 1:
+        # vLLM's CPU backend would spawn the process, which then spends half of the server's start on imports.
         os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
     return AsyncLLM.from_vllm_config(
         vllm_config,
@@ -465,8 +462,7 @@ def graph_args(config: ServerConfig) -> dict[str, object]:
     """Return vLLM's argument for the step sizes, in tokens, that are captured as CUDA graphs. {} if the user sets the
     sizes, or vLLM's default sizes are enough.
 
-    vLLM's default sizes end at twice `max_num_seqs`, which is enough for decoding. A step of short prompts, such as a
-    text canary's, is larger. Without a graph Python launches each layer, and the device waits for Python."""
+    vLLM's default sizes end at twice `max_num_seqs`."""
     most = min(2 * config.max_num_seqs, _MOST_CAPTURED)
     if config.enforce_eager or most == _MOST_CAPTURED or _GRAPH_ARGS & config.engine_args.keys():
         return {}
@@ -474,6 +470,8 @@ def graph_args(config: ServerConfig) -> dict[str, object]:
     # Newer versions of vLLM capture this size too: a decoding step padded beyond the number of sequences has no full
     # graph.
     own.add(config.max_num_seqs)
+    # A step of short prompts, such as a text canary's, is larger than any decoding step. Without a graph Python
+    # launches each layer, and the device waits.
     larger = {n for n in range(_CAPTURED_EVERY, _MOST_CAPTURED + 1, _CAPTURED_EVERY) if n > most}
     return {"cudagraph_capture_sizes": sorted(own | larger)}
 

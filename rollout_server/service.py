@@ -263,9 +263,9 @@ class RolloutService:
             return await self._answers.get(request.uuid, fingerprint, compute)
 
     def _output(self, generations: Sequence[Generation], infos: RolloutInfos) -> bytes:
-        """Return the JSON of a `RolloutOutput`. Its choices are written one by one, because one call for all may
-        block other threads for a second."""
+        """Return the JSON of a `RolloutOutput`."""
         whole = self._without_choices(generations, infos).model_dump_json().encode()
+        # One by one, because a single call for all choices may block other threads for a second.
         choices = (
             self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
         )
@@ -402,9 +402,10 @@ def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int 
 
 
 def _feed(digest: hashlib.blake2b, value: object) -> None:
-    """Hash each value with its type and length, so that different values never give the same bytes. As JSON, a long
-    text would be copied several times, while no other thread runs."""
+    """Hash a value and all values in it."""
     if isinstance(value, str):
+        # Not as JSON: a long text would be copied several times, while no other thread runs. Type and length come
+        # first, so that different values never give the same bytes.
         content = value.encode(errors="surrogatepass")
         digest.update(b"s%d:" % len(content))
         digest.update(content)

@@ -77,6 +77,7 @@ def check_path(path: str, *, key: str) -> None:
     if Path(path).is_dir():
         _require_model(Path(path), key)
         return
+    # Hub names are `name` or `owner/name`, so any other text can only be a path.
     if not (path.startswith(("/", "./", "../", "~")) or path.count("/") > 1):
         return
     found = "a file" if Path(path).is_file() else "no such folder"

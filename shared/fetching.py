@@ -70,6 +70,7 @@ class Fetcher:
         data = bytearray()
         while part := response.read(_FETCH_CHUNK_BYTES):
             data += part
+            # Counted while it is read, because the announced length may be wrong or missing.
             check_bytes(len(data), source, self.rules)
         if line.hung_up:
             raise TimeoutError(f"{len(data)} bytes so far")

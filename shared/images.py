@@ -176,6 +176,7 @@ class Images:
             except (OSError, ValueError):  # raised also for a name that is too long or holds a zero byte
                 continue
             try:
+                # The opened file is checked, not its path, so a link that changes meanwhile leads nowhere else.
                 if self._may_read(handle):
                     return open(f"/proc/self/fd/{handle}", "rb"), path.absolute()  # noqa: PTH123
             except OSError:

@@ -5,8 +5,8 @@ enough to be sent with every answer. `check_pixels` compares those of the two si
 
 Equal digests mean equal pixels. Digests are of the values in the type of the engine's processor: the model's type, or
 levels of 0 to 255 where vLLM normalizes on the device. The learner converts its own values to that type
-(`ImageProcessing.as_type`). If digests differ, sample values are compared: libraries may round a resized pixel to the
-next level on another processor, which is no fault. The settings of both sides explain why pixels differ.
+(`ImageProcessing.as_type`). If digests differ, sample values are compared. The settings of both sides explain why
+pixels differ.
 """
 
 from __future__ import annotations
@@ -149,6 +149,7 @@ def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: s
     normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING
     if mine.images == theirs.images and normalized_alike:
         return 0.0
+    # On another processor libraries may round a resized pixel to the next level, which is no fault.
     gap = max(_gaps(mine, theirs), default=0.0)
     if _grids(mine) == _grids(theirs) and gap <= _tolerance(mine.dtype) and set(others) <= _VERSIONS:
         return gap

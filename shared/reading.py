@@ -36,10 +36,10 @@ MOST_BESIDE = 16 << 20  # max bytes of a file that no user named
 def bytes_beside(path: Path) -> bytes:
     """Return the content of a file that no user named, but that was found beside a model or data (D24).
 
-    Raises OSError if the file cannot be read, is larger than `MOST_BESIDE`, or is a link that leaves its folder. The
-    check is of the opened file, so a link that changes meanwhile cannot get around it."""
+    Raises OSError if the file cannot be read, is larger than `MOST_BESIDE`, or is a link that leaves its folder."""
     handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)  # O_NONBLOCK: does not wait for a pipe
     with os.fdopen(handle, "rb") as file:
+        # The opened file is checked, not its path, so a link that changes meanwhile cannot get around it.
         if not stat.S_ISREG(os.fstat(handle).st_mode):
             raise OSError(f"{path} is not a file")
         if not is_inside(Path(f"/proc/self/fd/{handle}").readlink(), path.parent):
@@ -51,9 +51,10 @@ def bytes_beside(path: Path) -> bytes:
 
 
 def is_inside(target: Path, folder: Path) -> bool:
-    """Return True if `target`, a path with its links resolved, is below the folder. In the cache of the Hugging Face
-    hub, the files in a model's `snapshots/REVISION` are links to its `blobs`, which are allowed too."""
+    """Return True if `target`, a path with its links resolved, is below the folder, or among the files to which the
+    cache of the Hugging Face hub links from there."""
     real = folder.resolve()
+    # In the hub's cache the files in a model's `snapshots/REVISION` are links to its `blobs`.
     blobs = real.parent.parent / "blobs"
     return target.is_relative_to(real) or (real.parent.name == "snapshots" and target.is_relative_to(blobs))
 
@@ -67,12 +68,12 @@ def json_of(text: str | bytes) -> Any:
 
 
 def yaml_of(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
-    """Return a YAML text's value. Raises ValueError, also for a tag that does not fit its value (`!!bool 3`,
-    `!!timestamp x`, `!!set [1]`), for which PyYAML raises errors of many kinds."""
+    """Return a YAML text's value. Raises ValueError, also for a tag that does not fit its value (`!!bool 3`)."""
     try:
         return yaml.load(text, loader)
     except RecursionError as error:
         raise ValueError("endless nesting") from error
+    # For a tag that does not fit its value (`!!timestamp x`, `!!set [1]`) PyYAML raises errors of many kinds.
     except (yaml.YAMLError, OverflowError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(str(error)[:300]) from error
 

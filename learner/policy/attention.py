@@ -199,11 +199,12 @@ def _varlen(
     scale: float,
     causal: bool,
 ) -> torch.Tensor:
-    """Return the output `[1, T, H, D]` of one kernel for all pieces. The kernel aligns a piece's last query with its
-    last key, so each token of an answer attends to the whole prompt."""
+    """Return the output `[1, T, H, D]` of one kernel for all pieces. Each token of an answer attends to the whole
+    prompt."""
     options: dict[str, Any] = {"scale": scale, "window_size": (-1, 0 if causal else -1)}
     if q.shape[1] != k.shape[1]:
         options |= _GROUPED
+    # The kernel aligns a piece's last query with its last key, so an answer's queries see the whole prompt before them.
     out = varlen_attn(q, k, v, cu_seqlens, cu_keys, max_length, max_length, **options)
     assert isinstance(out, torch.Tensor)
     return out[None]

@@ -133,8 +133,7 @@ class SideStream:
     launched later on the current stream runs at the same time, until `join`. The host never waits. Call `join` before
     you change memory that the side stream's work reads.
 
-    Only graphs may run on this stream, because a graph has memory of its own, also for its matrix products. Memory that
-    other work allocates on this stream could not be used by the current stream."""
+    Only graphs may run on this stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -221,6 +220,8 @@ class RepeatedLogprobs:
                 # end of the run.
                 self._record = self._graph = None
             return self._pass()
+        # A graph has memory of its own. Memory that other work allocates on the side stream could not be used
+        # elsewhere.
         with nullcontext() if self._side is None else self._side.entered():
             return self._graph()
 

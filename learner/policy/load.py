@@ -144,11 +144,12 @@ class Policy:
         return peak
 
     def set_training(self, training: bool) -> None:
-        """Set the training mode of all modules, as `model.train(training)` does, but faster. torch's method takes 0.1 s
-        for a 4B model with adapters, and the mode changes at every row and every sync."""
+        """Set the training mode of all modules, as `model.train(training)` does, but faster."""
         if self.model.training == training:
             return
         for module in self._modules:
+            # torch's own method takes 0.1 s for a 4B model with adapters, and the mode changes at every row and every
+            # sync.
             module.__dict__["training"] = training
 
     @cached_property

@@ -194,15 +194,16 @@ def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.
 
 @contextmanager
 def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Iterator[None]:
-    """Make the model treat image tokens in answers as text inside the block. A model puts image features at every image
-    token. But a server embeds an image token that the policy wrote like any other token. So `_input_ids` has replaced
-    its id, and here its embedding is put back."""
+    """Make the model treat image tokens in answers as text inside the block. `_input_ids` has replaced their ids, and
+    here their embeddings are put back."""
     written = inputs.written_image_tokens
     if written is None:
         yield
         return
     token = torch.tensor(image_token_id(model), device=written.device)
 
+    # A model puts image features at every image token. A server embeds an image token that the policy wrote like any
+    # other token.
     def put_back(module: torch.nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor | None:
         if args[0].shape != written.shape:  # `module(token)` below calls this hook too
             return None

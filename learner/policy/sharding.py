@@ -35,9 +35,7 @@ M = TypeVar("M", bound=torch.nn.Module)
 
 
 class ShardedForward(torch.nn.Module):
-    """The outermost module of a sharded model. FSDP gathers a module's weights before the module's call, and frees them
-    afterwards. So a whole pass, with its loss, must be one call of a module. A call of the model would not be enough:
-    the learner applies the head in the loss."""
+    """The outermost module of a sharded model. A whole pass, with its loss, is one call of this module."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -51,6 +49,8 @@ class ShardedForward(torch.nn.Module):
         this. Raises CollectiveError if a rank is missing."""
         assert isinstance(self, FSDPModule)
         with collective_errors():
+            # FSDP gathers weights before a module's call, and frees them after it. A call of the model would not
+            # include the head, which the learner applies in the loss.
             result: torch.Tensor = self(work)
             if not torch.is_grad_enabled():
                 self.reshard()  # frees the gathered weights; in a pass with gradients, the backward pass does that

@@ -241,6 +241,7 @@ class ColocatedEngine:
     def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:
         try:
             load.open()
+            # Merged tensors are made during the iteration, so only one piece's tensors need memory at a time.
             for piece in _in_pieces(weights):
                 load.add(piece)
             load.finish()
@@ -390,14 +391,15 @@ class ColocatedEngine:
 @contextmanager
 def _beside_other_programs(worker: Worker) -> Iterator[None]:
     """Turn a failed assertion of vLLM's worker into a warning inside the block. When the worker sleeps, it asserts that
-    the device's free memory has grown. But another program may take that memory. The worker sleeps nevertheless, so
-    vLLM's executor must not see an error."""
+    the device's free memory has grown."""
     sleep = worker.sleep
 
     def asleep(level: int = 1) -> None:
         try:
             sleep(level)
         except AssertionError as error:
+            # Another program may have taken the memory. The worker sleeps nevertheless, so vLLM's executor must not see
+            # an error.
             if "increased after sleeping" not in str(error):
                 raise
             log.warning(
@@ -413,8 +415,7 @@ def _beside_other_programs(worker: Worker) -> Iterator[None]:
 
 
 def _in_pieces(weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[list[tuple[str, torch.Tensor]]]:
-    """Yield the weights in lists of about _PIECE_BYTES. Merged tensors are made during the iteration, so only one
-    list's tensors need memory at a time."""
+    """Yield the weights in lists of about _PIECE_BYTES."""
     piece: list[tuple[str, torch.Tensor]] = []
     for named in weights:
         piece.append(named)

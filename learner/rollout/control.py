@@ -101,6 +101,7 @@ class ServerControl:
         self._folder, self._discovery = run_dir / FOLDER, discovery
         self._shown: Membership | None = None
         for old in self._requests():
+            # The run before may have ended before it took this request.
             log.warning("%s was asked of an earlier run and is removed", old)
             _remove(old)
 
@@ -301,6 +302,7 @@ def _output(argv: list[str]) -> bytes:
                 remedy="let the command have a deadline of its own",
             ) from None
         finally:
+            # Also processes that the command has started: they would outlive it, and hold its output open.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:

@@ -109,8 +109,7 @@ def request_config(decoding: DecodingConfig, *, greedy: bool = False, logprobs: 
 
 class Decodings:
     """The decoding settings of a run's requests: as configured, greedy, or drawn at another temperature. `logprobs`:
-    requests with the configured settings ask for log-probabilities. Requests with other settings always do, because the
-    scores of their boxes are computed from log-probabilities.
+    requests with the configured settings ask for log-probabilities. Requests with other settings always do.
 
     Raises ConfigError if vLLM does not have the configured mode."""
 
@@ -118,6 +117,7 @@ class Decodings:
         self._decoding = decoding
         self._known = {
             False: request_config(decoding, logprobs=logprobs),
+            # The scores of an evaluation's boxes are computed from log-probabilities.
             True: request_config(decoding, greedy=True, logprobs=True),
         }
 

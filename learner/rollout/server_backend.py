@@ -363,6 +363,7 @@ class ServerBackend(RolloutBackend):
         plan = distribute(len(job.requests), server_world_sizes=sizes, **place)
 
         def on_rollout(i: int, rollout: Rollout) -> None:
+            # Before the first sync no version is wanted, but all servers must agree.
             _check_version(job.record, rollout)
             on_answer(i, rollout)
 

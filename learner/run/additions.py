@@ -364,6 +364,7 @@ class RunAnnotations:
             digests = [_digest(path) for path in (self._out, new) if _is_taken(path)]
             record = {"file": str(self._out.absolute()), "digests": digests}
             write_atomically(self._run_dirs[0] / RECORD, json.dumps(record) + "\n")
+            # A rename replaces a file, but no folder that has files.
             if self._out.is_dir():
                 _remove(self._out)
             new.replace(self._out)

@@ -45,6 +45,7 @@ def told_before_the_first_step() -> Iterator[None]:
         yield
         return
     reading, writing = socket.socketpair()
+    # `set_wakeup_fd` takes only descriptors that do not block.
     writing.setblocking(False)
 
     def watch() -> None:
@@ -69,8 +70,8 @@ def _too_early(signum: int, frame: FrameType | None) -> None:
 
 
 def _forget_in_child() -> None:
-    """Undo the handling of `told_before_the_first_step` in a forked child. Otherwise a signal to the child would be
-    written to the socket that the parent's thread reads, and would end the parent."""
+    """Undo the handling of `told_before_the_first_step` in a forked child."""
+    # A signal to the child would be written to the socket that the parent's thread reads, and would end the parent.
     if signal.getsignal(signal.SIGTERM) is _too_early:
         with suppress(ValueError):  # only the main thread can set handlers, and another thread may have forked
             signal.set_wakeup_fd(-1)

@@ -6,8 +6,8 @@
     print(dump_yaml(config.model_dump(mode="json")))       # reads back as the same configuration
 
 `parse` finds as much as possible in one pass: mistakes of the YAML, retired keys, unknown and ill-typed keys, then
-mistakes between keys. A rule is `rule(config) -> iterable of Mistake`. A rule that reads a value which is itself wrong
-is skipped, so no mistake is listed twice. This module imports nothing heavier than pydantic.
+mistakes between keys. A rule is `rule(config) -> iterable of Mistake`. This module imports nothing heavier than
+pydantic.
 """
 
 from __future__ import annotations
@@ -92,6 +92,7 @@ def parse(
         mistakes += _one_each([(path, m) for path, m, _ in found if not _inside(path, document.bad)])
         bad.update(path for _, _, paths in found for path in paths)
     view = config if config is not None and not bad else trusted_view(model, values, bad)
+    # A rule ends where it reads a value that is itself wrong, so no mistake is listed twice.
     for rule in rules:
         mistakes += _follow(rule, view)
     if config is None or mistakes:
@@ -135,8 +136,8 @@ def _inside(path: KeyPath, bad: Iterable[KeyPath]) -> bool:
 
 
 def _one_each(found: list[tuple[KeyPath, Mistake]]) -> list[Mistake]:
-    """Return one mistake per key, and none for a section if a key inside it has one. For a union, pydantic reports a
-    mistake of every member."""
+    """Return one mistake per key, and none for a section if a key inside it has one."""
+    # For a union pydantic reports a mistake of every member, and the first one is kept.
     first = dict(reversed(found))
     sections = {path[:depth] for path in first for depth in range(len(path))}
     return [mistake for path, mistake in reversed(first.items()) if path not in sections]
