@@ -155,8 +155,8 @@ class OpenAILayer:
         raise given_back()
 
     async def _answer(self, call: OpenAICall, images: Sequence[Image.Image], ver: int) -> bytes | AsyncGenerator[str]:
-        """Return the answer of one try. Raises _GivenBackError if the engine gives the request back. With `call.stream`
-        the iteration raises it, before the first event."""
+        """Give the call to vLLM once, and return the answer. Raises _GivenBackError if the engine gives the request
+        back. With `call.stream` the error is raised when the answer is iterated, before its first event."""
         serving = self._started()
         watch = _Watch(ver=ver, n=call.n)
         # vLLM's layer calls `_Client.generate` in this context, and finds this call's watch there.

@@ -192,7 +192,7 @@ class WeightUpdates:
 
     async def close_group(self, call: CloseCommunicatorCall) -> None:
         """Leave the group if it is this learner's. Otherwise do nothing, so that a late call does no harm."""
-        # A goodbye may come after the next learner has opened its group.
+        # This call may arrive after the next learner has opened its group.
         if call.incarnation == self._gate.incarnation:
             self._break_off("the learner closed the group")
             async with self._alone():

@@ -63,7 +63,8 @@ def as_written(text: str) -> str:
     escaped = text.replace("${", "$${")
     if "://" in text:
         return masked(escaped)
-    # Only the exact value: any other form, filled in later, would read back as another text.
+    # Only the exact value is replaced. If another form of it were, the text that is filled in later would differ from
+    # it.
     for value, written in _known.items():
         escaped = escaped.replace(value, written)
     return escaped

@@ -128,7 +128,7 @@ def suggest(
                 tell(f"{number} of {len(samples)} images")
     known, judged = estimate_gaps(samples, agreed, crops, asked.samples)
     tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)
-    own = judged if known.source != "votes" else agreed  # `agreement` contains the votes already
+    own = judged if known.source != "votes" else agreed  # probabilities from votes add nothing to `agreement`
     found = [one for parts in zip(samples, own, scores, strict=True) for one in of_sample(*parts)]
     found.sort(key=lambda one: (-one.rank, -one.agreement, one.sample_id, one.box))
     told = {"data": data.model_dump(mode="json"), "key": _key_of(model, data.train)}

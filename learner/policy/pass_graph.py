@@ -72,7 +72,7 @@ class PassGraph:
         notes = Notes(weights)
         with notes.noting():
             now = run()
-        # Tried before it is captured, because a failed capture leaves torch's random generators unusable.
+        # The pass is tried before it is captured, because a failed capture leaves torch's random generators unusable.
         if obstacle := notes.obstacle or _differs(notes, run, now):
             log.info("the canary's pass is not captured: %s", obstacle)
             return None

@@ -52,7 +52,7 @@ def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
     than `body_bytes` is refused (413), and no more than that is read of it."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_NAMES, host], www_redirect=False)
-    # What is added last is outermost, so refusals of the other have the headers too.
+    # The middleware that is added last is the outermost one, so it puts its headers on the other one's refusals too.
     app.add_middleware(_Guard, body_bytes=body_bytes)
     return app
 

@@ -57,9 +57,9 @@ def unread_weights() -> str:
 
 @contextmanager
 def inspecting_here() -> Iterator[None]:
-    """Let vLLM inspect the model's class in this process inside the block. Otherwise vLLM starts another process for
-    this, so that CUDA is not initialised, which takes 15 s with empty caches (vLLM 0.26, H200). Here CUDA is in use
-    already."""
+    """Let vLLM inspect the model's class in this process inside the block. By default vLLM does it in another process,
+    so that it does not initialise CUDA in this one. That takes 15 s with empty caches (vLLM 0.26, H200), and here CUDA
+    is in use already."""
     from vllm.model_executor.models import registry
 
     before = getattr(registry, "_run_in_subprocess", None)

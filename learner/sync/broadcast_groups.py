@@ -147,7 +147,8 @@ def open_groups(
     groups = [ServerGroup(members, allow_shared_gpu=allow_shared_gpu) for members in of_one_machine(links, statuses)]
     posts = [post for group in groups for post in group.post_inits(incarnation, secret, device, timeout_s)]
     if asked is not None:
-        # Appended before any wait, so that the caller can tell who failed even if joining raises.
+        # The calls are given to the caller before any wait, so that it can tell which server failed even if joining
+        # raises.
         asked += posts
     joins: list[tuple[ServerGroup, Operation[Communicator]]] = []
     try:

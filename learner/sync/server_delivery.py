@@ -141,7 +141,8 @@ class ServerDelivery:
         if num_repeated == 1:
             if len(accused_by) != 1 or not self._backend.membership.is_elastic:
                 return "stop"
-            # One server alone is accused after two tries, so it is left out. If several were, they are not the cause.
+            # A server that is the only one accused after two tries is left out. If several are accused, they are not
+            # the cause.
             for base_url, found in accused_by.items():
                 self.members.leave_out(base_url, found)
         return "repeat"
@@ -156,7 +157,7 @@ class ServerDelivery:
         retry = Retry(self._deadline.left_s(), backend.timeouts.poll_s)
         while True:
             found |= zip(asked, backend.loop.run(gather(look(backend, url) for url in asked)), strict=True)
-            # Memberships are values, so this only asks whether enough servers would be left.
+            # A membership is never changed in place: this only computes whether enough servers would be left.
             left = backend.membership
             for base_url, status in found.items():
                 left = left if isinstance(status, ServerStatus) else left.leave_out(base_url, "", now_s=0.0)
@@ -256,7 +257,7 @@ class ServerDelivery:
 
     def _scores(self, mode: Mode) -> CanaryScores:
         """Return the learner's scores of the canary for this sync. Only the first call computes them."""
-        # The servers' type may change with the servers, and the scores are of weights in that type.
+        # The number type of the sent weights may change when servers come or go, so scores are kept by type.
         key = self._dtype, mode
         if key not in self._learner:
             began = time.perf_counter()

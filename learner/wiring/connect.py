@@ -205,7 +205,7 @@ def _canary_item(sample: Sample, policy: Policy, task: Task) -> CanaryItem:
     """Return a training sample with its ground truth as the answer, and with its image, so that the vision tower is
     checked too. The image is small, and a long answer is cut."""
     target = task.ground_truth(sample, LossConfig())
-    # Small and short, because servers make no rollouts while they score it.
+    # The image is small and the answer short, because servers make no rollouts while they score them.
     small = with_small_images(sample, policy.encoder.images, CANARY_SIDE)
     return CanaryItem(
         sample=small,

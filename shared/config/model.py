@@ -434,7 +434,7 @@ def _is_right_without_quotes(text: str, annotation: Any) -> bool:
 # ---- a configuration that is partly wrong --------------------------------------------------------------------------
 
 
-# Kept, because making the same adapters again took half of the time of reading a configuration with mistakes.
+# Adapters are kept, because making them again took half of the time of reading a configuration with mistakes.
 @functools.cache
 def _adapter(annotation: Any) -> TypeAdapter[object]:
     return TypeAdapter(annotation)

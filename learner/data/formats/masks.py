@@ -65,7 +65,7 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
         raise ValueError(f"a mask of more than data.max_image_pixels ({max_pixels}) pixels")
     if not isinstance(counts, list | str):
         raise ValueError("no run lengths (`counts`)")
-    # The length of a text bounds its runs before they are read.
+    # Too many runs are refused by the length of the list or text, before they are read.
     if len(counts) > (MOST_RUNS if isinstance(counts, list) else MOST_RUNS * _MOST_CHARACTERS):
         raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     runs = [whole(value) for value in counts] if isinstance(counts, list) else _runs_in(counts)
@@ -73,7 +73,8 @@ def mask_of(rle: Mapping[str, object], width: int, height: int, max_pixels: int)
         raise ValueError(f"run lengths in more than {MOST_RUNS} runs")
     if sum(runs) != width * height:
         raise ValueError(f"run lengths of {sum(runs)} pixels in all, of an image of {width * height}")
-    # int8 wraps around after 127 runs, which keeps even and odd apart.
+    # Runs are numbered in int8, which is small. It wraps around after 127, but an even number stays even, and an odd
+    # one odd.
     return np.repeat(np.arange(len(runs), dtype=np.int8) % 2, runs).reshape(width, height).T
 
 

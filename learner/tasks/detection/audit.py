@@ -56,10 +56,11 @@ def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)
-    # By the square root, finds with a rare number of votes are drawn too.
+    # How many finds with v votes are drawn grows with the square root of their number, so that rare numbers of votes
+    # are drawn too.
     wanted = np.sqrt(sizes) * number / max(1.0, float(np.sqrt(sizes).sum()))
     taken = np.minimum(wanted.astype(int), sizes)
-    # Rounding down leaves some out: the largest remainders get them.
+    # Rounding down leaves some draws over. The numbers of votes with the largest remainders get them.
     while taken.sum() < min(number, len(of)):
         taken[np.where(taken < sizes, wanted - taken, -np.inf).argmax()] += 1
     chosen = [rng.permutation(np.flatnonzero(of == kind))[:some] for kind, some in zip(kinds, taken, strict=True)]

@@ -136,7 +136,8 @@ def _fit_twice(
     """
     boxes = Boxes.of(found, samples)
     _require_enough(boxes)
-    # Scores decide which of several boxes of one object is right, and these are better than the raw ones.
+    # Scores decide which of several boxes of one object is right. So boxes are ranked by a first fit, whose scores are
+    # better than those without a calibration, and then fitted again.
     boxes = boxes.ranked(_fit(boxes, num_drawn=num_drawn).scores(boxes.features, boxes.names))
     return _fit(boxes, num_drawn=num_drawn), boxes
 

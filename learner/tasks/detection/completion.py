@@ -47,7 +47,7 @@ from learner.tasks.detection.bins import canonical_order
 from learner.tasks.detection.geometry import iou_matrix
 from learner.tasks.detection.match import Overlaps
 
-# All figures of `labels.complete` were measured with it.
+# All figures of `labels.complete` were measured with this value.
 OVERLAP = 0.3  # min IoU of two boxes that are taken for the same object
 MIN_CLUSTERS = 20  # min clusters that overlap labels; fewer give no estimate
 ENOUGH = 150  # r is computed from this many clusters that overlap labels
@@ -240,7 +240,9 @@ def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
     of_all, num_all = not_falling(_joined(near, top), _joined(near + free, top))
     # Half a cluster more of each kind keeps shares of few clusters away from 0 and 1.
     is_right, is_near = (of_near + 0.5) / (num_near + 1), (of_all + 0.5) / (num_all + 1)
-    # Few clusters with many votes may be chance. Below half of the answers, invented boxes are too frequent.
+    # The ratio counts clusters with many votes, but at least ENOUGH clusters, because fewer may be chance. Clusters
+    # with the votes of fewer than half of the answers are not counted, because invented boxes are too frequent among
+    # them.
     counted = max(min(half, top), int(np.flatnonzero(from_top >= ENOUGH).max(initial=0)))
     ratio = float((free[counted:].sum() + 0.5) / (near[counted:].sum() + 0.5))
     precision = is_right * np.minimum(1.0, ratio * is_near / (1 - is_near))

@@ -112,8 +112,8 @@ _CLOSER = {b"{": b"}", b"[": b"]"}
 
 # An entry is a syntactically closed object, as a tuple: (offset after its "}", N of `object_N` or 0, fault or None,
 # description as written, span of the description, name of the geometry, begin and end of the coordinate list, number of
-# its image or 0). With a fault, what follows the fault says nothing. A plain tuple is fast, and an answer has dozens of
-# entries.
+# its image or 0). If there is a fault, the items after it have no meaning. A plain tuple is fast, and an answer has
+# dozens of entries.
 Entry = tuple[int, int, DropReason | None, bytes, tuple[int, int], bytes, int, int, int]
 
 
