@@ -140,7 +140,8 @@ def category_ids_of(config: DataConfig, split: str | None) -> dict[str, int]:
     try:
         annotations = annotations_of(data, path)
         return category_ids(Path(annotations.path)) if annotations.format == "coco" else {}
-    except (DataError, OSError, ValueError):  # a file that is moved during a run must not end the run
+    # A file that is moved during a run must not end the run.
+    except (DataError, OSError, ValueError):
         return {}
 
 

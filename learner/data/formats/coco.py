@@ -71,8 +71,7 @@ class CocoAnnotation:
 
 @_slim
 class OutlinedAnnotation(CocoAnnotation):
-    """An annotation with its outline, which is read for polygons only, because it takes most of a large file's
-    memory."""
+    """An annotation with its outline."""
 
     segmentation: object = None
 
@@ -133,7 +132,8 @@ def image_folder(names: Sequence[str], source: Source) -> Path:
 
 def _near_folder(names: Sequence[str], source: Source) -> Path | None:
     """Return the folder of the first image if it is near the file and not the file's own folder, as COCO's `train2017`
-    is beside `annotations`. The path is absolute, because relative paths of records start at the file's folder."""
+    is beside `annotations`. The path is absolute."""
+    # Relative paths of records start at the file's folder.
     own = source.file.absolute().parent
     if source.data.image_root is not None or not names or is_file(own / as_here(names[0], own)):
         return None
@@ -143,8 +143,8 @@ def _near_folder(names: Sequence[str], source: Source) -> Path | None:
 
 
 def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
-    """Return the file, and the sections with unreadable items. The mistakes are added to `source.bad`. Readable items
-    are returned all the same, so that references to them are checked in the same run."""
+    """Return the file, and the sections with unreadable items. The mistakes are added to `source.bad`."""
+    # Outlines take most of a large file's memory, so only polygons read them.
     model = OutlinedFile if source.geometry == "poly" else CocoFile
     place = Place(source.file, "COCO JSON")
     try:
@@ -158,6 +158,7 @@ def _read_file(source: Source) -> tuple[CocoFile, set[str]]:
         source.bad.meet("malformed", place.error("the file cannot be read", found=str(error), wanted="COCO JSON"))
     except ValidationError as error:
         source.bad.malformed(place, error)
+        # Readable items are returned all the same, so that references to them are checked in the same run.
         return _items_without_mistake(content, model)
     return CocoFile(images=[], annotations=[], categories=[]), set()
 

@@ -119,7 +119,8 @@ def _detected(path: Path) -> Format | None:
         return "datasets"
     if path.suffix.lower() != ".json":
         return by_suffix.get(path.suffix.lower())
-    return json_format(path) if path.is_file() else None  # a pipe or a device is not read, because it may never end
+    # A pipe or a device may never end, so it is not read.
+    return json_format(path) if path.is_file() else None
 
 
 FormatReader = Callable[[Source], tuple[Path, Iterator[RawRecord]]]

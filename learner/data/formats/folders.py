@@ -41,7 +41,8 @@ _WORDS = {
     "testing": "test",
 }
 _XML_FOLDERS = ("", "Annotations", "annotations", "voc", "xml", "xmls", "labels")
-_LONGEST_ROW = 1 << 20  # max bytes of the first line that are read, because a whole COCO file may be one line
+# A whole COCO file may be one line.
+_LONGEST_ROW = 1 << 20  # max bytes of the first line that are read
 _LIST_FOLDERS = ("ImageSets/Main", "ImageSets", "splits")
 
 

@@ -151,7 +151,7 @@ def _image_string(image: object) -> str:
 def _of_dataset_row(
     number: int, row: Mapping[str, object], place: Place, features: Features, source: Source
 ) -> Iterator[RawRecord]:
-    """Read a row with the columns of the project's JSONL. A data set has None in columns that a row lacks."""
+    """Read a row with the columns of the project's JSONL."""
     images = row.get("images") or ([row["image"]] if row.get("image") is not None else [])
     try:
         if not isinstance(images, list):
@@ -161,6 +161,7 @@ def _of_dataset_row(
         found, wanted = f"{error}"[:200], "images, and objects as rows or as columns of equal length"
         source.bad.meet("malformed", place.error("not a row of a data set", found=found, wanted=wanted))
         return
+    # A data set has None in columns that a row lacks.
     yield from of_row(partial(Row.model_validate, _without_nones(filled)), str(number), place, source.bad)
 
 

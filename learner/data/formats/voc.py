@@ -156,7 +156,8 @@ def _of_xml(file: Path, images: VocImages, source: Source) -> RawRecord | None:
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _FLAGS = ("difficult", "ignore", "iscrowd")
-_PARENTS = {  # allowed parents of the tags that are read; with another parent or spelling the scene would look empty
+# With another parent or spelling, the scene would look empty.
+_PARENTS = {  # allowed parents of the tags that are read
     "size": ("annotation",),
     "filename": ("annotation",),
     "object": ("annotation",),
@@ -173,7 +174,8 @@ _MARKS = ("filename", "size", "object")  # a VOC file has at least one of these 
 def _root_of(file: Path) -> ElementTree.Element:
     """Return the root element. Raises OSError, ElementTree.ParseError, LookupError or ValueError; DataError for another
     program's XML."""
-    if not is_file(file):  # a pipe or a device is not read, because it may never end
+    # A pipe or a device may never end, so it is not read.
+    if not is_file(file):
         raise FileNotFoundError(f"no file {file}")
     root = parsed(file.read_bytes())
     if root.tag != "annotation":
@@ -198,7 +200,8 @@ def parsed(content: bytes) -> ElementTree.Element:
                 "bytes that are not UTF-8, and no encoding that says what they are: save it as UTF-8"
             ) from error
         raise
-    except ValueError:  # expat does not read encodings with several bytes per character
+    # expat does not read encodings with several bytes per character.
+    except ValueError:
         declared = re.match(rb"""\s*<\?xml[^>]*?encoding=["']([\w.-]+)["'][^>]*\?>""", content)
         if declared is None:
             raise
@@ -282,10 +285,11 @@ def _of_voc_object(node: ElementTree.Element, place: Place, size: Size | None, s
 
 def _image_in(folder: Path, file: Path, written: str) -> str | None:
     """Return the file name of the image that an XML file calls `written`, if it is in `folder`; else None. Other
-    suffixes and the XML file's own stem are tried too, because some tools omit the suffix or rename files."""
+    suffixes and the XML file's own stem are tried too."""
     written = as_here(written, folder)
     if written and is_file(folder / written):
         return written
+    # Some tools omit the suffix or rename files.
     stems = [Path(written).name, Path(written).stem, file.stem]
     found = (f"{stem}{suffix}" for stem in stems if stem for suffix in (*SUFFIXES, *map(str.upper, SUFFIXES)))
     return next((image for image in found if is_file(folder / image)), None)
