@@ -53,9 +53,9 @@ class Votes(NamedTuple):
         return self.found / self.answers
 
 
+# A tuple, because an answer has dozens, and a dataclass takes three times as long to make.
 class DetectionObject(NamedTuple):
-    """One object: its class and its place, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...). A
-    tuple, because an answer has dozens, and a dataclass takes three times as long to make.
+    """One object: its class and its place, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...).
 
     `votes`: the votes for a label that the model's own answers added (`labels.complete`); None: the object is annotated
     or predicted. `image`: the number of its image in the sample, from 1; None: the sample has no second image."""
@@ -219,10 +219,11 @@ class PolicyTokens:
     """The values that a policy gradient (`grpo`) needs for each token of a segment, besides label and weight.
 
     `first_logprobs` is NaN until the first pass over the segment writes it. Copies of the record share this array on
-    purpose, so that later passes know the probabilities before the first update on the rollout."""
+    purpose."""
 
     advantages: NDArray[np.float32]  # [L]
     rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: the same as the learner's
+    # Shared, so that later passes know the probabilities before the first update on the rollout.
     first_logprobs: NDArray[np.float32]  # [L] nats, by the learner before the first update that learns the rollout
 
 

@@ -114,11 +114,12 @@ class MetricsLog:
 
 
 def _finite(value: object) -> object:
-    """Return `value` with None in place of each NaN and infinity, because JSON has neither."""
+    """Return `value` with None in place of each NaN and infinity."""
     if isinstance(value, Mapping):
         return {str(k): _finite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
         return [_finite(v) for v in value]
+    # JSON has neither NaN nor infinity.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -123,7 +123,8 @@ class Wandb(Tracker):
         self._wandb = wandb
         settings = wandb.Settings(silent=True, console="off", init_timeout=60, finish_timeout=place.timeout_s)
         online = wandb.setup().settings.mode == "online"
-        if online and not wandb.login(prompt=False):  # wandb.init would ask on the terminal
+        # wandb.init would ask on the terminal.
+        if online and not wandb.login(prompt=False):
             raise PermissionError("no API key: run `wandb login`, or set WANDB_MODE=offline")
         place.directory.mkdir(parents=True, exist_ok=True)
         self._run = wandb.init(
@@ -138,7 +139,8 @@ class Wandb(Tracker):
 
     def begin(self, config: Mapping[str, object]) -> None:
         self._run.config.update(dict(config), allow_val_change=True)
-        self._run.define_metric("*", step_metric=STEP)  # wandb's own step cannot go back, as it does in a resumed run
+        # wandb's own step cannot go back, as it does in a resumed run.
+        self._run.define_metric("*", step_metric=STEP)
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
         self._run.log({STEP: step, **values})
