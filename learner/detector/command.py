@@ -168,9 +168,9 @@ def _finish(detector: Detector, store: Store, inputs: Inputs, options: Options, 
 
 def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[DataConfig | None, Reader | None]:
     """Return the settings and the user's reader for annotation files. If the user named the run's configuration
-    (`named`), they are the run's, otherwise (None, None). A configuration that was only found is not used, because its
-    reader would be imported (D24)."""
+    (`named`), they are the run's, otherwise (None, None)."""
     run = model.run
+    # The reader of a configuration that was only found would be imported (D24).
     if run is None or not named:
         return None, None
     own = {path: split for split in ("test", "val", "train") if (path := run.data.path_of(split)) is not None}

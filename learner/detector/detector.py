@@ -267,10 +267,10 @@ class Detector:
 
 
 def _asks(line: Mapping[int, InputImage]) -> dict[int, list[int]]:
-    """Return the indexes of images that are asked together, by the index of the first of these images. The first image
-    may be missing in `line`, if a command was interrupted within a record."""
+    """Return the indexes of images that are asked together, by the index of the first of these images."""
     found: dict[int, list[int]] = {}
     for place, image in line.items():
+        # The first image is missing in `line` if a command was interrupted within a record.
         found.setdefault(place - (image.number - 1), []).append(place)
     return found
 

@@ -265,7 +265,7 @@ def merged(model: ModelFiles) -> Iterator[Path]:
 
 def model_folder(path: Path) -> Path:
     """Return `path` if it is a model, else the best or newest checkpoint of a run. Raises ConfigError without a model,
-    and if the checkpoint is a link that leaves the run's folder: anyone who can write there would choose the model."""
+    and if the checkpoint is a link that leaves the run's folder."""
     if _is_model(path):
         return path
     steps = {
@@ -275,6 +275,7 @@ def model_folder(path: Path) -> Path:
         if (match := _CHECKPOINT.fullmatch(entry.name)) and _is_model(entry)
     }
     if (found := kept(path) or steps.get(max(steps, default=0))) is not None:
+        # Anyone who can write where such a link leads would choose the model.
         if not found.resolve().is_relative_to(path.resolve()):
             raise ConfigError(
                 "the run's model is a link that leaves the run's folder",

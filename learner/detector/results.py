@@ -89,12 +89,13 @@ class _Line(BaseModel):
 
 def _read(file: Path) -> Iterable[tuple[int, Prediction]]:
     """Yield the places and predictions of the images that were answered. A damaged line is left out, so that its image
-    is done again. A killed command may leave half a line, and a disk or a person may damage any line."""
+    is done again."""
     if not file.is_file():
         return
     for _, text in lines_in(file):
         try:
             line = _Line.model_validate_json(text)
+        # A killed command may leave half a line, and a disk or a person may damage any line.
         except ValidationError:
             continue
         values = {name: getattr(line, name) for name in _Line.model_fields if name != "place"}
@@ -142,10 +143,10 @@ def _another_request(out: Path, found: Mapping[str, object], wanted: Mapping[str
 
 
 def _flat(request: Mapping[str, object]) -> dict[str, object]:
-    """Return the options of a request in one mapping, without nested ones. Names of the model's settings get a prefix,
-    because some, such as `classes`, are names of options too."""
+    """Return the options of a request in one mapping, without nested ones."""
     flat: dict[str, object] = {}
     for key, value in request.items():
+        # Some names of the model's settings, such as `classes`, are names of options too.
         prefix = "the model's " if key == "settings" else ""
         flat.update({prefix + name: one for name, one in value.items()} if isinstance(value, dict) else {key: value})
     return flat

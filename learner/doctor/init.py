@@ -45,8 +45,9 @@ _TOKENS_PER_BOX = 40
 _LARGE_GIB = 30  # min memory of a GPU for a 4B model with LoRA beside vLLM (bench.cards)
 _MIDDLE_GIB = 20  # min memory for the same if model and optimizer are in host memory while vLLM generates
 _EVALUATIONS = 10  # number of evaluations in a run; a short run has fewer
-# Measured runs on 32 to 256 samples were best after 8 to 72 steps.
-_LEAST_STEPS = 8  # min steps between evaluations, because a recipe ends `sft` after two evaluations without a gain
+# A recipe ends `sft` after two evaluations without a gain, and measured runs on 32 to 256 samples were best after 8 to
+# 72 steps.
+_LEAST_STEPS = 8  # min steps between evaluations
 _MOST_EVALUATED = 500  # max photographs of an evaluation
 _MAX_ERRORS = 5
 _LEFT_OUT = {"image_missing", "image_size", "too_long"}  # kinds of bad records whose photograph is left out
@@ -233,8 +234,8 @@ def _print_errors(found: dict[str, Split]) -> None:
 
 
 def _survey_of_all(found: dict[str, Split]) -> Survey:
-    """Return the survey of `train`, with the largest photograph and the most boxes of all splits, because the limits
-    in run.yaml hold for evaluations too."""
+    """Return the survey of `train`, with the largest photograph and the most boxes of all splits."""
+    # The limits in run.yaml hold for evaluations too.
     parts = [survey(split) for split in found.values()]
     large = max((part.sizes[2] for part in parts), key=lambda size: size[0] * size[1])
     most = max(part.boxes_per_image[2] for part in parts)

@@ -82,8 +82,7 @@ def _predicted(
 
 
 def _suggestions(one: Prediction) -> list[Suggestion]:
-    """Return the photograph's boxes as suggestions. All of them come from one answer, so `agreement` is the box's
-    score."""
+    """Return the photograph's boxes as suggestions. `agreement` is the box's score."""
     return [
         Suggestion(
             sample_id=str(one.id),
@@ -94,6 +93,7 @@ def _suggestions(one: Prediction) -> list[Suggestion]:
             box=box.box,
             votes=1,
             answers=1,
+            # All boxes come from one answer, so the score stands in for the agreement.
             agreement=round(box.score, 4),
             names=(box.name,),
             labels=(),

@@ -202,7 +202,8 @@ def added_in_words(number: int, folder: Path) -> str:
 
 def to_train_on(folder: Path, out: Path) -> str:
     """Return the value of `data.train` for the annotations that `write` made: their path `out`, and the part (`[:90%]`)
-    that the run learned, because the file has the samples of all parts."""
+    that the run learned."""
+    # The file has the samples of all parts.
     train = read_folder(folder)[0].train
     return f"{out}{train.removeprefix(part_of(train)[0])}"
 
