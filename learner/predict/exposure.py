@@ -62,8 +62,7 @@ def teacher_forced(policy: Policy, task: DetectionTask, sample: Sample) -> Teach
 
 def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced: TeacherForced) -> Compared | None:
     """Return the loss on the labels that the answer lacks: after the answer, and after the preceding labels (`forced`).
-    None if no part of the answer is usable, or if the two texts do not line up, because an object's running number has
-    more tokens in one of them."""
+    None if no part of the answer is usable, or if the two texts do not line up."""
     own = build_target(assignment, task, policy.tokenizer, loss=LOSS)
     length = len(own.token_ids) - own.prefix_length
     if not own.prefix_length or length > len(forced.target.token_ids):
@@ -73,7 +72,8 @@ def compare(policy: Policy, task: DetectionTask, assignment: Assignment, forced:
     pieces = policy.tokenizer.convert_ids_to_tokens(forced.target.token_ids)
     is_coordinate = [piece.startswith("<|coord_") for piece in pieces]
     kinds = np.where(is_coordinate, "coordinates", np.where(is_name, "names", "structure"))[-length:]
-    if not (kinds[~same] == "structure").all():  # only the objects' running numbers may differ
+    # Only the objects' running numbers may differ. If one has more tokens, the two texts do not line up.
+    if not (kinds[~same] == "structure").all():
         return None
     nats = _nats(policy, forced.prompt, own)
     return Compared(own=nats[-length:][same], truth=forced.nats[-length:][same], kinds=kinds[same])

@@ -2,8 +2,8 @@
 
 In: the configuration of a planned run. Its model, data, task and decoding matter; trainer variant, servers and length
 of training do not. Out: printed features, a method, and its reasons; with `--json` also a file. The model answers
-training scenes, because training would use them. If there is a validation file, its scenes are measured too, to show
-overfitting. Missing labels are estimated as `labels.complete` does. A GPU is used if there is one.
+training scenes. If there is a validation file, its scenes are measured too, to show overfitting. Missing labels are
+estimated as `labels.complete` does. A GPU is used if there is one.
 """
 
 from __future__ import annotations
@@ -118,9 +118,11 @@ def measure(
             remedy="make a short run of each method, and compare them: rollout-learner report RUN --compare RUN2",
         )
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    settings = config.model.model_copy(update={"compile": False})  # compiling pays only for learning
+    # Compiling pays only for learning.
+    settings = config.model.model_copy(update={"compile": False})
     policy = load_policy(settings, device=device, bf16=config.training.bf16, image_rules=config.data.image_rules)
     model = _Model(policy, DetectionTask(config.task, policy.tokenizer), config, tell)
+    # Training would use these scenes.
     samples = model.samples("train", asked.num_samples)
     greedy = model.answers(samples, drawn=False)
     line = model.answers([sample for sample in samples for _ in range(asked.num_generations)], drawn=True)

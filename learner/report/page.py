@@ -52,7 +52,8 @@ def write_report(run_dir: Path, *, out: Path | None = None, compare: Path | None
         others = read_runs(compare)
         runs = replace(runs, runs=(*runs.runs, *others.runs))
     target = out or run_dir / "report.html"
-    page = render(runs).encode(errors="replace").decode()  # a scene's text may have a lone surrogate
+    # A scene's text may have a lone surrogate, which UTF-8 cannot hold.
+    page = render(runs).encode(errors="replace").decode()
     write_atomically(target, page)
     return target
 

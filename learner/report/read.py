@@ -142,8 +142,8 @@ def _title(path: Path) -> str:
 
 
 def _rank(path: Path) -> tuple[bool, bool, str]:
-    """Return the key by which the runs of a report are sorted: the folder `stage2` comes first, and `sft` last, because
-    the other runs are compared with it."""
+    """Return the key by which the runs of a report are sorted: the folder `stage2` comes first, and `sft` last."""
+    # The other runs are compared with `sft`.
     return (path.name == "sft", path.name != "stage2", path.name)
 
 
@@ -256,8 +256,8 @@ def _is_detection(config: Mapping[str, object]) -> bool:
 
 
 def _status(events: Sequence[Mapping[str, object]], config: Mapping[str, object]) -> Status:
-    """Return the run's state, from the events since it began or was last resumed. Without an event `begin`, which
-    earlier versions did not write, all events count."""
+    """Return the run's state, from the events since it began or was last resumed."""
+    # Earlier versions wrote no `begin`: then all events count.
     begun = max((i for i, event in enumerate(events) if event.get("event") == "begin"), default=0)
     total, first, ended, because, times = 0, 0, "", "", []
     began_s = math.nan

@@ -410,8 +410,9 @@ def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
 
 
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
-    """Return the kind of a cell. It is empty if both names are rare, because they may be the same name or not."""
+    """Return the kind of a cell."""
     if truth == said:
+        # Two rare names may be the same name or not.
         return "" if truth in (None, rare) else "right"
     return "wrong"
 

@@ -149,9 +149,10 @@ def _lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "", y_max:
 
 
 def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -> Chart | None:
-    """Return a chart of metrics of syncs over the weights' version `ver`. If `ver` did not always rise, because the run
-    was resumed, it is over the syncs' numbers 1, 2, ... instead."""
+    """Return a chart of metrics of syncs over the weights' version `ver`. If `ver` did not always rise, it is over the
+    syncs' numbers 1, 2, ... instead."""
     versions = [sync.receipt.ver for sync in run.syncs]
+    # In a resumed run the version does not always rise.
     rising = all(a < b for a, b in itertools.pairwise(versions))
     xs = versions if rising else range(1, len(versions) + 1)
     series = [
@@ -183,7 +184,8 @@ def _title(key: str) -> str:
 
 
 def _loss(run: RunRecord) -> Chart | None:
-    """Return the chart of the loss. Channels A and B have a line each, because they learn different tokens."""
+    """Return the chart of the loss. Channels A and B have a line each."""
+    # The two channels learn different tokens.
     rollouts, truth = _points(run, "loss", "B"), _points(run, "loss", "A")
     if rollouts and truth:
         series = [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")]
@@ -382,9 +384,10 @@ def timeline(steps: Sequence[StepTimeline]) -> TimelineDrawing | None:
 
 def typical(steps: Sequence[StepTimeline]) -> int | None:
     """Return the index of a step of median length, among the steps with rollouts if there are any; None without steps.
-    The first step is left out, because the run warms up in it. Steps with an evaluation or a completion of labels are
-    left out too. A rule by which no step would be left is not applied."""
+    The first step is left out. Steps with an evaluation or a completion of labels are left out too. A rule by which no
+    step would be left is not applied."""
     usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
+    # The run warms up in its first step.
     usable = usable[1:] or usable
     usable = [i for i in usable if not any(a.name in ("eval", "labels") for a in steps[i].activities)] or usable
     rolled = [i for i in usable if any(a.name == "rollout" for a in steps[i].activities)]
