@@ -117,7 +117,7 @@ def _serve(config: ServerConfig, token: str | None, server_id: str) -> int:
         return asyncio.run(serving.serve(engine, config, token, listener, console, server_id=server_id))
     finally:
         engine.shutdown()
-        # Only now: the processes that use the semaphores have ended.
+        # The semaphores are removed only now, when the processes that use them have ended.
         remove_semaphores(Path(folder))
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -184,7 +184,7 @@ def _prepare_environment(config: ServerConfig) -> None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    # Not `setdefault`: with a variable inherited from another server, the workers would watch the wrong process.
+    # An inherited value is replaced: with that of another server, the workers would watch the wrong process.
     os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
 
 

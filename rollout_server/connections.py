@@ -101,7 +101,7 @@ class Connection(HttpToolsProtocol):
         super().connection_made(transport)
         self._waiting.num_open += 1
         self._waiting.add(self)
-        # For a request that never begins, or whose headers come byte by byte, uvicorn waits for ever.
+        # uvicorn waits for ever for a request that never begins, or whose headers come byte by byte.
         self._await_caller(HEADER_S)
         self._waiting.make_room()
 
@@ -115,7 +115,7 @@ class Connection(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._num_idle_bytes += len(data)
         super().data_received(data)
-        # Checked after the bytes were parsed, because a part of a body sets the count back.
+        # The count is checked after the bytes were parsed, because a part of a body sets it back.
         if self._num_idle_bytes > MAX_HEADER_BYTES or len(self.pipeline) > _MAX_PIPELINED:
             self.drop()
 

@@ -84,7 +84,7 @@ class Budget:
     def take(self, num_pixels: int, closed: threading.Event) -> None:
         deadline = Deadline(self._timeout_s)
         with self._changed:
-            # Without other images waiting would make no room, so a request of any size goes on.
+            # A request waits only while other images are held. Without them, waiting would make no room for it.
             while self.num_held and self.num_held + num_pixels > self._most:
                 check_open(closed)
                 if deadline.is_over():
@@ -189,7 +189,7 @@ class _Process:
 
     def __init__(self, rules: ImageRules) -> None:
         self._link, theirs = socket.socketpair()
-        # Short, so that `check` runs while nothing comes.
+        # The timeout is short, so that `check` runs while nothing comes.
         self._link.settimeout(SLICE_S)
         with theirs:
             argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]

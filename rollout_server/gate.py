@@ -68,7 +68,7 @@ class Gate:
             raise self._poisoned()
         if self.state != "serving":
             return False
-        # Counted in the same step as the look at the state: nothing can begin an update in between.
+        # The call is counted in the same step as the look at the state, so no update can begin in between.
         self.in_flight += 1
         return True
 
@@ -216,7 +216,7 @@ class WaitingGate:
             outcome = Outcome()
             yield outcome
         except BaseException as error:
-            # Also after a cancellation: weights may be half overwritten, and they cannot be restored.
+            # A cancelled update poisons too: weights may be half overwritten, and they cannot be restored.
             self.gate.fail(reason(error))
             raise
         else:

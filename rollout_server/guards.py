@@ -123,7 +123,7 @@ class BodyLimit:
             return await error_response(self._too_large(f"{announced} bytes"))(scope, receive, send)
         num_bytes = num_values = 0
         complete = False
-        # One deadline for the whole body: with one per message a caller could send byte by byte for ever.
+        # The whole body has one deadline. With one per message, a caller could send byte by byte for ever.
         deadline = asyncio.get_running_loop().time() + BODY_S
 
         async def limited() -> Message:
@@ -138,7 +138,7 @@ class BodyLimit:
             body = message.get("body", b"")
             num_new = len(body)
             num_bytes += num_new
-            # Counted before parsing: 4 MB of small values held the event loop for seconds.
+            # Values are counted before parsing: 4 MB of small values held the event loop for seconds.
             num_values += body.count(b",") + body.count(b"[") + body.count(b"{")
             self._num_held_bytes += num_new
             complete = not message.get("more_body", False)

@@ -76,7 +76,7 @@ class Renderer:
         """Raises PromptTooLongError for a text that cannot fit, usually before all of it is tokenized. Raises
         RequestError if `share` is closed."""
         most = self.max_model_len
-        # Tokenizing one long text took 25 s of CPU, so it is cut, and given up once it cannot fit.
+        # Tokenizing one long text took 25 s of CPU. So a text is tokenized in pieces, and refused once it cannot fit.
         if most is None or len(text) <= _PIECE_CHARS:
             return
         if len(text) > most * self._longest_token:

@@ -74,7 +74,7 @@ class RolloutService:
         self.updates = WeightUpdates(engine, self.waiting_gate, config)
         self.metrics = Metrics(self.waiting_gate, self.updates.totals)
         self.server_id = server_id or uuid.uuid4().hex[:12]
-        # Bytes take 5 KiB an answer instead of 16, and the garbage collector has nothing in them to walk.
+        # Answers are kept as bytes, which take 5 KiB instead of 16 each, and which the garbage collector need not walk.
         self._answers: RecentAnswers[bytes] = RecentAnswers(KEPT_ANSWERS)
         self._versions = _versions()
         self._num_requests = 0  # requests in calls that run now or wait for a weight update
@@ -254,7 +254,8 @@ class RolloutService:
                 pixels=generations[0].pixels,
             )
             num_logprobs = sum(len(one.logprobs or ()) for one in generations)
-            # Written as each request ends: 256 rollouts written at the end of a call took 13 ms while the GPU was idle.
+            # The JSON is written as each request ends: that of 256 rollouts at the end of a call took 13 ms, while the
+            # GPU was idle.
             return await _beside(num_logprobs > _MANY_LOGPROBS, self._output, generations, infos)
 
         with named(f"infer_requests.{i}"):
@@ -265,7 +266,7 @@ class RolloutService:
     def _output(self, generations: Sequence[Generation], infos: RolloutInfos) -> bytes:
         """Return the JSON of a `RolloutOutput`."""
         whole = self._without_choices(generations, infos).model_dump_json().encode()
-        # One by one, because a single call for all choices may block other threads for a second.
+        # Choices are written one by one, because a single call for all may block other threads for a second.
         choices = (
             self._choice(index, one, infos.ver).model_dump_json().encode() for index, one in enumerate(generations)
         )
@@ -404,8 +405,8 @@ def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int 
 def _feed(digest: hashlib.blake2b, value: object) -> None:
     """Hash a value and all values in it."""
     if isinstance(value, str):
-        # Not as JSON: a long text would be copied several times, while no other thread runs. Type and length come
-        # first, so that different values never give the same bytes.
+        # Type and length come first, so that different values never give the same bytes. JSON is not used: it would
+        # copy a long text several times, while no other thread runs.
         content = value.encode(errors="surrogatepass")
         digest.update(b"s%d:" % len(content))
         digest.update(content)

@@ -79,10 +79,10 @@ class StallWatch:
     async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
         """Return True if the engine answers within a turn of 0.75 `stall_s`. While its processes use CPU time, it gets
         another turn, BUSY_TURNS in all. Time in which this process itself is stopped does not count."""
-        # With the pause of 0.25 `stall_s` between two pings, a stall is noticed within `stall_s` of its begin.
+        # Two pings are 0.25 `stall_s` apart, so a stall is noticed within `stall_s` of its begin.
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):
-            # By a clock that stands still with this process: its own pause is no silence of the engine.
+            # This wait stands still while this process is stopped: its own pause is no silence of the engine.
             if await ends_within(turn_s, asking):
                 return True
             self._silent_s += turn_s

@@ -124,7 +124,7 @@ class WeightUpdates:
         _check_verdict(call)
         _check_sizes(call.buckets)
         call = self._bounded(call)
-        # Checked before the gate is taken, so that a refused update poisons nothing.
+        # The update is checked before the gate is taken, so that a refused one poisons nothing.
         self._check_allowed(call)
         async with self._alone():
             start = time.monotonic()
@@ -173,7 +173,7 @@ class WeightUpdates:
         scored_at = time.monotonic()
         outcome.weights = self._weights(call, loaded)
         if not call.base_of_adapter:
-            # Compared inside the exclusive gate: nobody is served before the verdict.
+            # The scores are compared while the gate is held, so that nobody is served before the verdict.
             check_canary(await self._expectation(call, deadline), scores)
         return loaded, scores, (loaded_at, scored_at)
 

@@ -159,7 +159,7 @@ class SyncWorker:
         self._end_receiving()
         operation, self._sync_joining = self._sync_joining, None
         if operation is not None:
-            # Cancelled, not waited for: the other ranks may be gone.
+            # The join is cancelled, not waited for, because the other ranks may be gone.
             operation.cancel(CommunicatorError(because))
             try:
                 operation.result().abort()

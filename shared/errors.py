@@ -60,7 +60,7 @@ class ProjectError(Exception):
     exit_code: int = 1
 
     def __init__(self, what: str, *, found: str = "", wanted: str = "", remedy: str = "") -> None:
-        # Masked as the error is made, because errors reach logs, events and other programs in many ways.
+        # Secrets are masked as the error is made, because errors reach logs, events and other programs in many ways.
         self.what, self.found, self.wanted, self.remedy = map(_shown, (what, found, wanted, remedy))
         super().__init__(self.what)
 

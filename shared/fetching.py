@@ -70,7 +70,7 @@ class Fetcher:
         data = bytearray()
         while part := response.read(_FETCH_CHUNK_BYTES):
             data += part
-            # Counted while it is read, because the announced length may be wrong or missing.
+            # The bytes are counted while they are read, because the announced length may be wrong or missing.
             check_bytes(len(data), source, self.rules)
         if line.hung_up:
             raise TimeoutError(f"{len(data)} bytes so far")
@@ -184,7 +184,7 @@ def _answer(url: SplitResult, line: _Line) -> Iterator[HTTPResponse]:
         connection = HTTPConnection(host, url.port)
         connection.sock = _certificates().wrap_socket(link, server_hostname=host) if secure else link
         with contextlib.closing(connection):
-            # Made of the parts that were checked, because parsing the URL again could give another host.
+            # The target is made of the parts that were checked, because parsing the URL again could give another host.
             target = url._replace(scheme="", netloc="", fragment="", path=url.path or "/").geturl()
             connection.request("GET", quote(target, safe=_URL_CHARS), headers=_HEADERS)
             yield connection.getresponse()

@@ -240,7 +240,7 @@ class Images:
     def _decoded(self, text: str, source: str) -> bytes:
         """Decode base64, with or without line breaks. Raises ValueError, MediaError."""
         data = text.encode("ascii").translate(None, _SPACES)
-        # Checked before decoding, which takes the memory.
+        # The size is checked before decoding, which takes the memory.
         check_bytes(len(data) * 3 // 4 - 2, source, self.rules)
         # Without `validate` foreign characters would be skipped, and a path could pass for base64.
         return base64.b64decode(data, validate=True)

@@ -149,7 +149,7 @@ def check_pixels(mine: ProcessedImages, theirs: ProcessedImages, *, sample_id: s
     normalized_alike = mine.dtype != LEVELS or not set(others) & _NORMALIZING
     if mine.images == theirs.images and normalized_alike:
         return 0.0
-    # On another processor libraries may round a resized pixel to the next level, which is no fault.
+    # Libraries may round a resized pixel to the next level on another processor, which is no fault.
     gap = max(_gaps(mine, theirs), default=0.0)
     if _grids(mine) == _grids(theirs) and gap <= _tolerance(mine.dtype) and set(others) <= _VERSIONS:
         return gap

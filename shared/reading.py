@@ -54,7 +54,7 @@ def is_inside(target: Path, folder: Path) -> bool:
     """Return True if `target`, a path with its links resolved, is below the folder, or among the files to which the
     cache of the Hugging Face hub links from there."""
     real = folder.resolve()
-    # In the hub's cache the files in a model's `snapshots/REVISION` are links to its `blobs`.
+    # The files in a model's `snapshots/REVISION` in the hub's cache are links to its `blobs`.
     blobs = real.parent.parent / "blobs"
     return target.is_relative_to(real) or (real.parent.name == "snapshots" and target.is_relative_to(blobs))
 
@@ -73,7 +73,7 @@ def yaml_of(text: str, loader: type[yaml.SafeLoader] = yaml.SafeLoader) -> Any:
         return yaml.load(text, loader)
     except RecursionError as error:
         raise ValueError("endless nesting") from error
-    # For a tag that does not fit its value (`!!timestamp x`, `!!set [1]`) PyYAML raises errors of many kinds.
+    # PyYAML raises errors of many kinds for a tag that does not fit its value (`!!timestamp x`, `!!set [1]`).
     except (yaml.YAMLError, OverflowError, AttributeError, LookupError, TypeError) as error:
         raise ValueError(str(error)[:300]) from error
 

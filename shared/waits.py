@@ -48,7 +48,7 @@ class _AwakeClock:
                 self._ticking.start()
 
     def _run(self) -> None:
-        # Not `time.sleep`: a test that replaces it would make this thread spin.
+        # An event waits here instead of `time.sleep`: a test that replaces `sleep` would make this thread spin.
         never = threading.Event()
         while not never.wait(_TICK_S):
             self._tick()

@@ -114,8 +114,8 @@ class _Sent:
         # Listed once, because finding the modules takes longer than a pass.
         replaced = list(replaced_modules(model, dtype, merged=merged))
 
-        # With the weights as trained, a right run (LoRA, bf16) ended in its third step: merging and rounding made a gap
-        # of 0.29 nats.
+        # Scored with the weights as trained, a right run (LoRA, bf16) ended in its third step: merging and rounding
+        # made a gap of 0.29 nats.
         within = partial(as_sent, model, dtype, merged=merged, replaced=replaced, checksums=checksums)
         self.scorer = RepeatedLogprobs(policy, answers, within) if replaced else None
 

@@ -105,7 +105,8 @@ class Policy:
         self.model, self.adapter, self.encoder = model, adapter, encoder
         self.device, self.bf16, self.why_not_compiled = device, bf16, why_not_compiled
         self._sharded, self._loss, self._grpo = sharded, loss, grpo
-        # Listed once: ranks reduce exactly these gradients, even if something changed `requires_grad` later.
+        # The parameters are listed once: ranks reduce exactly their gradients, even if something changes
+        # `requires_grad` later.
         self._trainable = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
 
     @property
@@ -220,7 +221,7 @@ class Policy:
         with compiling():
             loss, inputs, sums = self._forward_row(row)
             loss_sum = loss.item()
-            # Before the backward pass: gradients of a loss that is not finite would spoil those of earlier rows.
+            # The loss is checked before the backward pass, because its gradients would spoil those of earlier rows.
             check_finite(loss_sum, [s.sample_id for s in row.segments])
             with collective_errors() if self.is_sharded else nullcontext():
                 loss.backward()  # the host does not wait for the device, and packs the next row meanwhile
@@ -332,7 +333,7 @@ def load_policy(
     use_segment_attention(model)
     use_linear_patch_embedding(model)
     adapter = lora.attach_adapter(model, config)
-    # After the adapter was attached, because `model.freeze` may name its parameters too.
+    # Parameters are frozen after the adapter was attached, because `model.freeze` may name the adapter's too.
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
         # Reentrant checkpointing would lose the gradients of a layer whose input has no gradient. With adapters, the

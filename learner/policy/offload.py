@@ -73,7 +73,7 @@ class Offload:
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device
-        # Kept from move to move: allocating new page-locked memory takes ten times as long as the copy.
+        # The memory is kept from move to move: allocating new page-locked memory takes ten times as long as the copy.
         self._memory = HostMemory(page_locked=device.type == "cuda")
 
     @property

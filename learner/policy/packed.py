@@ -88,7 +88,7 @@ def pack_inputs(
         predict_at=to_device(torch.from_numpy(predict_at), device),
         targets=to_device(_gather([s.labels for s in segments], supervised), device),
         weights=to_device(weights, device),
-        # Summed on the host, because a read from the device would wait for it.
+        # The sum is computed on the host, because a read from the device would wait for it.
         weight_sum=float(weights.double().sum()),
         supervised=tuple(supervised),
         policy=_policy(segments, supervised, device),

@@ -70,7 +70,7 @@ class Ranks:
             return value
         box = [value]
         with self._deadline("broadcast_object"):
-            # On CPU, so that gloo sends it: a missing rank is then an exception at the deadline.
+            # The device is the CPU, so that gloo sends the value: a missing rank is then an exception at the deadline.
             dist.broadcast_object_list(box, src=0, device=_CPU)
         return box[0]  # type: ignore[return-value]
 
@@ -86,7 +86,7 @@ class Ranks:
             outcome = error
         outcomes = self.all_gather_object(outcome)
         for rank, other in enumerate(outcomes):
-            # On its own rank the error is raised itself, because it has its traceback.
+            # The rank on which it happened raises the error itself, which has its traceback.
             if isinstance(other, ProjectError):
                 raise outcome if rank == self.rank and isinstance(outcome, ProjectError) else other
         return outcomes  # type: ignore[return-value]

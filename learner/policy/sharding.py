@@ -73,7 +73,7 @@ def shard(model: PreTrainedModel, ranks: Ranks) -> ShardedForward:
         )
     mesh = init_device_mesh(ranks.device.type, (ranks.world_size,))
     forward = ShardedForward(model)
-    # One module after the other, so that the whole model is never on a device.
+    # Modules are sharded one after the other, so that the whole model is never on a device.
     for module in [*layers, forward]:
         for tensor in [*module.parameters(), *module.buffers()]:
             if not isinstance(tensor, DTensor):

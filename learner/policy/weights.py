@@ -40,7 +40,7 @@ class CheckpointWeights:
 
     def __init__(self, model: PreTrainedModel, *, merge: bool = True, device: torch.device | None = None) -> None:
         self._model, self._merge, self._device = model, merge, device
-        # Listed once, because listing the tensors takes longer than sending them.
+        # The tensors are listed once, because listing them takes longer than sending them.
         self._own = _own_state(model)
         # The layers are listed once, because finding a layer by its name takes as long as launching its merge.
         self._adapted = {
@@ -147,7 +147,7 @@ def as_sent(
             else:
                 swap = _Swap(module, partial(_cast_all, module, dtype), name, noted)
             hooks.callback(module.register_forward_pre_hook(swap.enter).remove)
-            # Also after an error, or the module would keep the replaced weights.
+            # `always_call` runs the hook after an error too. Otherwise the module would keep the replaced weights.
             hooks.callback(module.register_forward_hook(swap.leave, always_call=True).remove)
         yield used
 
@@ -203,7 +203,7 @@ class _Swap:
                 self._used[f"{self._name}.{name}".replace(_BASE, ".")] = checksum(value)
             trained = self._trained[name]
             assert trained is not None, "only parameters that exist are replaced"
-            # Rounded to the sent type before, and back here: passes compute in the type of training.
+            # The value was rounded to the sent type, and gets the type of training again, in which passes compute.
             replaced[name] = _parameter(value.to(trained.dtype))
         self._owner._parameters = {**self._trained, **replaced}
         if self._adapted is not None:
@@ -273,7 +273,7 @@ class _PlainMerge:
     It is faster than peft: it computes a matrix product, and one kernel scales, adds and rounds."""
 
     def __init__(self, layer: LoraLayer) -> None:
-        # Looked up once: finding the parameters takes longer than launching the two kernels.
+        # The parameters are looked up once: finding them takes longer than launching the two kernels.
         (name,) = layer.active_adapters
         self._base = layer.get_base_layer().weight
         self._a, self._b = layer.lora_A[name].weight, layer.lora_B[name].weight

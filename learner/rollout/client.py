@@ -363,7 +363,7 @@ class ServerClient:
         t = self.timeouts
         try:
             yield
-        # Not `ConnectTimeout`: it means that nobody answers, so the server is unreachable.
+        # A `ConnectTimeout` is not listed here, because it means that the server is unreachable.
         except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
             raise DeadlineError(
                 f"{self.base_url}: {path} did not answer in time",
@@ -389,7 +389,7 @@ class ServerClient:
         looking: asyncio.Task[None] | None = None
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
         tick_s = poll_s / 5
-        # By a clock that stands still with this process: its own pause is no silence of the server.
+        # This clock stands still while this process is stopped: its own pause is no silence of the server.
         begin = last_seen = awake_s()
         next_look = begin + poll_s
         try:

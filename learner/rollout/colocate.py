@@ -155,6 +155,6 @@ class ColocateBackend(RolloutBackend):
     def _prompts(self, samples: Sequence[Sample]) -> list[Prompt]:
         """Return the samples' prompts, in order. A sample that comes several times in a row (`grpo`) is encoded
         once."""
-        # By identity, because only samples of data files are sure to have unique ids.
+        # Samples are compared by identity, because only samples of data files are sure to have unique ids.
         groups = [list(group) for _, group in itertools.groupby(samples, key=id)]
         return [prompt for group in groups for prompt in [self._encoder.for_engine(group[0])] for _ in group]

@@ -221,7 +221,7 @@ class ColocatedEngine:
 
         Raises CoverageError, or SyncError for any error of vLLM's loaders.
         """
-        # Set before the first tensor: after a load that fails, nothing may be generated.
+        # The version is dropped before the first tensor comes: after a load that fails, nothing may be generated.
         self.ver = self._adapter = None
         self._num_loads += 1
         model = self.model, self._llm.llm_engine.vllm_config, self._ranks.device, self._copies

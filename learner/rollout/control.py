@@ -302,7 +302,8 @@ def _output(argv: list[str]) -> bytes:
                 remedy="let the command have a deadline of its own",
             ) from None
         finally:
-            # Also processes that the command has started: they would outlive it, and hold its output open.
+            # Processes that the command has started would outlive it, and hold its output open, so its whole group is
+            # killed.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
     if process.returncode:
@@ -330,7 +331,7 @@ def _read_both(process: subprocess.Popen[bytes], name: str, within_s: float) -> 
                     streams.unregister(key.fileobj)
                 elif key.fileobj is process.stderr:
                     said = (said + chunk)[-300:]
-                # Counted while it is read: an endless command printed 946 MB in 3 s.
+                # The output is counted while it is read, because an endless command printed 946 MB in 3 s.
                 elif len(output) + len(chunk) > MAX_BYTES:
                     raise _not_a_list(f"{name}: more than {MAX_BYTES} bytes")
                 else:

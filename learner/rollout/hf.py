@@ -138,7 +138,7 @@ class Repetitions(StoppingCriteria):
         self.count, self._prompt_length = count, prompt_length
 
     def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor, **_: object) -> torch.Tensor:
-        # Read in one copy: each read of a single value would wait for the device.
+        # All tokens are copied at once: each read of a single value would wait for the device.
         answers = input_ids[:, self._prompt_length :].tolist()
         return torch.tensor([repeats(answer, self.count) for answer in answers], device=input_ids.device)
 

@@ -294,7 +294,7 @@ class ServerBackend(RolloutBackend):
         asked = Requests.of(window, run_seed=self._run_seed, global_step=global_step)
         record = begin_record(window, global_step=global_step, chunk=self.chunk)
         record.began_at = time.time()
-        # Made on this thread, because encoding would hold up the loop that all clients share.
+        # The pictures are made on this thread, because encoding would hold up the loop that all clients share.
         pictures = sent_pictures(asked.samples, self._images)
         job = _StreamJob(
             asked=asked,

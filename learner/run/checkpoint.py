@@ -49,7 +49,8 @@ from shared.reading import json_in
 logger = logging.getLogger(__name__)
 
 MANIFEST, STATE = "manifest.json", "trainer_state.json"
-# In a subfolder, because programs that serve a model load every `*.safetensors` beside its configuration.
+# The training state is in a subfolder, because programs that serve a model load every `*.safetensors` beside its
+# configuration.
 OPTIMIZER, RNG = "training_state/optimizer.safetensors", "training_state/rng.safetensors"
 _NAME = re.compile(r"checkpoint-(\d+)")
 _UNFINISHED = ".unfinished-"  # beginning of the name of a folder that is being written or removed

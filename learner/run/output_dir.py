@@ -91,7 +91,7 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
     pid, boot_id = os.getppid(), Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     # The process's name stands in parentheses, and may contain spaces and parentheses itself.
     ticks = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[19]
-    # Ticks since boot, so a change of the clock does not matter.
+    # The start is in ticks since boot, so a change of the clock does not matter.
     return f"{run_id} {boot_id} {pid} {ticks}"
 
 

@@ -81,7 +81,7 @@ class BufferedSteps(FreshSteps):
             self._kept.append(KeptRows(fingerprint=batch.fingerprint, rows=rows))
         self._check(batch, micro_step_idx)
         with self._clock.phase("pack"):
-            # Copies, so that what a step does to its rows does not reach the window's next step.
+            # The rows are copied, so that what a step does to them does not reach the window's next step.
             return [copy_row(row) for row in self._kept[micro_step_idx].rows]
 
     def _due_on_resume(self) -> list[str]:

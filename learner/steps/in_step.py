@@ -179,7 +179,7 @@ class StepRollouts:
             for place, segment in self._segments:
                 self._check(place, segment)
                 with self._changed:
-                    # Without a limit: the segments are at most the rank's share of the step, whose prompts are in
+                    # There is no limit: the segments are at most the rank's share of the step, whose prompts are in
                     # memory anyway.
                     self._rows.add(place, segment)
                     self._changed.notify_all()

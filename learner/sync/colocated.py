@@ -229,5 +229,5 @@ class _Counted:
                 hasher.update(f"{name} {tensor.dtype} {list(tensor.shape)} {values}\n".encode())
             yield name, tensor
         found = hasher.hexdigest() if self._with_digest else ""
-        # Set only at the end: an iteration that breaks off must not count as a load.
+        # The attribute is set only at the end: an iteration that breaks off must not count as a load.
         self.given = Given(num_tensors=num_tensors, num_bytes=num_bytes, digest=found)

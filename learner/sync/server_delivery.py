@@ -341,7 +341,7 @@ class ServerDelivery:
             under_way, sums, seals = self._send(source, ver, posts)
             self._parts["send"] = time.monotonic() - began
             if expected is not None:
-                # Checked before the servers get the expected scores, without which they serve nothing.
+                # The weights are checked before the servers get the expected scores, without which they serve nothing.
                 check_sent(call.buckets, sums, learner.checksums)
                 told = [(link, link.post(link.client.expect_scores(expected))) for link in self._groups.links]
             await_all(under_way, [*posts, *told])

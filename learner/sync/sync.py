@@ -210,7 +210,7 @@ class Sync:
     def _deliver_adapter(self) -> Delivered:
         if not self._is_connected:
             self._connect()
-        # Read after connecting, which may have fallen back to full syncs.
+        # The attribute is read after connecting, which may have fallen back to full syncs.
         adapter = self._adapter
         if adapter is None:  # a generator that has joined can't apply the adapter
             return self._deliver_full()

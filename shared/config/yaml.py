@@ -150,7 +150,7 @@ class _Builder:
 
     def build(self, node: yaml.Node, path: KeyPath) -> object:
         self.num_values += 1
-        # Counted with aliases expanded, because a few lines of aliases can stand for millions of values.
+        # Values are counted with aliases expanded, because a few lines of aliases can stand for millions of values.
         if self.num_values > MAX_VALUES or len(path) > MAX_DEPTH:
             wanted = f"at most {MAX_VALUES} values and {MAX_DEPTH} levels"
             found = "more than a configuration can hold, aliases expanded"

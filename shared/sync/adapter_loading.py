@@ -165,7 +165,7 @@ class BaseWeightLoad(WeightLoad):
     def _load_weights(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> Iterable[str] | None:
         if not self.in_place:
             return super()._load_weights(tensors)
-        # Only for the loader's call: between two buckets the engine may run the model.
+        # The wrappers are off only during the loader's call: between two buckets the engine may run the model.
         self._take_off()
         try:
             return super()._load_weights(tensors)

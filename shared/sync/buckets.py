@@ -91,7 +91,7 @@ def pack(
             end = view.storage_offset() * view.element_size() + num_tensor_bytes(spec)
             buffer[end : end + gap] = 0  # gaps are digested too, so their bytes must be fixed
     if views:
-        # One call for all tensors: otherwise the host would launch a copy for each.
+        # One call copies all tensors. Otherwise the host would launch a copy for each.
         torch._foreach_copy_(views, [_fitting(spec, tensors.get(spec.name)) for spec in specs])
     return buffer
 

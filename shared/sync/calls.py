@@ -129,7 +129,7 @@ class Sender:
             self._jobs.append((operation, begin))
             self._changed.notify()
             if self._thread is None:
-                # One thread for all calls: with a thread for each bucket a broadcast of 1 KB took 0.56 ms instead of
+                # One thread serves all calls: with a thread for each bucket a broadcast of 1 KB took 0.56 ms instead of
                 # 0.34.
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()

@@ -186,7 +186,7 @@ class _Tcp(Communicator):
 
 
 _SIZE = struct.Struct("<Q")
-# In parts, so that rank 0 passes the first bytes on before the last ones have come.
+# Bytes go in parts, so that rank 0 passes the first ones on before the last ones have come.
 _PART_BYTES = 1 << 20
 
 
@@ -244,14 +244,15 @@ def _in_time(transfer: Callable[[memoryview], int], part: memoryview, link: sock
 class _Nccl(Communicator):
     def __init__(self, member: Seat, given_up: threading.Event, allow_shared_gpu: bool) -> None:
         super().__init__(member)
-        # Not torch's own group: its watchdog ends the process when a peer dies.
+        # torch's own group is not used: its watchdog ends the process when a peer dies.
         from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
 
         with torch.cuda.device(member.device):
             self._nccl: PyNcclCommunicator | None = PyNcclCommunicator(
                 _introduction(member, given_up, allow_shared_gpu), device=member.device
             )
-            # On its own stream each group of a process sends at once, and no other work on the device waits for a peer.
+            # Each group has its own stream, so that several groups send at once, and no other work on the device waits
+            # for a peer.
             self._stream = torch.cuda.Stream(member.device)
         if self._nccl.disabled:
             raise CommunicatorError(
@@ -268,7 +269,8 @@ class _Nccl(Communicator):
     def _prepare(self, tensor: torch.Tensor, src: int, timeout_s: float) -> Begin:
         device, stream = self.device, self._stream
         ready = torch.cuda.Event()
-        # Recorded on the caller's thread: what its stream holds now, such as the writing of the bucket, must run first.
+        # The event is recorded on the caller's thread: work that its stream has now, such as writing the bucket, must
+        # run first.
         ready.record(torch.cuda.current_stream(device))
 
         def issue() -> Callable[[], None]:

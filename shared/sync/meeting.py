@@ -177,7 +177,7 @@ class _Door:
                 self._drop(guest)
         cards = [card, *(self._members[rank].card for rank in ranks)]
         for rank in ranks:
-            # Answered only once all have come: a proof is over all cards.
+            # Ranks are answered only once all have come, because the proof is over all cards.
             self._answer(rank, b"".join(cards), wait)
         links = {rank: self._members.pop(rank).link for rank in ranks}
         return Meeting(cards=cards, links=links)
@@ -289,7 +289,7 @@ def _listen(member: Seat) -> socket.socket:
 def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
     """Connect to rank 0 once. Return None if no listener knows the secret: another group may still use the address."""
     try:
-        # Only between two tries the wait sees that the join was given up, so a try is short.
+        # A try is short, because the wait sees only between two tries that the join was given up.
         link = socket.create_connection((member.host, member.port), timeout=1.0)
     except socket.gaierror:
         raise
