@@ -84,7 +84,7 @@ class PassGraph:
 
         try:
             return cls(record(work), outputs[0], notes)
-        # A sync without a graph is slower, but must not end the run.
+        # A lack of memory for the graph must not end the run: a sync without it is only slower.
         except torch.OutOfMemoryError as error:
             log.warning("the canary's pass is not captured, and takes longer: %s", str(error).splitlines()[0])
             return None
