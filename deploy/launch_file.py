@@ -102,6 +102,7 @@ def load_launch_config(path: str, overrides: Sequence[str] = ()) -> LaunchConfig
     has_token, num_ranks = read_token(os.environ) is not None, config.learner.nodes * config.learner.nproc
     load_learner = partial(load_config, config.learner.config, world_size=num_ranks)
     load_servers = [partial(load_server_config, server.config, has_token=has_token) for server in config.servers]
+    # All files are read before the first mistake is raised, so that one file does not hide what is wrong in the others.
     wrong = [*mistakes_of(load_learner), *(mistake for load in load_servers for mistake in mistakes_of(load))]
     if wrong:
         raise ConfigErrors(f"{path} names files that are wrong", mistakes=list(dict.fromkeys(wrong)))

@@ -135,8 +135,8 @@ class Plan:
         return dump_yaml(self.learner_values(urls, discovery))
 
     def header(self, place: str) -> str:
-        """Return the comment line that begins each file. A line break in `source` is escaped: a second line could be
-        run as code."""
+        """Return the comment line that begins each file. A line break in `source` is escaped."""
+        # A line break in the name would begin a second line, which a shell would run.
         source = self.source if self.source.isprintable() else json.dumps(self.source)
         return HEADER.format(place=place, source=source)
 
@@ -221,9 +221,10 @@ def _secrets(document: Document) -> set[str]:
 
 
 def image_mistakes(cluster: ClusterLaunch) -> Iterator[Mistake]:
-    """Yield a mistake for each image that is not named by a digest: a tag may name another image tomorrow."""
+    """Yield a mistake for each image that is not named by a digest."""
     for key in ("server_image", "learner_image"):
         image = getattr(cluster, key)
+        # A tag may name another image tomorrow.
         if not re.fullmatch(IMAGE, image):
             found = "the placeholder" if image == NO_IMAGE else image
             remedy = "build and push it (deploy/docker/Dockerfile); `docker push` prints the digest"

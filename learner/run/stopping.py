@@ -115,9 +115,8 @@ class StopRequest:
 
     @contextmanager
     def held_off(self) -> Iterator[None]:
-        """Delay interruptions until the end of the block, which writes a checkpoint and waits for no other rank. An
-        interrupted checkpoint would have to be written again, with less time. After `timeout_s` the process ends even
-        inside the block."""
+        """Delay interruptions until the end of the block, which writes a checkpoint and waits for no other rank. After
+        `timeout_s` the process ends even inside the block."""
         self._is_held_off = True
         try:
             yield
@@ -131,6 +130,7 @@ class StopRequest:
                 _end(signum, "ended at once; the newest checkpoint is complete")
             return
         self._signum = signum
+        # A terminal's signal also ends the `tee` that reads this program's output, and printing would then fail.
         leave_lost_output(_LEAVE_S)
         _say(f"{signal.Signals(signum).name}: saving and stopping, at most {self._timeout_s:g} s; Ctrl-C ends at once")
         signal.setitimer(signal.ITIMER_REAL, self._timeout_s / 2)
@@ -140,6 +140,7 @@ class StopRequest:
         self._last_call.start()
 
     def _break_in(self, signum: int, frame: FrameType | None) -> None:
+        # A checkpoint that is interrupted would have to be written again, with less time.
         if self._is_held_off:
             signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
             return

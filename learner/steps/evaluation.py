@@ -223,6 +223,7 @@ class GapMetrics:
         return self._ranks.all_succeed(lambda: self._of(evaluation) if self._ranks.is_main else {})[0]
 
     def _of(self, evaluation: Evaluation) -> dict[str, float]:
+        # A resumed run keeps the first evaluation's decisions, so that all values of the run are comparable.
         if not self._is_known and self._file.is_file():
             known = json.loads(self._file.read_text())
             self._objects, self._is_known = known["objects"], True

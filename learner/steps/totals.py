@@ -57,10 +57,11 @@ class StepTotals:
         return min(1.0, self.counts.get("segments", 0.0) / shortfall.whole)
 
     def reduced(self, ranks: Ranks) -> StepTotals:
-        """Return the sums over all ranks. Ranks may have different statistics, so they are exchanged by name."""
+        """Return the sums over all ranks."""
         if ranks.world_size == 1:
             return self
         total = StepTotals()
+        # Sums are exchanged by name, because ranks may have different statistics.
         for counts, rows in ranks.all_gather_object((self.counts, self.rows)):
             total._merge(counts)
             total.rows += rows

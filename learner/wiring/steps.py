@@ -124,6 +124,7 @@ def check_packing_buffer(
     """Raises ConfigError if the segments carried to later rows will exceed `training.packing_buffer` in any case, so
     that the run fails before hours of training (D6)."""
     training = config.training
+    # Only `rollout_matching_sft` carries segments to later rows.
     if config.custom.trainer_variant != "rollout_matching_sft" or not training.packing or config.data.augment:
         return  # the lengths of augmented samples are not known yet
     if plan.per_device_train_batch_size == 1:
