@@ -68,7 +68,7 @@ COMMANDS = (
     *("evaluate", "find-missing", "report", "servers", "split", "schema"),
 )
 _OTHERS = f"Commands of {PROGRAM}: {', '.join(COMMANDS)}. Other programs: rollout-server, rollout-launch."
-# "\b": click keeps these lines, and breaks no name at its hyphen.
+# "\b" makes click keep these lines as they are. Otherwise it would break names at their hyphens.
 OTHERS = "\b\n" + textwrap.fill(_OTHERS, 78, break_on_hyphens=False)
 _STDOUT = 1
 GROUP_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion")
@@ -112,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else list(argv)
     if arguments and arguments[0].startswith("-") and arguments[0].split("=")[0] not in GROUP_OPTIONS:
         arguments.insert(0, "train")
-    # Such a name would be a traceback where it is printed or hashed.
+    # An argument that is not UTF-8 would end in a traceback where it is printed or hashed.
     if strange := [argument for argument in arguments if not is_utf8(argument)]:
         remedy = "rename the file or folder"
         return _tell(ConfigError("an argument is not UTF-8", found=strange[0], wanted="names in UTF-8", remedy=remedy))
@@ -773,7 +773,8 @@ def _without_our_key(error: ConfigErrors) -> ConfigErrors:
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of this rank. A wrong configuration raises before torch is loaded. Sets the environment
     variables that torch and vLLM need."""
-    # Nearly all that a start makes stays: garbage collections took 4.1 of its 17 s of processor time.
+    # Nearly all objects that a start makes stay alive, so garbage collections, which took 4.1 of its 17 s of processor
+    # time, found nothing.
     collect_rarely()
     from learner.config.load import load_config
     from learner.config.modes import colocates
@@ -807,7 +808,7 @@ def _end(work: Callable[[], int]) -> None:
         sys.stdout.reconfigure(errors="backslashreplace")  # names of classes and files may be in any language
     try:
         code = work()
-        # A reader that has gone is noticed only here.
+        # If the reader of the output has gone (a closed pipe), that is noticed only here.
         sys.stdout.flush()
     except ProjectError as error:
         code = _tell(error)

@@ -365,18 +365,18 @@ def _import(path: str) -> Any:
         raise ConfigError("no colon between module and name", remedy="write module:name")
     here = str(Path.cwd())
     if here not in sys.path:
-        # Last, so that a folder here hides no module of this project.
+        # The working directory comes last, so that a folder in it hides no module of this project.
         sys.path.append(here)
     try:
         value: Any = _load_file(module_name) if module_name.endswith(".py") else importlib.import_module(module_name)
     except FileNotFoundError as error:
-        # Another file is missing, which the user's module reads.
+        # If it is another file that is missing, the user's module has tried to read it.
         if error.filename != module_name:
             raise _import_failed(module_name, error) from error
         remedy = f"correct the path; it is relative to the working directory, {here}"
         raise ConfigError(f"there is no file {module_name}", remedy=remedy) from error
     except ModuleNotFoundError as error:
-        # Otherwise the user's module was found, and an import in it failed.
+        # If the error names another module, the user's module was found, and an import in it failed.
         if error.name and (module_name == error.name or module_name.startswith(f"{error.name}.")):
             remedy = f"correct the path, install the package, or start in the folder that holds {error.name}"
             raise ConfigError(f"there is no module {error.name}", remedy=remedy) from error
@@ -462,7 +462,7 @@ def _checked_task(path: str, value: Any) -> type[Task]:
     return value
 
 
-# A task that was written before these methods were added is a task still.
+# A task may lack these methods, because it may have been written before they were added.
 _WITH_DEFAULTS = {"check", "rewards", "prefix_rewards", "calibration", "calibrated", "reason"}
 
 

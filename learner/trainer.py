@@ -173,7 +173,7 @@ class Trainer:
         training = self.config.training
         self.restore()
         self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
-        # A run that saves before its next step keeps what was carried.
+        # The state is noted here too, so that a checkpoint before the next step has the samples that were carried.
         self.mark_boundary()
         if self.evaluates_first():
             self.evaluate()
@@ -348,7 +348,7 @@ class Trainer:
         """Save the last whole step after an error, without the other ranks, which may have ended. The unfinished step
         is dropped; its samples come again after the resume."""
         at = self._boundary
-        # Step 0 is the model itself.
+        # At step 0 there is nothing to save: the weights are the model's.
         if at is None or at.state.global_step in (0, self._saved_at):
             return
         for _, p in self.policy.trainable:

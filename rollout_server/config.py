@@ -42,7 +42,8 @@ RESERVED_ENGINE_ARGS = frozenset(
         "max_model_len",
         "max_num_seqs",
         "model",
-        # A canary of FP8 needs a tolerance of 0.3 nats per token, in which a wrong layer of a small model can hide.
+        # `quantization` is refused, because the canary of an FP8 model needs a tolerance of 0.3 nats per token, in
+        # which a wrong layer of a small model can hide.
         "quantization",
         "quantization_config",
         "seed",

@@ -191,13 +191,13 @@ class VllmEngine:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
             look = self._look(request, prompt)
             with self._vllm_errors():
-                # A request per answer, not vLLM's `n`: several answers are then those of copies of the request with
-                # other seeds.
+                # Each answer has a request of its own instead of vLLM's `n`, so that several answers are those of
+                # copies of the request with other seeds.
                 answers = await gather(  # the responses share their images, so only the first reports the pixels
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)
                 )
-        # Checked again, because the engine has expanded the image placeholders.
+        # The length is checked again, because the engine has expanded the image placeholders.
         self._check_length(len(answers[0].prompt_token_ids), _MAX_TOKENS, num_new)
         return answers
 
@@ -330,7 +330,8 @@ class VllmEngine:
             with contextlib.suppress(TimeoutError):
                 async with time_limit(_MOST_HELD_S):
                     await sent.wait()
-            # Sent even while the engine stalls: when it answers again, it must not stay paused.
+            # This call is sent even while the engine stalls, because the engine must not stay paused when it answers
+            # again.
             resuming = asyncio.ensure_future(core.resume_scheduler_async())
             with self._vllm_errors():
                 async with self._stalls.guard():
@@ -378,7 +379,8 @@ class VllmEngine:
         """Return the finished output. `look`: reads the processed images of this request. Raises ServerBusyError if the
         engine gives the request back (`was_given_back`) in all tries."""
         for _ in range(TRIES):
-            # Rendered anew in each try: an engine gives a request back if its image is missing in vLLM's cache.
+            # The prompt is rendered anew in each try, because an engine gives a request back if its image is missing in
+            # vLLM's cache.
             asked = prompt.for_engine() if look is None else await look.render()
             answers = self._llm.generate(asked, params, str(next(self._ids)), lora_request=self._adapter)
             async with self._stalls.guard():

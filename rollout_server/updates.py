@@ -290,7 +290,7 @@ async def load_and_score(
     also reads places that it gives no weight. So if a canary's scores are not finite, they are made once more from a
     cleared cache. `clear_cache` clears it at once, which takes as long as writing all of it.
     """
-    # A new name each time, because vLLM finds cached prefixes by the adapter's name.
+    # The adapter gets a new name each time, because vLLM finds cached prefixes by the adapter's name.
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
     rest = call.model_copy(update={"buckets": [], "canary": []})
     # The engine runs calls in order, so each is sent before the previous one has answered. One after the other, they

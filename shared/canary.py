@@ -63,7 +63,7 @@ def compare(
     }
     gaps = _checked(learner, served, "", tolerance=tolerance, what=what, name_of=name_of)
     through = " through the prefix cache"
-    # A mean of their own, because a few tokens hardly change the mean of all tokens.
+    # Scores through the cache have a mean of their own, because these few tokens hardly change the mean of all tokens.
     cached_gaps = _checked(learner, cached, through, tolerance=tolerance, what=what, name_of=name_of)
     return CanaryGap(mean=math.fsum(gaps) / len(gaps), max=max(gaps + cached_gaps))
 

@@ -40,7 +40,7 @@ class EngineImages:
         self.renderer, self._threads = renderer, threads
         self._known: OrderedDict[str, Future[ProcessedImage]] = OrderedDict()  # digests, by vLLM's hash of the image
         self._lock = threading.Lock()
-        # Read once, with the first prompt: this program gives all prompts the same overrides.
+        # The settings are read once, with the first prompt, because this program gives all prompts the same overrides.
         self._settings: dict[str, str] = {}
         self._dtype = ""
 
@@ -70,7 +70,7 @@ class EngineImages:
                 rendered = render(asked, arrival_time, **kwargs)
                 if prompt.images:
                     known[id(prompt.images)] = prompt, rendered
-            # A copy, because the kept rendering serves other prompts too.
+            # The rendered prompt is copied, because the kept one serves other prompts too.
             rendered = {**rendered, "arrival_time": arrival_time}
             seen = self.seen(rendered) if looks else []
             if None in seen:

@@ -145,11 +145,11 @@ class _Line:
         if self.hung_up:
             raise TimeoutError("redirects took the time")
         link = socket.create_connection(address, timeout=max(SLICE_S, self._deadline.left_s()))
-        # No limit for single reads: at the deadline the watching thread shuts the connection down.
+        # Single reads have no limit, because the watching thread shuts the connection down at the deadline.
         link.settimeout(None)
         with self._lock:
             self._release()
-            # A duplicate, because TLS takes the descriptor away from the socket that it wraps.
+            # The socket is duplicated, because TLS takes the descriptor away from the socket that it wraps.
             self._link = link.dup()
         if self.hung_up:  # the deadline passed while connecting
             link.close()

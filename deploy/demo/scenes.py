@@ -82,7 +82,7 @@ def load_bank(split: Split) -> DigitBank:
     data = load_digits()
     which = SPLITS.index(split)
     starts = (0.0, *SPLIT_ENDS)
-    # The seed is fixed. With the scenes' seed, two builds could share digits between training and test.
+    # The seed is fixed. With the scenes' seed, digits that one build trains on could be in another build's test.
     rng = np.random.default_rng(0)
     chosen = []
     for label in range(10):

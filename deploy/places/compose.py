@@ -93,7 +93,7 @@ def files(plan: Plan, out: Path) -> dict[str, str]:
     compose = {
         "name": plan.cluster.name,
         "services": services,
-        # Files, because Compose cannot write inline content into a container with a read-only root.
+        # Configurations are files, because Compose cannot write inline content into a container with a read-only root.
         "configs": {name: {"file": f"./{name}.yaml"} for name in services},
         "volumes": {"models": None, SHARED_MEMORY: {"driver": "local", "driver_opts": memory}},
     }
@@ -177,7 +177,8 @@ def service(
         "init": True,
         "cap_drop": ["ALL"],
         "security_opt": ["no-new-privileges:true"],
-        # Names without values: Compose takes the values from its environment, and `down` works without the token.
+        # Variables are named without values. Compose takes the values from its environment, and `down` works without
+        # the token.
         "environment": {"HOME": "/tmp", "XDG_CACHE_HOME": "/cache", **dict.fromkeys(variables)},
         "configs": [{"source": name, "target": f"{FOLDER}/{name}.yaml"}],
         "volumes": volumes(plan, out),

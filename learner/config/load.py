@@ -54,7 +54,7 @@ RETIRED: dict[str, tuple[str, str]] = {
         "no packing scope",
         "remove post_rollout_pack_scope: packing is per micro-step (per step in Channel-B), there is no window scope",
     ),
-    # D20
+    # D20 removed this key.
     f"{_ROLLOUT}.best_of": (
         "labels.complete",
         "remove it: one rollout per sample was never worse. If labels leave objects out, labels.complete adds what "
@@ -66,9 +66,9 @@ RETIRED: dict[str, tuple[str, str]] = {
         "remove it and set data.train: PATH[:10%]",
     ),
     "logging.tensorboard": ("logging.trackers", "remove it; TensorBoard is one of logging.trackers"),
-    # D7
+    # D7 moved these keys into a section.
     **_flat_decoding(),
-    # D3
+    # D3 removed these keys.
     f"{_CHANNEL_B}.mode": (
         "no mode",
         "remove it: Channel-B learns a fixed number of rollouts per step; for rollouts ahead of learning set "
@@ -91,7 +91,7 @@ RETIRED: dict[str, tuple[str, str]] = {
         f"{_ROLLOUT}.decode_batch_size",
         f"remove it and set {_ROLLOUT}.decode_batch_size",
     ),
-    # R26
+    # R26 replaced this key.
     "stage2_ab.schedule.pattern": (
         "stage2_ab.schedule.b_ratio",
         "remove it and set stage2_ab.schedule.b_ratio, the share of Channel-B steps (pattern AAB is 0.3333)",

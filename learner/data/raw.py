@@ -338,7 +338,7 @@ class SampleMaker:
 
     def _has_name(self, record: RawRecord) -> bool:
         """Return True if the record's id, which may be a file name, is valid UTF-8."""
-        # Files and logs can hold no other id.
+        # Only ids in UTF-8 can be written to files and logs.
         if is_utf8(record.sample_id):
             return True
         found, wanted = f"the id {record.sample_id!r}", "a name in UTF-8"

@@ -101,7 +101,7 @@ def init(folder: Path, out: Path, *, image_root: Path | None = None, model: str 
     trained = _trained(model) if model is not None else None
     data = _data_in(folder, image_root)
     found = _read_all(data)
-    # Some are held out also beside a split to test on, which must choose no step.
+    # Samples are held out even if there is a split for tests, because tests must not choose the best step.
     divided = data.val is None and not found["train"].bad.num_errors
     if divided:
         data = _with_part_held_out(data, found["train"].samples)

@@ -127,7 +127,7 @@ def step_line(result: StepResult, sync: SyncReceipt | None, far: str, *, plain: 
         window, m_step, age = (m[f"rollout_buffer/{name}"] for name in ("window", "m_step", "rollout_age"))
         parts.append(f"window {window:.0f} m-step {m_step:.0f} age {age:.0f}")
     parts += _ahead(m)
-    # Shorter phases would read 0.00.
+    # Shorter phases are left out, because they would be shown as 0.00.
     seconds = " ".join(f"{name} {m[key]:.2f}" for name, key in _PHASES if m.get(key, 0.0) >= 0.005)
     parts.append(f"{seconds} s")
     parts.append(f"{m['tokens_per_s']:.0f} tok/s")

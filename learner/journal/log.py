@@ -213,7 +213,8 @@ class Timeline:
         """Return the fields of the step's `timeline` event, with all ranks' spans since the last event. Each span is
         [lane, name, begin, end], in seconds after `origin`: the Unix time of the last event. `seconds` have passed
         since then. Collective."""
-        # A span is written when it ends. Ended here, each step shows its part of the time that a server was out.
+        # A span is written when it ends. So open spans are ended here and begun anew, and each step shows its part of
+        # the time that a server was out.
         for base_url in tuple(self._out):
             self.server(base_url, serves=False, is_member=True)
         # The gather below waits for other ranks, so it is made without the lock.
@@ -246,7 +247,7 @@ log = logging.getLogger(__name__)
 
 class _WithoutSecrets(logging.Formatter):
     def format(self, record: logging.LogRecord) -> str:
-        # The formatted text has the traceback too.
+        # The formatted text is masked, because it has the traceback too.
         return masked(super().format(record))
 
 

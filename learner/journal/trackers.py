@@ -302,7 +302,7 @@ class _Thread:
                 continue
             try:
                 call(tracker)
-                # A tracker that comes back gets what follows.
+                # Failures are forgotten after a success, so a tracker that works again gets all further calls.
                 self._failures_in_row = 0
             except Exception as error:
                 self._fail(error)

@@ -81,7 +81,7 @@ def make_app(folder: Path, audit: int | None = None) -> FastAPI:
     audit are shown. Without an audit, `audit` suggestions are drawn. Raises DataError."""
     _, suggestions = read_folder(folder)
     if audit is None:
-        # A damaged file is an error before the page is served.
+        # The decisions are read here, so that a damaged file is an error before the page is served.
         read_decisions(folder)
     else:
         suggestions = [suggestions[one.place] for one in audited(folder, audit)]
@@ -121,7 +121,7 @@ def make_app(folder: Path, audit: int | None = None) -> FastAPI:
 
     def save(decisions: Decisions) -> int:
         known = {place: one for place, one in decisions.items() if 0 <= place < len(suggestions)}
-        # Saves run on several threads.
+        # The lock is needed, because saves run on several threads.
         with lock:
             if audit is not None:
                 return save_verdicts(folder, known)

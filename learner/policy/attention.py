@@ -210,7 +210,8 @@ def _varlen(
     return out[None]
 
 
-# The calls depend on the row's lengths, so each row would be compiled anew.
+# This function is not compiled, because its calls depend on the row's lengths, so it would be compiled anew for each
+# row.
 @torch.compiler.disable
 def _batched(
     q: torch.Tensor,  # [T, H, D]

@@ -111,11 +111,11 @@ class _Sent:
         self._policy, self._dtype, self.merged = policy, dtype, merged
         self.number, self.merge_gap = 0, 0.0
         model = policy.model
-        # Listed once, because finding the modules takes longer than a pass.
+        # The modules are listed once, because finding them takes longer than a pass.
         replaced = list(replaced_modules(model, dtype, merged=merged))
 
-        # Scored with the weights as trained, a right run (LoRA, bf16) ended in its third step: merging and rounding
-        # made a gap of 0.29 nats.
+        # Answers are scored with the weights as they are sent. When they were scored with the weights as trained, a
+        # correct run (LoRA, bf16) ended in its third step, because merging and rounding made a gap of 0.29 nats.
         within = partial(as_sent, model, dtype, merged=merged, replaced=replaced, checksums=checksums)
         self.scorer = RepeatedLogprobs(policy, answers, within) if replaced else None
 

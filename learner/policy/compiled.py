@@ -54,7 +54,7 @@ def compile_layers(model: PreTrainedModel, wanted: Wanted, device: torch.device,
         )
     if not obstacle:
         for layer in layers:
-            # `dynamic`, so that one program serves rows of every length.
+            # With `dynamic` one program serves rows of every length.
             layer.compile(dynamic=True, backend=BACKEND)
             layer._compiled_call_impl = partial(_with_gradients, layer, layer._compiled_call_impl)
     return obstacle

@@ -341,7 +341,8 @@ class Recipe:
         """Run the stage `name` with the configuration `values`, and return its exit code. If it has ended, add its
         result to the record and link `best` to the best weights. `why`: the reason to run it. `earlier_s`: seconds that
         it has run before this command."""
-        # What decided the first stage decides all. `auto` chooses the estimate again by itself.
+        # The metric that chose the first stage's best weights does so in all stages. If it is the estimate, `auto`
+        # chooses it again by itself.
         if self.record.metric != ESTIMATED:
             values["training"]["keep_best"] = self.record.metric
         path = self.root / f"{name}.yaml"

@@ -137,7 +137,8 @@ class _Guard:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 for name, value in HEADERS.items():
-                    # A page has a policy of its own, for its script.
+                    # A header that the response has already stays, because a page has a content policy of its own, for
+                    # its script.
                     headers.setdefault(name, value)
             await send(message)
 

@@ -123,7 +123,7 @@ class Patience:
 @functools.cache
 def _certificates() -> ssl.SSLContext:
     """Return the TLS certificates that clients trust, read once per process."""
-    # httpx reads them for each client, which takes 16 ms: 8 s per rank with 512 servers.
+    # httpx would read them anew for each client, which takes 16 ms: 8 s per rank with 512 servers.
     return httpx.create_ssl_context()
 
 

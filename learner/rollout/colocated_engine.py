@@ -113,7 +113,7 @@ class ColocatedEngine:
         # vLLM measures free memory while it starts, so training's state is away.
         with offload.away(), keeping_random_state(ranks.device), keeping_compiler_variables():
             self._llm = self._start(folder)
-            # Removes shared memory that a killed run's engine left, and notes this process, so that the next start can
+            # Remove shared memory that a killed run's engine left, and note this process, so that the next start can
             # remove what this run may leave.
             left = locked_folder("engine-", Path(tempfile.gettempdir()), leave=remove_semaphores)
             note_processes(left, [os.getpid()])
@@ -235,7 +235,7 @@ class ColocatedEngine:
         self.ver = None
         self._num_loads += 1
         self._take(weights, AdapterLoad(self._runner.lora_manager))
-        # A new name each time, because vLLM finds cached prefixes by the adapter's name.
+        # The adapter gets a new name each time, because vLLM finds cached prefixes by the adapter's name.
         self._adapter = adapter_request(f"policy-{next(self._adapter_numbers)}")
 
     def _take(self, weights: Iterable[tuple[str, torch.Tensor]], load: AdapterLoad | WeightLoad) -> None:

@@ -54,8 +54,8 @@ log = logging.getLogger("learner.rollout")
 REFILLS = 32
 # These errors are the request's fault: any server would give them.
 REQUEST_ERRORS = (RequestError, ConfigError, PromptMismatchError)
-# These errors are the server's fault: sending the request to the same server again would not help.
-# UnauthorizedError is among them: taken for the request's fault, the new token of a restarted server ended the run.
+# These errors are the server's fault: sending the request to the same server again would not help. UnauthorizedError is
+# among them: when it counted as the request's fault, a restarted server with a new token ended the run.
 LOST_ERRORS = (ServerUnreachableError, ServerBusyError, ServerPoisonedError, ServerMismatchError, UnauthorizedError)
 
 
@@ -366,7 +366,7 @@ class Dispatcher(Generic[R]):
         kind = {DeadlineError: "timed out", ServerBusyError: "were refused"}.get(type(error), "failed")
         log.warning("%d request(s) %s and are sent again: %s", len(requests), kind, error)
         self._on_split(requests, error)
-        # At the front, because requests start in their order.
+        # They go to the front of the queue, because requests start in their order.
         self._servers[server].waiting.extendleft(reversed(again))
 
     def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:

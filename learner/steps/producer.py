@@ -238,7 +238,8 @@ class Producer:
         """Return the call to make. Return None if no call is permitted: the thread ends, and `_wake` starts another."""
         with self._changed:
             if not self._queue.may_start:
-                # Set under the lock. So `_wake` sees either no thread, or a thread that will ask for a call again.
+                # The attribute is set under the lock. So `_wake` sees either no thread, or a thread that will ask for a
+                # call again.
                 self._thread = None
                 return None
             self._call_started_s = self._clock()

@@ -63,7 +63,7 @@ class EngineDelivery:
     ) -> None:
         self._engine, self._canary, self._ranks = engine, canary, ranks
         self._prompts = [encoder.for_engine(item.sample) for item in canary.items]
-        # Different pixels on both sides cause no error by themselves.
+        # Pixels are compared too, because different pixels on the two sides cause no error by themselves.
         self._same = PromptCheck(image_processing=encoder.image_processing)
         self._learner: dict[Mode, CanaryScores] = {}  # the learner's scores that the running sync has begun
         self._parts: dict[str, float] = {}  # seconds of each part of the running sync

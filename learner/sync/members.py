@@ -129,7 +129,7 @@ class Members:
                 membership = membership.add(request.base_url, request.group_port, now_s=now_s)
             else:
                 smaller = membership.remove(request.base_url, now_s=now_s)
-                # A request must not end the run.
+                # A request to remove a server must not end the run.
                 if not smaller.serving or not smaller.enough:
                     log.warning("%s is not removed: too few others serve", request.base_url)
                     continue

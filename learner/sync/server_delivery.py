@@ -297,7 +297,7 @@ class ServerDelivery:
     def leave(self, *, abort: bool) -> None:
         groups, self._groups = self._groups, ServerGroups((), "", b"")
         out = {member.base_url for member in self._backend.membership.out}
-        # Servers that do not answer get no goodbye, because the wait below would last its whole time for them.
+        # Servers that do not answer are not told, because the wait below would last its whole time for them.
         unreachable = {url for url, error in self._accused.items() if isinstance(error, ServerUnreachableError)}
         goodbyes = groups.leave(abort=abort, gone=out | unreachable)
         wait([goodbye for _, goodbye in goodbyes], timeout=GOODBYE_S if abort else REPLY_GRACE_S)
@@ -318,8 +318,8 @@ class ServerDelivery:
     ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
         """Send the weights as version `ver`, and wait until all servers serve them and have scored `items`. Return the
         replies by URL, the learner's scores, and the digest that the servers must report."""
-        # Scored before servers pause and buckets are sent, so that the pass is captured as a CUDA graph while nothing
-        # else waits for the device.
+        # The canary is scored before servers pause and buckets are sent, so that the pass is captured as a CUDA graph
+        # while nothing else waits for the device.
         learner = self._scores(mode) if items else NO_SCORES
         expected = (
             self._canary.expected(self._groups.incarnation, ver, learner.logprobs, self._dtype) if items else None

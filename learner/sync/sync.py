@@ -214,7 +214,8 @@ class Sync:
         adapter = self._adapter
         if adapter is None:  # a generator that has joined can't apply the adapter
             return self._deliver_full()
-        # False until the delivery succeeds: after a failure the weights below the adapter are not known.
+        # The attribute is False until the delivery succeeds, because after a failure the weights below the adapter are
+        # not known.
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self.ver = self._delivery.deliver_base(adapter.base, self.ver)

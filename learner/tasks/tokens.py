@@ -106,7 +106,8 @@ def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
         str(token): token_id
         for token_id, token in added.items()
         if re.fullmatch(_ADDED_TOKEN, str(token))
-        # Such tokens are found in normalized text, take blanks beside them, or are found in whole words only.
+        # Tokens with these traits are left out: they are found in normalized text, take blanks beside them, or are
+        # found in whole words only.
         and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
     }
 
@@ -238,7 +239,7 @@ def _encoder_of(backend: Any) -> Any | None:
     in a fifth of the time."""
     if not hasattr(backend, "no_truncation"):
         return None
-    # Others use the original, with truncation and padding.
+    # The encoder is copied, because other code uses the original with truncation and padding.
     encoder = copy.deepcopy(backend)
     encoder.no_truncation()
     encoder.no_padding()

@@ -73,7 +73,7 @@ class AdapterLoad:
         """Do nothing: the model is changed only in `finish`, once all tensors are there."""
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        # Copied, because vLLM keeps these tensors, and the bucket's memory is freed.
+        # Tensors are copied, because vLLM keeps them, and the bucket's memory is freed.
         self._tensors |= {name: tensor.to(self._dtype, copy=True) for name, tensor in tensors}
 
     def finish(self) -> int:

@@ -34,7 +34,7 @@ _MARKS: tuple[tuple[tuple[str, ...], Foreign], ...] = (
     (('"from_name"', '"result"'), Foreign("Label Studio's JSON", "in Label Studio, export COCO (with images)")),
     (('labels"', '"original_width"'), Foreign("Label Studio's JSON-MIN", "in Label Studio, export COCO (with images)")),
     (('"class_names"', '"type"', '"dataset"'), Foreign("Ultralytics' NDJSON", "export COCO or YOLO from the platform")),
-    # It has PaliGemma's words too, so it comes first.
+    # Florence-2 comes before PaliGemma, because its files have PaliGemma's words too.
     (('"prefix"', '"suffix"', "<loc_"), Foreign("Florence-2's prefix and suffix", _EXPORT)),
     (('"prefix"', '"suffix"'), Foreign("PaliGemma's prefix and suffix", "in Roboflow, export COCO instead")),
     (("_via_img_metadata",), Foreign("VIA's project", "in VIA, Annotation > Export Annotations (COCO format)")),
@@ -107,7 +107,7 @@ def _of_file(file: Path) -> Foreign | None:
     if suffix == ".txt":
         first = head.partition("\n")[0].strip()
         return next((found for pattern, found in _LINES if re.fullmatch(pattern, first)), None)
-    # Formats that are read have these words.
+    # Formats that this project reads have these words.
     if any(mark in head for mark in ('"shape_type"', '"messages"', '"conversations"', '"bbox_2d"', "<annotation>")):
         return None
     is_coco = '"images"' in head and '"file_name"' in head

@@ -64,7 +64,7 @@ class _Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
         keys = [(key.tag, key.value) for key, _ in node.value if isinstance(key, yaml.ScalarNode)]
         for key in keys:
-            # Plain YAML would use the last value in silence.
+            # PyYAML would silently use the last of several values.
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key[1]!r:.80} twice", node.start_mark)
         return super().construct_mapping(node, deep)
@@ -375,7 +375,7 @@ def _record(labels: _Labels, content: YoloFile, source: Source) -> RawRecord:
         place=Place(labels.file, "labels"),
         sample_id=sample_id_of(labels.image, content),
         messages=source.messages,
-        # A relative path would begin at the images' folder once more.
+        # The path is made absolute, because a relative one would be looked up below the images' folder again.
         images=(str(labels.image.absolute()),),
         objects=objects,
         width=None,

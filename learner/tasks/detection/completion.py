@@ -98,7 +98,7 @@ def candidates(
         if not ignored and (relation != "free" or can_be_label(obj))
     ]
     free = [i for i, one in enumerate(kept) if one.relation == "free"]
-    # Most votes first: `_apart` keeps the first of the clusters that overlap.
+    # Clusters with the most votes come first, because `_apart` keeps the first of those that overlap.
     free.sort(key=lambda i: (-kept[i].votes, kept[i].object.bins, kept[i].object.desc))
     apart = _apart([kept[i].object for i in free])
     repeating = {i for i, is_apart in zip(free, apart, strict=True) if not is_apart}
