@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 
 from learner.config.load import load_config
@@ -41,9 +42,10 @@ def write_lists(path: str, out: Path, overrides: Sequence[str] = ()) -> int:
     annotations = annotations_of(data.data, data.data.train)
     if annotations.format == "yolo":
         names = yolo_file(Path(name_and_split(annotations.path)[0])).classes
-        lists = "".join(f"{split}: {json.dumps(str(file.absolute()))}\n" for split, file in written.items())
         # JSON escapes an emoji as two halves, which YAML does not join.
-        classes = "".join(f"  {number}: {json.dumps(name, ensure_ascii=False)}\n" for number, name in names.items())
+        quoted = partial(json.dumps, ensure_ascii=False)
+        lists = "".join(f"{split}: {quoted(str(file.absolute()))}\n" for split, file in written.items())
+        classes = "".join(f"  {number}: {quoted(name)}\n" for number, name in names.items())
         _write(out / "data.yaml", f"{lists}names:\n{classes}")
         print(f"{out / 'data.yaml'}: for YOLO trainers")
     return 0

@@ -454,7 +454,7 @@ def test_split_writes_the_photographs_of_percents_also_for_yolo(tmp_path: Path) 
         "training": {"output_dir": str(tmp_path / "run"), "max_steps": 1},
     }
     run.write_text(json.dumps({**content, "custom": {"trainer_variant": "sft"}}))
-    out = tmp_path / "lists"
+    out = tmp_path / "lists 😀"
     assert main(["split", "--config", str(run), "--out", str(out)]) == 0
     lists = {split: set((out / f"{split}.txt").read_text().split()) for split in ("train", "val")}
     assert lists["train"] | lists["val"] >= {str(tmp_path / "data" / name) for name in names}
