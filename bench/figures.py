@@ -6,6 +6,7 @@ part's process sends its figures to the runner in a file (`write`, `read`).
 
 from __future__ import annotations
 
+import contextlib
 import importlib.metadata
 import json
 import os
@@ -134,9 +135,12 @@ def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[s
 
 
 def versions(packages: Iterable[str]) -> dict[str, str]:
-    """Return the versions of the installed packages."""
-    installed = {dist.metadata["Name"]: dist.version for dist in importlib.metadata.distributions()}
-    return {name: installed[name] for name in packages if name in installed}
+    """Return the versions of the installed packages; of several of a name the one that an import finds."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _commit() -> str:

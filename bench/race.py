@@ -1,14 +1,20 @@
-"""One GRPO step on one GPU, here and in TRL: `python -m bench.race --data BCCD --out FILE --against trl`.
+"""One GRPO step on one GPU, here and elsewhere: `python -m bench.race --data BCCD --out FILE --against swift`.
 
-The same work on both sides: Qwen3-VL-4B's shape with random weights, LoRA of rank 64 on all linear layers (or the whole
+The same work on all sides: Qwen3-VL-4B's shape with random weights, LoRA of rank 64 on all linear layers (or the whole
 model), colocated vLLM, 8 photographs x 8 rollouts x 256 tokens, gradient checkpointing, one update. The sides run one
 after the other, each in a process of its own. Random models end no answer, so all answers have the same length.
+`race_trl.py`, `race_swift.py` and `race_unsloth.py` say the rivals' settings. A rival's own packages are in
+`SITES/site-SIDE`, if there is such a folder.
 
-Out: tables, and FILE with all steps. Per side: seconds of a step and of its phases, the first step's seconds, the most
-memory that the GPU had in use, and how busy it was, both from the end of the warm-up on. Here also the parts of a sync
-and of the rollouts. Each step is printed and written when it ends, so FILE keeps what was measured if a call is cut
-off. The same call again runs only the sides that have not ended. Logs are beside FILE, in `STEM-logs`. Without a GPU:
-`--size tiny`, only this side.
+Out: tables, and FILE with all steps. Per side: its versions, seconds of a step and of its phases, the first step's
+seconds, the most memory that the GPU had in use, and how busy it was, both from the end of the warm-up on, answers a
+second, and the share of the matmul rate. Here also the parts of a sync and of the rollouts. Each step is printed and
+written when it ends, so FILE keeps what was measured if a call is cut off. A side that fails is named with its last
+words. The same call again runs only the sides that have not ended. Logs are beside FILE, in `STEM-logs`. Without a
+GPU: `--size tiny`.
+
+The share of the matmul rate is that of learning's FLOPs in a step: of each answer with its whole prompt, forward and
+for gradients, nothing twice. It is the same number for all sides, whatever they do.
 
 The floor of a phase is the time that the GPU needs at least, at the copy bandwidth and the matmul rate that are
 measured here: rollouts read the weights and all keys and values once per token, learning multiplies matrices three
@@ -20,13 +26,14 @@ from __future__ import annotations
 
 import json
 import multiprocessing
+import os
 import shutil
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Annotated, Any, Literal, TypeVar
@@ -47,7 +54,8 @@ from learner.run.files import write_atomically
 from shared.addresses import free_port
 from shared.errors import DeadlineError, ProjectError, ServerError
 
-Side = Literal["ours", "trl"]
+Rival = Literal["trl", "trl-best", "swift", "unsloth"]
+Side = Literal["ours", Rival]
 Photographs = Literal["published", "large"]
 T = TypeVar("T")
 WARM_UP_STEPS = 2
@@ -55,12 +63,15 @@ GROUP = 8
 LARGE = (1500, 1100)  # pixels: 1,024 image tokens for the 4B shape; as published: 640 x 480, 300
 _GPU_EVERY_MS = 100
 _LAST_LINES = 30  # shown of a log, if a side fails
+_MOST_ERROR = 800  # characters of a failed side's last words in FILE
+# Rivals ask hubs even for what is there.
+_OFFLINE = ("HF_HUB_OFFLINE=1", "USE_HF=1", "UNSLOTH_DISABLE_STATISTICS=1")
 PHASES = ("rollout_s", "learn_s", "sync_s", "data_s", "target_s", "pack_s", "other_s")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Race:
-    """The work of one step, the same for both sides."""
+    """The work of one step, the same for all sides."""
 
     model: Path
     data: Path  # photographs with VOC annotations
@@ -83,7 +94,8 @@ class Race:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SideResult:
     """`steps`: each one's seconds by name, the warm-up included; `sync/NAME` and `rollout/NAME` are parts of phases.
-    `start`: seconds from the process's start until it said so. `gpu`: its use after the warm-up."""
+    `start`: seconds from the process's start until it said so. `gpu`: its use after the warm-up. `failed`: its last
+    words."""
 
     side: str
     ended: bool
@@ -91,6 +103,8 @@ class SideResult:
     steps: Sequence[Mapping[str, float]]
     start: Mapping[str, float]
     gpu: Mapping[str, float]
+    versions: Mapping[str, str] = field(default_factory=dict)
+    failed: str = ""
 
     def median_s(self, name: str) -> float:
         """Return the median of the steps after the warm-up, or the last one if there are not that many."""
@@ -112,6 +126,11 @@ class RaceResults:
     def lacks(self, side: str) -> bool:
         return side not in self.sides or not self.sides[side].ended
 
+    def fail(self, side: str, run_s: float, words: str) -> None:
+        """Keep a failed side's last words beside the steps that it has reached."""
+        none = SideResult(side=side, ended=False, run_s=run_s, steps=(), start={}, gpu={})
+        self.put(replace(self.sides.get(side, none), failed=words[-_MOST_ERROR:]))
+
     def put(self, result: SideResult) -> None:
         self.sides[result.side] = result
         self.write()
@@ -128,6 +147,7 @@ class RunningSide:
     side: str
     read: Callable[[], tuple[Mapping[str, float], Sequence[Mapping[str, float]]]]  # its start and its steps so far
     results: RaceResults
+    versions: Callable[[], Mapping[str, str]] = dict
     began_s: float = field(default_factory=time.monotonic)
     _num_said: int = 0
 
@@ -156,7 +176,10 @@ class RunningSide:
     def _result(self, *, ended: bool, gpu: Mapping[str, float]) -> SideResult:
         start, steps = self.read()
         run_s = time.monotonic() - self.began_s
-        return SideResult(side=self.side, ended=ended, run_s=run_s, steps=steps, start=start, gpu=gpu)
+        versions = self.versions()
+        return SideResult(
+            side=self.side, ended=ended, run_s=run_s, steps=steps, start=start, gpu=gpu, versions=versions
+        )
 
 
 def _phases(step: Mapping[str, float]) -> str:
@@ -231,32 +254,39 @@ def steps_with_parts(events: Events) -> list[dict[str, float]]:
     return found
 
 
-def run_trl(processes: Processes, folder: Path, race: Race, results: RaceResults) -> None:
-    """Run TRL in a process of its own, which writes what it has reached, and the seconds of each step."""
-    said, log = folder / "trl.jsonl", folder / "trl.log"
+def run_rival(side: Rival, processes: Processes, folder: Path, race: Race, results: RaceResults, sites: Path) -> None:
+    """Run a rival in a process of its own, which writes what it has reached, and the seconds of each step."""
+    said, log = folder / f"{side}.jsonl", folder / f"{side}.log"
     paths = {"model": str(race.model), "data": str(race.data), "out": str(said), "prompt": PROMPT}
     lora = None if race.whole_model else LORA["lora"]
-    settings = json.dumps({**asdict(race), **paths, "group": GROUP, "lora": lora, "port": free_port()})
-    argv = [sys.executable, "-m", "bench.race_trl", settings]
-    process: Process = processes.start("trl", argv, devices=visible(0), log=log)
+    settings = json.dumps({**asdict(race), **paths, "side": side, "group": GROUP, "lora": lora, "port": free_port()})
+    path = os.pathsep.join([str((sites / f"site-{side}").resolve()), os.environ.get("PYTHONPATH", "")])
+    module = f"bench.race_{side.partition('-')[0]}"
+    compiled = f"UNSLOTH_COMPILE_LOCATION={folder / 'unsloth'}"
+    argv = ["env", *_OFFLINE, compiled, f"PYTHONPATH={path}", sys.executable, "-m", module, settings]
+    process: Process = processes.start(side, argv, devices=visible(0) if race.on_gpu else (), log=log)
+
+    def rows(key: str) -> list[dict[str, Any]]:
+        lines = said.read_text().splitlines(keepends=True) if said.is_file() else []
+        return [row for line in lines if line.endswith("\n") and key in (row := json.loads(line))]
 
     def read() -> tuple[Mapping[str, float], Sequence[Mapping[str, float]]]:
-        lines = said.read_text().splitlines(keepends=True) if said.is_file() else []
-        rows = [json.loads(line) for line in lines if line.endswith("\n")]
-        start = {row["reached"]: row["seconds"] for row in rows if "reached" in row}
-        return start, [row for row in rows if "step_s" in row]
+        return {row["reached"]: row["seconds"] for row in rows("reached")}, rows("step_s")
 
     def wait(timeout_s: float, *, until: Callable[[], bool]) -> None:
         deadline = time.monotonic() + timeout_s
         while (code := process.popen.poll()) is None and not until():
             if time.monotonic() > deadline:
                 process.stop(1.0)
-                raise DeadlineError("TRL's side did not end in time", found=last_words(log), wanted=f"{timeout_s:g} s")
+                raise DeadlineError(f"{side} did not end in time", found=last_words(log), wanted=f"{timeout_s:g} s")
             time.sleep(0.1)
         if code:
-            raise ServerError("TRL's side failed", found=f"exit code {code}; {last_words(log)}", wanted="0")
+            raise ServerError(f"{side} failed", found=f"exit code {code}; {last_words(log)}", wanted="0")
 
-    RunningSide(side="trl", read=read, results=results).run(wait, race.limit_s)
+    def versions() -> Mapping[str, str]:
+        return next((row["versions"] for row in rows("versions")), {})
+
+    RunningSide(side=side, read=read, results=results, versions=versions).run(wait, race.limit_s)
 
 
 def enlarged(data: Path, folder: Path, number: int) -> Path:
@@ -311,13 +341,20 @@ def floors(race: Race, num_tokens: float) -> dict[str, float]:
     multiplied = 2 * passes * ((weight_bytes / 2 - head) * num_tokens + head * answers)
     found = {"rollout_s": race.tokens * read / bandwidth, "learn_s": multiplied / rate}
     found["sync_s"] = 2 * weight_bytes / bandwidth
-    return {"step_s": sum(found.values()), **found, "bandwidth_gb_s": bandwidth / 1e9, "rate_tflop_s": rate / 1e12}
+    whole = (weight_bytes / 2 - head) * race.rollouts * (prompts + race.tokens) + head * answers
+    tflop = 2 * (3 if race.whole_model else 2) * whole / 1e12
+    return {"step_s": sum(found.values()), **found, "bandwidth_gb_s": bandwidth / 1e9, "rate_tflop_s": rate / 1e12} | {
+        "learn_tflop": tflop
+    }
 
 
-def table(results: Sequence[SideResult]) -> str:
+def table(results: Sequence[SideResult], rollouts: int, floors: Mapping[str, float]) -> str:
     """Return medians after the warm-up; the factor is over the first side."""
-    phases = [name for name in PHASES if any(one.median_s(name) >= 0.005 for one in results)]
-    head = ["side", "step s", *(name.removesuffix("_s") for name in phases), "first step s", "busy", "memory GB", "x"]
+    measured = [one for one in results if one.steps]
+    phases = [name for name in PHASES if any(one.median_s(name) >= 0.005 for one in measured)]
+    names = [name.removesuffix("_s") for name in phases]
+    head = ["side", "step s", *names, "first step s", "busy", "memory GB", "answers/s", "share", "x"]
+    share = floors.get("learn_tflop", 0.0) / floors.get("rate_tflop_s", 1.0)
     rows = [
         [
             one.side if one.ended else f"{one.side}, cut off",
@@ -326,11 +363,17 @@ def table(results: Sequence[SideResult]) -> str:
             f"{one.steps[0]['step_s']:.1f}",
             f"{one.gpu['busy_mean']:.2f}" if one.gpu else "",
             f"{one.gpu['memory_mib'] * 2**20 / 1e9:.1f}" if one.gpu else "",
-            f"{one.median_s('step_s') / results[0].median_s('step_s'):.2f}",
+            f"{rollouts / one.median_s('step_s'):.1f}",
+            f"{share / one.median_s('step_s'):.3f}" if share else "",
+            f"{one.median_s('step_s') / measured[0].median_s('step_s'):.2f}",
         ]
-        for one in results
+        for one in measured
     ]
-    return "\n".join(markdown_table(head, rows))
+    lines = markdown_table(head, rows) if rows else []
+    for one in results:
+        lines += [f"{one.side}: {', '.join(map(' '.join, one.versions.items()))}"] if one.versions else []
+        lines += [f"{one.side} cannot run: {one.failed}"] if one.failed else []
+    return "\n".join(lines)
 
 
 def parts_lines(result: SideResult) -> list[str]:
@@ -388,16 +431,20 @@ def race_of(
     )
 
 
-def run_side(side: Side, race: Race, results: RaceResults, logs: Path) -> bool:
+def run_side(side: Side, race: Race, results: RaceResults, logs: Path, sites: Path) -> bool:
     """Return True if it ended well."""
-    run = {"ours": run_ours, "trl": run_trl}[side]
-    folder = Path(tempfile.mkdtemp(prefix="race-"))
+    folder, began_s = Path(tempfile.mkdtemp(prefix="race-")), time.monotonic()
     try:
         with supervised() as processes:
-            run(processes, folder, race, results)
+            if side == "ours":
+                run_ours(processes, folder, race, results)
+            else:
+                run_rival(side, processes, folder, race, results, sites)
         return True
     except ProjectError as error:
-        say(f"{side}: {error}\n{last_words(folder / f'{side}.log', _LAST_LINES)}\nits logs are in {logs}")
+        words = last_words(folder / f"{side}.log", _LAST_LINES)
+        say(f"{side}: {error}\n{words}\nits logs are in {logs}")
+        results.fail(side, time.monotonic() - began_s, words or str(error))
         return False
     finally:
         logs.mkdir(parents=True, exist_ok=True)
@@ -409,7 +456,8 @@ def run_side(side: Side, race: Race, results: RaceResults, logs: Path) -> bool:
 def main(
     data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
     out: Annotated[Path, typer.Option(help="Result file.")],
-    against: Annotated[Literal["trl"] | None, typer.Option(help="The other side; none: only this project.")] = None,
+    against: Annotated[list[Rival] | None, typer.Option(help="Other sides; none: only this project.")] = None,
+    sites: Annotated[Path, typer.Option(help="Folder with the rivals' own packages.")] = Path("rivals"),
     only: Annotated[Side | None, typer.Option(help="Run only this side now.")] = None,
     whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
     photographs: Annotated[Photographs, typer.Option(help="large: scaled to 1,024 image tokens.")] = "published",
@@ -443,20 +491,20 @@ def main(
     except ProjectError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    sides: list[Side] = [only] if only else ["ours", *([against] if against else [])]
+    sides: list[Side] = [only] if only else ["ours", *(against or [])]
     for side in sides:
         if results.lacks(side):
-            failed = not run_side(side, race, results, out.with_name(f"{out.stem}-logs")) or failed
+            failed = not run_side(side, race, results, out.with_name(f"{out.stem}-logs"), sites) or failed
     ours = results.sides.get("ours")
-    if race.on_gpu and ours and not results.floors:
+    if race.on_gpu and ours and ours.steps and not results.floors:
         results.floors = apart(floors, race, ours.median_s("num_tokens"))
         results.write()
     if results.floors:
         print("floors: " + ", ".join(f"{name} {value:.3g}" for name, value in results.floors.items()), flush=True)
-    if ours:
+    if ours and ours.steps:
         print("\n".join(parts_lines(ours)), flush=True)
     if results.sides:
-        print(table(list(results.sides.values())), flush=True)
+        print(table(list(results.sides.values()), race.rollouts, results.floors), flush=True)
     sys.exit(failed or not results.sides)
 
 

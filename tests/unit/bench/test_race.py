@@ -11,7 +11,19 @@ from xml.etree import ElementTree
 import pytest
 from PIL import Image
 
-from bench.race import LARGE, RaceResults, RunningSide, SideResult, enlarged, parts_lines, steps_with_parts, table
+from bench.race import (
+    LARGE,
+    Race,
+    RaceResults,
+    RunningSide,
+    SideResult,
+    enlarged,
+    parts_lines,
+    run_side,
+    steps_with_parts,
+    table,
+)
+from bench.tiny import tiny_model
 from bench.watch import GpuUse
 from deploy.launch import supervised
 from shared.errors import DataError, DeadlineError
@@ -53,7 +65,7 @@ def test_steps_are_kept_when_a_side_is_cut_off(tmp_path: Path) -> None:
     assert results.lacks("ours")
     assert results.lacks("trl")
     assert results.sides["ours"].steps == steps
-    assert "cut off" in table([results.sides["ours"]])
+    assert "cut off" in table([results.sides["ours"]], 64, {})
 
     steps += [step(seconds) for seconds in (3.0, 2.0, 1.0)]
     RunningSide(side="ours", read=read, results=results).run(lambda timeout_s, *, until: until(), 5.0)
@@ -104,12 +116,42 @@ def test_a_side_that_hangs_is_stopped(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "race.json").read_text())["sides"][0]["steps"] == [step(2.0)]
 
 
-def test_the_factor_is_over_the_first_side() -> None:
+def test_a_side_says_its_rates_and_versions_and_the_factor_over_the_first() -> None:
     sides = [
-        SideResult(side=name, ended=True, run_s=9.0, steps=[step(seconds)] * 3, start={}, gpu={})
-        for name, seconds in (("ours", 2.0), ("trl", 8.0))
+        SideResult(side=name, ended=True, run_s=9.0, steps=[step(seconds)] * 3, start={}, gpu={}, versions=versions)
+        for name, seconds, versions in (("ours", 2.0, {}), ("trl", 8.0, {"trl": "1.16.0", "vllm": "0.26.0"}))
     ]
-    assert table(sides).splitlines()[-1].split("|")[-2].strip() == "4.00"
+    *_, row, versions = table(sides, 64, {"learn_tflop": 800.0, "rate_tflop_s": 500.0}).splitlines()
+    assert [cell.strip() for cell in row.split("|")[-4:-1]] == ["8.0", "0.200", "4.00"]
+    assert versions == "trl: trl 1.16.0, vllm 0.26.0"
+
+
+def test_a_rival_has_its_own_packages_and_one_that_fails_is_named_with_its_last_words(tmp_path: Path) -> None:
+    site = tmp_path / "site-trl-best"
+    site.mkdir()
+    (site / "trl.py").write_text("raise ImportError('of this folder')\n")
+    results = RaceResults(tmp_path / "race.json", WORK)
+    photographs(tmp_path / "data", 2)
+    race = Race(
+        model=tiny_model(tmp_path / "model"),
+        data=tmp_path / "data",
+        steps=3,
+        photographs=2,
+        tokens=4,
+        row_tokens=1024,
+        context=512,
+        whole_model=False,
+        on_gpu=False,
+        share=0.3,
+        compile_engine=True,
+        limit_s=120.0,
+    )
+    assert not run_side("trl-best", race, results, tmp_path / "logs", tmp_path)
+    (side,) = RaceResults(tmp_path / "race.json", WORK).sides.values()
+    assert side.failed.endswith("ImportError: of this folder")
+    assert not side.ended
+    assert table([side], 16, {}).endswith("ImportError: of this folder")
+    assert "of this folder" in (tmp_path / "logs" / "trl-best.log").read_text()
 
 
 def test_photographs_are_enlarged_with_their_boxes(tmp_path: Path) -> None:
