@@ -66,7 +66,7 @@ def colocate_sync(
 ) -> Sync:
     canary = Canary(
         items=[item],
-        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids)], alone=True),
+        scorer=CanaryScorer(policy, [(item.prompt, item.response_token_ids)]),
         tolerance=config.vllm.sync.canary_tolerance,
         dtype=computes_in(policy),
     )
