@@ -167,7 +167,7 @@ def train(
     check: Annotated[bool, typer.Option("--check", help="The same as the command `check`.")] = False,
     probe: Annotated[bool, typer.Option("--probe", help="With --check: ask the rollout servers too.")] = False,
     world_size: Annotated[int | None, typer.Option("--world-size", help="With --check: number of ranks.")] = None,
-    stage: Annotated[bool, typer.Option("--stage", hidden=True)] = False,  # the recipe's
+    stage: Annotated[bool, typer.Option("--stage", hidden=True)] = False,  # for a recipe's stages
 ) -> None:
     """Train. This process is one rank; torchrun starts several."""
     if not check and (probe or world_size is not None):
@@ -748,7 +748,7 @@ def _recipe(config_path: str, overrides: Sequence[str], minutes: float, nproc: i
     from learner.config.load import load_config
     from shared.config.model import ConfigErrors
 
-    try:  # every stage is evaluated
+    try:  # the override asks for evaluations, which every stage needs
         config = load_config(config_path, world_size=nproc, overrides=(*overrides, f"{_EVALUATED}=true"))
     except ConfigErrors as error:
         raise _without_our_key(error) from error

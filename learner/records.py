@@ -53,7 +53,7 @@ class Votes(NamedTuple):
         return self.found / self.answers
 
 
-# A tuple, because an answer has dozens, and a dataclass takes three times as long to make.
+# An object is a tuple, because an answer has dozens of them, and a dataclass takes three times as long to make.
 class DetectionObject(NamedTuple):
     """One object: its class and its place, in bins. `bbox_2d` is (x1, y1, x2, y2); `poly` is (x1, y1, x2, y2, ...).
 
@@ -223,7 +223,7 @@ class PolicyTokens:
 
     advantages: NDArray[np.float32]  # [L]
     rollout_logprobs: NDArray[np.float32]  # [L] nats, by the rollout's weights; NaN: the same as the learner's
-    # Shared, so that later passes know the probabilities before the first update on the rollout.
+    # Copies share this array, so that later passes know the probabilities before the first update on the rollout.
     first_logprobs: NDArray[np.float32]  # [L] nats, by the learner before the first update that learns the rollout
 
 
@@ -265,7 +265,7 @@ class PackedRow:
     `share_prompts`, neighbours with the same prompt share one copy of it."""
 
     segments: tuple[Segment, ...]
-    capacity: int  # packing_length
+    capacity: int  # max tokens (packing_length)
     share_prompts: bool = False
 
     def groups(self) -> list[tuple[Segment, ...]]:

@@ -94,7 +94,7 @@ class _Encoded:
     """A job's prompts as a worker sends them: the vision inputs of all samples are concatenated."""
 
     token_ids: list[tuple[int, ...]]
-    num_images: list[int | None]  # per prompt; None: the prompt has no vision inputs
+    num_images: list[int | None]  # number of images of each prompt; None: no vision inputs
     pixel_values: torch.Tensor | None  # [P, patch_dim] patches of all images
     image_grid_thw: list[list[int]]  # [I][3]: frames, rows and columns of patches of each image
 

@@ -170,7 +170,7 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
     """Return the settings and the user's reader for annotation files. If the user named the run's configuration
     (`named`), they are the run's, otherwise (None, None)."""
     run = model.run
-    # The reader of a configuration that was only found would be imported (D24).
+    # A configuration that the user did not name is not used here, because its reader would be imported (D24).
     if run is None or not named:
         return None, None
     own = {path: split for split in ("test", "val", "train") if (path := run.data.path_of(split)) is not None}

@@ -93,7 +93,7 @@ def _suggestions(one: Prediction) -> list[Suggestion]:
             box=box.box,
             votes=1,
             answers=1,
-            # All boxes come from one answer, so the score stands in for the agreement.
+            # There is one answer only, with which nothing can agree, so the score takes the place of the agreement.
             agreement=round(box.score, 4),
             names=(box.name,),
             labels=(),

@@ -36,7 +36,7 @@ from shared.errors import DataError
 from shared.images import ImageRules, Images
 from shared.validation import first_wrong
 
-LONGEST_NAME = 200  # max characters
+LONGEST_NAME = 200  # max characters of a name
 _DECISION_BYTES = 100 + 12 * LONGEST_NAME  # max bytes of one decision as JSON; a character may become two `\\u0000`
 _MOST_BYTES = 4 << 20  # max bytes of a request: 70,000 decisions with names of usual length
 TEMPLATES = jinja2.Environment(
@@ -203,7 +203,7 @@ def added_in_words(number: int, folder: Path) -> str:
 def to_train_on(folder: Path, out: Path) -> str:
     """Return the value of `data.train` for the annotations that `write` made: their path `out`, and the part (`[:90%]`)
     that the run learned."""
-    # The file has the samples of all parts.
+    # The part is added, because the file has the samples of all parts.
     train = read_folder(folder)[0].train
     return f"{out}{train.removeprefix(part_of(train)[0])}"
 

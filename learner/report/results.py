@@ -412,7 +412,7 @@ def matrix_of(scenes: Sequence[Scene], source: str) -> ConfusionMatrix | None:
 def _kind(truth: str | None, said: str | None, rare: str | None) -> str:
     """Return the kind of a cell."""
     if truth == said:
-        # Two rare names may be the same name or not.
+        # Rare names share one row and one column, so such a cell may be right or wrong.
         return "" if truth in (None, rare) else "right"
     return "wrong"
 

@@ -152,7 +152,7 @@ def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -
     """Return a chart of metrics of syncs over the weights' version `ver`. If `ver` did not always rise, it is over the
     syncs' numbers 1, 2, ... instead."""
     versions = [sync.receipt.ver for sync in run.syncs]
-    # In a resumed run the version does not always rise.
+    # A resumed run goes on from the version in its checkpoint, so versions may fall.
     rising = all(a < b for a, b in itertools.pairwise(versions))
     xs = versions if rising else range(1, len(versions) + 1)
     series = [
@@ -185,7 +185,7 @@ def _title(key: str) -> str:
 
 def _loss(run: RunRecord) -> Chart | None:
     """Return the chart of the loss. Channels A and B have a line each."""
-    # The two channels learn different tokens.
+    # Each channel has a line of its own, because the two learn different tokens.
     rollouts, truth = _points(run, "loss", "B"), _points(run, "loss", "A")
     if rollouts and truth:
         series = [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")]
@@ -387,7 +387,7 @@ def typical(steps: Sequence[StepTimeline]) -> int | None:
     The first step is left out. Steps with an evaluation or a completion of labels are left out too. A rule by which no
     step would be left is not applied."""
     usable = [i for i, step in enumerate(steps) if step.activities and step.end_s > step.begin_s]
-    # The run warms up in its first step.
+    # The first step is left out, because the run warms up in it.
     usable = usable[1:] or usable
     usable = [i for i in usable if not any(a.name in ("eval", "labels") for a in steps[i].activities)] or usable
     rolled = [i for i in usable if any(a.name == "rollout" for a in steps[i].activities)]

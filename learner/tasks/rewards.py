@@ -15,7 +15,7 @@ from learner.records import Rollout
 from shared.errors import RewardError
 
 SCORED = "scored"  # key for the number of rollouts with rewards, by which sums are divided
-TOTAL = "rewarded"  # key for the weighted sums of rollouts, added up
+TOTAL = "rewarded"  # key for the weighted rewards, added up over rollouts
 PREFIX = "reward/"
 
 

@@ -212,7 +212,7 @@ def category_ids(file: Path) -> dict[str, int]:
     Return {} if the file can no longer be read."""
     try:
         content = json_in(file)
-    except (OSError, ValueError):  # replaced or removed meanwhile
+    except (OSError, ValueError):  # the file was replaced or removed meanwhile
         return {}
     listed = content.get("categories") if isinstance(content, dict) else None
     ids: dict[str, int] = {}

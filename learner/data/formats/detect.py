@@ -54,7 +54,7 @@ def format_of(data: DataConfig, path: str) -> Format:
     # mistake.
     if data.format == "auto" and file.is_file():
         refuse_foreign(file)
-    found = _detected(file) if data.format == "auto" else cast("Format", data.format)  # never a user's reader
+    found = _detected(file) if data.format == "auto" else cast("Format", data.format)  # not a user's reader
     if found is None:
         refuse_foreign(file)
         raise DataError(

@@ -99,7 +99,7 @@ def _loaded(name: str) -> Dataset | DatasetDict:
     try:
         saved = any((folder / mark).is_file() for mark in ("state.json", "dataset_dict.json"))
         return datasets.load_from_disk(name) if saved else datasets.load_dataset(name)
-    except Exception as error:  # the hub, the file system and pyarrow raise all kinds
+    except Exception as error:  # the hub, the file system and pyarrow raise errors of all kinds
         raise DataError(
             f"{name}: the data set can't be loaded",
             found=f"{type(error).__name__}: {str(error)[:300]}",

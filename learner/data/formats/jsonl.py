@@ -122,7 +122,7 @@ def _rows(file: Path) -> Iterator[tuple[int, bytes]]:
 def _kind(text: bytes) -> RowKind | None:
     try:
         row = json_of(text)
-    except ValueError:  # reported when the row is read
+    except ValueError:  # the mistake is reported when the row is read
         return None
     return row_kind(row) if isinstance(row, dict) else None
 

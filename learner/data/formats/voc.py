@@ -156,7 +156,7 @@ def _of_xml(file: Path, images: VocImages, source: Source) -> RawRecord | None:
 
 _CORNERS = ("xmin", "ymin", "xmax", "ymax")
 _FLAGS = ("difficult", "ignore", "iscrowd")
-# With another parent or spelling, the scene would look empty.
+# Tags with another parent or spelling would be skipped, and the scene would look empty.
 _PARENTS = {  # allowed parents of the tags that are read
     "size": ("annotation",),
     "filename": ("annotation",),
