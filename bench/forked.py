@@ -7,7 +7,8 @@ In: what the process of origin imports, then the module that `python -m` would r
 an object with the part of `subprocess.Popen` that is used here. Each program leads a session of its own. From the fork
 on nothing is shared: arguments, environment, working directory, output, signals and exit are those of a new program.
 
-The process of origin ends with the program that asks. It has one thread, so forking it is safe.
+The process of origin ends with the last program that asks. It has one thread, so forking it is safe. Programs that
+name one folder (`share`) ask one process: the two workers of a test run import vLLM once.
 
 `multiprocessing`'s fork server cannot replace it: its children leave by `os._exit`, so what a program does at its exit
 (`atexit`, what the interpreter destroys) would not be tested, and a process has only one such server, with one list of
@@ -16,13 +17,19 @@ modules.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import fcntl
 import functools
 import gc
+import hashlib
 import importlib
 import json
 import math
 import os
 import runpy
+import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -149,63 +156,105 @@ def finish(
 
 
 class _Origin:
-    """The process that is forked, and the socket through which it is asked to."""
+    """The process that is forked, and the connection through which it is asked to."""
 
-    def __init__(self, loaded: tuple[str, ...]) -> None:
-        paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # packages may be there alone
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
-        if loaded == COLOCATED:
-            prepare_for_vllm(environment)  # vLLM reads some of it when it is imported
-        self._channel, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    def __init__(self, loaded: tuple[str, ...], folder: Path) -> None:
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._lock = threading.Lock()
-        with far:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "bench.forked", str(far.fileno()), *loaded],
-                cwd=ROOT,
-                env=environment,
-                pass_fds=[far.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                start_new_session=True,
-            )
+        path = folder / hashlib.sha256(" ".join(loaded).encode()).hexdigest()[:16]
+        with path.with_suffix(".lock").open("w") as turn:
+            fcntl.flock(turn, fcntl.LOCK_EX)
+            try:
+                self._channel.connect(str(path))
+            except (FileNotFoundError, ConnectionRefusedError):  # nobody has asked yet, or all who had are gone
+                path.unlink(missing_ok=True)
+                _start_origin(loaded, path)
+                self._channel.connect(str(path))
 
     def ask(self, order: Mapping[str, Any], files: Sequence[int] = ()) -> Any:
         with self._lock:
             socket.send_fds(self._channel, [json.dumps(order).encode()], files)
             answer = self._channel.recv(_MESSAGE_BYTES)
-        assert answer, f"the process to fork from ended with exit code {self._process.poll()}"
+        assert answer, "the process to fork from has ended"
         return json.loads(answer)
+
+
+def _start_origin(loaded: tuple[str, ...], path: Path) -> None:
+    """Start the process. Connections are taken from now on, and served when it has imported all."""
+    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]  # packages may be there alone
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+    if loaded == COLOCATED:
+        prepare_for_vllm(environment)  # vLLM reads some of it when it is imported
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(str(path))
+        listener.listen()
+        subprocess.Popen(
+            [sys.executable, "-P", "-m", "bench.forked", str(listener.fileno()), *loaded],
+            cwd=ROOT,
+            env=environment,
+            pass_fds=[listener.fileno()],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+
+_folders: list[Path] = []
+
+
+def share(folder: Path) -> None:
+    """Ask the processes of origin of all programs that name this folder."""
+    _folders[:] = [folder]
 
 
 @functools.cache
 def _origin(loaded: tuple[str, ...]) -> _Origin:
-    return _Origin(loaded)
+    if not _folders:
+        own = tempfile.mkdtemp(prefix="forked-")
+        atexit.register(shutil.rmtree, own, ignore_errors=True)
+        share(Path(own))
+    return _Origin(loaded, _folders[0])
 
 
 # ---- in the process that is forked -----------------------------------------------------------------------------------
 
 
-def _obey(channel: socket.socket) -> dict[str, Any]:
+def _obey(listener: socket.socket) -> dict[str, Any]:
     """Answer orders until nobody asks any more. In a program that was forked: returns what to run."""
+    sockets = [listener]
     while True:
-        message, files, *_ = socket.recv_fds(channel, _MESSAGE_BYTES, 2)
-        if not message:
-            sys.exit(0)
-        order: dict[str, Any] = json.loads(message)
-        if "poll" in order:
-            pid, status = os.waitpid(order["poll"], os.WNOHANG)
-            answer = os.waitstatus_to_exitcode(status) if pid else None
-        else:
-            answer = os.fork()
-            if answer == 0:
-                os.setsid()
-                for file, number in zip(files, (1, 2), strict=True):
-                    os.dup2(file, number)
-            for file in files:
-                os.close(file)
-            if answer == 0:
-                return order
-        channel.send(json.dumps(answer).encode())
+        for channel in select.select(sockets, [], [])[0]:
+            if channel is listener:
+                sockets.append(listener.accept()[0])
+                continue
+            try:
+                message, files, *_ = socket.recv_fds(channel, _MESSAGE_BYTES, 2)
+            except ConnectionError:  # killed while it asked
+                message, files = b"", []
+            if not message:
+                sockets.remove(channel)
+                channel.close()
+                if sockets == [listener] and not select.select(sockets, [], [], 0)[0]:
+                    sys.exit(0)
+                continue
+            order: dict[str, Any] = json.loads(message)
+            if "poll" in order:
+                pid, status = os.waitpid(order["poll"], os.WNOHANG)
+                answer = os.waitstatus_to_exitcode(status) if pid else None
+            else:
+                answer = os.fork()
+                if answer == 0:
+                    for one in sockets:
+                        one.close()
+                    os.setsid()
+                    for file, number in zip(files, (1, 2), strict=True):
+                        os.dup2(file, number)
+                for file in files:
+                    os.close(file)
+                if answer == 0:
+                    return order
+            with contextlib.suppress(ConnectionError):
+                channel.send(json.dumps(answer).encode())
 
 
 def _main(number: str, *loaded: str) -> NoReturn:
@@ -215,8 +264,7 @@ def _main(number: str, *loaded: str) -> NoReturn:
     # Programs never look through what was imported, nor copy its pages. An exit takes 0.4 CPU seconds, not 2, but
     # triton's bindings (nanobind) find their frozen types alive there, and list them on stderr as leaked.
     gc.freeze()
-    with socket.socket(fileno=int(number)) as channel:
-        order = _obey(channel)
+    order = _obey(socket.socket(fileno=int(number)))
     if order["node"] is not None:
         enter(order["node"])
     os.chdir(order["cwd"])

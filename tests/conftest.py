@@ -11,7 +11,9 @@ import os
 import random
 import signal
 import sys
+import tempfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -32,6 +34,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """The workers of one run fork programs from the same processes."""
+    if (run := os.environ.get("PYTEST_XDIST_TESTRUNUID")) is not None:
+        from bench import forked  # imports much, so it comes after the settings of OpenMP
+
+        folder = Path(tempfile.gettempdir(), f"forked-{run}")
+        folder.mkdir(exist_ok=True)
+        forked.share(folder)
 
 
 @pytest.hookimpl(tryfirst=True)

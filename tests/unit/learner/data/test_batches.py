@@ -220,32 +220,21 @@ def test_a_stop_signal_to_the_whole_group_leaves_the_workers_at_work() -> None:
             assert same_prompt(before[0], after[0]), signum
 
 
-def test_workers_end_with_a_learner_that_is_killed() -> None:
+def test_workers_fork_from_a_process_that_has_imported_what_they_need_and_end_with_a_killed_learner() -> None:
     code = (
-        "import os, signal; from tests.unit.learner.data.fakes import CountingEncoder, make_samples\n"
-        "from learner.data.encoding import WorkerPool\n"
-        "if __name__ == '__main__':\n"
-        "    pool = WorkerPool(CountingEncoder(), num_workers=1, samples_per_micro_batch=1, timeout_s=60.0)\n"
-        "    pool.submit(make_samples(1)).result()\n"
-        "    print(*pool._pool._processes, flush=True)\n"
-        "    os.kill(os.getpid(), signal.SIGKILL)\n"
-    )
-    printed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert not wait_gone([int(printed.stdout)], 30.0)
-
-
-def test_workers_are_forked_from_a_process_that_has_imported_what_they_need() -> None:
-    code = (
-        "from tests.unit.learner.data.fakes import ImportTellingEncoder, make_samples\n"
+        "import os, signal; from tests.unit.learner.data.fakes import ImportTellingEncoder, make_samples\n"
         "from learner.data.encoding import WorkerPool\n"
         "if __name__ == '__main__':\n"
         "    pool = WorkerPool(ImportTellingEncoder(), num_workers=2, samples_per_micro_batch=2, timeout_s=60.0)\n"
         "    jobs = [pool.submit([sample]) for sample in make_samples(4)]\n"
         "    print(*{job.result()[0].token_ids for job in jobs})\n"
-        "    pool.close()\n"
+        "    print(*pool._pool._processes, flush=True)\n"
+        "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
-    assert said.stdout == "(True, True)\n", said.stderr
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    imported, pids = done.stdout.splitlines()
+    assert imported == "(True, True)", done.stderr
+    assert not wait_gone(map(int, pids.split()), 30.0)
 
 
 def test_workers_run_ahead_by_a_bounded_amount() -> None:
