@@ -73,7 +73,11 @@ class Source:
             for method in (item for item in node.body if isinstance(item, ast.FunctionDef)):
                 scope = Scope(self, method, {}, owner=node.name)
                 for target, value in scope.assignments():
-                    if isinstance(target, ast.Attribute) and ast.unparse(target.value) == "self":
+                    if (
+                        isinstance(target, ast.Attribute)
+                        and isinstance(target.value, ast.Name)
+                        and target.value.id == "self"
+                    ):
                         self.fields[node.name].setdefault(target.attr, value)
 
     def _of_key(self, annotation: Any) -> Type:
@@ -101,12 +105,21 @@ def _is_property(function: ast.FunctionDef) -> bool:
     return any(ast.unparse(decorator).endswith("property") for decorator in function.decorator_list)
 
 
+_KINDS = (
+    *(ast.Assign, ast.AnnAssign, ast.NamedExpr, ast.For, ast.comprehension, ast.withitem),
+    *(ast.Attribute, ast.Call, ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef),
+)
+
+
 def _inside(node: ast.AST) -> Iterator[ast.AST]:
-    """Yield all nodes but those of functions and classes within."""
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            yield from _inside(child)
+    """Yield the nodes that say something of types, but for those of functions and classes within."""
+    todo = [node]
+    while todo:
+        for child in ast.iter_child_nodes(todo.pop()):
+            if isinstance(child, _KINDS):
+                yield child
+            if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                todo.append(child)
 
 
 class Scope:
@@ -192,7 +205,7 @@ class Scope:
                 owner = self.of(node.value)
                 if isinstance(owner, str) and owner in self.source.sections:
                     yield owner, node.attr
-            elif isinstance(node, ast.Call) and ast.unparse(node.func) == "getattr":
+            elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
                 owner, name = self.of(node.args[0]), node.args[1]
                 if isinstance(owner, str) and owner in self.source.sections and not isinstance(name, ast.Constant):
                     for key in self.source.sections[owner].model_fields:  # chosen by name as the program runs

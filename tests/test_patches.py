@@ -27,7 +27,7 @@ def test_a_patch_fails_if_its_target_is_gone() -> None:
     found = {
         str(path.relative_to(TESTS)): lines
         for path in TESTS.rglob("*.py")
-        if (lines := blind_patches(path.read_text(encoding="utf-8")))
+        if "raising=" in (text := path.read_text(encoding="utf-8")) and (lines := blind_patches(text))
     }
     assert found == {}
 

@@ -63,6 +63,7 @@ def modules(*packages: str) -> list[str]:
     return [str(path.relative_to(ROOT)) for package in packages for path in sorted((ROOT / package).rglob("*.py"))]
 
 
+@cache
 def path_of(module: str) -> Path | None:
     """Return the file of one of this project's modules."""
     base = ROOT / module.replace(".", "/")
@@ -75,7 +76,8 @@ def imports(path: Path) -> tuple[Import, ...]:
 
 
 def _imports(node: ast.AST, where: Import) -> Iterator[Import]:
-    for child in ast.iter_child_nodes(node):
+    statements = ("body", "handlers", "cases", "orelse", "finalbody")  # expressions import nothing
+    for child in (child for name in statements for child in getattr(node, name, ())):
         names: list[str] = []
         if isinstance(child, ast.Import):
             names = [alias.name for alias in child.names]
@@ -86,7 +88,7 @@ def _imports(node: ast.AST, where: Import) -> Iterator[Import]:
             names = [child.module, *(name for name in submodules if path_of(name))]
         yield from (Import(name, where.lazy, where.typing) for name in names)
         inside = where
-        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+        if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef):
             inside = Import("", True, where.typing)
         elif isinstance(child, ast.If) and "TYPE_CHECKING" in ast.unparse(child.test):
             inside = Import("", where.lazy, True)

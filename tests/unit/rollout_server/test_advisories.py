@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import contextlib
+import functools
 import hmac
 import http.server
 import io
@@ -525,9 +526,15 @@ BAD_URLS = (
 )
 
 
-def refusal(source: str, model: Path) -> ErrorBody:
+@functools.cache
+def reading_engine(model: Path) -> tuple[ReadingEngine, ServerConfig]:
     config = ServerConfig(model=str(model))
-    reply = ask("POST", "/infer/", infer(images=[source]), engine=ReadingEngine(model, config), config=config)
+    return ReadingEngine(model, config), config
+
+
+def refusal(source: str, model: Path) -> ErrorBody:
+    engine, config = reading_engine(model)
+    reply = ask("POST", "/infer/", infer(images=[source]), engine=engine, config=config)
     assert reply.status_code == 422
     return ErrorBody.model_validate_json(reply.content)
 
@@ -557,14 +564,14 @@ def test_only_few_of_pillows_decoders_are_reached(advisories: Any, kind: str, mo
     """Pillow's FITS decoder had a hole. Others may have one too: each of these pictures is whole, and refused."""
     content = fits() if kind == "FITS" else encoded(Image.new("RGB", (64, 64)), kind)
     Image.open(io.BytesIO(content)).load()
-    assert all(name in refusal(data_url(content), model).wanted for name in FORMATS)
+    wanted = refusal(data_url(content), model).wanted
+    assert all(name in wanted for name in FORMATS)
 
 
 @ids("CVE-2026-22778", "CVE-2026-54236")
 def test_the_error_for_a_broken_picture_names_no_address(advisories: Any, model: Path) -> None:
     """vLLM's said where the bytes lie in memory, which is half of an exploit."""
-    config = ServerConfig(model=str(model))
-    engine = ReadingEngine(model, config)
+    engine, config = reading_engine(model)
     whole = encoded(Image.new("RGB", (64, 64)))
     for content in (b"", b"no image", whole[:40], whole[:-20], JPEG2000, b"GIF89a", b"II*\x00" + bytes(30)):
         reply = ask("POST", "/infer/", infer(images=[data_url(content)]), engine=engine, config=config)
