@@ -136,6 +136,12 @@ def test_what_check_loads_is_light(module: str) -> None:
     assert loaded_with(module) & (HEAVY | {"numpy", "scipy", "peft", "fastapi", "uvicorn"}) == set()
 
 
+@pytest.mark.parametrize("module", ["learner.missing.review", "learner.report.page"])
+def test_pages_for_people_open_without_a_model(module: str) -> None:
+    """Importing torch and transformers takes ten seconds."""
+    assert loaded_with(module) & {"torch", "transformers"} == set()
+
+
 def test_every_module_says_what_it_is() -> None:
     silent = []
     for path in modules(*PROGRAMS, "tests"):

@@ -23,7 +23,6 @@ from learner.config.load import RETIRED
 from learner.config.schema import RULES, RunConfig
 from rollout_server.config import ServerConfig
 from shared.config.model import describe_field, dotted, item_of, section_of, walk_keys
-from tools.reference import pages
 
 INTRO = """\
 # Configuration
@@ -67,6 +66,8 @@ def main() -> None:
 
 def documents() -> dict[str, str]:
     """Return the text of every generated file by its name."""
+    from tools.reference import pages  # imports the server's engine, and with it torch
+
     return {
         "CONFIG.md": config_markdown(),
         "learner/config/config.schema.json": json_schema(RunConfig, "Learner configuration"),

@@ -13,15 +13,12 @@ import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import TypeAdapter, ValidationError
 
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
-from learner.detector.answers import Answers, AnswerSettings
-from learner.detector.calibration import asked_as
-from learner.detector.command import reading
 from learner.detector.model import ModelFiles, require_boxes
 from learner.records import DetectionObject, Sample
 from learner.run.additions import addition_of, writable_annotations
@@ -38,6 +35,9 @@ from shared.errors import DataError, OutputError
 from shared.images import Images
 from shared.reading import json_in
 from shared.validation import first_wrong
+
+if TYPE_CHECKING:
+    from learner.detector.answers import AnswerSettings  # imports torch, and a review starts without it
 
 SUGGESTIONS, DECISIONS, AUDIT = "suggestions.json", "decisions.json", "audit.json"
 
@@ -76,6 +76,8 @@ def annotations_of(
 ) -> DataConfig:
     """Return the settings for reading `annotations`. If the user named the run's configuration (`named`), they are the
     run's. Otherwise boxes that extend beyond their images are clipped."""
+    from learner.detector.command import reading
+
     data, _ = reading(model, [annotations], named=named)
     data = data or DataConfig(train=annotations, on_bad_record="clip")
     own_paths = {"train": annotations, "val": None, "test": None}
@@ -94,6 +96,9 @@ def suggest(
 
     Raises OutputError if `out` has suggestions, DataError for annotations to which nothing can be added, and what the
     model and the annotations raise."""
+    from learner.detector.answers import Answers
+    from learner.detector.calibration import asked_as
+
     require_boxes(model)
     if (out / SUGGESTIONS).exists():
         raise OutputError(

@@ -16,7 +16,6 @@ from learner.__main__ import main
 from learner.config.sections.data import DataConfig
 from learner.detector.answers import Answers, AnswerSettings
 from learner.detector.model import ModelFiles, find_model
-from learner.missing import suggest as module
 from learner.missing.review import write_reviewed
 from learner.missing.suggest import DECISIONS, annotations_of, require_one_image, suggest
 from learner.records import DetectionObject, Rollout, Sample
@@ -52,7 +51,7 @@ class Sure(Answers):
 
 @pytest.fixture(autouse=True)
 def sure(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Answers", Sure)
+    monkeypatch.setattr("learner.detector.answers.Answers", Sure)
 
 
 def suggested(model: ModelFiles, data: DataConfig, out: Path) -> int:
