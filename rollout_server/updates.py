@@ -302,8 +302,8 @@ async def load_and_score(
     ]
     started, *_ = await gather(begin)
     assert started is not None, "workers answer"
-    # Queued behind the load, the canary's requests share one forward pass. After a load that is longer than a slice
-    # their scores are of partly loaded weights, and are made again.
+    # The canary's requests are queued right behind the load, so that they share one forward pass. If the load takes
+    # longer than a slice, they are scored with partly loaded weights, and must be scored again.
     if all(reply.runs_meanwhile for reply in started) and (quick := await _score_behind(engine, call)) is not None:
         return quick
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):

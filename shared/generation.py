@@ -182,7 +182,7 @@ class Generation:
 class Scores:
     prompt_token_ids: list[int]
     logprobs: list[float]  # natural log-probability of each response token
-    cached_logprobs: list[float] = field(default_factory=list)  # of tokens at `cached_positions`, by the prefix cache
+    cached_logprobs: list[float] = field(default_factory=list)  # those of some tokens, read through the cache
     pixels: ProcessedImages | None = None  # what the vision tower saw; None: not asked for
 
 

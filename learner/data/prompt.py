@@ -135,7 +135,7 @@ class PromptCheck:
         self, *, decode: Callable[[list[int]], str] | None = None, image_processing: ImageProcessing | None = None
     ) -> None:
         self._decode, self._processing = decode, image_processing
-        # A digest is forgotten with its prompt's pixels.
+        # The digest of a prompt's images is forgotten when its pixels are freed.
         self._processed: WeakKeyDictionary[VisionInputs, ProcessedImages] = WeakKeyDictionary()
         self._has_told = False
 

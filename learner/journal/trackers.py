@@ -168,7 +168,8 @@ class MLflow(Tracker):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
             place.directory.mkdir(parents=True, exist_ok=True)
             uri = (place.directory / "mlruns").absolute().as_uri()
-        # By default MLflow waits for 120 s and tries seven times, and the run's end waits for 10 s.
+        # By default MLflow waits for 120 s and tries seven times, but at the end the run waits for trackers for 10 s
+        # only.
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         from mlflow import MlflowClient

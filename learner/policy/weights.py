@@ -291,7 +291,7 @@ class _PlainMerge:
             alpha = self._scaling if self._is_exact else 1.0
             if not self._is_exact:
                 delta.mul_(self._scaling)
-            # A float32 tensor of the weight's size is written once; peft writes four.
+            # This writes one float32 tensor of the weight's size. peft writes four.
             return torch.add(base, delta, alpha=alpha, out=torch.empty_like(delta, dtype=dtype))
 
 
