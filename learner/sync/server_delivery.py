@@ -400,7 +400,7 @@ def check_sent(buckets: Sequence[Bucket], sums: Sequence[torch.Tensor], scored: 
 
     A stale tensor can change log-probabilities less than different kernels do, so the canary alone cannot find it.
     `sums`: the checksum of each sent bucket, int64 `[]`. `scored`: checksums per tensor. A bucket is not compared if
-    one of its tensors has no checksum there.
+    one of its tensors has no checksum in `scored`.
     """
     known = [(i, bucket) for i, bucket in enumerate(buckets) if all(t.name in scored for t in bucket.tensors)]
     if not known:

@@ -199,8 +199,7 @@ def step_source(
 
 
 def _stage2(basis: Basis, parts: Stage2Parts, *, capacity: int, total_steps: int) -> StepSource:
-    """Return the step source of stage 2. `capacity`: how many places of a batch the backend decodes at once for this
-    rank."""
+    """Return the step source of stage 2. `capacity`: the result of `_places_at_once`."""
     config, plan, deadline_s = basis.config, basis.plan, basis.config.training.collective_timeout_s
     assert config.stage2_ab is not None
     if not plan.async_actor_learner or parts.b_ratio == 0:
