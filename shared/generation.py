@@ -67,7 +67,7 @@ def render_messages(messages: Sequence[Turn], num_images: int) -> list[Turn]:
         first_user = next((index for index, m in enumerate(messages) if m["role"] == "user"), None)
         if first_user is not None:
             images: list[dict[str, object]] = [{"type": "image"} for _ in range(num_images)]
-            # ms-swift puts the images there, too.
+            # Images without a place come first in the first user's turn, where ms-swift puts them too.
             contents[first_user] = images + contents[first_user]
     if _num_places(contents) != num_images:
         raise _count_error(messages, num_images)

@@ -86,7 +86,7 @@ class Ranks:
             outcome = error
         outcomes = self.all_gather_object(outcome)
         for rank, other in enumerate(outcomes):
-            # The rank on which it happened raises the error itself, which has its traceback.
+            # The rank on which the work failed raises its own error object, which has the traceback.
             if isinstance(other, ProjectError):
                 raise outcome if rank == self.rank and isinstance(outcome, ProjectError) else other
         return outcomes  # type: ignore[return-value]

@@ -143,7 +143,7 @@ def _title(path: Path) -> str:
 
 def _rank(path: Path) -> tuple[bool, bool, str]:
     """Return the key by which the runs of a report are sorted: the folder `stage2` comes first, and `sft` last."""
-    # The other runs are compared with `sft`.
+    # `sft` comes last, because the other runs are compared with it.
     return (path.name == "sft", path.name != "stage2", path.name)
 
 
