@@ -29,6 +29,38 @@ LIMITS = {
     "bench/README.md, KB": 25,
 }
 
+# Places of each subject. A file belongs to the longest place that it is in.
+DETECTION = tuple(
+    f"learner/tasks/detection/{name}.py"
+    for name in (
+        "agreement",
+        "ap_interval",
+        "appearance",
+        "audit",
+        "calibrate",
+        "completion",
+        "gaps",
+        "ranking",
+        "scores",
+    )
+)
+SUBJECTS = {
+    "parse, match, target, reward": ("learner/tasks",),
+    "gaps, audit, predict, calibrate": (*DETECTION, "learner/detector", "learner/missing", "learner/predict"),
+    "recipe": ("learner/recipe",),
+    "data": ("learner/data",),
+    "packing, steps, policy": ("learner/steps", "learner/policy"),
+    "rollout": ("learner/rollout",),
+    "sync": ("learner/sync", "shared/sync"),
+    "server": ("rollout_server",),
+    "wire and what both share": ("shared",),
+    "configuration": ("learner/config", "shared/config"),
+    "run, journal, wiring, trainer": ("learner",),
+    "report": ("learner/report",),
+    "init, check, machine": ("learner/doctor", "learner/__main__.py"),
+    "deploy and demo": ("deploy",),
+}
+
 
 def tracked() -> list[Path]:
     """Return the paths of tracked files that are there, from the repository's root."""
@@ -68,8 +100,22 @@ def long_files(lines: dict[Path, int]) -> list[Path]:
     return sorted((p for p, n in lines.items() if n > LONG and p.parts[0] in PROGRAMS), key=lambda path: -lines[path])
 
 
+def by_subject(lines: dict[Path, int]) -> dict[str, int]:
+    """Return the core's lines by SUBJECTS."""
+    places = sorted(
+        ((place, subject) for subject, own in SUBJECTS.items() for place in own), key=lambda one: -len(one[0])
+    )
+    found = dict.fromkeys(SUBJECTS, 0)
+    for path, number in lines.items():
+        if path.parts[0] in PROGRAMS:
+            found[next(subject for place, subject in places if path.is_relative_to(place))] += number
+    return found
+
+
 if __name__ == "__main__":
     for name, value in measured().items():
         print(f"{name:36} {value:8,g}  wanted <= {LIMITS[name]:,}")
     for path, number in lines_of(long_files(lines_of(tracked()))).items():
         print(f"{path}: {number}")
+    for subject, number in by_subject(lines_of(tracked())).items():
+        print(f"{subject:36} {number:8,}")
