@@ -76,7 +76,6 @@ import typer
 
 from bench import chaos_server, forked, soak
 from bench.chaos_server import TensorEngine, fingerprint
-from bench.memory import SMALL_CACHES
 from bench.namespaces import Node, NoNamespacesError, enter, network
 from bench.runs import say, small_server
 from bench.training import DEMO_TASK
@@ -117,6 +116,7 @@ class Scale:
 TENSORS = Scale(num_servers=4, infer_timeout_s=1.5, timeout_s=6.0, start_s=60.0, faults=1.0)
 VLLM = Scale(num_servers=2, infer_timeout_s=30.0, timeout_s=120.0, start_s=400.0, faults=6.0)
 # Caches that are full within the first minutes; patience for cores that others use too.
+SMALL_CACHES = {"mm_processor_cache_gb": 0.05, "kv_cache_memory_bytes": 64 << 20}
 REAL_SERVER = {"dtype": "float32", "engine_stall_s": 300.0, "engine_args": SMALL_CACHES}
 VLLM_FAULTS = tuple(kind for kind in FAULTS if kind not in ("flip", "partition"))  # those need `ChaosEngine`
 

@@ -42,7 +42,6 @@ Part = Literal[
     "adapters",
     "sync",
     "infer",
-    "memory",
     "several",
     "learning",
     "learning_photographs",
@@ -85,7 +84,6 @@ PARTS: Mapping[Part, Sequence[Job]] = {
         _cuda(1, "bench.infer:measure", size="0.6B"),
         _cuda(1, "bench.infer:measure", size="4B"),
     ],
-    "memory": [_try("bench.memory:measure"), _try("bench.memory:learner")],
     "several": [_cuda(4, "bench.sync:full", size="4B", servers=3)],
     "learning": [
         _cuda(1, "bench.learning:measure", size="4B"),
