@@ -36,7 +36,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from xml.etree import ElementTree
 
 import typer
@@ -459,7 +459,9 @@ def run_side(side: Side, race: Race, results: RaceResults, logs: Path, sites: Pa
 def main(
     data: Annotated[Path, typer.Option(help="Photographs with VOC annotations: images/, voc/, splits/train.txt.")],
     out: Annotated[Path, typer.Option(help="Result file.")],
-    against: Annotated[list[Rival] | None, typer.Option(help="Other sides; none: only this project.")] = None,
+    against: Annotated[
+        list[str] | None, typer.Option(help=f"Other sides: {', '.join(get_args(Rival))}; none: only this project.")
+    ] = None,
     sites: Annotated[Path, typer.Option(help="Folder with the rivals' own packages.")] = Path("rivals"),
     only: Annotated[Side | None, typer.Option(help="Run only this side now.")] = None,
     whole_model: Annotated[bool, typer.Option(help="Train the whole model instead of a LoRA.")] = False,
@@ -478,6 +480,9 @@ def main(
     scratch: Annotated[Path, typer.Option(help="For the model and large photographs, kept there.")] = Path("/dev/shm"),
 ) -> None:
     """Run the sides that FILE lacks."""
+    if unknown := set(against or []) - set(get_args(Rival)):
+        wanted = ", ".join(get_args(Rival))
+        raise typer.BadParameter(f"{', '.join(sorted(unknown))}; wanted: {wanted}", param_hint="--against")
     race = race_of(
         data,
         scratch,
@@ -498,7 +503,7 @@ def main(
     except ProjectError as error:
         say(f"error: {error}")
         sys.exit(error.exit_code)
-    sides: list[Side] = [only] if only else ["ours", *(against or [])]
+    sides: list[Side] = [only] if only else ["ours", *cast(list[Rival], against or [])]
     for side in sides:
         if results.lacks(side):
             failed = not run_side(side, race, results, out.with_name(f"{out.stem}-logs"), sites) or failed

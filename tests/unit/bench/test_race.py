@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -29,6 +31,7 @@ from deploy.launch import supervised
 from shared.errors import DataError, DeadlineError
 from tests.unit.bench.test_runs import started
 
+ROOT = Path(__file__).parents[3]
 WORK = {"model": "tiny", "steps": 4, "data": "bccd"}
 
 
@@ -153,6 +156,15 @@ def test_a_rival_has_its_own_packages_and_one_that_fails_is_named_with_its_last_
     assert not side.ended
     assert table([side], 16, {}).endswith("ImportError: of this folder")
     assert "of this folder" in (tmp_path / "logs" / "trl-best.log").read_text()
+
+
+def test_an_unknown_rival_is_refused_with_the_known_ones(tmp_path: Path) -> None:
+    argv = ["-m", "bench.race", "--data", str(tmp_path), "--out", str(tmp_path / "race.json"), "--size", "tiny"]
+    argv += ["--against", "swift", "--against", "verl"]
+    said = subprocess.run([sys.executable, *argv], cwd=ROOT, capture_output=True, text=True, check=False, timeout=120)
+    assert said.returncode == 2
+    assert "verl; wanted: trl, trl-best, swift, unsloth" in " ".join(said.stderr.replace("│", " ").split())
+    assert not list(tmp_path.iterdir())
 
 
 def test_photographs_are_enlarged_with_their_boxes(tmp_path: Path) -> None:
