@@ -36,6 +36,7 @@ import time
 import traceback
 from collections.abc import Callable, Sequence
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -117,10 +118,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         remedy = "rename the file or folder"
         return _tell(ConfigError("an argument is not UTF-8", found=strange[0], wanted="names in UTF-8", remedy=remedy))
     try:
-        app(arguments, prog_name=PROGRAM)
+        _command()(arguments, prog_name=PROGRAM)
     except SystemExit as ended:  # typer ends this way, also after a wrong option
         return int(ended.code or 0)
     return 0
+
+
+@cache
+def _command() -> Callable[..., object]:
+    """Return the command line of all commands, made once."""
+    return typer.main.get_command(app)
 
 
 @app.callback()

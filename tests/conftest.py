@@ -64,7 +64,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish() -> None:
-    """While the test modules were loaded the collector did not walk either."""
+    """While the test modules were loaded the collector did not walk either.
+
+    pytest adds its handlers to each logger that does not propagate, six times a test, and torch has eighty of them."""
+    for name, logger in logging.root.manager.loggerDict.items():
+        if name.startswith("torch") and isinstance(logger, logging.Logger):
+            logger.propagate = True
     garbage.set_aside()
     gc.enable()
 
