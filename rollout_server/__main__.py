@@ -37,7 +37,7 @@ from shared.version import Version
 from shared.wire import SERVER_ID_VARIABLE
 
 _FOLDER = "rs-"
-_LONGEST_FOLDER = 55  # max characters of the path, because a Unix socket below it may have at most 107
+_LONGEST_FOLDER = 55  # max characters of a folder's path: the path of a Unix socket in it may have at most 107
 app = typer.Typer(rich_markup_mode=None, pretty_exceptions_enable=False)
 
 
@@ -184,7 +184,7 @@ def _prepare_environment(config: ServerConfig) -> None:
         settings |= {"OMP_NUM_THREADS": str(config.cpu_threads), "VLLM_CPU_OMP_THREADS_BIND": "nobind"}
     for name, value in settings.items():
         os.environ.setdefault(name, value)
-    # An inherited value is replaced: with that of another server, the workers would watch the wrong process.
+    # An inherited value is overwritten: it may be another server's process id, and the workers would watch that server.
     os.environ[SERVER_PID_VARIABLE] = str(os.getpid())
 
 

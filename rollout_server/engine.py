@@ -64,8 +64,9 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
 END_S = 12.0  # max wait for the engine's processes to end; containers allow 15 s beyond `shutdown_timeout_s`
-_MOST_HELD_S = 1.0  # max pause of the engine in which requests are sent that shall share a step
-# Tokens of the largest step that is captured as a CUDA graph, and tokens between two captured sizes above vLLM's own.
+_MOST_HELD_S = 1.0  # longest pause of the engine; requests that are sent during a pause share a step
+# Max tokens of a step that is captured as a CUDA graph. The sizes captured in addition to vLLM's own are multiples of
+# `_CAPTURED_EVERY` tokens.
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64
 _GRAPH_ARGS = {
     "compilation_config",
@@ -191,8 +192,8 @@ class VllmEngine:
             self._check_length(len(prompt.token_ids), _MAX_TOKENS, num_new)
             look = self._look(request, prompt)
             with self._vllm_errors():
-                # Each answer has a request of its own instead of vLLM's `n`, so that several answers are those of
-                # copies of the request with other seeds.
+                # Each answer is made by a request of its own, not by vLLM's `n`. So n answers equal the answers to n
+                # copies of the request, each with its own seed.
                 answers = await gather(  # the responses share their images, so only the first reports the pixels
                     self._generation(prompt, sampling_params(config, own), None if j else look)
                     for j, own in enumerate(seeds)

@@ -174,7 +174,7 @@ def _refused(found: str, wanted: str) -> SyncError:
 
 @dataclass
 class Outcome:
-    """The result of a successful update; the body of `WaitingGate.exclusive` fills it in."""
+    """The result of a successful update. The body of `async with WaitingGate.exclusive(...)` fills it in."""
 
     weights: str = ""  # digest of the new weights
 

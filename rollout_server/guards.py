@@ -35,7 +35,8 @@ def refused(http_status: int, what: str, found: str, wanted: str, remedy: str) -
 
 
 class Guard:
-    """Lets a request through if it brings the token or asks for an open path, and does not come from a web page.
+    """Lets a request through if it brings the token or asks for an open path (one that needs no token), and does not
+    come from a web page.
 
     A web page can make a browser on this machine send requests here. The browser adds the page's `Origin`, and sends
     JSON only after asking the server. If the page's domain was made to point here (DNS rebinding), `Host` is that

@@ -19,7 +19,7 @@ import threading
 from collections.abc import Iterable
 from pathlib import Path
 
-SPIN_S = 0.005  # seconds of busy-waiting before the sleep; the engine works less between two decoding steps
+SPIN_S = 0.005  # seconds of busy-waiting before a worker sleeps; two decoding steps are less than that apart
 
 
 def sleep_when_idle() -> None:

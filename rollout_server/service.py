@@ -254,8 +254,8 @@ class RolloutService:
                 pixels=generations[0].pixels,
             )
             num_logprobs = sum(len(one.logprobs or ()) for one in generations)
-            # The JSON is written as each request ends: that of 256 rollouts at the end of a call took 13 ms, while the
-            # GPU was idle.
+            # A request's JSON is written as soon as the request ends. Writing the JSON of 256 rollouts at the end of a
+            # call took 13 ms, in which the GPU was idle.
             return await _beside(num_logprobs > _MANY_LOGPROBS, self._output, generations, infos)
 
         with named(f"infer_requests.{i}"):

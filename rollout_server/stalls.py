@@ -16,7 +16,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from shared.errors import ServerError
 from shared.waits import ends_within
 
-# Two engines that were given up on an overloaded machine were still working.
+# A working engine may be silent this many times as long as an idle one. Without this factor, two engines on an
+# overloaded machine were given up although they were working.
 BUSY_TURNS = 10
 BUSY_SHARE = 0.02  # min share of a core that working processes use; with less, they only wait
 

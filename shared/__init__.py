@@ -1,1 +1,1 @@
-"""The agreements between the rollout server and the learner. This package imports neither of them."""
+"""Code that the rollout server and the learner share. This package imports neither of them."""

@@ -30,7 +30,7 @@ def ask(
     with client.stream("GET", url, headers={**PLAIN, **(headers or {})}, timeout=timeout_s) as answer:
         if is_packed(answer):
             raise ValueError("a packed answer")
-        # The bytes are read raw, because httpx would unpack others before their number is known.
+        # Raw bytes are read, because httpx would unpack compressed bytes before their number could be checked.
         for part in answer.iter_raw():
             content += part
             if len(content) > most_bytes:

@@ -34,7 +34,8 @@ Seen = Sequence[Future[ProcessedImage] | None]
 
 
 class EngineImages:
-    """Digests of one engine's processed images. `renderer`: the engine's own. `threads` compute the digests."""
+    """Digests of one engine's processed images. `renderer`: that engine's vLLM renderer. `threads` compute the
+    digests."""
 
     def __init__(self, renderer: BaseRenderer, threads: Executor) -> None:
         self.renderer, self._threads = renderer, threads

@@ -108,9 +108,9 @@ def _count_error(messages: Sequence[Turn], num_images: int) -> RequestError:
 
 @dataclass(frozen=True, kw_only=True)
 class Prompt:
-    """Token ids with one placeholder per image, and the images, RGB. vLLM repeats a placeholder by the image's size.
-
-    `pixels`: the result of `limit_pixels`, which overrides the checkpoint's limits of an image's size."""
+    """A prompt: token ids with one placeholder per image, and the images (RGB). vLLM repeats each placeholder as often
+    as its image's size requires. `pixels`: limits of an image's size that replace the checkpoint's limits (a result of
+    `limit_pixels`)."""
 
     token_ids: list[int]
     images: list[Image.Image]
@@ -167,7 +167,7 @@ class Generation:
     finish_reason: str  # "stop": ended by a stop token or stop string; "length": cut off
     logprobs: list[float] | None = None  # natural log-probability of each response token; None: not asked for
     stop_token_id: int | None = None  # token that ended the response; None: cut off, or ended by a stop string
-    stop_logprob: float | None = None  # natural log-probability of that token
+    stop_logprob: float | None = None  # natural log-probability of the stop token
     pixels: ProcessedImages | None = None  # what the vision tower saw; None: not asked for
 
     @property
@@ -182,7 +182,8 @@ class Generation:
 class Scores:
     prompt_token_ids: list[int]
     logprobs: list[float]  # natural log-probability of each response token
-    cached_logprobs: list[float] = field(default_factory=list)  # those of some tokens, read through the cache
+    # natural log-probabilities of some response tokens again, computed through the prefix cache
+    cached_logprobs: list[float] = field(default_factory=list)
     pixels: ProcessedImages | None = None  # what the vision tower saw; None: not asked for
 
 

@@ -45,7 +45,7 @@ _SETTINGS = (
     "do_convert_rgb",
 )
 _NORMALIZING = {"do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"}
-_VERSIONS = {"transformers", "torchvision", "pillow"}  # their versions may differ: other versions only round otherwise
+_VERSIONS = {"transformers", "torchvision", "pillow"}  # both sides may have different versions of these libraries
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -10,8 +10,8 @@ processes that start inside its block. `leave_lost_output` is for signal handler
 
 `FEW_SHAPES` are environment variables for computing on CPU, set before torch is loaded.
 
-`without_working_directory` gives the variables of a child process that runs one of our modules. `describe`, `exit_code`
-and `last_words` say how a process ended.
+`without_working_directory` returns environment variables with which a child process imports our modules, and not
+modules of the same name in the working directory. `describe`, `exit_code` and `last_words` say how a process ended.
 """
 
 from __future__ import annotations

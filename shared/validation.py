@@ -1,6 +1,6 @@
-"""Pydantic's errors about data as parts of our errors: what, found, wanted.
+"""Turns pydantic's errors about data into parts of our errors: what happened, what was found, what was wanted.
 
-Used for JSON files, rows of annotations and results, and answers over HTTP; readers add the place and the remedy.
+Used for JSON files, rows of annotations and results, and answers over HTTP. The caller adds the place and the remedy.
 `shared.config.model` has the words for YAML files.
 """
 
@@ -35,8 +35,8 @@ _WORDS = {
 
 
 class Fault(NamedTuple):
-    """Three of the four parts of an error. `where`: the keys and indices that lead to the value, joined by dots; ""
-    for the whole row."""
+    """A wrong value: its place and three of the four parts of an error (the remedy is missing). `where`: the keys and
+    indices that lead to the value, joined by dots; "" for the whole row."""
 
     where: str
     what: str

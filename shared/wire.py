@@ -28,7 +28,7 @@ from pydantic_core import CoreSchema
 
 from shared.errors import ProjectError, error_classes
 
-# This number is raised with every new field: both sides refuse unknown fields, and an error about versions says why.
+# Raise this number with every new field. Both sides refuse unknown fields, and only an error about versions says why.
 PROTOCOL_VERSION = 8
 TOKEN_VARIABLE = "ROLLOUT_SERVER_TOKEN"  # environment variable with the bearer token, for both programs
 SERVER_ID_VARIABLE = "ROLLOUT_SERVER_ID"  # environment variable with the id that a server reports about itself

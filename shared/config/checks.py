@@ -1,4 +1,5 @@
-"""Helpers for the checks of all programs (such as `--check`): collect mistakes, and word the last line."""
+"""Helpers for the checks of all programs (such as `--check`): collect mistakes, and make the last line that a check
+prints."""
 
 from __future__ import annotations
 

@@ -421,8 +421,8 @@ def _remedy(value: object, wanted: str, detail: ErrorDetails, annotation: object
 
 
 def _is_right_without_quotes(text: str, annotation: Any) -> bool:
-    """Return True if YAML would read the text as a value of this type. YAML 1.1 reads 1e-5 as a string, our reader as a
-    number, so a text may also become a number here."""
+    """Return True if YAML would read the text as a value of this type. YAML 1.1 reads 1e-5 as a string, but our reader
+    reads it as a number. So a text that can be converted to a number counts too."""
     try:
         value = yaml_of(text)
         TypeAdapter(annotation).validate_python(value, strict=not isinstance(value, str))

@@ -1,9 +1,10 @@
 """Reads one configuration from YAML files, with the line of every key: bytes in, `(value, lines, mistakes)` out.
 
 PyYAML reads the text. Types follow YAML 1.2's core schema, with forms that people use: `1e-4` is a number, `true`
-and `false` are the only booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. Refused, with the
-line, are duplicate keys, keys that are not strings, tags, merge keys, several documents, and values deeper or larger
-than a configuration can be (this also stops recursive aliases and alias bombs). Only `ConfigErrors` are raised.
+and `false` are the only booleans (`yes`, `on` and `no` are strings), `010` is ten, dates are strings. These are
+refused, with their line: duplicate keys, keys that are not strings, tags, merge keys, several documents, and values
+nested deeper or with more items than a configuration needs (this also stops recursive aliases and alias bombs). Only
+`ConfigErrors` are raised.
 
 `base: other.yaml` (or a list) names files relative to the file that contains the key. Bases are read first. Later files
 win: mappings merge key by key, other values are replaced. `${VAR}` inside a string value becomes the environment
@@ -90,7 +91,7 @@ _COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 @dataclass
 class Parsed:
     """The content of one file. `lines` maps dotted paths to `file:line`; values at `bad` paths cannot be trusted.
-    `secrets` maps each text that holds a secret variable to the text as it was written."""
+    `secrets` maps each text that holds a secret variable's value to the text in the file, which holds `${NAME}`."""
 
     value: object = None
     lines: dict[str, str] = field(default_factory=dict)

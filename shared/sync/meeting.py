@@ -136,7 +136,8 @@ class _Wait:
 
 @dataclass(eq=False, slots=True)
 class _Guest:
-    """A connection that has not sent its proof yet."""
+    """A connection that has not sent its proof yet. `challenge`: the random bytes that were sent to it. `until`: the
+    deadline for its proof. `said`: the bytes received so far."""
 
     link: socket.socket
     challenge: bytes
