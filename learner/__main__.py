@@ -780,8 +780,8 @@ def _without_our_key(error: ConfigErrors) -> ConfigErrors:
 def _rank_config(config_path: str, overrides: Sequence[str]) -> RunConfig:
     """Return the configuration of this rank. A wrong configuration raises before torch is loaded. Sets the environment
     variables that torch and vLLM need."""
-    # Nearly all objects that a start makes stay alive, so garbage collections, which took 4.1 of its 17 s of processor
-    # time, found nothing.
+    # Nearly all objects that are made at the start stay alive. So garbage collections found nothing, but took 4.1 of
+    # the 17 s of processor time.
     collect_rarely()
     from learner.config.load import load_config
     from learner.config.modes import colocates

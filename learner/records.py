@@ -5,7 +5,8 @@
 Token ids are plain tuples or numpy arrays; only `VisionInputs` holds torch tensors. Token spans are half-open. A
 coordinate *bin* is an integer in 0..999: `round(999 * pixel / size)`, clamped.
 
-Before them, readers yield `RawRecord`s. The last records are for the log: rollout calls, and changes of servers.
+The module also has `RawRecord`, which readers of annotations yield, and records for the log: rollout calls, and changes
+of servers.
 """
 
 from __future__ import annotations
@@ -169,7 +170,7 @@ class ParsedRollout:
     tail_opening: str
     needs_separator: bool  # the prefix already holds an object, so ", " comes next
     next_index: int  # number of the next `object_N` key, for answers that have such keys
-    truncated: bool  # the answer ended before its container did
+    truncated: bool  # the answer ended before its container was closed
     usable: bool  # the container was opened as the task defines it
     closed: bool = True  # the container was closed, and nothing but whitespace follows
     dropped: tuple[tuple[DropReason, int, int], ...] = ()  # (reason, begin, end): a dropped object's range of tokens

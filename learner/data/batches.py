@@ -272,8 +272,8 @@ class Batches(Iterator[MicroBatch]):
 
 
 class ShareReader:
-    """Reads the same micro-batches as `Batches` on this rank, in parts, for another thread. `close` closes `pool`.
-    `augmented` is as in `Batches`."""
+    """Reads this rank's samples of the micro-batches that `Batches` reads too, a part of a micro-batch at a time, for
+    the thread that makes rollouts. `close` closes `pool`. `augmented` is as in `Batches`."""
 
     def __init__(
         self,

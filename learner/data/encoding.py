@@ -46,7 +46,7 @@ class EncodingJob(Protocol):
 
 class EncoderPool(Protocol):
     lookahead: int  # samples to encode ahead of the next micro-batch
-    job_size: int  # maximum samples of a job
+    job_size: int  # max number of samples in a job
 
     def submit(self, samples: Sequence[Sample]) -> EncodingJob: ...
 

@@ -1,10 +1,13 @@
 """Checks whether a sample fits a packed row at any step, and whether all samples together fit the run's rows. Training
 samples are checked before the first step.
 
-In: samples. Out: the length of a sample that is too long, or None; when the packing buffer must overflow, or None. A
-step learns at most `max_new_tokens` of the model's own answer, with at most all objects appended. So a sample's longest
-sequence is the prompt and both of these. No pixels are decoded: the processor computes an image's tokens from its size.
-An answer is tokenized only if an upper bound of its tokens does not fit.
+In: samples. Out, from `RowLimit`: the length of a sample that is too long, or None. Out, from `carry_overflow`: the
+number of micro-steps after which the packing buffer is bound to overflow, or None.
+
+A step learns at most `max_new_tokens` tokens of the model's own answer, with at most all objects of the sample
+appended. So a sample's longest sequence is its prompt, `max_new_tokens` tokens, and all its objects. No pixels are
+decoded: the processor computes an image's number of tokens from its size. An answer is tokenized only if an upper bound
+of its tokens does not fit.
 """
 
 from __future__ import annotations
@@ -29,8 +32,8 @@ _ESCAPED_BYTES = 6  # max bytes that one byte of a description becomes if it is 
 
 @dataclass(frozen=True, kw_only=True)
 class RowLimit:
-    """Checks that samples fit rows of `max_tokens`. `max_new_tokens` is a rollout's limit, 0 if no rollout is
-    learned."""
+    """Checks that samples fit rows of `max_tokens` tokens. `max_new_tokens`: max tokens of a rollout; 0 if no rollouts
+    are learned."""
 
     encoder: PromptEncoder
     task: Task

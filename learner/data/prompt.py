@@ -127,7 +127,8 @@ class PromptEncoder:
 class PromptCheck:
     """Checks that a rollout's engine read the learner's prompt: the same token ids (R03) and the same pixels (R45).
 
-    `decode` is the tokenizer's method. `image_processing` is that of the encoder; None: images are not compared.
+    `decode`: the tokenizer's method. `image_processing`: how the encoder processes images; None: images are not
+    compared.
     Several threads may call it. The digest of a prompt's images is made once for all rollouts of its sample.
     """
 

@@ -67,15 +67,15 @@ _DONE = {"drop": "left out", "clip": "cut", "keep": "kept"}
 
 @dataclass
 class BadRecords:
-    """Collects the bad records of one annotation file and applies `policy` to them. `reach` counts where the boxes
-    lie."""
+    """Collects the bad records of one annotation file and applies `policy` to them. `reach` counts how well the boxes
+    fit the photographs."""
 
     policy: Mapping[BadKind, BadAction]
     reach: Reach = field(default_factory=Reach)
-    errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN
+    errors: list[DataError] = field(default_factory=list)  # the first MAX_SHOWN errors
     num_errors: int = 0
     counts: Counter[tuple[Kind | Kept, BadAction | Literal["keep"]]] = field(default_factory=Counter)
-    examples: dict[tuple[str, str], str] = field(default_factory=dict)  # the first record, by kind and action
+    examples: dict[tuple[str, str], str] = field(default_factory=dict)  # (kind, action) -> text about the first record
 
     def meet(self, kind: Kind, error: DataError, *, can_be_cut: bool = True) -> BadAction:
         """Count a bad record, and return the action for it. After the action `error` the caller continues as after

@@ -17,8 +17,8 @@ _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 
 _ALL = 0.98  # min share of boxes inside their photographs if the unit is right
 _FEW = 0.9  # min share of boxes inside their photographs; if it is smaller, the unit or many boxes are wrong
 _FAR, _NEAR = 0.75, 0.55  # boxes reach at least `_FAR` of a side in the right unit, and at most `_NEAR` in a wrong one
-_LEAST, _MANY = 3, 20  # min boxes for a hint, and min boxes if they fit the other unit less well
-_ALL_OF, _EVERY = 20_000, 16  # the first boxes are all counted, of later ones every 16th
+_LEAST, _MANY = 3, 20  # min number of boxes for a hint if the other unit fits far better; min number if only better
+_ALL_OF, _EVERY = 20_000, 16  # the first 20,000 boxes are all counted; of the later boxes, every 16th is
 _LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy
 _TOLERANCE = 1.005  # factor by which a rounded coordinate or area may exceed its limit (the image's side, the max area)
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.
@@ -77,8 +77,8 @@ def to_pixels(coords: Sequence[float], sides: tuple[float, float], size: tuple[f
 
 @dataclass(slots=True)
 class _Fit:
-    """How well a coordinate unit fits the boxes: how many lie inside their photographs, and the largest x (`across`)
-    and y (`along`). `side` is what these are divided by to get shares of the sides; 1 if they are shares already."""
+    """How well a coordinate unit fits the boxes. `inside`: number of boxes inside their photographs. `across` and
+    `along`: the largest x and the largest y; divided by `side` they are shares of the photograph's sides."""
 
     side: float = 1.0
     inside: int = 0
@@ -115,9 +115,10 @@ class _Fit:
 
 @dataclass(slots=True)
 class Reach:
-    """Counts how well the boxes of a split fit each unit. `corners` counts the boxes that lie inside the photograph if
-    their third and fourth numbers are taken as x2 and y2, not as width and height. After the first 20,000 boxes every
-    16th is counted."""
+    """Counts how well the boxes of a split fit each unit. `num_given`: number of all boxes. `num`: number of counted
+    boxes: the first 20,000, then every 16th. `fits`: how well each unit fits the counted boxes. `taken`: how well the
+    unit fits in which the boxes were read. `corners`: number of boxes that lie inside the photograph if their third and
+    fourth numbers are x2 and y2, not width and height."""
 
     xywh: bool = False  # True if the format has left, top, width, height
     num: int = 0

@@ -1,8 +1,9 @@
 """`rollout-learner calibrate`: fits scores on answers to annotated validation images, and writes `calibration.json`.
 
-Each image gets a greedy answer, and as many drawn answers as the largest of `samples`. For a smaller number only that
-many of the drawn answers are used. The model must not have been trained on the images: answers to training images look
-too good.
+The option `samples` lists numbers of drawn (sampled) answers per image; each number gets its own calibration. The model
+gives each image a greedy answer, and as many drawn answers as the largest number. The calibration for a smaller number
+n uses only the first n drawn answers. The model must not have been trained on the images: answers to training images
+look too good.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from learner.tasks.tokens import pieces_of
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """`samples`: the numbers of drawn answers to calibrate for. `out` None: beside the model's weights."""
+    """`samples`: numbers of drawn answers per image; each gets a calibration. `out`: the file to write; None: a file
+    beside the model's weights."""
 
     model: Path
     annotations: str

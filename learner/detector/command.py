@@ -35,8 +35,8 @@ LEAST_SCORE = 0.001  # min score of a box in COCO results, if --conf is not give
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """The command line's options. `conf` None: pictures and CSV have the boxes that reach the calibration's
-    threshold, COCO results have all boxes."""
+    """The command line's options. `conf`: min score of a box; None: pictures and CSV have the boxes that reach the
+    calibration's threshold, and COCO results have all boxes."""
 
     model: Path
     inputs: Sequence[str]

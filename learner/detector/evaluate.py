@@ -58,8 +58,9 @@ TABLE_WIDTH = 110  # min width in characters, so that lines in a log are not bro
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluateOptions:
-    """`predictions`, `val_predictions` and `models` by name. `val`: annotations that thresholds are chosen on.
-    `retain`: other annotations that the models answer, by name."""
+    """What is compared. `predictions`: result files, by the detector's name. `models`: model folders, by name. `val`:
+    validation annotations, on which thresholds are chosen. `val_predictions`: result files for `val`, by the detector's
+    name. `retain`: other annotation files that the models answer too, by name."""
 
     annotations: str
     predictions: Mapping[str, Path] = field(default_factory=dict)

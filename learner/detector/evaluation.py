@@ -63,8 +63,9 @@ class Found:
 
 @dataclass(frozen=True, kw_only=True)
 class Curves:
-    """Curves at IoU 0.5, one value per point of `GRID`. `precision`: at that recall, mean over classes; empty without
-    objects. `precision_by_class`: the same for each class. `f1`: of the boxes whose score is at least that point."""
+    """Curves at IoU 0.5, with one value for each point of `GRID`. `precision`: mean over classes of the precision at
+    the recall that the point names; empty without objects. `precision_by_class`: the same for each class. `f1`: F1 of
+    the boxes whose score is at least the point."""
 
     precision: Sequence[float]
     f1: Sequence[float]
@@ -73,9 +74,9 @@ class Curves:
 
 @dataclass(frozen=True, kw_only=True)
 class DetectorResult:
-    """The scores of one detector. `threshold` None: each part of the images has its own threshold. `pairs` has the
-    differences from each earlier detector, by its name and metric. `differences` are from the first detector; {} for
-    the first."""
+    """The scores of one detector. `threshold` None: each part of the images has its own threshold. `pairs`: this
+    detector's metrics minus those of each earlier detector, by the earlier detector's name and the metric.
+    `differences`: its metrics minus those of the first detector, by metric; {} for the first detector."""
 
     name: str
     threshold: float | None

@@ -1,8 +1,8 @@
 """Detects objects with a vision-language model that this project did not train (R50). In: class names. Out: boxes.
 
-The prompt is made from the classes, in the words that the model's family knows, and its answer is read as that family
-writes: objects of JSON with `bbox_2d` and `label`, or names and boxes between marks. Other text is skipped. Coordinates
-are thousandths, or pixels of the resized image that the model gets (Qwen2.5-VL).
+The prompt asks for the classes, in words that the model's family was trained on. The answer is read in the forms that
+such models write: JSON objects with `bbox_2d` and `label`, or names and boxes between marks. Other text is skipped.
+Coordinates are thousandths, or pixels of the resized image that the model gets (Qwen2.5-VL).
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ _OBJECT = re.compile(
 
 
 class FirstBox(NamedTuple):
-    """`object` has bins that are not rounded. `score` only ranks: it rises with the probability of the tokens."""
+    """A box in an answer. `object`: the object, with bins that are not rounded. `score` only ranks boxes: it rises with
+    the probability of the box's tokens."""
 
     object: DetectionObject
     score: float
@@ -74,7 +75,8 @@ def first_settings(folder: Path, classes: Sequence[str]) -> tuple[InferenceSetti
 
 
 class FirstReader:
-    """Reads the answers of one model, whose boxes are in `unit`."""
+    """Reads boxes from the answers of a model that this project did not train. `unit`: the unit in which that model
+    writes coordinates."""
 
     def __init__(self, folder: Path, settings: InferenceSettings, unit: Unit, pieces: TokenPieces) -> None:
         self._unit, self._pieces, self._classes = unit, pieces, settings.classes

@@ -54,7 +54,7 @@ class Inputs:
 
 
 class Anything:
-    """Accepts every sample: objects do not matter to predictions."""
+    """Stands for a task, and accepts every sample, because predictions do not need labelled objects."""
 
     def validate(self, sample: Sample) -> None: ...
 

@@ -35,8 +35,8 @@ _COLUMNS = ("file", "image_id", "width", "height", "class", "score", "x1", "y1",
 
 @dataclass
 class Store:
-    """The predictions in one folder, by the index of their image (`done`). Each is a line of `predictions.jsonl`
-    too."""
+    """The predictions in one folder. `done`: the predictions so far, by the index of their image. `lines`: the file
+    `predictions.jsonl`, which has a line for each of them."""
 
     done: dict[int, Prediction]
     lines: AppendedLines

@@ -102,7 +102,7 @@ class Classes:
 
 
 class Results(NamedTuple):
-    """`notes` say how the results were read, `warnings` what may be a mistake."""
+    """The boxes that were read (`found`). `notes` say how the results were read, `warnings` what may be a mistake."""
 
     found: Found
     notes: list[str]

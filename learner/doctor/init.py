@@ -37,7 +37,7 @@ from shared.families import check_folder, text_only
 from shared.reading import is_file
 
 PROMPT = '<image>List every object as JSON: [{\\"bbox_2d\\": [x1, y1, x2, y2], \\"label\\": \\"...\\"}, ...]'
-LARGEST_PART = 4  # of few photographs, one in this number is held out
+LARGEST_PART = 4  # if there are few photographs, one in four is held out
 _PERCENTS = (*range(10, 100), *range(9, 0, -1))  # percents to hold out; the first that is enough is taken
 _MAX_PIXELS = 2 << 20  # 2,048 visual tokens
 _LEAST_PIXELS = 1 << 18

@@ -28,7 +28,9 @@ from shared.sync.group import start_join
 DISTRIBUTION = "rollout-matching"
 MIN_OPEN_FILES = 4096
 MIN_SHARED_MEMORY_BYTES = 1 << 30
-CHECKPOINT_FACTOR = 1 + 2 * 2  # checkpoint's size / weights' size; two float32 moments per weight, each twice as large
+# Size of a checkpoint / size of its weights. A checkpoint also has two float32 moments per weight, and each takes twice
+# the bytes of a 16-bit weight.
+CHECKPOINT_FACTOR = 1 + 2 * 2
 BROADCAST_BYTES = 1 << 20
 BROADCAST_TIMEOUT_S = 10.0
 

@@ -87,7 +87,7 @@ def adapter_on_tied(config: RunConfig) -> list[Mistake]:
         layers = [name for name in _TIED for path in _PATHS if re.fullmatch(named, f"{path}{name}")]
     else:
         layers = [name for name in _TIED if any(one.rpartition(".")[2] == name for one in named)]
-    # A run with such an adapter would train to its end, but its model cannot be exported, served or synced.
+    # A run with an adapter on a tied layer would train to its end, but its model cannot be exported, served or synced.
     if not layers or not _is_tied(Path(config.model.path)):
         return []
     remedy = 'leave lm_head and embed_tokens out, or use "all-linear"'

@@ -75,7 +75,7 @@ class Tracker(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class TrackerPlace:
-    """Under which names and where a tracker stores a run."""
+    """The names under which a tracker stores a run, and the folder for files."""
 
     project: str
     run_name: str

@@ -300,7 +300,8 @@ class Policy:
         return CheckpointWeights(self.model, device=self.device)
 
     def adapter_weights(self) -> AdapterWeights | None:
-        """Return the weights of the adapter, and those below it, for the adapter sync; None without an adapter."""
+        """Return the adapter's weights and the base weights that it is applied to, for the adapter sync. Return None
+        without an adapter."""
         return AdapterWeights(self.model) if self.adapter is not None else None
 
     def _forward(self, work: Callable[[], torch.Tensor]) -> torch.Tensor:

@@ -169,9 +169,9 @@ def freeze(model: PreTrainedModel, prefixes: Sequence[str]) -> None:
 
 
 class AdapterWeights:
-    """The adapter's weights, for the adapter sync. `base`: the weights below the adapter, which servers need too; they
-    are not trained. `obstacle`: why a server cannot apply this adapter; "" if it can. `rank`: the largest rank of a
-    layer."""
+    """The adapter's weights, for the adapter sync. `base`: the model's weights without the adapter. They are not
+    trained, but servers need them too. `obstacle`: why a server cannot apply this adapter; "" if it can. `rank`: the
+    largest rank of a layer."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.base = CheckpointWeights(model, merge=False)

@@ -23,7 +23,7 @@ from learner.policy.sharding import is_part
 from shared.errors import ConfigError
 
 HOST = torch.device("cpu")
-_BLOCK_BYTES = 256 * 2**20  # a power of two, because torch rounds page-locked memory up to the next one
+_BLOCK_BYTES = 256 * 2**20  # a power of two, because torch rounds page-locked memory up to the next power of two
 _ALIGNMENT = 64
 
 

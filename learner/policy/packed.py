@@ -194,8 +194,8 @@ def _input_ids(pieces: Sequence[_Piece], model: PreTrainedModel) -> tuple[torch.
 
 @contextmanager
 def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Iterator[None]:
-    """Make the model treat image tokens in answers as text inside the block. `_input_ids` has replaced their ids, and
-    here their embeddings are put back."""
+    """While the `with` block runs, make the model treat image tokens in answers like any text tokens. `_input_ids` has
+    replaced their ids, and this function puts back their embeddings."""
     written = inputs.written_image_tokens
     if written is None:
         yield

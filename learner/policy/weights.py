@@ -31,9 +31,9 @@ _BASE = ".base_layer."
 
 
 class CheckpointWeights:
-    """The weights of one model. No module or parameter may be added to the model later. `merge` False: the weights are
-    those below the adapters. `device`: where adapters are merged, also while the model is in host memory; None: on the
-    device of each layer.
+    """The weights of one model. No module or parameter may be added to the model later. `merge` False: the model's
+    weights without its adapters. `device`: where adapters are merged, also while the model is in host memory; None: on
+    the device of each layer.
 
     Raises ConfigError for a sharded model whose tensors cannot be gathered one at a time.
     """

@@ -67,7 +67,7 @@ class Measured:
     sampled: Counts  # [N, K, columns]
     exposure: Floats  # [N, kinds, 3] `exposure.Compared.sums`; zeros for a scene that is not compared
     validation: MeasuredSplit | None = None
-    gaps: Floats | None = None  # [N, 3] labels, found objects without a label, right ones of these; None: not known
+    gaps: Floats | None = None  # [N, 3] numbers of labels, of finds without a label, of right finds; None: not known
 
 
 @dataclass(frozen=True, slots=True)

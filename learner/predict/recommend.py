@@ -42,8 +42,8 @@ from learner.tasks.detection.completion import MISSING, CompletionEstimate
 
 PARSE_RATE = 0.5  # below this share of readable answers, sft comes first
 LEAST_F1 = 0.05  # below this F1 of greedy answers, sft comes first
-# With 40% of the labels missing, a model of digits that found 0.96 gained nothing. Those that gained found 0.87 or
-# less.
+# With 40% of the labels missing, a model of digits that found 0.96 gained nothing. The models that gained had found
+# 0.87 or less.
 FOUND = 0.90  # a model that finds more than this share of the labelled places gains nothing from completed labels
 HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minus F1 of the greedy answer
 NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended

@@ -373,7 +373,7 @@ def last_evaluation(progress: Progress) -> str:
 class ConfusionMatrix:
     """How often the model gave each name to objects of each name. A row is the object's true name, a column the model's
     name for it. The last column counts missed objects, the last row predictions where there is no object. The kind of a
-    cell (`right`, `wrong` or empty) decides its color. `source`: which evaluation it is, as a text."""
+    cell (`right`, `wrong` or empty) decides its color. `source`: the evaluation that was counted, as a text."""
 
     source: str
     columns: Sequence[str]

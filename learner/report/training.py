@@ -201,7 +201,8 @@ def _gradient_norm(run: RunRecord) -> Chart | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MeanChange:
-    """The rise of a mean: `before` is that of an earlier quarter of the steps, `after` that of the last quarter."""
+    """The rise of a mean. `before`: the mean over an earlier quarter of the steps. `after`: the mean over the last
+    quarter."""
 
     before: float
     after: float

@@ -69,7 +69,7 @@ REPLY_GRACE_S = 10.0  # added to a deadline that the server keeps too, so that t
 KEEPALIVE_S = 2.0
 
 # The bytes of an answer are bounded. For each token the answer has a text, the id twice, and a log-probability.
-MAX_REPLY_BYTES = 64 << 20  # a longer reply raises RolloutError; `/infer/` adds the bytes below for each answer
+MAX_REPLY_BYTES = 64 << 20  # max bytes of a reply; a longer one raises RolloutError. `/infer/` may have more, see below
 _ANSWER_BYTES, _TOKEN_BYTES = 4 << 20, 256  # max bytes of an `/infer/` answer without its tokens; max bytes per token
 _MOST_TOKENS = 1 << 17  # max tokens of an answer, if its request sets no limit
 _MOST_BYTES = "most_bytes"  # key in an httpx request's extensions; its value is the max number of bytes of the reply

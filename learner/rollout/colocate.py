@@ -53,8 +53,8 @@ class _Asked(NamedTuple):
 
 class ColocateBackend(RolloutBackend):
     """Makes rollouts with a colocated engine. `logprobs`: rollouts have log-probabilities. `pixel_share`: share of the
-    samples whose learned rollouts get digests of their processed images. `on_call` gets the record of every
-    `generate_window`, also if it failed."""
+    samples whose rollouts get digests of their processed images. `on_call` is called with the record of every call of
+    `generate_window`, also of a call that failed."""
 
     def __init__(
         self,

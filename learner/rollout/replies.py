@@ -32,7 +32,7 @@ RETRY_AFTER_S = 1.0  # seconds before a call is repeated, if the busy server sen
 MAX_INFER_S = 600.0
 MIN_INFER_S = 120.0  # a weight update or a compilation may delay one call so much
 PACE_CALLS = 32  # number of last calls whose tokens per second are kept
-PACE_MARGIN = 4.0  # a call may take so many times what it takes at the lowest of these speeds
+PACE_MARGIN = 4.0  # a call may take so many times as long as it takes at the lowest speed of the last PACE_CALLS calls
 
 _LINE, _LIST = TypeAdapter(AnswerLine), TypeAdapter(list[RolloutOutput])
 

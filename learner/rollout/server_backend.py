@@ -7,7 +7,7 @@ when requests are sent again; no sample is skipped: an error ends the call. At m
 
 If a server fails and `min_servers` allows it, this rank stops using the server, and sends the unanswered requests to
 the other servers (D15). Other ranks learn of the failure at the next agreement. Until then the other servers may have
-more requests than `decode_batch_size` allows, by those that this rank has moved.
+more requests than `decode_batch_size` allows, because they also have those that this rank has moved to them.
 
 All clients of a process use one asyncio event loop, which has a thread of its own (`LoopThread`). So rollouts and the
 weight sync may be called from any thread.
@@ -107,10 +107,10 @@ class _Rollouts(RolloutStream):
 
 class ServerBackend(RolloutBackend):
     """Makes rollouts with the run's rollout servers. `token`: the bearer token. `vocab_size`: the learner's vocabulary
-    size, which every server must have. `pixel_share`: share of the samples whose learned rollouts get digests of their
-    processed images. `images` reads photographs that are augmented. `on_call` gets the record of every `stream`, in the
-    thread that iterated it. The attribute `membership` has the servers that the ranks agreed on, and the weights that
-    must answer; the weight sync sets it."""
+    size, which every server must have. `pixel_share`: share of the samples whose rollouts get digests of their
+    processed images. `images` reads photographs that are augmented. `on_call` is called with the record of every
+    `stream`, in the thread that iterated it. The attribute `membership` has the servers that the ranks agreed on, and
+    the weights that must answer; the weight sync sets it."""
 
     def __init__(
         self,

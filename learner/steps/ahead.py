@@ -19,8 +19,9 @@ is being made can still be learned later, and that the producers have other shar
 waits for the share, because the next steps would not find it either. The run ends after `max_starved_steps` scheduled
 Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step waits.
 
-Invariants: those of `shares`; every rank enters a fence, or no rank does; all ranks learn the same share. The thread of
-the producer has its own encoder, so that it shares nothing with the thread that learns.
+Invariants: those of the module `shares`; every rank enters a fence (a block in which its producer makes no call), or no
+rank does; all ranks learn the same share. The thread of the producer has its own encoder, so that it shares nothing
+with the thread that learns.
 """
 
 from __future__ import annotations
@@ -145,8 +146,8 @@ class Stage2Ahead(Stage2Steps):
 
     def wants_sync(self, global_step: int) -> bool:
         """Return True if a sync is due: `sync_every` Channel-B steps have passed, or rollouts by the served weights
-        would be too old in the next Channel-B step. False if rollouts by the present weights would be too old there,
-        too."""
+        would be too old in the next Channel-B step. Return False if rollouts by the present weights would be too old in
+        that step too, because a sync would not help."""
         next_b = self._shares.next_b(global_step)
         if next_b is None or self._too_far(next_b, global_step):
             return False
@@ -233,7 +234,8 @@ class Stage2Ahead(Stage2Steps):
         while choice is None:
             ready = self._ranks.all_succeed(lambda: self._ready(global_step))
             chosen = self._choose(global_step, ready) if self._ranks.is_main else None
-            # The choice is put into a tuple, because `broadcast_object` does not accept None, which is a choice too.
+            # `broadcast_object` does not accept None, so the choice is put into a tuple. It is None as long as rank 0
+            # cannot choose.
             (choice,) = self._ranks.broadcast_object((chosen,))
             if choice is None:
                 with self._clock.phase("wait"):

@@ -57,7 +57,7 @@ class Stage2Parts:
 
     b_ratio: float
     places_per_sample: int = 1
-    packs_per_step: int  # packs that a Channel-B step takes of the queue: gradient_accumulation_steps
+    packs_per_step: int  # packs that a Channel-B step takes from the queue: gradient_accumulation_steps
     ranks: Ranks
     batches: Batches
     ground_truth: SegmentSource

@@ -159,7 +159,7 @@ def open_groups(
         cancel(posts)
         for group, join in joins:
             join.cancel(CommunicatorError(f"joining {group.name} was given up"))  # frees the port for the next group
-            # If the group was joined before the join could be cancelled, leave it.
+            # If the group was joined before the join could be cancelled, leave the group.
             if join.future.exception() is None:
                 join.result().abort()
         raise

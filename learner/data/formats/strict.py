@@ -15,7 +15,7 @@ from typing import Annotated
 
 from pydantic import BeforeValidator
 
-LARGEST = 1e9  # above every pixel and every class id; a product of two such numbers is still exact
+LARGEST = 1e9  # max absolute value of a number: above all coordinates and ids; a product of two is still exact
 _NUMBER = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?", re.ASCII)
 _YES = ("1", "1.0", "true", "t", "yes", "y")
 _NO = ("0", "0.0", "false", "f", "no", "n", "", "none", "null", "unspecified")

@@ -32,10 +32,10 @@ from learner.tasks.detection.completion import candidates
 from learner.tasks.detection.metrics import Interval, interval_of
 
 # On blood cells the true ratio is 1.3.
-MOST_OBJECTS = 2.0  # max number of objects per right box of all models
-GAPS = 0.1  # min right boxes without a label, per label, that show that labels have gaps
+MOST_OBJECTS = 2.0  # max number of objects in the photographs, per right box of all models
+GAPS = 0.1  # min ratio of right boxes without a label to labels; from it on, labels count as having gaps
 # With complete labels this share was at most 0.34.
-CREDIBLE = 0.4  # min share of right ones among boxes without a label
+CREDIBLE = 0.4  # min share of right boxes among the boxes without a label
 MOST_SCENES = 300  # max scenes whose pixels are read; more take time and change little
 DRAWS = 2000
 _THREADS = 4
@@ -51,8 +51,9 @@ def drawn_places(number: int) -> range:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class GapScore:
-    """Counts of one model's boxes by scene [N]. `right` is the expected number of right boxes, `unlabelled` that of
-    right boxes without a label. `free` is the number of boxes that overlap no label."""
+    """Counts of one model's boxes, one number per scene: [N]. `right`: expected number of right boxes. `unlabelled`:
+    expected number of right boxes without a label. `free`: number of boxes that overlap no label. `boxes`: number of
+    all boxes."""
 
     right: Floats
     unlabelled: Floats
@@ -65,7 +66,8 @@ class GapScore:
 
 
 class GapJudge:
-    """Scores models on the same samples. If that is not possible, `why` has the reason."""
+    """Scores models on the same samples, whose labels have gaps. If these labels cannot rank models, `why` says why
+    not."""
 
     def __init__(self, samples: Sequence[Sample], open_image: Open, audited: Sequence[AuditedFind] = ()) -> None:
         self._samples, self._open, self._audited = samples, open_image, audited
