@@ -19,7 +19,7 @@ import hashlib
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import wait
 from contextlib import contextmanager
@@ -68,6 +68,9 @@ GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirm
 # always take LEAST_S.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
+# The learner's pass is captured in the second call, and meanwhile no other thread may wait for the device. So the first
+# two passes run inside a sync, while no rollouts are made.
+CAPTURED_AFTER = 2
 SENT_AHEAD = 2  # max unfinished broadcasts when another starts; with fewer the network idles, more take more memory
 log = logging.getLogger("learner.sync")
 
@@ -105,6 +108,7 @@ class ServerDelivery:
         self._deadline = Deadline(0.0)  # deadline for reaching as many servers as this sync needs
         self._parts: dict[str, float] = {}  # seconds that each part of this sync took
         self._learner: dict[tuple[torch.dtype | None, Mode], CanaryScores] = {}  # the learner's scores for this sync
+        self._num_scored: Counter[tuple[torch.dtype | None, Mode]] = Counter()  # how often each was computed
 
     def together(self, work: Callable[[], T]) -> T:
         return self.members.together(work)
@@ -244,7 +248,8 @@ class ServerDelivery:
             check_adapter(base_url, status, rank=adapter.rank)
 
     def prepare(self, mode: Mode) -> None:
-        self._scores(mode)
+        if self._num_scored[self._dtype, mode] >= CAPTURED_AFTER:
+            self._scores(mode)
 
     @contextmanager
     def delivering(self, modes: Sequence[Mode]) -> Iterator[Mapping[str, float]]:
@@ -264,6 +269,7 @@ class ServerDelivery:
             scores = self._canary.scorer(self._dtype, mode == "full")
             scores.read()  # waits until the device has computed them
             self._learner[key] = scores
+            self._num_scored[key] += 1
             self._parts["scores"] = self._parts.get("scores", 0.0) + time.perf_counter() - began
         return self._learner[key]
 
