@@ -7,8 +7,9 @@
     assignment = task.match(task.parse(rollout_of(sample, answer, task)))
     task.evaluate([assignment])["f1@0.5"]
 
-`DetectionTask` has the stages as methods, `LossConfig` the weights of a target. The functions here make records from a
-model's folder, boxes in pixels, or an answer's text. `docs/notebooks/library.ipynb` shows examples of all functions.
+`DetectionTask` has the stages (parse, match, ...) as methods. `LossConfig` has the loss weights of a target. The
+functions here make records from a model's folder, boxes in pixels, or an answer's text. `docs/notebooks/library.ipynb`
+shows examples of all functions.
 `load_task` reads a tokenizer's files; every other function is pure. Nothing here loads torch or transformers.
 """
 

@@ -6,7 +6,8 @@ engine, and its memory is limited.
 
 Invariants:
 - a request is decoded only if the sum of pixels times scans over its images is at most MOST_COST;
-- decoded images of all calls have at most MOST_PIXELS; an image counts until its `PixelShare` is closed;
+- decoded images of all calls together have at most MOST_PIXELS pixels; a request's images count until its `PixelShare`
+  is closed;
 - a request is decoded within DECODE_S, not counting pauses of the server. After that, or when its share is closed, its
   process is killed;
 - each thread that decodes uses one process. It is started when it is first needed.

@@ -12,7 +12,7 @@ Invariants:
 - `updating` begins with no call in flight;
 - versions rise, also over several learners, so two models are never served under one version;
 - `poisoned` (no call is let in) ends only with a complete full update, because weights are overwritten in place and
-  cannot be restored; the weights below an adapter are complete only together with the adapter of the same learner;
+  cannot be restored; the base weights of an adapter are complete only together with the adapter of the same learner;
 - only the learner that opened the group can send an update. It is known by its `incarnation`, a random id;
 - a refused request changes nothing.
 """
@@ -110,12 +110,12 @@ class Gate:
                 f"incarnation {incarnation!r}, while the group belongs to {self.incarnation or 'nobody'!r}",
                 "the incarnation that opened the group",
             )
-        # Base weights below an adapter use up a version number, which is never served.
+        # An update of an adapter's base weights uses up a version number, which is never served.
         last = max(self.ver, self._base_ver) if self._awaits_adapter else self.ver
         # Versions rise whoever sends them, so that two models never answer under one version.
         if ver <= last:
             raise _refused(f"version {ver}", f"a version above {last}, the last that this server has seen")
-        # An adapter does not replace the weights below it, which may be the wrong ones.
+        # An adapter does not replace the base weights, and these may be wrong.
         if self.state == "poisoned" and mode != "full" and not self._awaits_adapter:
             raise _refused(f"a sync in mode {mode} of a poisoned server", "a full sync")
 
@@ -143,8 +143,8 @@ class Gate:
         self._awaits_adapter = self._unsound = False
 
     def complete_base(self) -> None:
-        """End an update of base weights below an adapter. Nothing is served until this learner's adapter has been
-        loaded, too."""
+        """End an update of an adapter's base weights. Nothing is served until this learner's adapter has been loaded,
+        too."""
         assert self.update is not None, "no update under way"
         self._base_ver = self.update.ver
         # Base weights alone are not the learner's policy, so they are never served.

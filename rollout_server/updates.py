@@ -229,8 +229,8 @@ class WeightUpdates:
         return call.model_copy(update={"timeout_s": min(call.timeout_s, MOST_SYNC_S)})
 
     def _weights(self, call: UpdateWeightsCall, loaded: WorkerReply) -> str:
-        """Return the digest of the weights that are served after this update. For an adapter it covers the weights
-        below the adapter too."""
+        """Return the digest of the weights that are served after this update. For an adapter it covers the base weights
+        too."""
         if call.mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {loaded.weights}".encode(), digest_size=16).hexdigest()
         self._full_weights = loaded.weights
@@ -343,8 +343,8 @@ async def _score_behind(engine: Engine, call: UpdateWeightsCall) -> tuple[Worker
 
 
 def _check_verdict(call: UpdateWeightsCall) -> None:
-    """Raises RequestError if an update has no canary (items to score, for comparing with the learner), or if base
-    weights below an adapter have one."""
+    """Raises RequestError if an update has no canary (items to score, for comparing with the learner), or if an update
+    of an adapter's base weights has one."""
     found = wanted = ""
     if call.base_of_adapter and (call.mode != "full" or call.canary):
         found, wanted = f"mode {call.mode} and {len(call.canary)} canary items", "mode full and no canary"

@@ -1,7 +1,7 @@
 """Reads the processed images that vLLM's image processor sends to the engine's vision tower (R45).
 
-In: vLLM's renderer, and prompts. Out: `ProcessedImages`. Both programs have an engine: `EngineImages.look` is for the
-server's engine, `looking` for the learner's.
+In: vLLM's renderer, and prompts. Out: `ProcessedImages` (digests and some values of the pixels). Both programs have an
+engine: `EngineImages.look` is for the server's engine, `looking` for the learner's.
 
 Invariants: the engine's input stays the same. Digests are made once per image, on threads, during the generation. vLLM
 drops a processed image once it has been sent to the engine, and keeps only its hash. If such an image has no digest

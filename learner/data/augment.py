@@ -1,8 +1,8 @@
 """`data.augment` draws how a photograph is altered in an epoch, and computes where its objects then are.
 
-In: training samples, and an epoch. Out: samples with a `View`, and with the objects, regions and size of the augmented
-picture. This module reads no pixels. `learner.data.views` makes the picture, in a data worker or before a request to a
-server.
+In: training samples, and an epoch. Out: samples with a `View` (how the picture is cut out, turned and colored), and
+with the objects, regions and size of the augmented picture. This module reads no pixels. `learner.data.views` makes the
+picture, in a data worker or before a request to a server.
 
 Invariants: a sample's view follows from (seed, epoch, sample id), so it is the same on every rank, in every worker and
 after a resume. Every transform is a crop, a mirror, a quarter turn or a resize. So a box stays an exact box, and the

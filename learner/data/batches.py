@@ -1,8 +1,8 @@
 """Yields this rank's micro-batches, epoch after epoch. Prompts are encoded ahead of use.
 
 `Batches`. In: samples, configuration and rank. Out: an endless iterator of `MicroBatch`. Its state is a few numbers,
-equal on all ranks. It does not count micro-batches that were prefetched and not yet handed out, so a resume repeats and
-skips no sample.
+equal on all ranks. The state does not count micro-batches that were prefetched and not yet handed out, so a resume
+repeats and skips no sample.
 
 `sampler.py` decides which samples a rank takes at which micro-step.
 
@@ -64,10 +64,11 @@ class MicroBatch:
 
 
 class Shortfall(NamedTuple):
-    """The size of an epoch's last step, if it learns fewer samples than other steps. Samples of all ranks count."""
+    """The last step of an epoch, if it learns fewer samples than other steps. `size`: number of its samples, over all
+    ranks."""
 
     size: int
-    whole: int  # samples in every step that is not short
+    whole: int  # number of samples in every other step, over all ranks
 
 
 class Upcoming(NamedTuple):

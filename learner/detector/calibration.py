@@ -32,8 +32,8 @@ from learner.tasks.tokens import pieces_of
 
 @dataclass(frozen=True, kw_only=True)
 class CalibrateOptions:
-    """`samples`: numbers of drawn answers per image; each gets a calibration. `out`: the file to write; None: a file
-    beside the model's weights."""
+    """The options of `calibrate`. `samples`: numbers of drawn answers per image; each number gets a calibration.
+    `out`: the file to write; None: a file beside the model's weights."""
 
     model: Path
     annotations: str

@@ -1,7 +1,7 @@
 """Finds the model that `predict` asks. In: a folder. Out: the model's files, and the settings with which it is asked.
 
-`MODEL` is a checkpoint, an export, a committed model, or a run's folder, whose newest checkpoint is taken. A checkpoint
-with an adapter is merged into a folder of its own first: engines serve whole models.
+`MODEL` is a checkpoint, an export, any other model's folder, or a run's folder, whose newest checkpoint is taken. A
+checkpoint with an adapter is merged into a folder of its own first: engines serve whole models.
 
 Anyone who can write beside the weights may have put a `config.yaml` there. So only data are taken from this file (D24):
 prompt, task and limits. Readers, imports and variables need a configuration that the user named.

@@ -1,8 +1,8 @@
 """Writes the rewards of a `grpo` run, and some of its groups of answers, for the report.
 
-In: each group (all answers to one prompt) when it has been scored, with rewards and advantages; on any thread. Out:
-`groups.jsonl` in the run directory. Rank 0 writes a line per optimizer step, with the rewards of all its groups. The
-lines of every `every`-th step also have the answers of one group.
+In: each group (all answers to one prompt), with rewards and advantages, when it has been scored. Out: `groups.jsonl` in
+the run directory. Rank 0 writes a line per optimizer step, with the rewards of all its groups. The lines of every
+`every`-th step also have the answers of one group.
 """
 
 from __future__ import annotations

@@ -79,10 +79,11 @@ ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 
 
 class ColocatedEngine:
-    """`model` is a checkpoint with the architecture of the trained model. Its weights are read only with
-    `reads_weights`, because each sync overwrites them. `lora_rank` is the rank of the adapters that will be loaded; 0:
-    no adapters, and decoding is a little faster. `keeps_awake`: nothing else needs the device, so the engine never
-    sleeps. `learning_bytes`: estimated bytes of device memory for learning, without the weights; None: not known."""
+    """vLLM's engine in the learner's process. `model`: a checkpoint with the architecture of the trained model. The
+    checkpoint's weights are read only with `reads_weights`, because each sync overwrites them. `lora_rank`: rank of the
+    adapters that will be loaded; 0: no adapters, and decoding is a little faster. `keeps_awake`: nothing else needs the
+    device, so the engine never sleeps. `learning_bytes`: estimated bytes of device memory for learning, without the
+    weights; None: not known."""
 
     def __init__(
         self,
@@ -231,7 +232,7 @@ class ColocatedEngine:
             self._take(weights, WeightLoad(*model))
 
     def load_adapter(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load an adapter in place of the last one. The weights below it do not change. Raises as `load` does."""
+        """Load an adapter in place of the last one. The base weights do not change. Raises the errors of `load`."""
         self.ver = None
         self._num_loads += 1
         self._take(weights, AdapterLoad(self._runner.lora_manager))

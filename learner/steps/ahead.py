@@ -74,7 +74,7 @@ class StarvedError(DeadlineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sizes:
-    """The size of a call and of a pack on one rank."""
+    """How many samples a pack and a generation call have on one rank."""
 
     samples_per_pack: int
     call_size: int  # samples per generation call
@@ -112,8 +112,9 @@ def common(ready: Sequence[Outlook]) -> set[int]:
 
 
 class Stage2Ahead(Stage2Steps):
-    """`reader` reads shares for the producer. `capacity`: how many samples the servers decode at once for this rank.
-    `deadline_s` bounds the wait for a call in flight. It is shorter than the time that ranks wait for each other."""
+    """The steps of stage 2 whose rollouts are made ahead of learning. `reader` reads shares for the producer.
+    `capacity`: number of samples that the servers decode at once for this rank. `deadline_s`: longest wait for a call
+    in flight. It is shorter than the time that ranks wait for each other."""
 
     def __init__(
         self,

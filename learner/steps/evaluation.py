@@ -48,8 +48,9 @@ _NAME_CHARS = 200  # max characters of an image string in which a file name is l
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evaluation:
-    """`rollouts` and the task's `assignments` are in the order of the samples. `counts[i]`: the counts that assignment
-    i adds to the metrics. `scenes[i]`: the task's description of assignment i."""
+    """The result of one evaluation. `rollouts` and the task's `assignments` are in the order of the samples.
+    `counts[i]`: the counts that assignment i adds to the metrics. `scenes[i]`: the task's description of assignment
+    i."""
 
     metrics: Mapping[str, float]
     rollouts: tuple[Rollout, ...]
@@ -140,8 +141,8 @@ class Evaluations:
         basis = self._basis
         assert self.backend is not None
         self._stop.check()
-        # The fence stays until the evaluation's rollouts have ended, so that the servers never hold requests of
-        # training beside them.
+        # The fence stays until the evaluation's rollouts have ended, so that the servers never have requests of the
+        # evaluation and of training at the same time.
         with self._source.fence() as fence:
             self._syncs.behind(fence, step)
             with self._journal.clock.phase("eval"):

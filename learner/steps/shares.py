@@ -49,8 +49,8 @@ DropReason = Literal["oldest", "stale", "unwanted"]
 
 
 class Shares:
-    """`left(epoch)` returns the shares of an epoch that are not learned, in order. `total_steps`: the run's length. In
-    all methods `step` is the next step, and learns a share of `epoch`."""
+    """Says which share a step learns. `left(epoch)` returns the shares of an epoch that are not learned yet, in order.
+    `total_steps`: number of steps of the run. In all methods `step` is the next step, and learns a share of `epoch`."""
 
     def __init__(self, left: Callable[[int], list[int]], *, b_ratio: float, total_steps: int) -> None:
         self._left, self._total_steps = left, total_steps
@@ -186,8 +186,8 @@ class PackCounts:
     packs_dropped_stale: int = 0
     packs_dropped_unwanted: int = 0  # packs dropped because their share was learned as ground truth
     samples_returned: int = 0  # samples that will be rolled out again, because their rollouts were dropped
-    age_versions: int = 0  # sum over learned packs of the number of syncs between rollout and learning
-    age_updates: int = 0  # sum over learned packs of the number of updates between rollout and learning
+    age_versions: int = 0  # number of syncs between rollout and learning, summed over the learned packs
+    age_updates: int = 0  # number of updates between rollout and learning, summed over the learned packs
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -202,8 +202,8 @@ class Outlook:
 
 
 class ShareQueue:
-    """`size(share)` returns the number of this rank's samples of a share. `served`: the weights that the servers have
-    now."""
+    """One rank's queue of rollouts, by share (see the module). `size(share)` returns the number of this rank's samples
+    of a share. `served`: the weights that the servers have now."""
 
     def __init__(
         self,

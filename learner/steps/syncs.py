@@ -1,7 +1,8 @@
 """The syncs of a run: before a step that needs them, between two of its rows, or for an evaluation (R10).
 
-In: a `Sync`, and the step source whose rollouts must not be in flight meanwhile. Out: the generators have the weights
-of a step, and the journal has an entry. Invariants: a step's weights are synced once; all ranks enter a sync together.
+In: a `Sync`, and the step source, whose rollouts must not be in flight during a sync. Out: the generators (rollout
+servers or engines) have the weights of a step, and the journal has an entry. Invariants: a step's weights are synced
+once; all ranks enter a sync together.
 """
 
 from __future__ import annotations

@@ -18,9 +18,9 @@ _COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
 
 @dataclass
 class StepTotals:
-    """`counts` are by name, and include the sums of the segments' statistics (matched, missed, `drop/...`). Rows that
-    are filled less than `min_fill` are counted as `underfilled`. `min_fill` None: no row is counted so, because each
-    row holds one segment."""
+    """What one optimizer step has learned so far. `counts` are by name, and include the sums of the segments'
+    statistics (matched, missed, `drop/...`). A row of which less than the share `min_fill` is filled is counted as
+    `underfilled`. `min_fill` None: each row holds one segment, and no row is counted as `underfilled`."""
 
     min_fill: float | None = None
     counts: dict[str, float] = field(default_factory=dict)

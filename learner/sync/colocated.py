@@ -4,8 +4,8 @@ In: weights, by a `WeightSource`. Out: every rank's engine has the weights and h
 raised on every rank. Tensors go from the policy to vLLM's loader one by one, in one process. There are three checks, as
 for a server: (1) bytes: the tensors that each rank's loader was given have the same digest on all ranks; (2) coverage:
 every served parameter was written, or each of the adapter's tensors has found its layer; (3) canary: each engine gives
-the fixed answers the learner's log-probabilities. No engine generates after a failure. The weights below an adapter are
-part of the adapter's version.
+the fixed answers the learner's log-probabilities. No engine generates after a failure. The base weights, to which an
+adapter is applied, are part of the adapter's version.
 
 The learner's pass for the canary reads only the policy, which does not change during a sync. So if the engine is awake
 and nothing is offloaded, the weights are loaded first, and both sides score at the same time. Otherwise the learner

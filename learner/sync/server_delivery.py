@@ -5,8 +5,9 @@ is raised, with the server named. Invariants (R09, R24, D1): only rank 0 talks t
 update -> barrier`. An update is complete when every server has checked that all tensors came with the right bytes, and
 when its log-probabilities of fixed answers (the canary) are close to the learner's. The server compares them too, and
 serves nothing before. A bucket is gathered, packed and sealed while earlier buckets are sent. The learner scores the
-canary before the update begins, so no server waits for it. The weights below an adapter are sent as an update of their
-own, with its own version. That also brings back a server that serves nothing after a failed update (poisoned).
+canary before the update begins, so no server waits for it. The base weights, to which an adapter is applied, are sent
+as an update of their own, with its own version. That update also brings back a server that serves nothing after a
+failed update (poisoned).
 
 `members.py` knows which servers take part (D15, R40). A server that failed is left out of the next try. If no single
 server caused the failure, the sync is repeated once. While too few servers answer, they are asked again until
@@ -79,8 +80,9 @@ NO_SCORES = CanaryScores(read=list, merge_gap=0.0)
 
 
 class ServerDelivery:
-    """`canary` is used on rank 0 only; `device` is where the weights are. `check` is called for each server process
-    that was not there at the start; `control` brings the requests of the user and the cluster."""
+    """Sends weights to all servers and has them checked. `canary`: used on rank 0 only. `device`: where the weights
+    are. `check` is called for each server process that was not there at the start. `control` brings the requests of the
+    user and the cluster to add or remove servers."""
 
     def __init__(
         self,
@@ -364,12 +366,12 @@ class ServerDelivery:
         return replies, learner, self._digest(mode, seals)
 
     def _digest(self, mode: Mode, seals: Sequence[torch.Tensor]) -> str:
-        """Return the digest that the server computes: of the seals, or, for an adapter, of the digest of the weights
-        below it and of the digest of its seals."""
+        """Return the digest that the server computes too. For full weights it is the digest of the seals. For an
+        adapter it is made from that digest for the base weights, and the digest of the adapter's seals."""
         digest = digest_of(seals)
         if mode == "adapter":
             return hashlib.blake2b(f"{self._full_weights} {digest}".encode(), digest_size=16).hexdigest()
-        # An adapter's answers depend on the weights below it, so its digest covers them.
+        # Answers depend on the adapter and on the base weights, so the adapter's digest covers both.
         self._full_weights = digest
         return digest
 

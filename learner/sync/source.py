@@ -42,7 +42,7 @@ class AdapterSource(WeightSource, Protocol):
 
     @property
     def base(self) -> WeightSource:
-        """The weights below the adapter, which never change."""
+        """The base weights, to which the adapter is applied. They never change."""
 
     @property
     def rank(self) -> int: ...
@@ -119,7 +119,7 @@ class _SharedCall:
 
 class ShardedRanks:
     """The ranks of a sharded model in a sync. `bucket_bytes` is the sync's bucket size, so that one bucket's tensors
-    are gathered at a time. Every rank makes the same sources and shared calls, in the same order."""
+    are gathered at a time. Every rank creates the same sources and shared calls, in the same order."""
 
     def __init__(self, ranks: Ranks, *, bucket_bytes: int) -> None:
         self.bucket_bytes = bucket_bytes
@@ -191,7 +191,7 @@ class ShardedSource:
 
 
 class ShardedAdapter(ShardedSource):
-    """A sharded model's adapter, and the weights below it."""
+    """A sharded model's adapter, and the base weights that it is applied to."""
 
     def __init__(self, adapter: AdapterSource, ranks: ShardedRanks) -> None:
         super().__init__(adapter, ranks)

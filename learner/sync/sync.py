@@ -9,7 +9,7 @@ In: the policy's weights, its adapter if adapters are synced, and a `Delivery`: 
   caused the failure, the sync is repeated once (`Delivery.recover`). Other failures raise their cause on every rank.
 
 An adapter sync sends the adapter alone. After a new connection or a failure a generator's weights are not known, so the
-next adapter sync sends the weights below the adapter first. If an adapter sync fails, the process logs one warning and
+next adapter sync sends the model's base weights first. If an adapter sync fails, the process logs one warning and
 makes only full syncs from then on, the first one at once. With `fallback_to_full: false` the error is raised instead.
 A lost server or a broken connection does not count as such a failure while `Delivery.recover` allows another try. A
 resumed run begins with adapter syncs again.
@@ -81,8 +81,9 @@ class Delivery(Protocol):
         sync's parts, which are complete when the context has ended."""
 
     def deliver_base(self, source: WeightSource, ver: int) -> int:
-        """Load the weights below an adapter, before the adapter itself. `ver`: the version that was served last. Return
-        the version from which to count on: `ver + 1` if the generators give these weights a version of their own."""
+        """Load the base weights, to which an adapter is applied, before the adapter. `ver`: the version that was served
+        last. Return the version that the adapter's version follows: `ver + 1` if the generators give the base weights a
+        version of their own, else `ver`."""
 
     def deliver(self, source: WeightSource, mode: Mode, ver: int) -> Delivered:
         """Load the weights of `source` into every generator as version `ver`, and check them. Raises SyncError,
@@ -97,8 +98,8 @@ class Delivery(Protocol):
 
 
 class Sync:
-    """The weight syncs of a run. `adapter` is synced alone until an adapter sync fails; None: full syncs. All public
-    methods are for all ranks."""
+    """The weight syncs of a run. `adapter` is synced alone until an adapter sync fails; None: full syncs. All ranks
+    call each public method."""
 
     def __init__(
         self,
@@ -214,8 +215,8 @@ class Sync:
         adapter = self._adapter
         if adapter is None:  # a generator that has joined can't apply the adapter
             return self._deliver_full()
-        # The attribute is False until the delivery succeeds, because after a failure the weights below the adapter are
-        # not known.
+        # The attribute is False until the delivery succeeds, because after a failure it is not known which base weights
+        # a generator has.
         base_is_loaded, self._base_is_loaded = self._base_is_loaded, False
         if not base_is_loaded:
             self.ver = self._delivery.deliver_base(adapter.base, self.ver)

@@ -93,8 +93,9 @@ class ParsedFields:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class FieldAssignment:
-    """An answer matched by key. `wrong` are pairs with another value than the document's, `extra` are pairs with keys
-    that the document lacks, `missed` are keys of the document without an answer."""
+    """An answer matched with the document, by key. `right`: pairs with the document's value. `wrong`: pairs with
+    another value. `extra`: pairs with keys that the document lacks. `missed`: keys of the document that the answer
+    lacks."""
 
     parsed: ParsedFields
     right: tuple[Field, ...]

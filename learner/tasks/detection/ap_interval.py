@@ -35,7 +35,7 @@ _VALUES_AT_ONCE = 4_000_000  # draws x boxes held in memory at a time
 
 @dataclass(frozen=True, slots=True)
 class RankedBoxes:
-    """All boxes of one class, highest score first. T is the number of COCO's IoU thresholds, ten."""
+    """All D boxes of one class, highest score first. T is the number of COCO's IoU thresholds, ten."""
 
     name: str
     scores: NDArray[np.float64]  # [D]
@@ -138,5 +138,6 @@ class ApDraws:
         return interval_of(self.whole[name], self.drawn[name], _CONFIDENCE)
 
     def minus(self, other: ApDraws, name: str) -> Interval:
-        """Return the interval of the metric `name` of this detector minus that of `other`, on the same draws."""
+        """Return the interval of the difference in the metric `name`: this detector's value minus the value of `other`,
+        on the same draws."""
         return interval_of(self.whole[name] - other.whole[name], self.drawn[name] - other.drawn[name], _CONFIDENCE)

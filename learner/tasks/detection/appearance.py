@@ -81,9 +81,10 @@ class SampleCrops:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Appearance:
-    """What `Looks.judge` estimates. `probabilities` has the finds of each sample, in the given order. `auc` says how
-    well the classifiers separate held-out examples. If there is no estimate, `why` has the reason, and `probabilities`
-    is empty. `shares` is about the finds with the fewest votes."""
+    """The result of `Looks.judge`. `probabilities`: for each sample, the probabilities that its finds are right, in the
+    given order. `shares`: shares of right, misplaced and misnamed finds among the finds with the fewest votes. `auc`:
+    how well the classifiers separate held-out examples. `why`: the reason if there is no estimate; then
+    `probabilities` is empty."""
 
     probabilities: tuple[tuple[float, ...], ...] = ()
     shares: Shares = field(default_factory=dict)

@@ -36,8 +36,8 @@ Floats = NDArray[np.float64]
 
 
 class AuditedFind(NamedTuple):
-    """A find, and a person's verdict on it; None: no verdict yet. `place` is its index in the list of suggestions.
-    `probability` is the estimate before the verdict, None if there was none."""
+    """A find, and a person's verdict on it. `place`: the find's index in the list of suggestions. `probability`: the
+    estimate before the verdict; None: there was no estimate. `verdict` None: the person has not judged the find yet."""
 
     place: int
     votes: int

@@ -27,8 +27,8 @@ RIGHT_IOU = 0.5
 
 
 class Match(NamedTuple):
-    """`pairs` are (prediction, object, IoU), sorted by prediction. `ignored` [P] marks predictions that do not
-    count."""
+    """The matches of one sample. `pairs` are (index of the prediction, index of the object, IoU), sorted by prediction.
+    `ignored` [P] is True for predictions that do not count."""
 
     pairs: list[tuple[int, int, float]]
     ignored: NDArray[np.bool_]
@@ -107,9 +107,9 @@ def assign(iou: Floats, feasible: NDArray[np.bool_]) -> list[tuple[int, int, flo
 
 
 class Gains(NamedTuple):
-    """What each of N predictions adds to the counts if predictions are added by falling score. For each score s, the
-    predictions with at least this score have `right[scores >= s].sum()` pairs, and `judged[scores >= s].sum()` of them
-    count as right or wrong."""
+    """What each of N predictions adds to two counts, if predictions are added in the order of falling scores. So the
+    predictions with a score of at least s have `right[scores >= s].sum()` pairs, and `judged[scores >= s].sum()` of
+    them count as right or wrong."""
 
     right: Floats  # [N] 0 or 1
     judged: Floats  # [N] 0 for a prediction that does not count

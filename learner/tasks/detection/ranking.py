@@ -126,9 +126,9 @@ def has_gaps(score: GapScore, num_labels: int) -> bool:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankedModel:
-    """One model's F1@0.5. `f1` has an interval over scenes, and assumes the middle of the range of objects. `low`
-    assumes the most objects, `high` the fewest. `right` is the expected number of right boxes. `undecided` names
-    earlier models that may be better or worse."""
+    """One model's F1@0.5, for a range of the number of objects. `f1`: F1 for the middle of the range, with an interval
+    over scenes. `low`: F1 for the most objects. `high`: F1 for the fewest objects. `right`: expected number of right
+    boxes. `undecided`: names of earlier models that may be better or worse."""
 
     name: str
     f1: Interval

@@ -31,7 +31,8 @@ Ints = NDArray[np.int64]
 
 
 class Numbers(NamedTuple):
-    """Matched coordinates in order of appearance. The fields, each [N], are those of `CoordSlots` and the true bin."""
+    """N matched coordinates in order of appearance. Each field is [N]. `start`, `end`, `bin` and `lead` are as in
+    `CoordSlots`."""
 
     start: Ints
     end: Ints
