@@ -359,15 +359,7 @@ class VllmServer(ProxiedServer):
     """A real server of `model`, forked from a process that has imported vLLM. `table`: the folder of the scenes."""
 
     def start(self) -> None:
-        settings = small_server(
-            self.model,
-            self.table,
-            on_gpu=False,
-            max_num_seqs=8,
-            graph_sizes=(),
-            gpu_memory_utilization=0.0,
-            kv_cache_bytes=0,
-        )
+        settings = small_server(self.model, self.table)
         write_yaml(self.folder / "server.yaml", {**settings, **REAL_SERVER, "port": self._port})
         environment = os.environ | {TOKEN_VARIABLE: TOKEN, "OMP_WAIT_POLICY": "PASSIVE"}
         argv = ["--config", str(self.folder / "server.yaml")]

@@ -374,15 +374,7 @@ def members(num_frames: int, bomb: Path) -> list[Figure]:
 def engine(num_frames: int, bomb: Path, folder: Path) -> list[Figure]:
     """A real server's processes."""
     say("engine: a real server starts")
-    config = small_server(
-        vision_model(folder, "tiny"),
-        folder,
-        on_gpu=False,
-        max_num_seqs=8,
-        graph_sizes=(),
-        gpu_memory_utilization=0.5,
-        kv_cache_bytes=0,
-    )
+    config = small_server(vision_model(folder, "tiny"), folder)
     with supervised() as processes:
         server = serve(processes, folder, "server", {**config, "dtype": "float32"})
         pids, own_port = [server.pid, *descendants(server.pid)], httpx.URL(server.url).port

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
@@ -13,10 +11,7 @@ import pytest
 import torch
 
 from bench import infer, models, stages, sync, training, watch
-from bench.__main__ import programs
 from learner.records import SyncReceipt
-
-ROOT = Path(__file__).parents[3]
 
 
 def test_the_stages_are_measured_in_every_format(tmp_path: Path) -> None:
@@ -94,12 +89,3 @@ def test_the_model_speaks_with_every_token(tmp_path: Path) -> None:
     assert num_parameters > 4096 * 64
     assert len(tokenizer) == 4096
     assert all(tokenizer.decode([i]) for i in range(1000, 4096))
-
-
-def test_the_list_of_programs_names_each() -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "bench"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
-    )
-    assert {"bench.run", "bench.chaos", "bench.race"} <= programs().keys()
-    assert all(name in done.stdout and says in done.stdout and says for name, says in programs().items())
-    assert not {"bench.tiny_models", "bench.__main__"} & programs().keys()

@@ -22,7 +22,7 @@ def test_help_starts_nothing(module: str, tmp_path: Path) -> None:
     assert "Usage:" in said(module, "--help", tmp_path)
 
 
-@pytest.mark.parametrize("module", [*MODULES, "learner", "bench"])
+@pytest.mark.parametrize("module", [*MODULES, "learner"])
 def test_every_program_has_a_version(module: str, tmp_path: Path) -> None:
     assert said(module, "--version", tmp_path).strip() == f"{DISTRIBUTION} {version()}"
 
