@@ -25,7 +25,7 @@ from rollout_server import guards
 from rollout_server.config import ServerConfig
 from shared.errors import ConfigError
 
-SPARE = 64  # connections beyond those of calls, for probes
+SPARE = 64  # number of connections beyond `max_connections`, so that probes can always connect
 ACCEPTED_AT_ONCE = 64  # max connections that asyncio accepts at once, before they are counted
 HEADER_S = 10.0  # longest time for sending a request's headers
 MAX_HEADER_BYTES = 64 << 10

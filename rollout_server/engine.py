@@ -215,7 +215,7 @@ class VllmEngine:
         self, request: RolloutInferRequest, response_token_ids: list[int], *, through_cache: bool = False
     ) -> Scores:
         """Return the natural log-probabilities of the response after the prompt. `through_cache`: also score through
-        the prefix cache, if the engine has one. Raises what `generate` raises."""
+        the prefix cache, if the engine has one. Raises the errors of `generate`."""
         self._check_ids(response_token_ids)
         async with self._rendered(request) as prompt:
             self._check_length(len(prompt.token_ids) + 1, "response_token_ids:", len(response_token_ids))
@@ -237,7 +237,7 @@ class VllmEngine:
 
     async def complete(self, call: OpenAICall, ver: int) -> bytes | AsyncGenerator[str]:
         """Return the answer of vLLM's OpenAI layer, or its events if `call.stream`. `ver`: the version of the weights.
-        Raises what `generate` raises."""
+        Raises the errors of `generate`."""
         with contextlib.ExitStack() as stack:
             share = stack.enter_context(contextlib.closing(self._renderer.decoders.share()))
             for text in texts(call):
@@ -293,8 +293,8 @@ class VllmEngine:
         """Empty the prefix and encoder caches. Raises SyncError if a request still uses the prefix cache."""
         with self._vllm_errors():
             async with self._stalls.guard():
-                # vLLM's encoder cache finds embeddings by the image's hash alone, so it would return those of old
-                # weights. The cache of processed images can stay: pixels do not depend on weights.
+                # vLLM's encoder cache finds embeddings by the image's hash alone, so it would return embeddings that
+                # old weights computed. The cache of processed images can stay: pixels do not depend on weights.
                 prefix_reset, _ = await asyncio.gather(self._llm.reset_prefix_cache(), self._llm.reset_encoder_cache())
         if not prefix_reset:
             raise SyncError(

@@ -83,7 +83,7 @@ def _stat(pid: int) -> tuple[str, float]:
     """Return a process's state, and the seconds of CPU time of the process and its ended children. Raises OSError if
     the process is gone."""
     state, *fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return state, sum(map(int, fields[10:14])) / os.sysconf("SC_CLK_TCK")  # user, system, and those of children
+    return state, sum(map(int, fields[10:14])) / os.sysconf("SC_CLK_TCK")  # user and system time, children's included
 
 
 def _watch(server_pid: int) -> None:

@@ -119,7 +119,7 @@ class RolloutService:
         self.metrics.infer_seconds.observe(time.monotonic() - start)
 
     async def complete(self, call: OpenAICall) -> bytes:
-        """Return the answer of vLLM's OpenAI layer. Raises what the gate, the media rules and the engine raise."""
+        """Return the answer of vLLM's OpenAI layer. Raises the errors of the gate, the media rules and the engine."""
         check_number("n", call.num_prompts * call.n, self.config)
         with self._counted():
             async with self._admitted(call.num_prompts * call.n) as ver:
@@ -170,7 +170,7 @@ class RolloutService:
     @asynccontextmanager
     async def _admitted(self, num_requests: int) -> AsyncIterator[int]:
         """Let so many requests in, and yield the version of the weights that answers them. Raises ServerBusyError if
-        there are too many, and what the gate raises."""
+        there are too many, and the errors of the gate."""
         # If no other call runs, a call of any size is let in, because waiting would not make room for it.
         if self._num_requests and self._num_requests + num_requests > MOST_REQUESTS:
             raise ServerBusyError(

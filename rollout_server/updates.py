@@ -167,7 +167,7 @@ class WeightUpdates:
         self, call: UpdateWeightsCall, outcome: Outcome, *, clear_cache: bool
     ) -> tuple[WorkerReply, ScoreReply, tuple[float, float]]:
         """Load the update, and check its canary. Returns a worker's reply, the canary's scores, and when the load and
-        the scoring ended, by the monotonic clock. Raises what `replace_weights` raises."""
+        the scoring ended, by the monotonic clock. Raises the errors of `replace_weights`."""
         deadline = Deadline(call.timeout_s)
         loaded, scores, loaded_at = await load_and_score(self._engine, call, clear_cache=clear_cache)
         scored_at = time.monotonic()
@@ -280,8 +280,8 @@ async def load_and_score(
     """Receive and load the weights, and score the canary. Returns a worker's last reply, the canary's scores, and when
     the load ended, by the monotonic clock.
 
-    The caller holds the gate, and leaves the group if this raises. Raises what the workers, the media rules and the
-    engine raise.
+    The caller holds the gate, and leaves the group if this raises. Raises the errors of the workers, the media rules
+    and the engine.
 
     Caches are reset right after the receiving has begun. If the model can run while weights are loaded, the canary's
     requests are queued before the load ends.

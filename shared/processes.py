@@ -76,10 +76,11 @@ def leave_lost_output(within_s: float = 0.0, *, streams: Collection[int] = _PRIN
 
 
 def without_working_directory(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return variables for a Python process that runs one of our modules with `-m`.
+    """Return environment variables for a Python process that runs one of our modules with `-m`.
 
-    Without them Python looks for modules in the working directory first, and a folder `shared`, `deploy` or `learner`
-    there hides ours. In a clone of the repository, PYTHONPATH names the clone: our packages may not be installed.
+    Without these variables Python looks for modules in the working directory first, and a folder `shared`, `deploy` or
+    `learner` there hides our package. In a clone of the repository, PYTHONPATH names the clone, because our packages
+    may not be installed.
     """
     root = Path(__file__).resolve().parents[1]
     safe = {"PYTHONSAFEPATH": "1"}

@@ -85,7 +85,7 @@ def summarize(ours: Path, sft: Path, test: Path, phases: Mapping[str, float], *,
 
 def draw_before_and_after(before: Path, after: Path, out: Path) -> list[Path]:
     """Draw test scenes with the predictions of the model `before` beside the predictions of the run `after`, both made
-    by `Detector`. The scenes are those that gained most right boxes from the run's first evaluation to its last."""
+    by `Detector`. The scenes that gained most right boxes from the run's first evaluation to its last are drawn."""
     first, last = (_scenes(path) for path in (_evaluations(after)[0], _evaluations(after)[-1]))
     gain = {key: _num_right(last[key]) - _num_right(scene) for key, scene in first.items()}
     chosen = sorted(gain, key=lambda key: (-gain[key], key))[:NUM_PICTURES]

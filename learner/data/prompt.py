@@ -73,7 +73,7 @@ class PromptEncoder:
 
     def for_engine(self, sample: Sample) -> Prompt:
         """Return the prompt for a vLLM engine in this process. The engine expands image placeholders itself, so the
-        prompt has one placeholder per image, and the images. Raises like `encode`."""
+        prompt has one placeholder per image, and the images. Raises the errors of `encode`."""
         return Prompt(
             token_ids=self._token_ids(self._text(sample)),
             images=self._open_images(sample),
@@ -86,7 +86,7 @@ class PromptEncoder:
         return None if self.processor is None else ImageProcessing.of(self.processor.image_processor)
 
     def num_tokens(self, sample: Sample) -> int:
-        """Return the number of tokens of `encode(sample)`, computed from the sizes of the images. Raises like
+        """Return the number of tokens of `encode(sample)`, computed from the sizes of the images. Raises the errors of
         `encode`."""
         count = getattr(self.processor, "_get_num_multimodal_tokens", None)
         if sample.images and count is None:  # this processor cannot count image tokens

@@ -200,8 +200,8 @@ class Seen:
 
 
 def pixel_limits(model: ModelConfig) -> PixelLimits | None:
-    """Return the limits of `model`, or the checkpoint's limits for those that are null. None if the checkpoint's limits
-    are not known: it is not on this machine, or its processor has no such limits."""
+    """Return the pixel limits that `model` sets; a limit that is null is the checkpoint's. None if the checkpoint's
+    limits are not known: it is not on this machine, or its processor has no such limits."""
     own = _own_limits(Path(model.path))
     if own is None:
         return None if model.max_pixels is None else PixelLimits(least=model.min_pixels or 1, most=model.max_pixels)

@@ -99,7 +99,7 @@ class Answers:
 
     def of(self, groups: Mapping[int, Sequence[Sample]]) -> dict[int, list[list[Rollout]]]:
         """Return the answers to the samples of each image, by the image's index among all images of the command. Each
-        sample's greedy answer comes first. Raises what a run's rollouts raise."""
+        sample's greedy answer comes first. Raises the errors of a run's rollouts."""
         greedy = self._generate(groups, 1, greedy=True)
         self._require_same_prompt(greedy)
         drawn = self._generate(groups, self.asked.samples, greedy=False) if self.asked.samples else {}

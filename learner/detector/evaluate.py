@@ -120,8 +120,8 @@ def evaluate(options: EvaluateOptions) -> int:
 
 
 def _found(options: EvaluateOptions, console: Console) -> tuple[dict[str, list[Sample]], dict[str, list[Found]]]:
-    """Return the samples of each annotation file, and what each detector finds in them. In the main file and that of
-    `val`, detectors are result files and models; in those of `retain`, models only."""
+    """Return the samples of each annotation file, and what each detector finds in them. For the main file and `val`,
+    the detectors are result files and models; for the files of `retain`, they are the models only."""
     paths = {_MAIN: options.annotations} | ({_VAL: options.val} if options.val is not None else {})
     paths |= {_retained(name): str(path) for name, path in options.retain.items()}
     samples = {key: _samples(options, path) for key, path in paths.items()}

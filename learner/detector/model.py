@@ -136,8 +136,8 @@ def _found_run(folder: Path, *, needed: bool) -> tuple[RunConfig | None, str]:
 
 
 def name_of(path: Path, folder: Path) -> str:
-    """Return the model's name for people, such as `cells, step 40`: that of `path`, which a user named, and the step of
-    the checkpoint in `folder`, if it is one."""
+    """Return the model's name for people, such as `cells, step 40`: the name of `path`, which the user gave, and, if
+    `folder` is a checkpoint, its step."""
     step, whose = _CHECKPOINT.fullmatch(folder.resolve().name), path.resolve()
     if _CHECKPOINT.fullmatch(whose.name):
         whose = whose.parent

@@ -292,7 +292,7 @@ def _least_pixels(trained: InferenceSettings | None) -> str:
 
 
 def _question(trained: InferenceSettings | None) -> tuple[str, str]:
-    """Return `data.prompt` and `task`: those that a model was trained with, otherwise those of Qwen-VL models."""
+    """Return values for `data.prompt` and `task`: the model's values in training, or else values for Qwen-VL models."""
     if trained is None:
         return f'"{PROMPT}"', "{container: array, coordinates: digits}     # how Qwen-VL models answer"
     task = f"{{container: {trained.task.container}, coordinates: {trained.task.coordinates}}}     # as it was trained"

@@ -96,8 +96,8 @@ class MetricsLog:
             self._trackers.scalars({f"{event}/{name}": value for name, value in numbers(values)}, step)
 
     def pictures(self, draw: Pictures, *, step: int) -> None:
-        """Give the trackers the pictures that `draw` returns, those of an evaluation. One of the trackers' threads
-        calls `draw` later."""
+        """Give the trackers the pictures of an evaluation, which `draw` returns. One of the trackers' threads calls
+        `draw` later."""
         if self.enabled:
             self._trackers.pictures(draw, step)
 

@@ -349,7 +349,7 @@ def load_policy(
         # Reentrant checkpointing would lose the gradients of a layer whose input has no gradient. With adapters, the
         # first layer is one.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        for i, layer in enumerate(_layers(model)):  # evenly over vision tower and decoder
+        for i, layer in enumerate(_layers(model)):  # the layers that are recomputed are spread evenly over the model
             layer.gradient_checkpointing = int((i + 1) * recomputed) > int(i * recomputed)
     sharded = shard(model, shard_over) if shard_over else None
     if sharded is None:

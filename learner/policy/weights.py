@@ -247,7 +247,7 @@ def merged_weight(
 
 
 def _merge_of(layer: LoraLayer) -> Callable[[torch.dtype, torch.device | None], torch.Tensor]:
-    """Return what `merged_weight` does with this layer. It may be called again and again."""
+    """Return the function by which `merged_weight` merges this layer. The function may be called repeatedly."""
     return _PlainMerge(layer) if merges_plainly(layer) else partial(_merged_by_peft, layer)
 
 

@@ -125,8 +125,8 @@ def _train(measured: Measured) -> dict[str, Floats]:
 
 
 def _validation(split: MeasuredSplit, train: Mapping[str, Floats]) -> dict[str, Floats]:
-    """Return the features of the validation scenes, in the same form as `train`. The validation scenes are drawn
-    independently of the training scenes."""
+    """Return the features of the validation scenes, by name, as `_train` does. The validation scenes are drawn
+    independently of the training scenes. `train`: the features of the training scenes."""
     sums = _sums_of(len(split.greedy), seed=1)
     nats = sums(split.nats)
     found = {"f1_val": METRICS[F1](columns_of(sums(split.greedy))), "nats_val": _ratio(nats[:, 0], nats[:, 1])}

@@ -112,7 +112,7 @@ def _tested(run: RunRecord) -> str:
 
 
 def _against(main: Progress, other: Progress) -> str:
-    """Return by how much the F1 of `other` is ahead of or behind that of `main`, in words; empty if the interval of the
+    """Return by how much the F1 of `other` is above or below the F1 of `main`, in words; empty if the interval of the
     difference includes zero."""
     lead = gain_between(main.after, other.after)
     if lead is None or not _tone(lead):

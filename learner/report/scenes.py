@@ -297,7 +297,7 @@ def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float
 
 def _places(item: DetectionObject, height: float, width: float, *, below_first: bool) -> Iterator[tuple[float, float]]:
     """Yield places for an object's tag, as the tag's left upper corner: above and below the object, inside its upper
-    and lower edge, beside it. `below_first`: below comes before above."""
+    and lower edge, beside the object. `below_first`: the place below comes before the place above."""
     xs, ys = item.bins[::2], item.bins[1::2]
     left, right = min(xs) * DRAWING / 999, max(xs) * DRAWING / 999
     top, bottom = min(ys) * height / 999, max(ys) * height / 999

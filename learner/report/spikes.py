@@ -38,8 +38,8 @@ class SpikingStep:
 
 
 def largest(run: RunRecord) -> dict[int, list[SpikePoint]]:
-    """Return the spikes of at most MAX_SPIKES steps, by step: those whose values are the largest multiples of the usual
-    value."""
+    """Return the spikes of at most MAX_SPIKES steps, by step: the spikes whose values are the largest multiples of the
+    usual value."""
     by_step: dict[int, list[SpikePoint]] = {}
     for point in sorted(run.spikes, key=lambda point: -point.value / max(point.usual, 1e-12)):
         if len(by_step) < MAX_SPIKES or point.global_step in by_step:

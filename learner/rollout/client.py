@@ -260,8 +260,8 @@ class ServerClient:
         await self._send_weights_call("/init_communicator/", call, patience)
 
     async def update_weights(self, call: UpdateWeightsCall, patience: Patience | None = None) -> UpdateWeightsReply:
-        """Returns the reply when all weights have been broadcast and the server has checked them. Raises as
-        `init_communicator` does."""
+        """Returns the reply when all weights have been broadcast and the server has checked them. Raises the errors of
+        `init_communicator`."""
         response = await self._send_weights_call("/update_weights/", call, patience)
         return read_reply(response.content, TypeAdapter(UpdateWeightsReply), self.base_url, "/update_weights/")
 

@@ -132,8 +132,8 @@ class ColocateBackend(RolloutBackend):
         ]
 
     def _generate_together(self, asked: _Asked, how: RequestConfig, parts: dict[str, float]) -> list[Generation]:
-        """Return this rank's generations. One call of the engine makes them together with those of all ranks that share
-        the engine. Writes the seconds of the call's parts ("prompts", "engine") into `parts`."""
+        """Return this rank's generations. One call of the engine makes the generations of all ranks that share the
+        engine. Writes the seconds of the call's parts ("prompts", "engine") into `parts`."""
         shares, mine = [asked], 0
         size = self.engine.tensor_parallel_size
         if size > 1:

@@ -198,7 +198,8 @@ class ColocatedEngine:
 
     def score(self, prompts: Sequence[Prompt], responses: Sequence[Sequence[int]]) -> list[Scores]:
         """Return the log-probabilities (nats) of each response's tokens after its prompt, computed without and with the
-        prefix cache, and digests of the prompt's processed images (`Scores.pixels`). Raises as `generate` does."""
+        prefix cache, and digests of the prompt's processed images (`Scores.pixels`). Raises the errors of
+        `generate`."""
         pairs = [(prompt, list(ids)) for prompt, ids in zip(prompts, responses, strict=True)]
         reads = [cached_scoring(*pair) if self._caches_prefixes else [] for pair in pairs]
         asked = [*(scoring(*pair) for pair in pairs), *(read for several in reads for read in several)]

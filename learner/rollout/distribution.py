@@ -106,8 +106,8 @@ def distribute(
     even if servers were lost and `chunk_size` would raise.
 
     If the quotas have room for all requests, all are sent at once: requests above the quota of their server go to the
-    neighbouring servers. With more requests, those of a server whose quota is zero go to the next server with a quota,
-    in cyclic order. Only in this case can one server own two spans.
+    neighbouring servers. With more requests, the requests of a server whose quota is zero go to the next server with a
+    quota, in cyclic order. Only in this case can one server own two spans.
     """
     quotas = quotas_of(
         rank=rank, num_ranks=num_ranks, server_world_sizes=server_world_sizes, decode_batch_size=decode_batch_size
@@ -138,7 +138,8 @@ def _slots(num_requests: int, rank: int, num_ranks: int, sizes: Sequence[int]) -
 
 
 def _within(owned: Sequence[int], quotas: Sequence[int]) -> tuple[int, ...]:
-    """Return `owned` with no number above its quota. What is above goes to later servers, or else to earlier ones."""
+    """Return `owned` (requests per server) with no number above its quota. The rest goes to later servers, or else to
+    earlier servers."""
     edges = [0, *accumulate(owned)]
     total = edges[-1]
     for i, quota in enumerate(quotas):

@@ -225,7 +225,7 @@ def read_answer(token_ids: Sequence[int], stop_token_ids: Collection[int]) -> tu
 
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Return the ids of the tokens that end an answer: those of the checkpoint's generation settings and of the
+    """Return the ids of the tokens that end an answer, from the checkpoint's generation settings and from the
     tokenizer. A rollout server uses the same ids."""
     listed = model.generation_config.eos_token_id
     ids = {listed} if isinstance(listed, int) else set(listed or ())

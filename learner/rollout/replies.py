@@ -101,9 +101,9 @@ class Pace:
         self._rates.append(max(1, num_tokens) / max(1e-6, seconds))
 
     def deadline_s(self, max_new_tokens: int | None) -> float:
-        """Return the deadline of an `/infer/` call in seconds: PACE_MARGIN times what `max_new_tokens` take at the
-        lowest of the last tokens per second, but at least MIN_INFER_S and at most MAX_INFER_S. Before the first answer,
-        or without `max_new_tokens`, it is MAX_INFER_S."""
+        """Return the deadline of an `/infer/` call in seconds: PACE_MARGIN times the time that `max_new_tokens` tokens
+        take at the lowest speed of the last calls, but at least MIN_INFER_S and at most MAX_INFER_S. Before the first
+        answer, or without `max_new_tokens`, it is MAX_INFER_S."""
         if not self._rates or max_new_tokens is None:
             return MAX_INFER_S
         return min(MAX_INFER_S, max(MIN_INFER_S, PACE_MARGIN * max_new_tokens / min(self._rates)))

@@ -246,7 +246,7 @@ class ServerBackend(RolloutBackend):
     # ---- rollouts --------------------------------------------------------------------------------------------------
 
     def statuses(self) -> tuple[ServerStatus, ...]:
-        """Return every serving server's state now, in order. Raises as `connect` does."""
+        """Return every serving server's state now, in order. Raises the errors of `connect`."""
         return tuple(self.loop.run(gather(self.look(client) for client in self.clients)))
 
     def generate_window(
@@ -324,7 +324,7 @@ class ServerBackend(RolloutBackend):
 
     async def look(self, client: ServerClient, limit_s: float | None = None) -> ServerStatus:
         """Wait until a server is healthy, for at most `limit_s` (None: `timeout_s`). Check its status and return it.
-        Raises as `connect` does."""
+        Raises the errors of `connect`."""
         await client.wait_healthy(limit_s)
         status = await client.status()
         self._check(client.base_url, status)

@@ -185,7 +185,7 @@ class LabelCompletion:
     # ---- parts -----------------------------------------------------------------------------------------------------
 
     def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[_Looked]:
-        """Return the label candidates of all samples, in order, each with the pixels of the free ones (those that
+        """Return the label candidates of each sample, in order, with the pixels of the free candidates (candidates that
         overlap no label). Each rank asks for answers to its share of a part; then all ranks exchange results."""
         found: list[_Looked] = []
         share_of_labels = share_of(sum(len(sample.objects) for sample in annotated))
@@ -304,7 +304,7 @@ def _files(folder: Path) -> Iterator[tuple[int, Path]]:
 
 
 def _added(sample: Sample) -> dict[str, list[list[object]]]:
-    """Return, as JSON, the labels that a sample has besides its annotated ones."""
+    """Return the completed labels of a sample (labels that are not annotated), as JSON."""
     added = [
         [obj.desc, obj.kind, list(obj.bins), list(obj.votes), *([] if obj.image is None else [obj.image])]
         for obj in sample.objects

@@ -82,8 +82,8 @@ class Evaluations:
         self._calibration: tuple[int, str | None] | None = None  # a step, and the calibration fitted on its evaluation
 
     def evaluate(self, step: int) -> tuple[Mapping[str, float], Mapping[str, float]]:
-        """Score the evaluation samples and those of `data.retain`. Return the metrics of the evaluation samples, and
-        the metrics of both together."""
+        """Score the evaluation samples and the samples of `data.retain`. Return two mappings: the metrics of the
+        evaluation samples, and the metrics of all samples."""
         basis, data = self._basis, self._basis.config.data
         self._journal.note(f"evaluating {len(basis.data.evaluation)} samples at step {step}")
         evaluation = self.score(
@@ -261,8 +261,8 @@ def write_evaluation(evaluation: Evaluation, path: Path, categories: Mapping[str
     `path` (`.coco.json`) has the predictions as COCO results. `categories`: the annotations' category ids by class
     name.
 
-    In COCO results an image has the id of its sample. If the sample has several images, the second one's id is the
-    sample's with `#2` behind it."""
+    In COCO results an image has the id of its sample. If a sample has several images, `#1`, `#2` and so on are added to
+    the sample's id."""
     lines = map(json.dumps, map(_line, evaluation.rollouts, evaluation.scenes, evaluation.counts))
     write_atomically(path, "".join(f"{line}\n" for line in lines))
     if any("predictions" in scene for scene in evaluation.scenes):

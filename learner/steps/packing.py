@@ -94,8 +94,8 @@ def fifo(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack the longest first, each into the fullest row that can take it (Johnson 1973: at most 11/9 of the optimum +
-    1)."""
+    """Return rows as lists of indices into `lengths`. The longest length is packed first, each into the fullest row
+    that can take it (Johnson 1973: at most 11/9 of the fewest possible rows + 1)."""
     rows: list[list[int]] = []
     free: list[tuple[int, int]] = []  # (tokens left, row), ascending
     # Segments of equal length keep their order of arrival, so that equal inputs give equal rows.
@@ -112,8 +112,8 @@ def _best_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int
 
 
 def fullest_with_first(lengths: Sequence[int], capacity: int, num_first: int = 1) -> list[int]:
-    """Return the indices of the lengths that fill a row best: the first `num_first`, and of the others those that bring
-    the sum closest to `capacity` without exceeding it.
+    """Return the indices of the lengths that fill a row best: the first `num_first` lengths, and as many of the others
+    as bring the sum closest to `capacity` without exceeding it.
 
     The result is exact: each reachable sum is a bit of one integer, so an item costs one shift. Of several choices with
     the same sum, the one with earlier items is returned, so that old segments are learned first.

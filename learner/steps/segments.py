@@ -111,7 +111,8 @@ class RolloutSource(SegmentSource):
             return [self.segment(rollout, prompt) for rollout, prompt in zip(rollouts, prompts, strict=True)]
 
     def _rollouts(self, step: MicroStep, *, global_step: int, clock: PhaseClock) -> list[Rollout]:
-        """Return the micro-step's rollouts: those of the window if they were made already, else new ones."""
+        """Return the micro-step's rollouts. If `begin_window` has made them already, return these; otherwise make
+        them."""
         rollouts = self._made.pop((global_step, step.micro_step_idx), None)
         if rollouts is None:
             with clock.phase("rollout"):

@@ -291,8 +291,8 @@ class ShareQueue:
         return None
 
     def _makeable(self) -> tuple[int, ...]:
-        """Return the wanted shares for which packs may be made now: those that are learned at most `version_window`
-        syncs later."""
+        """Return the wanted shares for which packs may be made now: the shares that will be learned at most
+        `version_window` syncs later."""
         every = self.bounds.sync_every
         # Packs of later shares would be too old before they are learned. When such packs were made, every other
         # Channel-B step found no usable pack.

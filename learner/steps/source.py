@@ -212,7 +212,7 @@ class FreshSteps(StepSource):
         return self._source.segments(step, prompts, global_step=self._global_step, clock=self._clock)
 
     def _due_on_resume(self) -> list[str]:
-        """Return the ids of the samples that a run resumed now would have to learn in addition to those of its
+        """Return the ids of the samples that a run resumed now would have to learn in addition to the samples of its
         dataloader."""
         return self.waiting()
 

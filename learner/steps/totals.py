@@ -83,7 +83,7 @@ class StepTotals:
         capacity: int,
         extra: Mapping[str, float] | None = None,
     ) -> StepResult:
-        """Return the step's record; `extra` are metrics besides those that follow from the counts."""
+        """Return the step's record. `extra`: metrics in addition to the metrics that follow from the counts."""
         counts = dict.fromkeys(_COUNTS, 0.0) | self.counts
         metrics = {**seconds, **(extra or {})}
         metrics["tokens_per_s"] = counts["tokens"] / seconds["step_s"]

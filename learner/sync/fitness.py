@@ -149,7 +149,7 @@ async def look(backend: ServerBackend, base_url: str) -> ServerStatus | ProjectE
 
 
 def on_rank_0(ranks: SyncRanks, work: Callable[[], T]) -> T:
-    """Run `work()` on rank 0 alone; its result, or its ProjectError, reaches every rank."""
+    """Run `work()` on rank 0 alone. Return its result, or raise its ProjectError, on every rank."""
     # The barrier ensures that no rank asks for rollouts while rank 0 changes the servers' weights.
     ranks.barrier()
     outcome: tuple[T | None, ProjectError | None] = (None, None)

@@ -89,7 +89,8 @@ class TokenBoundaries:
 def _encode_between(
     encode: Callable[[str], Ids], numbers: Mapping[str, Ids], left: str, text: str, right: str
 ) -> Ids | None:
-    """Return the ids of `text` between the digits `left` and `right`, if given; None if a digit is fused with it."""
+    """Return the ids of `text`, encoded between the digits `left` and `right` if they are given; None if a token holds
+    both a digit and a part of `text`."""
     ids = encode(left + text + right)
     if (left and ids[:1] != numbers[left]) or (right and ids[-1:] != numbers[right]):
         return None

@@ -110,7 +110,7 @@ def _fitting(spec: TensorSpec, tensor: torch.Tensor | None) -> torch.Tensor:
 def unpack(buffer: torch.Tensor, specs: Sequence[TensorSpec]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the bucket's tensors by name, in order, as views into `buffer` (uint8, 1-D, contiguous).
 
-    Raises SyncError if the buffer's size is not that of the specs.
+    Raises SyncError if the buffer's size does not fit the specs.
     """
     if buffer.numel() != num_bucket_bytes(specs) + SEAL_BYTES:
         raise SyncError(

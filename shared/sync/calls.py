@@ -45,7 +45,7 @@ class Operation(Generic[T]):
             threading.Thread(target=self.run, args=(call,), name=what, daemon=True).start()
 
     def done(self, wait_s: float) -> bool:
-        """Wait up to `wait_s`; return True if the operation has ended. Raises what `result` raises."""
+        """Wait up to `wait_s`; return True if the operation has ended. Raises the errors of `result`."""
         if not wait([self.future], wait_s).done:
             return False
         self.result()

@@ -125,7 +125,8 @@ class _Watcher(TorchDispatchMode):
 
 
 def _copies(watcher: _Watcher, tensors: Named) -> tuple[TensorCopy, ...] | None:
-    """Return the recorded copies of `tensors`; None if a tensor was not copied whole, or other data was written."""
+    """Return the copies of `tensors` that `watcher` recorded; None if a tensor was not copied whole, or if other data
+    were written."""
     copies = []
     for target, source in watcher.pairs:
         index = next((i for i, (_, tensor) in enumerate(tensors) if _lies_in(source, tensor)), None)
@@ -179,7 +180,7 @@ class WeightLoad:
             self._open = True
 
     def add(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load these checkpoint tensors. Raises whatever the model's loader raises."""
+        """Load these checkpoint tensors. Raises the errors of the model's loader, which may be of any type."""
         with torch.no_grad():
             if self.in_place:
                 self._written |= self._memory.load(list(self._counted(tensors)), self._load_weights)

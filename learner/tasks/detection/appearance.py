@@ -97,7 +97,7 @@ class Appearance:
 
 def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
     """Cut examples and finds out of a sample's photographs. Only the share `share` of the labels is used, chosen by a
-    hash of their names and places. Raises what `open_image` raises."""
+    hash of their names and places. Raises the errors of `open_image`."""
     labels = [obj for obj in sample.objects if _seed(sample, obj) < share * 2**32]
     on: list[Crop] = []
     beside: list[Crop] = []
@@ -326,8 +326,9 @@ class _Group:
     def right(
         self, scores: Floats, votes: NDArray[np.int64], border: bool, first: Sequence[float] | None
     ) -> tuple[Floats, Sequence[float]]:
-        """Return for each find [F] the probability that it is right, and the shares of right, misplaced and misnamed
-        ones among the finds with the fewest votes. `border`: all these finds touch the border, or none does."""
+        """Return for each find [F] the probability that it is right. Return also the shares of right, misplaced and
+        misnamed finds among the finds with the fewest votes. `border`: True if all these finds touch the border, False
+        if none does."""
         kinds = [values[edge == border] for values, edge in ((self.on, self.on_border), *self.wrong)]
         whole = [self.on, *(values for values, _ in self.wrong)]
         if min(len(kinds[0]), len(kinds[1])) < _FEWEST_EXAMPLES:

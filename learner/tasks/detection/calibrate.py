@@ -130,7 +130,7 @@ def cross_fitted(found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sa
 def _fit_twice(
     found: Sequence[Sequence[ScoreCandidate]], samples: Sequence[Sample], *, num_drawn: int
 ) -> tuple[Calibration, Boxes]:
-    """Return a calibration, and the boxes it was fitted on. It is fitted twice.
+    """Return a calibration, and the boxes it was fitted on. The second fit ranks the boxes by the scores of the first.
 
     Raises DataError if there is too little to learn from.
     """

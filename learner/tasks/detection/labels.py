@@ -167,6 +167,6 @@ def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: ND
 
 
 def _taken_before(behind: Ints) -> Ints:
-    """Return for each number [N] the position after the last token that an earlier number labels or masks. `behind`
-    [N]: the position after the last token that each number itself labels or masks."""
+    """Return for each number [N] the position after the last token that any earlier number labels or masks. `behind`
+    [N]: for each number, the position after the last token that this number labels or masks."""
     return np.concatenate([[0], np.maximum.accumulate(behind)[:-1]])

@@ -182,7 +182,7 @@ def _share(above: str, below: str) -> Metric:
 
 METRICS: Mapping[str, Metric] = {
     "f1@0.5": _f1_at("tp", 0.5),
-    # If labels are missing at random, it ranks models rightly, and F1 favors those that find little.
+    # If labels are missing at random, this metric ranks models correctly, while F1 favors models that find little.
     "fm@0.5": _fm_at("tp", 0.5),
     "f1@miou": _f1_over_thresholds("tp"),
     "precision@0.5": _precision_at("tp", 0.5),

@@ -81,7 +81,7 @@ class GapJudge:
 
     def score(self, boxes: Boxes) -> GapScore | None:
         """Score one model's boxes. Return None if labels are too few, or if objects look like their surroundings.
-        Raises what opening an image raises."""
+        Raises the errors of `open_image`."""
         found = [candidates(sample, [own]) for sample, own in zip(self._samples, boxes, strict=True)]
         free = [[one.object for one in own if one.relation == "free"] for own in found]
         with ThreadPoolExecutor(_THREADS) as pool:

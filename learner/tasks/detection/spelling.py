@@ -120,7 +120,8 @@ class Spelling:
         return index
 
     def _encode(self, place: _Context, value: int) -> tuple[int, ...]:
-        """Return the first tokens of `value` in a place. A character that the place cuts in two is left out."""
+        """Return the first tokens that `value` has in this place. A character of the text around it that the place cuts
+        in two is left out."""
         left = self._pieces[place.before][: place.lead] if place.lead else b""
         right = (self._pieces[place.last][-place.tail :] if place.tail else b"") + self._pieces[place.after]
         text = left.decode(errors="ignore") + self._texts[value] + right.decode(errors="ignore")
