@@ -132,7 +132,7 @@ class Trainer:
         self.state = TrainerState()
         self._saved_at: int | None = None
         self._best_alone: Path | None = None  # the best checkpoint, if it was saved only for being the best
-        self._boundary: Boundary | None = None  # None: the present weights are not those at the end of a step
+        self._boundary: Boundary | None = None  # None: the present weights are between two steps
 
     def run(self) -> None:
         """Train to the last step. Raises Stopped if the run was asked to stop, ProjectError, or any other error that
@@ -295,7 +295,7 @@ class Trainer:
         own, metrics = self.evaluations.evaluate(step)
         self.time_limit.evaluated(time.monotonic() - began_s)
         verdict = self.best.add(step, own)
-        # The start needs no checkpoint: its weights are those of model.path.
+        # The evaluation before the first step needs no checkpoint: model.path has its weights.
         if verdict.is_best and step > 0:
             self.keep_best(is_due=self._saved_at == step)
         self.save_calibration()

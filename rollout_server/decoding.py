@@ -194,7 +194,7 @@ class _Process:
         self._link.settimeout(SLICE_S)
         with theirs:
             argv = [sys.executable, "-m", __spec__.name, str(theirs.fileno()), str(rules.max_pixels)]
-            # The process gets no other variables, because one of them is the server's token.
+            # The process gets no other environment variables, because the server's token is among them.
             env = {name: os.environ[name] for name in _VARIABLES if name in os.environ}
             # The process imports from the same folders as this one. `-m` alone would search the working directory.
             folders = os.pathsep.join(str(Path(folder).absolute()) for folder in sys.path)

@@ -68,7 +68,7 @@ class Gate:
             raise self._poisoned()
         if self.state != "serving":
             return False
-        # The call is counted in the same step as the look at the state, so no update can begin in between.
+        # The call is counted in the same step in which the state is read, so no update can begin in between.
         self.in_flight += 1
         return True
 
@@ -80,7 +80,7 @@ class Gate:
     def poison(self, because: str) -> None:
         """Note that the served weights are wrong. Serving stops at once, unless an update is under way."""
         self._unsound = True
-        # The first reason is the cause; later ones follow from it.
+        # The first reason is the cause. Later reasons follow from it.
         self.poisoned_because = self.poisoned_because or because
         if self.state == "serving":
             self.state = "poisoned"

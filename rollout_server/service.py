@@ -347,8 +347,8 @@ class RecentAnswers(Generic[T]):
 
     async def get(self, uuid: str, fingerprint: str, compute: Callable[[], Coroutine[object, None, T]]) -> T:
         """Return the kept answer of this uuid. If there is none, return the result of `compute()`. Raises RequestError
-        if the uuid was used for another request, and whatever `compute` raises. If all waiting callers are cancelled,
-        so is `compute`.
+        if the uuid was used for another request, and the errors of `compute`. If all waiting callers are cancelled,
+        `compute` is cancelled too.
         """
         entry = self._entries.get(uuid)
         if entry is None:

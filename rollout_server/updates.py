@@ -105,7 +105,7 @@ class WeightUpdates:
         """
         self._check_ranks(call)
         call = self._bounded(call)
-        # A learner that crashed may have left a call that waits for it, and the new learner must not wait as well.
+        # A learner that crashed may have left a call that waits for it. The new learner must not wait for that call.
         self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._gate.close_group()
@@ -124,7 +124,7 @@ class WeightUpdates:
         _check_verdict(call)
         _check_sizes(call.buckets)
         call = self._bounded(call)
-        # The update is checked before the gate is taken, so that a refused one poisons nothing.
+        # The update is checked before the gate is taken, so that a refused update does not poison the server.
         self._check_allowed(call)
         async with self._alone():
             start = time.monotonic()

@@ -269,8 +269,8 @@ def read_cached_score(output: RequestOutput) -> float:
 def read_generation(
     output: RequestOutput, stop_token_ids: Collection[int], text_of: Callable[[list[int]], str] = lambda _: ""
 ) -> Generation:
-    """Return the generation in vLLM's output. Without `text_of` its text is "", unless there were stop strings. Raises
-    NotFiniteError if a log-probability is not finite."""
+    """Return the generation in vLLM's output. `text_of` decodes the tokens; without `text_of` the text is "", unless
+    there were stop strings. Raises NotFiniteError if a log-probability is not finite."""
     completion = output.outputs[0]
     token_ids, logprobs = list(completion.token_ids), _sampled_logprobs(completion)
     stop_token_id = stop_logprob = None

@@ -35,7 +35,7 @@ def remember(name: str, value: str) -> None:
     if len(value) < MIN_CHARS or value in _known:
         return
     _known[value] = f"${{{name}}}"
-    # A secret may contain another one, so longer ones are tried first.
+    # A secret may contain another secret, so longer secrets are tried first.
     longest_first = sorted(_known.items(), key=lambda item: -len(item[0]))
     _known.clear()
     _known.update(longest_first)
@@ -63,8 +63,8 @@ def as_written(text: str) -> str:
     escaped = text.replace("${", "$${")
     if "://" in text:
         return masked(escaped)
-    # Only the exact value is replaced. If another form of it were, the text that is filled in later would differ from
-    # it.
+    # Only the exact value is replaced. If another form of the value were replaced, the value that is filled in later
+    # would differ from that form.
     for value, written in _known.items():
         escaped = escaped.replace(value, written)
     return escaped

@@ -45,7 +45,8 @@ class Style:
 StyleName = Literal["demo", "hard"]
 STYLES: dict[StyleName, Style] = {
     "demo": Style(canvas=128, min_height=20, max_height=48, max_digits=8, max_iou=0.05),
-    # The canvas is that of "demo": the shipped checkpoint knows no other, and 160 pixels would give more image tokens.
+    # The canvas is as large as in "demo": the shipped checkpoint knows no other size, and 160 pixels would give more
+    # image tokens.
     "hard": Style(canvas=128, min_height=12, max_height=30, max_digits=30, max_iou=0.25, max_distractors=8),
 }
 DEMO = STYLES["demo"]

@@ -55,7 +55,8 @@ def tensor_parallel_size(config: RunConfig, world_size: int) -> int:
 
 
 def _batch_divides(config: RunConfig, world_size: int) -> Iterator[Mistake]:
-    """R33, D8: a step has a whole number of micro-steps, and both keys give the same number."""
+    """R33, D8: a step has a whole number of micro-steps, and `effective_batch_size` and `gradient_accumulation_steps`
+    give the same number."""
     training = config.training
     batch, given = training.effective_batch_size, training.gradient_accumulation_steps
     if batch is None:

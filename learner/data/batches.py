@@ -254,7 +254,7 @@ class Batches(Iterator[MicroBatch]):
         share = seen.share if seen else self._sampler.share(position)
         given = tuple(self._samples[i] for i in share.indices)
         if seen is None or any(one is not before for one, before in zip(given, seen.given, strict=True)):
-            # An augmented picture depends on the labels, so a prompt encoded with the old ones is thrown away.
+            # An augmented picture depends on the labels, so a prompt that was encoded with old labels is thrown away.
             if self._augmented is not None:
                 self._ahead.pop(position, None)
             seen = _SeenShare(share, given, see(self._samples, share.indices, share.epoch, position, self._augmented))

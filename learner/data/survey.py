@@ -30,8 +30,8 @@ _RARE = 5  # min boxes of a class; a class with fewer is reported
 # (README.md), so 20 leave about 0.1, which is as much as training gains.
 LEAST_HELD_OUT = 20
 _MISPLACED = ("no_area", "outside_image")
-# When YOLO labels were given in pixels, 464 of 513 boxes were lost; when COCO boxes were given as corners, 358 of 476
-# were cut.
+# In two tests with a wrong unit the share was larger: of YOLO labels in pixels, 464 of 513 boxes were lost, and of COCO
+# boxes given as corners, 358 of 476 were cut.
 _MOST_MISPLACED = 0.25  # share of misplaced boxes; above it the unit is probably wrong
 
 
@@ -264,8 +264,8 @@ def shared_images(splits: Mapping[str, Sequence[Sample]]) -> dict[tuple[str, str
                 by_length.setdefault(_length(image), []).append((split, image, sample))
     where: dict[str, dict[str, str]] = {}  # the photograph's name in each split, by fingerprint
     for alike in by_length.values():
-        # Only files of equal length are read, because others differ. Reading all files of 20,000 photographs took 7 s
-        # of processor time more.
+        # Only files whose length occurs in two splits are read, because files of different lengths differ. Reading all
+        # files of 20,000 photographs took 7 s of processor time more.
         if len({split for split, *_ in alike}) == 1:
             continue
         for split, image, sample in alike:

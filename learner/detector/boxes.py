@@ -80,7 +80,8 @@ def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) 
     area = (x2 - x1) * (y2 - y1)
     areas = (others[:, 2] - others[:, 0]) * (others[:, 3] - others[:, 1])
     same = shared >= SAME_IOU * (area + areas - shared)
-    # A part of an object has a small IoU with the whole, so a cut box is judged by how much of it is covered.
+    # A part of an object has a small IoU with the whole object. So a box that was cut is judged by the share of its
+    # area that another box covers.
     return bool((same | (cut & (shared >= COVERED * area))).any())
 
 

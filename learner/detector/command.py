@@ -182,7 +182,7 @@ def reading(model: ModelFiles, paths: Sequence[str], *, named: bool) -> tuple[Da
 def _request(model: ModelFiles, options: Options, line: Mapping[int, InputImage]) -> dict[str, object]:
     """Return the values that must be equal if a command continues an earlier command."""
     sources = hashlib.sha256("\n".join(image.source for image in line.values()).encode()).hexdigest()[:16]
-    # The token is a secret, and this is written to a file.
+    # The request is written to a file, so the token, a secret, is left out.
     asked = {key: value for key, value in asdict(options.asked).items() if key != "token"}
     return {
         "model": str(model.folder.resolve()),

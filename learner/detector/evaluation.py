@@ -244,7 +244,7 @@ def _by_class(scenes: Sequence[Scene], ranked: Sequence[RankedBoxes]) -> dict[st
 
 
 def scenes_of(line: Sequence[Sequence[Scored]], samples: Sequence[Sample]) -> list[Scene]:
-    """Return a scene of the report for each sample with its boxes."""
+    """Return for each sample a scene of the report, with the sample's boxes (`line`) as predictions."""
     scenes = []
     for sample, kept in zip(samples, line, strict=True):
         sheet = Sheet.of(sample.sizes) if len(sample.images) > 1 else None

@@ -141,7 +141,7 @@ def read_results(
         first = next(row for row, place in zip(results, places, strict=True) if place is None)
         wanted = f"images such as {next(iter(by_key), 'none')!r}"
         raise _strangers(path, len(results) - len(rows), len(results), f"image_id {first.image_id!r}", wanted)
-    # Boxes are checked for the wrong form, because even perfect boxes score 0.5 or 0 if they are read in another form.
+    # Unit and format of the boxes are checked, because perfect boxes that are read in a wrong unit score 0 or 0.5.
     _check_unit(path, rows, read_as)
     below = _names_below(rows, read_as)
     naming = _Naming(rows, below, samples, classes, read_as)

@@ -99,8 +99,8 @@ def answer(assignment: Assignment, target: Target, pieces: TokenPieces, kept: Se
 
 
 def tokens_of(assignment: Assignment, target: Target, pieces: TokenPieces) -> list[Token]:
-    """Return the tokens of the answer, at most MAX_TOKENS, then those of the tail (tokens that the answer should have
-    had), at most MAX_TOKENS."""
+    """Return the tokens of the answer, at most MAX_TOKENS, and then the tokens of the tail (tokens that the answer
+    should have had), at most MAX_TOKENS."""
     parsed = assignment.parsed
     num_kept = min(target.prefix_length, len(parsed.token_ids))  # the prefix may also have the stop token
     texts = _texts(parsed.token_ids, pieces)

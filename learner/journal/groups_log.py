@@ -23,7 +23,7 @@ from learner.run.files import AppendedLines
 
 NAME = "groups.jsonl"
 DIGITS = 4  # decimals of written rewards and advantages
-EVERY = 10  # in one of so many steps, a group's answers are written too
+EVERY = 10  # in every `EVERY`th step, the answers of one group are written too
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -43,7 +43,7 @@ T = TypeVar("T")
 IDS = "trackers.json"
 MAX_WAITING = 10_000  # max calls in a tracker's queue
 CLOSE_S = 10.0  # max seconds to wait at the end for all trackers together
-MAX_FAILURES = 20  # after so many failed calls in a row, a tracker gets no more calls
+MAX_FAILURES = 20  # number of failed calls in a row after which a tracker gets no more calls
 STEP = "global_step"
 Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # draws pictures and returns them, each with its sample's name
 

@@ -44,10 +44,10 @@ SUGGESTIONS, DECISIONS, AUDIT = "suggestions.json", "decisions.json", "audit.jso
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Suggestion:
-    """A suspected object. `box` is x1, y1, x2, y2 in pixels. `votes` of `answers` answers have it. `names` are its
-    names in the answers, the most frequent first. `labels` are the annotated boxes of its image, which are shown beside
-    it. Two values estimate the probability that box and name are right: `score` by the model's calibration,
-    `probability` by pixels and votes. None: not known."""
+    """A suspected object. `box` is x1, y1, x2, y2 in pixels. `votes` of the image's `answers` answers have the object.
+    `names` are the object's names in the answers, the most frequent first. `labels` are the annotated boxes of the
+    image, which are shown too. Two values estimate the probability that box and name are right: `score` by the model's
+    calibration, `probability` by pixels and votes. None: not known."""
 
     sample_id: str
     image: str

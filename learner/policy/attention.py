@@ -50,8 +50,8 @@ class SegmentLayout:
     max_patches: int  # number of patches of the largest image; 0 without images
     cu_seqlens: torch.Tensor  # [S + 1] int32, 0 and the sums of `lengths` up to each piece; on the row's device
     prefixes: tuple[int, ...]  # [S], number of keys of the shared prompt, which come before the piece's own keys
-    cu_keys: torch.Tensor  # [S + 1] int32, as `cu_seqlens`, but of the numbers of keys
-    key_index: torch.Tensor | None  # [K], index in the row of each key's token; None: key i is token i's
+    cu_keys: torch.Tensor  # [S + 1] int32, 0 and the sums of the pieces' numbers of keys up to each piece
+    key_index: torch.Tensor | None  # [K], index in the row of each key's token; None: key i belongs to token i
 
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, *, max_patches: int = 0) -> SegmentLayout:

@@ -227,7 +227,7 @@ class RepeatedLogprobs:
 
     def _pass(self) -> torch.Tensor:
         """Return the log-probabilities of all answers, one after the other `[N]`, on the device."""
-        # Each replay of a captured pass overwrites these checksums with those of the present weights.
+        # Each replay of a captured pass overwrites these checksums with the checksums of the present weights.
         with self._within() as self.checksums:
             return self._policy.answer_logprobs(self._inputs)
 

@@ -228,7 +228,8 @@ class Policy:
         with compiling():
             loss, inputs, sums = self._forward_row(row)
             loss_sum = loss.item()
-            # The loss is checked before the backward pass, because its gradients would spoil those of earlier rows.
+            # The loss is checked before the backward pass, because gradients of a loss that is not finite would spoil
+            # the gradients of earlier rows.
             check_finite(loss_sum, [s.sample_id for s in row.segments])
             with collective_errors() if self.is_sharded else nullcontext():
                 loss.backward()  # the host does not wait for the device, and packs the next row meanwhile

@@ -135,7 +135,7 @@ class Notes:
         # Storages of tensors that depend on weights, by their number. As long as a weak reference exists, torch gives
         # the number to no other storage.
         self._of_weights: dict[int, StorageWeakRef] = {}
-        self._values: list[tuple[object, Any]] = []  # (function, its value); None: made anew by a repeated pass
+        self._values: list[tuple[object, Any]] = []  # (function, value); value None: a repeated pass computes it anew
         self._next = 0  # index of the next value that a repeated pass takes
         self._mark(weights)
 

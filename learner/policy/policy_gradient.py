@@ -71,7 +71,7 @@ def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.nd
     first pass. `supervised` is as in `gather_policy`."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
     for segment, at in zip(segments, supervised, strict=False):  # `supervised` may have one more entry: a blank image's
-        # Only the first pass counts: later ones are by weights that this rollout has already changed.
+        # Only the first pass counts, because the weights of later passes were already changed by this rollout.
         if segment.policy is not None and np.isnan(segment.policy.first_logprobs[at]).any():
             segment.policy.first_logprobs[at] = values[start : start + len(at)]
         start += len(at)

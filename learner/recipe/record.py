@@ -260,8 +260,8 @@ def grpo_pays(found: Mapping[str, FeatureEstimate]) -> Rule:
     low. `grpo` gained with 60% of the labels missing, where headrooms of 0.040 [0.012, 0.071] and 0.018 [-0.013, 0.048]
     were measured, and with 40% missing in 32 scenes, where 0.010 [0.000, 0.025] was measured.
     """
-    # The interval need only be above 0 here: the recipe's minutes are spent anyway, and validation keeps the best
-    # weights. A user of --only-measure may spend hours, so that rule asks for more.
+    # Here the interval need only be above 0: the recipe's minutes are spent anyway, and validation keeps the best
+    # weights. After --only-measure a user may spend hours, so the rule for that option demands more.
     return better_places(found, least_low=0.0)
 
 

@@ -340,7 +340,7 @@ def _opened(image: str, roots: Sequence[Path]) -> Image.Image | None:
         try:
             return images.load(images.resolve(image, root))
         except MediaError:
-            continue  # the image may be in the next folder; without any, the page says so
+            continue  # the image may be in the next folder; if it is in none, the page says so
     return None
 
 

@@ -212,7 +212,7 @@ class Progress:
     after: EvalPoint | None  # the last evaluation; None: there is only one
     f1_before: F1Estimate | None
     f1_after: F1Estimate | None
-    gain: F1Estimate | None  # of F1@0.5 from `before` to `after`, on the same scenes
+    gain: F1Estimate | None  # F1@0.5 of `after` minus F1@0.5 of `before`, on the same scenes
     curve: tuple[tuple[EvalPoint, F1Estimate], ...]  # every evaluation with F1@0.5, by step
     # True: `before` is the main run's first evaluation, because this run began from the same model and has none.
     borrowed: bool

@@ -58,8 +58,8 @@ STEP_COLUMNS = {
     "GPU GiB": "gpu_peak_gib",  # only runs on a GPU measure it
 }
 NamedLine = tuple[str, str, str]  # a line's name, the metric that it shows, its color
-# Metrics that get no chart of their own, because other charts show them. Below, FOLDED: beginnings of the names of
-# metrics whose charts are shown on a click only.
+# SHOWN and STAGE2_SHOWN: metrics that get no chart of their own, because other charts show them. FOLDED: beginnings of
+# the names of metrics whose charts are shown on a click only.
 SHOWN = ("reward", "match_rate", "missed", "spurious", "unusable", "tokens_per_s")
 STAGE2_SHOWN = (
     *(f"{STAGE2}{name}" for name in ("executed_b_share", "rollout_s")),
@@ -163,8 +163,8 @@ def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -
 
 
 def _others(run: RunRecord) -> tuple[list[Chart], list[Chart]]:
-    """Return the charts of all metrics for which no chart is defined here: the visible ones, and those that are shown
-    on a click."""
+    """Return two lists of charts, for all metrics for which no chart is defined here: charts that are visible, and
+    charts that are shown on a click."""
     found = {key for step in run.steps for key in step.metrics} - {*SHOWN, *STAGE2_SHOWN}
     is_phase = re.compile(r"\w+_s").fullmatch  # seconds of a phase, which the chart "Seconds per step" shows
     keys = sorted(key for key in found if not key.startswith("drop/") and not is_phase(key))
@@ -185,7 +185,7 @@ def _title(key: str) -> str:
 
 def _loss(run: RunRecord) -> Chart | None:
     """Return the chart of the loss. Channels A and B have a line each."""
-    # Each channel has a line of its own, because the two learn different tokens.
+    # Each channel has a line of its own, because the two channels learn different tokens.
     rollouts, truth = _points(run, "loss", "B"), _points(run, "loss", "A")
     if rollouts and truth:
         series = [Series("channel B", rollouts, "after"), Series("channel A", truth, "other")]

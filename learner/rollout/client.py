@@ -389,7 +389,7 @@ class ServerClient:
         looking: asyncio.Task[None] | None = None
         poll_s = min(self.timeouts.poll_s, silent_s / 2)
         tick_s = poll_s / 5
-        # This clock stands still while this process is stopped: its own pause is no silence of the server.
+        # This clock stands still while this process is stopped, so that its own pause is not taken for a silent server.
         begin = last_seen = awake_s()
         next_look = begin + poll_s
         try:

@@ -216,7 +216,7 @@ class ServerBackend(RolloutBackend):
             before = self._without_lost()
             if before.min_servers == "all" or len(before.members) == 1:
                 raise error
-            # The first error is kept; later ones follow from it.
+            # The first error is kept. Later errors follow from it.
             self._lost.setdefault(base_url, str(error))
             left = self._without_lost()
         if not left.enough:

@@ -349,7 +349,7 @@ class RunAnnotations:
 
     def write(self, samples: Sequence[Sample]) -> None:
         """Write the annotations with the completed labels of `samples`. An earlier file of this run is replaced. Raises
-        as `check`, and OutputError if the write fails."""
+        the errors of `check`, and OutputError if the write fails."""
         self.check()
         added = {
             sample.sample_id: [addition_of(obj, sample) for obj in sample.objects if obj.votes is not None]

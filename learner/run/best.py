@@ -110,7 +110,7 @@ class BestEvaluation:
         if self.ranks.is_main:
             try:
                 stored = json.loads((self.root / BEST_FILE).read_text())
-                # Values of another metric cannot be compared with those of this run.
+                # Values of another metric cannot be compared with this run's values.
                 if stored["metric"] in (self.metric, self.estimated):
                     self.metric = stored["metric"]
                     found = {int(at): float(value) for at, value in stored["values"].items()}

@@ -117,8 +117,8 @@ class CheckpointStore:
     ranks: Ranks
     save_total_limit: int | None = None  # max checkpoints to keep, besides the best one; None: all
     config_digest: str = ""  # digest of the configuration; a resumed run warns if it has changed
-    notes: Mapping[str, str] = field(default_factory=dict)  # file name -> text, of files that each checkpoint gets too
-    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # makes a block that no stop interrupts
+    notes: Mapping[str, str] = field(default_factory=dict)  # further files of each checkpoint: file name -> text
+    held_off: Callable[[], AbstractContextManager[None]] = nullcontext  # makes a `with` block that no stop interrupts
 
     def save(
         self, policy: Policy, optimizer: Optimizer, state: TrainerState, generators: Generators | None = None

@@ -142,7 +142,7 @@ class Stage2Ahead(Stage2Steps):
         self._learned_meanwhile = 0  # Channel-B steps learned while a sync was postponed
         self._is_postponed = False  # True: the sync that this step wants was postponed
         self._depth = 0  # packs queued when the step's channel was chosen
-        self._reported = (PackCounts(), CallTotals())  # totals at the last step's metrics, to report differences
+        self._reported = (PackCounts(), CallTotals())  # totals after the last step; metrics are the increase since then
         log.info("rollouts run ahead: %s, %s", bounds, self._sizes)
 
     def wants_sync(self, global_step: int) -> bool:

@@ -247,8 +247,8 @@ def sequence_advantages(
 
 
 def object_advantages(values: Sequence[NDArray[np.float64]]) -> list[NDArray[np.float64]]:
-    """Return for each rollout the advantages [n + 1] of its n objects and of closing. `values`: V[0..n] of each rollout
-    of a group."""
+    """Return for each rollout of a group the advantages [n + 1] of its n objects and of closing the answer. `values`:
+    for each rollout, the reward that it has earned after 0, 1, ..., n objects."""
     longest = max(map(len, values))
     to_go = np.full((len(values), longest), np.nan)
     for row, value in zip(to_go, values, strict=True):

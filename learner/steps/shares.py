@@ -178,7 +178,7 @@ class Drop:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PackCounts:
-    """Numbers of packs and samples since the start."""
+    """How many packs and samples had which fate since the start of the run."""
 
     packs_made: int = 0
     packs_learned: int = 0
@@ -194,11 +194,11 @@ class PackCounts:
 class Outlook:
     """The shares that one rank has, and the calls that it may still make."""
 
-    complete: Mapping[int, int]  # complete share -> `ServedVersion.syncs` of its oldest pack
+    complete: Mapping[int, int]  # share with rollouts for all its samples -> `ServedVersion.syncs` of its oldest pack
     is_making: bool  # True: the most urgent share is not complete, and a call is in flight or may start
     goes_on: bool  # True: calls for other shares may start before the most urgent share is learned
     stood_still: bool  # True: at some time since the last `take` no call was in flight or permitted
-    begun: Mapping[int, int]  # share with packs or a call in flight -> min updates in the weights of these
+    begun: Mapping[int, int]  # share with packs or a call in flight -> updates in the oldest weights that made them
 
 
 class ShareQueue:
@@ -223,8 +223,8 @@ class ShareQueue:
         self.wanted: tuple[int, ...] = ()  # shares that may be made, the most urgent first
         self.in_flight: Call | None = None
         self.queue: list[Pack] = []  # packs in the order in which they were made
-        self.taken = 0  # shares taken since the last sync; the next sync comes after `sync_every`
-        self._taken_fenced = 0  # shares taken since a fence was requested
+        self.taken = 0  # number of shares taken since the last sync; the next sync comes after `sync_every` shares
+        self._taken_fenced = 0  # number of shares taken since a fence was requested
         self._stood_still = False  # see `Outlook`
         self.counts = PackCounts()
         self._next_pack = 0

@@ -67,7 +67,7 @@ class Stage2Parts:
 
 
 class Stage2Steps(StepSource):
-    """The steps of stage 2. Subclasses say how the rows of Channel-B are made."""
+    """The steps of `stage2_ab_training`. Subclasses make the rows of Channel-B in different ways."""
 
     def __init__(self, parts: Stage2Parts) -> None:
         self._parts, self._ranks, self._clock = parts, parts.ranks, parts.clock

@@ -124,7 +124,7 @@ class ServerDelivery:
     # ---- after a failure -------------------------------------------------------------------------------------------
 
     def recover(self, error: ProjectError, num_repeated: int) -> Recovery:
-        # Weights that are not finite stay so: another try would send the same ones.
+        # Another try would send the same weights, which are not finite.
         if isinstance(error, NotFiniteError):
             return "stop"
         accused_by, self._accused = self._accused, {}

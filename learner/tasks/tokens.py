@@ -107,8 +107,8 @@ def _splitting_tokens(added: Mapping[int, object]) -> dict[str, int]:
         str(token): token_id
         for token_id, token in added.items()
         if re.fullmatch(_ADDED_TOKEN, str(token))
-        # Tokens with these traits are left out: they are found in normalized text, take blanks beside them, or are
-        # found in whole words only.
+        # A token with one of these traits is left out: it is searched in normalized text, includes the blanks beside
+        # it, or is found in whole words only.
         and not any(getattr(token, trait, True) for trait in ("normalized", "lstrip", "rstrip", "single_word"))
     }
 

@@ -186,7 +186,7 @@ class _Tcp(Communicator):
 
 
 _SIZE = struct.Struct("<Q")
-# Bytes go in parts, so that rank 0 passes the first ones on before the last ones have come.
+# Bytes are sent in parts, so that rank 0 passes on the first parts before the last parts have come.
 _PART_BYTES = 1 << 20
 
 

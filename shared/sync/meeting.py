@@ -216,7 +216,7 @@ class _Door:
             self._drop(next(iter(self._guests.values())))
 
     def _hear(self, guest: _Guest) -> None:
-        # A later connection in the same round may have caused this one to be dropped.
+        # This connection may have been dropped because of a later connection in the same round.
         if guest.link not in self._guests:
             return
         try:
@@ -246,7 +246,7 @@ class _Door:
     def _answer(self, rank: int, cards: bytes, wait: _Wait) -> None:
         to = self._members[rank]
         to.link.settimeout(max(_POLL_S, wait.deadline.left_s()))
-        # Small messages must not wait until earlier ones are acknowledged.
+        # Small messages must not wait until earlier messages are acknowledged.
         to.link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         to.link.sendall(cards + _proof(self._member, b"rank 0", rank, to.challenge, to.answer, cards))
 

@@ -242,7 +242,7 @@ def _annotations_by_image(coco: CocoFile, broken: set[str], source: Source) -> M
             grouped[annotation.image_id].append(annotation)
             continue
         if "images" in broken:
-            continue  # its image may be one of the unreadable ones, which were reported already
+            continue  # the annotation's image may be an unreadable image, which was reported already
         place, found = Place(source.file, f"annotation {annotation.id}"), f"image_id {annotation.image_id}"
         source.bad.meet("malformed", place.error("its image is not there", found=found, wanted="an id of `images`"))
     return grouped

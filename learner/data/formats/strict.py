@@ -114,7 +114,8 @@ def identity(value: object) -> str:
     raise ValueError("an id: a text or a whole number")
 
 
-_digits = lru_cache(maxsize=1 << 16)(str)  # annotations repeat the ids of images and classes, so each text is kept once
+# Returns a number as text. Annotations repeat the ids of images and classes, so equal texts are one object.
+_digits = lru_cache(maxsize=1 << 16)(str)
 
 
 def _size(value: object) -> int:

@@ -128,7 +128,7 @@ class ApDraws:
         cls, assignments: Sequence[Assignment], scores: Sequence[Sequence[float]], *, n: int = DRAWS, seed: int = 0
     ) -> ApDraws:
         """Draw `n` times. Equal `n`, `seed` and number of samples give equal draws."""
-        # COCO's matches of an image do not depend on other images, so all draws use the same ones.
+        # COCO's matches of an image do not depend on other images, so all draws use the same matches.
         evaluation = coco_matches(assignments, scores)
         classes = _ranked_boxes(evaluation, samples_of_images(assignments))
         weights = np.concatenate(list(draws(len(assignments), n, seed))).astype(np.float64)

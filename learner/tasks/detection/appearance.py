@@ -36,8 +36,8 @@ from learner.tasks.detection.bins import bounding_box, to_pixels
 # With 200 labels in 16 photographs the estimate was up to 0.12 off, in 8 photographs up to 0.35.
 MIN_LABELS = 200  # min labels
 MIN_AUC = 0.75  # min AUC on held-out labels; below it there is no estimate
-OWN_CLASS = 60  # min right examples of a class with a classifier of its own; smaller classes share one
-MOST_LABELS = 6000  # max labels whose pixels are read; more of them do not improve the estimate
+OWN_CLASS = 60  # min right examples of a class with a classifier of its own; smaller classes share a classifier
+MOST_LABELS = 6000  # max labels whose pixels are read; more labels do not improve the estimate
 FOLDS = 3
 ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (min, limit) of the IoU with the label, for right and for misplaced examples
 _BORDER = 0.0125  # share of a side; a box nearer than this to the photograph's border touches it
@@ -55,7 +55,8 @@ _OF_FIRST = 200.0  # weight of the first model's shares, in finds, when the shar
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
 Open = Callable[[str], Image.Image]
-Shares = dict[tuple[str | None, bool], Sequence[float]]  # by (class, at border): shares of right, misplaced, misnamed
+# (class, True if the finds touch the border) -> shares of right, misplaced and misnamed finds
+Shares = dict[tuple[str | None, bool], Sequence[float]]
 
 # The matrices are small. Beside other programs, several BLAS threads would mostly wait for each other.
 _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
@@ -332,7 +333,7 @@ class _Group:
         kinds = [values[edge == border] for values, edge in ((self.on, self.on_border), *self.wrong)]
         whole = [self.on, *(values for values, _ in self.wrong)]
         if min(len(kinds[0]), len(kinds[1])) < _FEWEST_EXAMPLES:
-            # Few examples say too little about the border, so those of the whole photographs stand in.
+            # Few examples say too little about the border, so the examples of the whole photographs are used instead.
             kinds = whole
         kinds = [own if len(own) >= _FEWEST_EXAMPLES else all_ for own, all_ in zip(kinds, whole, strict=True)]
         found, shares = np.zeros(len(votes)), first or ()

@@ -50,8 +50,8 @@ from learner.tasks.detection.match import Overlaps
 # All figures of `labels.complete` were measured with this value.
 OVERLAP = 0.3  # min IoU of two boxes that are taken for the same object
 MIN_CLUSTERS = 20  # min clusters that overlap labels; fewer give no estimate
-ENOUGH = 150  # r is computed from this many clusters that overlap labels
-# Complete labels were estimated to miss 0.05 at most, labels of which 40% were removed 0.38 at least.
+ENOUGH = 150  # min number of clusters that overlap labels from which r (see the module) is computed
+# For complete labels the estimated share was at most 0.05. For labels of which 40% were removed it was at least 0.38.
 MISSING = 0.10  # share of the objects without a label; above it labels are reported to have gaps
 MIN_MISSING = 0.02  # share of the objects without a label; below it nothing is completed
 
@@ -98,7 +98,7 @@ def candidates(
         if not ignored and (relation != "free" or can_be_label(obj))
     ]
     free = [i for i, one in enumerate(kept) if one.relation == "free"]
-    # Clusters with the most votes come first, because `_apart` keeps the first of those that overlap.
+    # Clusters with the most votes come first, because `_apart` keeps the first of several overlapping clusters.
     free.sort(key=lambda i: (-kept[i].votes, kept[i].object.bins, kept[i].object.desc))
     apart = _apart([kept[i].object for i in free])
     repeating = {i for i, is_apart in zip(free, apart, strict=True) if not is_apart}

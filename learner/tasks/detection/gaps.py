@@ -41,12 +41,12 @@ from learner.tasks.detection.completion import (
 )
 from learner.tasks.detection.geometry import iou_matrix
 
-# On photographs of cells this minimum gains 577 labels (right ones minus wrong ones). With a min number of votes
-# instead, at most 496 are gained.
-PROBABLE = 0.5  # min probability of a new label; less probable ones harm more than they help
-_FEWEST = 20  # min clusters with a label, and min without one; with fewer it is not tested whether gaps are random
-_AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if the AUC is above, and the p-value below these
-_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # gaps depend on the photograph if chi2 / degrees is above and p below these
+# On photographs of cells this minimum gains 577 labels (right labels minus wrong labels). A min number of votes instead
+# gains at most 496.
+PROBABLE = 0.5  # min probability of a new label; less probable labels harm more than they help
+_FEWEST = 20  # min clusters with a label, and min clusters without; with fewer it is not tested if gaps are random
+_AUC, _CHANCE = 0.6, 0.001  # gaps depend on a box's features if AUC > `_AUC` and p-value < `_CHANCE`
+_SPREAD, _SPREAD_CHANCE = 1.8, 0.001  # gaps depend on the photograph if chi2 / degrees > `_SPREAD` and p is smaller
 _BORDER = 12.5  # bins; a box nearer than this to the photograph's border touches it
 _PENALTY = 3.0
 
@@ -65,8 +65,8 @@ def estimate_gaps(
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
-    # Looks judge only places. When they judged names too, on digits of which 60% had no label, the estimated share of
-    # right finds was 0.91, and the true share 0.74.
+    # The classifiers (`Looks`) judge only places. When they judged names too, on digits of which 60% had no label, the
+    # estimated share of right finds was 0.91, and the true share 0.74.
     looks = Looks(crops, names=False).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
     probabilities: Sequence[Sequence[float]] = ()
     if looks.probabilities:

@@ -52,7 +52,7 @@ class Grammar:
     open_pattern: re.Pattern[bytes]  # the container's opener; group 1 is the closer if the container is empty
     entry_pattern: re.Pattern[bytes]  # the text up to an object's "{"; group 1 is the object's name, if `indexed`
     next_pattern: re.Pattern[bytes]  # the text after an entry; group 1 is ",", the closer, or empty
-    usual_pattern: re.Pattern[bytes]  # a correct entry with fields in the order in which they are written; for speed
+    usual_pattern: re.Pattern[bytes]  # a correct entry with fields in the usual order; it makes reading faster
     list_pattern: re.Pattern[bytes]  # a list that holds only coordinates
 
     def coordinate_text(self, value: int) -> str:

@@ -320,7 +320,7 @@ def coco_matches(assignments: Sequence[Assignment], scores: Sequence[Sequence[fl
     regions = [
         (image, obj._replace(desc=desc))
         for image, obj in _by_image(first, [sample.ignored for sample in samples])
-        # COCO's crowds have one class each, and a region without a name holds for all of them.
+        # Each of COCO's crowd regions has one class. So a region without a name becomes a crowd region of every class.
         for desc in ([obj.desc] if obj.desc else categories)
         if desc in categories
     ]

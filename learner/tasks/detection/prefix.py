@@ -81,7 +81,7 @@ def apart(
     objects: Sequence[DetectionObject], others: Sequence[DetectionObject], parsed: ParsedRollout, task: ObjectTask
 ) -> list[DetectionObject]:
     """Return the `objects` that match none of `others`, even if each of `others` could be matched several times."""
-    # One matching pairs each of the others once, so it is repeated until nothing matches.
+    # One matching pairs each item of `others` at most once, so matching is repeated until nothing matches.
     left = list(objects)
     while (again := overlaps(left, others, parsed, task)).pairs:
         left = [left[i] for i in again.spurious]

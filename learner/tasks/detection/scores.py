@@ -47,7 +47,7 @@ FEATURES = (
     "overlap_same",  # the largest IoU with another candidate of the same name
     "rivals",  # the largest share of answers that have an overlapping candidate
 )
-_LEAST = -12.0  # min log-probability of a feature, in nats; lower ones are raised to it
+_LEAST = -12.0  # min log-probability of a feature, in nats; lower values are raised to it
 _HALF_NATS = 4.0  # a log-probability of -4 nats gives a score of 0.5 without calibration; as a probability it is 0.02
 
 

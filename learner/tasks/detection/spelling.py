@@ -86,7 +86,7 @@ class Spelling:
         if not len(self._alone):
             return self._fused_tokens(numbers, token_ids)
         tokens = self._alone[numbers.wanted]
-        # A longer true number may differ only in the token after the predicted one, so that is compared too.
+        # If the true number is longer, only the token after the predicted number may differ. So it is compared too.
         tokens[np.arange(len(tokens)), self._num_tokens[numbers.wanted]] = token_ids[numbers.end]
         return tokens
 
@@ -130,5 +130,6 @@ class Spelling:
 
 @lru_cache(maxsize=8)
 def spelling_of(coordinate_text: Callable[[int], str], tokenizer: Tokenizer) -> Spelling:
-    """Return the spelling of `coordinate_text`. The same arguments give the same object, so its tables are shared."""
+    """Return how the tokenizer spells the coordinates that `coordinate_text` writes. Equal arguments give the same
+    object, so that its tables are shared."""
     return Spelling(coordinate_text, pieces_of(tokenizer))

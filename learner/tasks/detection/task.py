@@ -28,7 +28,7 @@ from learner.tasks.task import SerializedTail
 from learner.tasks.tokens import pieces_of
 from shared.errors import ConfigError, DataError
 
-# Names of metrics. The estimated ones are reported if labels have gaps.
+# Names of metrics. The estimated metrics are reported if labels have gaps.
 EVALUATED = (
     *METRICS,
     *coco_ap([]),
