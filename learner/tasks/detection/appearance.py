@@ -1,18 +1,18 @@
 """Estimates from pixels how often finds (the model's boxes that overlap no label) are right (R49, D22).
 
-In: photographs, their labels, and finds with votes. Out: for each find the probability that its name and box are right.
-No person judges any find. Labels need not be missing at random, because an object looks the same with and without a
-label.
+In: photographs, their labels, and finds with votes. Out: for each find the probability that its box is right; `gaps`
+and `ranking` judge names. No person judges any find. Labels need not be missing at random, because an object looks the
+same with and without a label.
 
 1. *Examples.* A labelled box is moved. With IoU >= 0.55 it is still on its object and an example of a right box. With
    IoU 0.08 to 0.45 it is beside the object and an example of a misplaced box. Edges at the photograph's border are not
-   moved. Boxes of other classes are examples of a wrong name, unless only places are judged.
+   moved.
 2. *Scores.* A logistic regression with an L2 penalty separates right from wrong examples by the pixels in and around
    the box. A class with `OWN_CLASS` labels has its own classifier. The other classes share one, which does not use
    names. A photograph is scored by a classifier that was fitted without it (`FOLDS` parts).
-3. *Shares.* The scores of finds are modelled as a mixture of the scores of right, misplaced and misnamed examples. EM
-   finds the likeliest shares, for each class, number of votes, and whether the box touches the photograph's border.
-   The right examples' part of the mixture at a find's score is the find's probability.
+3. *Shares.* The scores of finds are modelled as a mixture of the scores of right and of misplaced examples. EM finds
+   the likeliest shares, for each class, number of votes, and whether the box touches the photograph's border. The
+   right examples' part of the mixture at a find's score is the find's probability.
 
 There is no estimate if labels are too few, or if a classifier cannot separate its own examples. The estimate cannot
 show that labels are complete: where no find was right, it was 0.06 to 0.34. No side effects.
@@ -55,7 +55,7 @@ _OF_FIRST = 200.0  # weight of the first model's shares, in finds, when the shar
 Floats = NDArray[np.float64]
 Pixels = NDArray[np.float32]
 Open = Callable[[str], Image.Image]
-# (class, True if the finds touch the border) -> shares of right, misplaced and misnamed finds
+# (class, True if the finds touch the border) -> shares of right and misplaced finds
 Shares = dict[tuple[str | None, bool], Sequence[float]]
 
 # The matrices are small. Beside other programs, several BLAS threads would mostly wait for each other.
@@ -228,9 +228,7 @@ class _Line:
 class Looks:
     """Learns from some samples how objects and their surroundings look. Classifiers are fitted when first needed."""
 
-    def __init__(self, samples: Sequence[SampleCrops], *, names: bool = True) -> None:
-        """`names`: estimate the probability that name and box are right; False: that the box alone is right."""
-        self._names = names
+    def __init__(self, samples: Sequence[SampleCrops]) -> None:
         self._on, self._beside = (
             _Line.of((i, crop) for i, own in enumerate(samples) for crop in getattr(own, kind))
             for kind in ("on", "beside")
@@ -258,7 +256,7 @@ class Looks:
             if name is None and not (of_find.any() or _in_group(self._on.names, None, own_class).any()):
                 continue
             if name not in self._groups:
-                self._groups[name] = _Group.of(self._on, self._beside, name, own_class, names=self._names)
+                self._groups[name] = _Group.of(self._on, self._beside, name, own_class)
             group = self._groups[name]
             aucs.append((group.auc(), len(group.on)))
             scores = group.scores(line.pixels[of_find], line.part[of_find])
@@ -283,37 +281,37 @@ def _in_group(names: NDArray[np.str_], name: str | None, own_class: set[str]) ->
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class _Group:
-    """The classifiers of one class, and their scores (in logits) of its right (`on`) and wrong examples. `by_part` has
-    one classifier per part of the cross-validation. `on_border`: whether each right example touches the border."""
+    """The classifiers of one class, and their scores (in logits) of its right (`on`) and misplaced (`beside`) examples.
+    `by_part` has one classifier per part of the cross-validation. `on_border` and `beside_border`: whether each example
+    touches the border."""
 
     by_part: Sequence[Callable[[Pixels], Floats]]
     on: Floats
     on_border: NDArray[np.bool_]
-    wrong: tuple[tuple[Floats, NDArray[np.bool_]], ...]  # (scores, at border) of misplaced, and of misnamed examples
+    beside: Floats
+    beside_border: NDArray[np.bool_]
 
     @classmethod
-    def of(cls, on: _Line, beside: _Line, name: str | None, own: set[str], *, names: bool) -> _Group:
+    def of(cls, on: _Line, beside: _Line, name: str | None, own: set[str]) -> _Group:
         """Fit a class's classifiers and score its examples. The shared classifier (name None) is fitted on all
         classes."""
         everywhere = name is None
         fit_on = np.ones(len(on), bool) if everywhere else on.names == name
         fit_beside = np.ones(len(beside), bool) if everywhere else beside.names == name
-        # The shared classifier knows no names, so other classes are no wrong examples for it.
-        others = on.names != name if names and not everywhere else np.zeros(len(on), bool)
-        by_part: list[Callable[[Pixels], Floats]] = []
-        for part in range(FOLDS):
-            kinds = [
-                line.pixels[mask & (line.part != part)]
-                for line, mask in ((on, fit_on), (beside, fit_beside), (on, others))
-            ]
-            by_part.append(logistic(kinds[0], np.concatenate(kinds[1:])))
+        by_part = [
+            logistic(*(line.pixels[mask & (line.part != part)] for line, mask in ((on, fit_on), (beside, fit_beside))))
+            for part in range(FOLDS)
+        ]
         of_on, of_beside = (_scores(by_part, line.pixels, line.part) for line in (on, beside))
         if everywhere and _in_group(on.names, None, own).sum() >= _FEWEST_EXAMPLES:
             fit_on, fit_beside = _in_group(on.names, None, own), _in_group(beside.names, None, own)
-        wrong = [(of_beside[fit_beside], beside.at_border[fit_beside])]
-        if others.sum() >= _FEWEST_EXAMPLES:
-            wrong.append((of_on[others], on.at_border[others]))
-        return cls(by_part=by_part, on=of_on[fit_on], on_border=on.at_border[fit_on], wrong=tuple(wrong))
+        return cls(
+            by_part=by_part,
+            on=of_on[fit_on],
+            on_border=on.at_border[fit_on],
+            beside=of_beside[fit_beside],
+            beside_border=beside.at_border[fit_beside],
+        )
 
     def scores(self, pixels: Pixels, part: NDArray[np.int64]) -> Floats:
         """Return the logits [F] of the F finds with these pixels [F, D] and parts [F]."""
@@ -321,21 +319,18 @@ class _Group:
 
     def auc(self) -> float:
         """Return the probability that a right example has a higher score than a misplaced one."""
-        beside = np.sort(self.wrong[0][0])
+        beside = np.sort(self.beside)
         return float(np.searchsorted(beside, self.on).mean() / max(1, len(beside)))
 
     def right(
         self, scores: Floats, votes: NDArray[np.int64], border: bool, first: Sequence[float] | None
     ) -> tuple[Floats, Sequence[float]]:
-        """Return for each find [F] the probability that it is right. Return also the shares of right, misplaced and
-        misnamed finds among the finds with the fewest votes. `border`: True if all these finds touch the border, False
-        if none does."""
-        kinds = [values[edge == border] for values, edge in ((self.on, self.on_border), *self.wrong)]
-        whole = [self.on, *(values for values, _ in self.wrong)]
-        if min(len(kinds[0]), len(kinds[1])) < _FEWEST_EXAMPLES:
+        """Return for each find [F] the probability that it is right, and the shares of right and misplaced ones
+        among the finds with the fewest votes. `border`: all these finds touch the border, or none does."""
+        kinds = [self.on[self.on_border == border], self.beside[self.beside_border == border]]
+        if min(map(len, kinds)) < _FEWEST_EXAMPLES:
             # Few examples say too little about the border, so the examples of the whole photographs are used instead.
-            kinds = whole
-        kinds = [own if len(own) >= _FEWEST_EXAMPLES else all_ for own, all_ in zip(kinds, whole, strict=True)]
+            kinds = [self.on, self.beside]
         found, shares = np.zeros(len(votes)), first or ()
         for group in _vote_groups(votes):
             found[group], shares = _right_of_mixture(scores[group], kinds, first)
@@ -373,7 +368,9 @@ def _right_of_mixture(
     )
     density = density / density.sum(axis=1, keepdims=True)
     likely = density[:, places]  # [kinds, F]
-    shares = np.full(len(kinds), 1 / len(kinds)) if first is None else np.array(first)
+    shares = (
+        np.full(len(kinds), 1 / len(kinds)) if first is None else np.array(first[: len(kinds)])
+    )  # older runs kept a third
     before = shares * (1.0 if first is None else _OF_FIRST)
     for _ in range(300):
         belongs = shares[:, None] * likely

@@ -67,10 +67,10 @@ def estimate_gaps(
     free = [[one for one in own if one.relation == "free"] for own in found]
     # The classifiers (`Looks`) judge only places. When they judged names too, on digits of which 60% had no label, the
     # estimated share of right finds was 0.91, and the true share 0.74.
-    looks = Looks(crops, names=False).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
+    looks = Looks(crops).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
     probabilities: Sequence[Sequence[float]] = ()
     if looks.probabilities:
-        right_name = _right_names(samples, found, num_answers)
+        right_name = right_names(samples, found, num_answers)
         probabilities = [
             [box * right_name(one) for box, one in zip(*own, strict=True)]
             for own in zip(looks.probabilities, free, strict=True)
@@ -96,7 +96,7 @@ def estimate_gaps(
     return known, _with(found, [[known.precision[one.votes - 1] for one in own] for own in free])
 
 
-def _right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
+def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
     """Return a function that gives the probability that a cluster's name is right if its place is right. This is the
     share of right names among clusters at labels with as many votes. Clusters whose answers all give one name are
     counted apart from the others. The probability does not fall with more votes."""

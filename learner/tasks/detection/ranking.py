@@ -5,8 +5,9 @@ number of objects in the photographs.
 
 1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
    without matching it, or is a second box on one object. Any other box is right with a probability, from its pixels
-   (`appearance`), or from pixels and a person's verdicts (`audit`). Each model's share of right boxes is shrunk towards
-   the share of the first model, because with a few hundred boxes its error is as large as the models' differences.
+   (`appearance`) and the share of right names among the model's boxes at labels, or also from a person's verdicts
+   (`audit`). Each model's share of right boxes is shrunk towards the share of the first model, because with a few
+   hundred boxes its error is as large as the models' differences.
 2. The number of objects is not known, because some have no label and no model found them. But it is the same for all
    models. So F1 = 2 right / (boxes + objects) is computed for a range of objects: from all right boxes of all models to
    `MOST_OBJECTS` times as many. If the order of two models changes within the range, it is not decided.
@@ -29,6 +30,7 @@ from learner.records import DetectionObject, Sample
 from learner.tasks.detection.appearance import Looks, Open, Shares, crops_of, share_of
 from learner.tasks.detection.audit import AuditedFind, refitted
 from learner.tasks.detection.completion import candidates
+from learner.tasks.detection.gaps import right_names
 from learner.tasks.detection.metrics import Interval, interval_of
 
 # On blood cells the true ratio is 1.3.
@@ -72,7 +74,7 @@ class GapJudge:
     def __init__(self, samples: Sequence[Sample], open_image: Open, audited: Sequence[AuditedFind] = ()) -> None:
         self._samples, self._open, self._audited = samples, open_image, audited
         self._looks: Looks | None = None
-        self.shares: Shares = {}  # shares of right, misplaced and misnamed boxes of the first model
+        self.shares: Shares = {}  # shares of right and misplaced boxes of the first model
         self.why = ""
 
     @property
@@ -83,23 +85,28 @@ class GapJudge:
         """Score one model's boxes. Return None if labels are too few, or if objects look like their surroundings.
         Raises the errors of `open_image`."""
         found = [candidates(sample, [own]) for sample, own in zip(self._samples, boxes, strict=True)]
-        free = [[one.object for one in own if one.relation == "free"] for own in found]
+        free = [[one for one in own if one.relation == "free"] for own in found]
         with ThreadPoolExecutor(_THREADS) as pool:
             share = share_of(self.num_labels)
             # All models have the same labels, so their crops and classifiers are made once.
             if self._looks is None:
                 self._looks = Looks(list(pool.map(lambda one: crops_of(one, [], self._open, share), self._samples)))
             # The share is 0: no crops of labels are read, because they are known already.
-            finds = list(pool.map(lambda one, own: crops_of(one, own, self._open, 0.0).finds, self._samples, free))
+            boxed = [[one.object for one in own] for own in free]
+            finds = list(pool.map(lambda one, own: crops_of(one, own, self._open, 0.0).finds, self._samples, boxed))
         looks = self._looks.judge(finds, [[1] * len(own) for own in free], self.shares or None)
         self.shares = self.shares or looks.shares
         self.why = looks.why
         if looks.why:
             return None
-        right = looks.probabilities
+        right_name = right_names(self._samples, found, 1)
+        right = [
+            [box * right_name(one) for box, one in zip(*own, strict=True)]
+            for own in zip(looks.probabilities, free, strict=True)
+        ]
         if self._audited:
             better = iter(refitted(np.array([p for own in right for p in own]), None, self._audited).tolist())
-            right = tuple(tuple(next(better) for _ in own) for own in right)
+            right = [[next(better) for _ in own] for own in right]
         unlabelled = np.array([sum(own) for own in right], dtype=float)
         return GapScore(
             right=unlabelled + [sum(one.relation == "confirms" for one in own) for own in found],

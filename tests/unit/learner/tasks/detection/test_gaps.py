@@ -193,7 +193,7 @@ def test_photographs_of_cells_say_what_is_right(split: str) -> None:
     samples, finds, right = cells(split)
     load = Images(ImageRules()).load
     crops = [crops_of(sample, own, load) for sample, own in zip(samples, finds, strict=True)]
-    looks = Looks(crops, names=False).judge(
+    looks = Looks(crops).judge(
         [own.finds for own in crops], [[obj.votes.found for obj in own if obj.votes] for own in finds]
     )
     probable = np.array([p for own in looks.probabilities for p in own])

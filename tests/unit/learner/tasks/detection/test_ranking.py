@@ -87,6 +87,15 @@ def test_later_models_are_drawn_towards_the_first_also_after_a_resume() -> None:
     assert again.right.tolist() == after.right.tolist()
 
 
+def test_names_at_labels_say_how_often_names_without_a_label_are_right() -> None:
+    """Classes that look alike, each with few labels: pixels say that there is an object, not which one."""
+    made = world(1, KINDS["60% at random"], misnamed=0.3)
+    judge = GapJudge(made.samples, made.open_image)
+    score = judge.score([[one.object._replace(votes=None) for one in own] for own in made.found])
+    assert score is not None, judge.why
+    assert score.unlabelled.sum() == pytest.approx(sum(map(sum, made.right)), rel=0.1)
+
+
 def test_complete_labels_have_no_gaps() -> None:
     made = world(2, lambda *_: True, photographs=30)
     judge = GapJudge(made.samples, made.open_image)
