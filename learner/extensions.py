@@ -173,8 +173,8 @@ class Task(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Answer:
-    """One rollout as a reward sees it. `text` is without special tokens, `assignment` is what the task's `match`
-    returned."""
+    """One rollout as a reward sees it. `text`: the answer's text without special tokens. `assignment`: what the task's
+    `match` returned for the answer."""
 
     sample: Sample
     rollout: Rollout

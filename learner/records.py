@@ -183,8 +183,8 @@ class Assignment:
 
     parsed: ParsedRollout
     pairs: tuple[tuple[int, int, float], ...]
-    missed: tuple[int, ...]  # FN: indices of ground-truth objects, in canonical order
-    spurious: tuple[int, ...]  # FP: indices of predictions
+    missed: tuple[int, ...]  # false negatives: indices of ground-truth objects, in canonical order
+    spurious: tuple[int, ...]  # false positives: indices of predictions
     scores: tuple[float, ...] | None = None
 
 
@@ -357,7 +357,7 @@ class RawObject:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RawRecord:
-    """One annotated image (or several that belong together). `width` and `height` are those of every image, unless
+    """One annotated image (or several that belong together). `width` and `height` are the size of every image, unless
     `sizes` lists the size of each image."""
 
     place: Place

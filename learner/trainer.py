@@ -136,7 +136,7 @@ class Trainer:
 
     def run(self) -> None:
         """Train to the last step. Raises Stopped if the run was asked to stop, ProjectError, or any other error that
-        ended it. The last whole step is saved before, so that the run can be resumed."""
+        ended it. Before it raises, it saves the last whole step, so that the run can be resumed."""
         self.callbacks.make()
         try:
             self.train()
@@ -268,8 +268,8 @@ class Trainer:
             for row in evened(rows, self.ranks, self.config.global_max_length, self.clock):
                 with self.clock.phase("learn"), memory_errors(row):
                     totals.add(row, self.policy.backward(row))
-                # Weights change only at the step's end, so a postponed sync can be made here. Without that, the learner
-                # waited for 0.5 to 3 s in a step.
+                # Weights change only at the step's end, so a postponed sync can be made here. Without syncs between
+                # rows, the learner waited for 0.5 to 3 s in a step.
                 self.syncs.within(self.state.global_step)
 
     # ---- between steps ---------------------------------------------------------------------------------------------

@@ -395,7 +395,8 @@ def _num_chars(message: Message) -> int:
 
 
 def _fingerprint(request: RolloutInferRequest, config: RequestConfig, seed: int | None) -> str:
-    """Return a digest of all inputs that determine an answer. `seed`: the request's seed, which replaces the call's."""
+    """Return a digest of all inputs that determine an answer. `seed`: the request's seed, which replaces the
+    call's seed."""
     digest = hashlib.blake2b(digest_size=16)
     for value in (request.model_dump(exclude={"data_dict"}), config.model_copy(update={"seed": seed}).model_dump()):
         _feed(digest, value)
@@ -406,7 +407,7 @@ def _feed(digest: hashlib.blake2b, value: object) -> None:
     """Hash a value and all values in it."""
     if isinstance(value, str):
         # Type and length come first, so that different values never give the same bytes. JSON is not used: it would
-        # copy a long text several times, while no other thread runs.
+        # copy a long text several times, and no other thread could run meanwhile.
         content = value.encode(errors="surrogatepass")
         digest.update(b"s%d:" % len(content))
         digest.update(content)

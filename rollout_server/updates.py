@@ -70,8 +70,8 @@ class SyncTotals:
     last_seconds: float = 0.0
     pause_seconds: float = 0.0  # seconds in which no call was in flight and no call was let in
     last_pause_seconds: float = 0.0
-    last_load_seconds: float = 0.0  # seconds from the last pause's begin until the workers had loaded the weights
-    last_canary_seconds: float = 0.0  # seconds from that load until the canary was scored
+    last_load_seconds: float = 0.0  # seconds from the start of the last pause until the workers had loaded the weights
+    last_canary_seconds: float = 0.0  # seconds from the end of that load until the canary was scored
     num_strangers: int = 0  # number of connections to the group's port from callers without its secret
 
     def count(self, reply: UpdateWeightsReply) -> UpdateWeightsReply:
@@ -253,7 +253,7 @@ class WeightUpdates:
         return expected
 
     async def _leave(self, because: str) -> None:
-        # The call is shielded: if this call is cancelled again, the workers must still leave.
+        # The engine's call is shielded: the workers must leave even if the update is cancelled again.
         with contextlib.suppress(ProjectError):  # a dead engine has left every group
             await asyncio.shield(self._engine.on_workers("sync_leave", because))
 

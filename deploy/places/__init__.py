@@ -1,10 +1,9 @@
 """One launch file, several places: `rollout-launch --config launch.yaml --to PLACE --out DIR` (R46).
 
 A place is a module with three functions: `mistakes(plan, out)` yields what the place cannot do; `files(plan, out)`
-returns texts by file name; `submit(plan, out)` says how to start them. They read only the `Plan`, made from the launch
-file. The files under
-deploy/slurm, deploy/kubernetes, deploy/skypilot and deploy/compose are written from `EXAMPLES` by
-`python -m tools.docs`, and a test compares them.
+returns the texts of the place's files, by file name; `submit(plan, out)` says how to start them. The three functions
+read only the `Plan`, which is made from the launch file. `python -m tools.docs` writes the files under deploy/slurm,
+deploy/kubernetes, deploy/skypilot and deploy/compose from `EXAMPLES`, and a test compares them with `EXAMPLES`.
 """
 
 from __future__ import annotations

@@ -151,8 +151,8 @@ class _WorkerJob:
 
 
 def _start_fork_server() -> None:
-    """Start the fork server (which starts the workers) if it does not run yet. It gets no stop signals, as workers get
-    none."""
+    """Start the fork server (which starts the workers) if it does not run yet. It gets no stop signals, and
+    neither do the workers."""
     resource_tracker.ensure_running()  # otherwise the fork server would start the tracker and unblock signals
     # The fork server inherits the blocked signals. Otherwise Ctrl-C would end it, and the workers that the last step
     # needs.
@@ -180,7 +180,7 @@ _worker_encoder: Encoder | None = None  # set once in each worker process, when 
 
 
 def _start_worker(encoder: Encoder) -> None:
-    """Set up a worker process. It ends when the learner closes it or is gone."""
+    """Set up a worker process. The process ends when the learner closes it, or when the learner is gone."""
     global _worker_encoder
     # Stop signals reach the whole process group, but a learner that shall stop still needs prompts to finish its step.
     for signum in _STOP_SIGNALS:

@@ -23,7 +23,7 @@ Some records may be right or wrong. They are used, and counted in the same way:
     keypoints        a label with keypoints (YOLO), which are left out
     padded_name      a class name with spaces around it or control characters, which are removed
     rotated          a turned rectangle (CVAT), of which the enclosing box is taken
-    found_by_name    an image that is not at its record's path; exactly one file near it has its name
+    found_by_name    an image that is not at its record's path; exactly one file near that path has its name
     other_shape      a point or a line (Labelme), which is left out
 """
 

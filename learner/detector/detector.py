@@ -46,7 +46,7 @@ MOST_PATH = 4096  # max characters of a path
 
 class Parts(NamedTuple):
     """What is asked about an image: its tiles, and a sample for each tile. For a record of several images, each image
-    is one tile, and all of them are one sample."""
+    is one tile, and all tiles are in one sample."""
 
     tiles: list[Tile]
     samples: list[Sample]

@@ -71,7 +71,7 @@ class EvaluateOptions:
     asked: AnswerSettings = field(default_factory=AnswerSettings)
     image_root: str | None = None
     read_as: ReadAs = field(default_factory=ReadAs)  # how `predictions` and `val_predictions` are read
-    audit: Path | None = None  # a person's verdicts, where the annotations have gaps
+    audit: Path | None = None  # file of a person's verdicts on boxes without a label
     ignore_border: bool = False
     out: Path
     overwrite: bool = False
@@ -152,8 +152,8 @@ def _compared(
     results: list[DetectorResult],
     thresholds: Mapping[str, float],
 ) -> Compared:
-    """Return the models' results on the main file and on each file of `retain`; [] without `retain`. Differences are
-    from the first model."""
+    """Return the models' results on the main file and on each file of `retain`; [] without `retain`. A result's
+    differences are from the first model."""
     if not options.retain:
         return []
     if options.predictions:  # the differences in `results` are from the first result file, not from a model

@@ -247,7 +247,7 @@ def _names_below(rows: Sequence[_Row], way: ReadAs) -> list[set[str]]:
 
 
 class _Naming:
-    """Finds which class of the annotations each class of the results is."""
+    """Finds the annotations' class for each class of the results."""
 
     def __init__(
         self,
@@ -270,7 +270,7 @@ class _Naming:
             } | self._by_place()
         from_0, from_1 = self._by_place().items()
         has_0 = any(row.result.category_id == 0 for row in self.rows)
-        # Ultralytics counts classes from 1, its older versions from 0.
+        # Ultralytics counts classes from 1; older versions of Ultralytics count from 0.
         return dict([from_0, from_1] if has_0 else [from_1, from_0])
 
     def _by_place(self) -> dict[str, Mapping[int, str]]:

@@ -116,8 +116,8 @@ def other_than_trained(config: RunConfig) -> str | None:
         return None
     if trained is None:
         return None
-    # These are compared because a run whose `max_pixels` differed from its model's training had only scores of 0, and
-    # nothing said why.
+    # The settings below are compared because a run whose `max_pixels` differed from its model's training had only
+    # scores of 0, and nothing said why.
     pairs: Mapping[str, tuple[object, object]] = {
         "task.type": (trained.task.type, config.task.type),
         "task.container": (trained.task.container, config.task.container),

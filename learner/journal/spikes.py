@@ -62,7 +62,7 @@ def spiking_samples(rows: Sequence[LearnedRow], samples: Sequence[Sample]) -> li
     """Return at most MAX_SAMPLES samples of the step's `rows` as JSON, beginning with the rows of the highest loss. A
     sample that is in `samples` has its images and labels too."""
     ordered = sorted(rows, key=lambda row: -row.loss)
-    # Later entries win, so a sample in several rows has the highest loss.
+    # A sample in several rows gets the loss of the last of these entries, which is the highest.
     losses = {sample_id: row.loss for row in reversed(ordered) for sample_id in row.sample_ids}
     chosen = dict.fromkeys(sample_id for row in ordered for sample_id in row.sample_ids)
     ids = list(chosen)[:MAX_SAMPLES]

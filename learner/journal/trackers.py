@@ -2,7 +2,7 @@
 
 `Trackers`. In: the run's configuration, numbers by step, pictures of evaluations, the report. Out: each program of
 `logging.trackers` gets all of these. Only rank 0 has trackers. The run's own files (`metrics.jsonl`, `eval/`) do not
-depend on them.
+depend on trackers.
 
 Invariants: a tracker never ends a run, and never makes it wait. Each tracker has a thread and a bounded queue, so a
 call here takes microseconds, however slow the network and the disk are. If the queue is full, the call is dropped and
@@ -10,7 +10,7 @@ counted. A tracker's first failure is logged as a warning. After MAX_FAILURES fa
 calls; they are only counted. `close` waits at most CLOSE_S for all trackers together, and returns how many calls each
 tracker did not get.
 
-A resumed run continues the same run in wandb and MLflow: their ids are in `trackers.json`.
+A resumed run continues the same run in wandb and MLflow. `trackers.json` has the ids of these runs.
 """
 
 from __future__ import annotations

@@ -261,8 +261,8 @@ def share_calls(
 
 
 def _attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, causal: bool) -> torch.Tensor:
-    """Return the attention's output for a batch of padded pieces `[S, H, L, D]`. Keys and values may have fewer heads,
-    and more tokens than the queries: those of a shared prompt, which come first."""
+    """Return the attention's output for a batch of padded pieces `[S, H, L, D]`. Keys and values may have fewer heads
+    than the queries. They may also have more tokens: the tokens of a shared prompt, which come first."""
     grouped = q.shape[1] != k.shape[1]
     num_before = k.shape[2] - q.shape[2]
     later: torch.Tensor | None = None

@@ -5,7 +5,7 @@ answers' log-probabilities with the weights as they are sent: adapters merged, v
 are sent. A server with exactly these values gives the same log-probabilities, except for differences between kernels.
 The effect of merging and rounding is reported separately, as `merge_gap`. To measure it, a second pass uses the weights
 as trained. If passes are not captured (see below), only every `MERGE_GAP_EVERY`th sync makes this second pass, and the
-others report the last gap.
+other syncs report the last gap.
 
 On CUDA, a forward pass is captured once as a CUDA graph (`pass_graph.py`). Replaying it takes the host a millisecond;
 launching every kernel of a model of 4B from Python takes 0.16 s. A pass with images reads values on the host, so while

@@ -344,11 +344,11 @@ def load_policy(
     use_segment_attention(model)
     use_linear_patch_embedding(model)
     adapter = lora.attach_adapter(model, config)
-    # Parameters are frozen after the adapter was attached, because `model.freeze` may name the adapter's too.
+    # Parameters are frozen after the adapter was attached, because `model.freeze` may name the adapter's parameters.
     lora.freeze(model, config.freeze)
     if config.gradient_checkpointing:
         # Reentrant checkpointing would lose the gradients of a layer whose input has no gradient. With adapters, the
-        # first layer is one.
+        # first layer is such a layer.
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         for i, layer in enumerate(_layers(model)):  # the layers that are recomputed are spread evenly over the model
             layer.gradient_checkpointing = int((i + 1) * recomputed) > int(i * recomputed)

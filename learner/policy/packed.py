@@ -8,9 +8,9 @@ prompt, and a piece for each answer, which attends to the prompt and to itself. 
 images once. The prompt's last token predicts the first token of each answer. Losses and gradients are the same as with
 separate segments.
 
-Invariants: a segment has the same positions as in a row of its own: they begin at 0. Multimodal rotary positions come
-from the model's `get_rope_index`, one prompt at a time. Token i-1 of a segment predicts `labels[i]`, so a segment's
-last token never predicts the next segment. Only prompts have images: an image token in a rollout is text.
+Invariants: each segment's positions begin at 0, as in a row of its own. Multimodal rotary positions come from the
+model's `get_rope_index`, one prompt at a time. Token i-1 of a segment predicts `labels[i]`, so a segment's last token
+never predicts the next segment. Only prompts have images: an image token in a rollout is text.
 """
 
 from __future__ import annotations
@@ -217,8 +217,8 @@ def _image_tokens_as_text(model: PreTrainedModel, inputs: PackedInputs) -> Itera
 
 
 def _positions(pieces: Sequence[_Piece], model: PreTrainedModel) -> torch.Tensor:
-    """Return the tokens' positions: `[1, T]`, or `[3, 1, T]` for multimodal rotary positions. They begin at 0 in each
-    segment."""
+    """Return the tokens' positions: `[1, T]`, or `[3, 1, T]` for multimodal rotary positions. Each segment's positions
+    begin at 0."""
     if not hasattr(model.base_model, "get_rope_index"):
         return torch.cat([torch.arange(piece.begin, piece.end) for piece in pieces])[None]
     prompts: dict[tuple[object, ...], torch.Tensor] = {}  # computed once per prompt, because `get_rope_index` is slow

@@ -1,7 +1,7 @@
 """`rollout-learner recipe --only-measure`: says what training could improve in a model, and by which method.
 
     measure.py    the command: runs the model over a sample of the data -> `Measured`, counts for each scene
-    exposure.py   the loss on labels after the model's own answer, compared with that after the preceding labels
+    exposure.py   the loss on labels after the model's own answer, compared with the loss after preceding labels
     features.py   `Measured` -> numbers by name, each with a 95% interval over scenes
     recommend.py  numbers -> a method, with its reasons
 

@@ -48,9 +48,9 @@ FOUND = 0.90  # a model that finds more than this share of the labelled places g
 HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minus F1 of the greedy answer
 NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended
 # With a gap of 0.0013 nats, rollout matching and sft were equally good.
-EXPOSURE = 0.02  # rollout matching pays if labels cost so many nats per token more after own answers than after labels
-OVERFIT = 0.05  # if validation labels cost so many nats per token more than training labels, more sft overfits
-OVERFIT_F1 = 0.10  # if F1 on training scenes is so much higher than on validation scenes, the model knows them by heart
+EXPOSURE = 0.02  # nats per token; with a larger exposure gap (`exposure.py`), rollout matching pays
+OVERFIT = 0.05  # nats per token; if validation labels cost more than training labels by this, more sft overfits
+OVERFIT_F1 = 0.10  # if F1 on training scenes is higher by this than on validation scenes, they are known by heart
 RIGHT_F1 = 0.97  # above this F1 there is nothing left to gain
 
 SFT = "sft"

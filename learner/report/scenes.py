@@ -282,7 +282,7 @@ def place_tags(shapes: Sequence[tuple[str, str, DetectionObject]], height: float
     """Return the tags (class names) to write over a drawing of DRAWING x `height` units. No tag covers another: each is
     put at the first free place around its object, beginning with wrong predictions and missed objects. Without a free
     place an object has no tag, only a tooltip."""
-    # Labels that were found are not in this list, because their predictions have a tag already.
+    # `order` leaves out labels that were found, because their predictions have a tag already.
     order = ("class", "spurious", "missed", "label", "hit", "kept", "ignored")
     tags: list[Tag] = []
     for color, _, item in sorted((s for s in shapes if s[0] in order), key=lambda shape: order.index(shape[0])):

@@ -367,7 +367,7 @@ class Dispatcher(Generic[R]):
         kind = {DeadlineError: "timed out", ServerBusyError: "were refused"}.get(type(error), "failed")
         log.warning("%d request(s) %s and are sent again: %s", len(requests), kind, error)
         self._on_split(requests, error)
-        # They go to the front of the queue, because requests start in their order.
+        # These requests go to the front of the queue, because requests start in request order.
         self._servers[server].waiting.extendleft(reversed(again))
 
     def _without(self, flight: _Flight, error: ProjectError, *, suspect: bool) -> None:

@@ -193,6 +193,6 @@ _WHAT: dict[tuple[State | None, State], ServerEvent] = {
     ("out", "serving"): "joined",
     ("draining", "serving"): "joined",
     ("serving", "out"): "lost",
-    ("out", "out"): "refused",  # reported only if the reason is a new one
+    ("out", "out"): "refused",  # reported only if the reason is new
     ("serving", "draining"): "removed",
 }

@@ -1,8 +1,9 @@
 """Reads a rollout server's reply: a wire model, the server's own error, or the answers of one `/infer/` call.
 
 In: the bytes or the stream of a reply. Out: models of `shared/wire.py`, or a `ProjectError` that names the server.
-Invariants: each request of an `/infer/` call is answered once, in a list at the end or in a line as soon as it ends;
-the server's own error text reaches the caller; without such a text, the HTTP status decides which error is raised.
+Invariants: each request of an `/infer/` call is answered once: in a list at the end of the call, or in a line of its
+own as soon as the request ends. The server's own error text reaches the caller. Without such a text, the HTTP status
+decides which error is raised.
 """
 
 from __future__ import annotations

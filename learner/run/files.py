@@ -117,7 +117,7 @@ class AppendedLines:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Raises OutputError, with the path, instead of an OSError of the block, which writes `path`."""
+    """Run the `with` block, which writes `path`. If it raises OSError, raises OutputError, which names `path`."""
     try:
         yield
     except OSError as error:

@@ -96,7 +96,8 @@ def torchrun_agent(environment: Mapping[str, str]) -> str | None:
 
 
 def job_of(environment: Mapping[str, str]) -> str | None:
-    """Return the line that the file JOB has for the scheduler's job in ROLLOUT_JOB. None if that is not set."""
+    """Return the line that the file JOB has for the scheduler's job, whose id is in the variable ROLLOUT_JOB. Return
+    None if the variable is not set."""
     job = " ".join(environment.get(JOB_VARIABLE, "").split())
     return f"job {job}" if job else None
 

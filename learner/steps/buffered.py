@@ -1,8 +1,9 @@
 """One accumulation window's rows, learned in several optimizer steps (R18).
 
-The first step of a window is its E-step: rollouts are made, matched and packed as without a buffer, and the rows are
-kept. The window's other steps are M-steps: they learn the same rows in the same order, with no rollout, no sync and no
-packing. `WindowRepeater` hands out the window's micro-batches again in each M-step, so the data never runs ahead.
+The first step of a window is its E-step: it makes, matches and packs rollouts as a run without this buffer does, and
+keeps the rows. The window's other steps are M-steps: they learn the same rows in the same order, with no rollout, no
+sync and no packing. `WindowRepeater` hands out the window's micro-batches again in each M-step, so an M-step takes no
+new samples.
 
 Invariants: steps get copies of the kept rows, so no step changes the rows of the next. The packing buffer changes in
 E-steps only. A micro-batch other than the one that the kept rows were made of raises an error. The buffer is not part

@@ -46,8 +46,8 @@ class Overlap:
 
 
 class Stage2InStep(Stage2Steps):
-    """Channel-B within the step. `overlap` None: rows are learned after all rollouts. `deadline_s` bounds the wait for
-    a row."""
+    """Channel-B within the step. If `overlap` is None, rows are learned after all rollouts. `deadline_s` is the longest
+    wait for a row."""
 
     def __init__(self, parts: Stage2Parts, *, overlap: Overlap | None, deadline_s: float) -> None:
         super().__init__(parts)

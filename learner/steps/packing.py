@@ -198,10 +198,10 @@ class ArrivingRows:
 
 
 class RowMaker(Protocol):
-    """Makes packed rows of segments. Each subclass does it in another way."""
+    """Makes packed rows of segments. The subclasses differ in which segments share a row."""
 
     def rows(self, segments: Sequence[Segment]) -> list[PackedRow]:
-        """Return the rows to learn now. Raises DataError for a segment that is longer than a row."""
+        """Return the rows to learn in this micro-step. Raises DataError for a segment that is longer than a row."""
         ...
 
     def carried(self) -> list[str]:
@@ -214,7 +214,7 @@ class RowMaker(Protocol):
 
 
 class CompleteRows(RowMaker):
-    """A row maker that packs all segments now, in as few rows as they need."""
+    """A row maker that packs all segments at once, in as few rows as they need."""
 
     def __init__(self, capacity: int, *, share_prompts: bool = False) -> None:
         self._capacity, self._share_prompts = capacity, share_prompts
@@ -224,7 +224,7 @@ class CompleteRows(RowMaker):
 
 
 class SingleRows(RowMaker):
-    """A row maker that gives each segment a row of its own, now."""
+    """A row maker that gives each segment a row of its own at once."""
 
     def __init__(self, capacity: int) -> None:
         self._capacity = capacity

@@ -332,8 +332,8 @@ class ShareQueue:
         return found
 
     def outlook(self) -> Outlook:
-        """Return which shares this rank has made and what it can still make (`Outlook`), all as of one moment. Separate
-        methods could see a call end in between."""
+        """Return which shares this rank has made and what it can still make (`Outlook`), all at one moment. Between two
+        separate methods, a call could end."""
         urgent, rest = self.wanted[:1], self._makeable()[1:]
         made = [(one.share, one.by.updates) for one in (*self.queue, self.in_flight) if one is not None]
         waiting = sum(pack.share not in urgent for pack in self.queue)

@@ -45,7 +45,7 @@ class Fence:
 
 
 class StepSource(Protocol):
-    """Hands out one rank's rows, step by step. Each subclass makes them in another way."""
+    """Hands out one rank's rows, step by step. The subclasses differ in how they make the rows."""
 
     def wants_sync(self, global_step: int) -> bool:
         """Return True if the servers should have the present weights before this step. Equal on all ranks."""
@@ -136,13 +136,13 @@ class FreshSteps(StepSource):
         self._owed: list[tuple[int, str]] = []
         self._first_owed = 0  # place of this rank's first owed sample among the owed samples of all ranks
         self._global_step = 0  # the step that began last
-        self._num_batches = 0  # micro-batches of that step
+        self._num_batches = 0  # number of micro-batches of the step that began last
 
     def wants_sync(self, global_step: int) -> bool:
         return self._source.needs_rollouts
 
     def begin(self, global_step: int) -> Channel:
-        """Roll out the whole step at once: the weights are the same for all of it."""
+        """Roll out the whole step at once: the weights are the same for all rollouts of a step."""
         self._global_step = global_step
         window = self._batches.upcoming(self._gradient_accumulation_steps)
         self._num_batches = len(window)

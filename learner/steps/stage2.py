@@ -25,7 +25,8 @@ from learner.steps.packing import RowMaker
 from learner.steps.segments import SegmentSource
 from learner.steps.source import StepSource, own_share
 
-# `close` waits CLOSE_S seconds for a producer's thread. All other waits for it have the deadline of DEADLINE_KEY.
+# `close` waits CLOSE_S seconds for a producer's thread. All other waits for the thread have the deadline of
+# DEADLINE_KEY.
 CLOSE_S = 10.0
 DEADLINE_KEY = "training.collective_timeout_s"
 # A step lasts as long as its rollouts or its learning, whichever is longer, plus one call. With four calls per step,

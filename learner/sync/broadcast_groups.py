@@ -100,8 +100,8 @@ Sent = Sequence[tuple[ServerGroup, Future[Any]]]  # joins and broadcasts that ma
 
 
 class ServerGroups:
-    """The groups that a learner has joined together. `incarnation`: a random id of this joining, by which servers know
-    their learner. `open_groups` makes them."""
+    """The groups that a learner has joined. `incarnation`: a random id, drawn for each joining, by which servers know
+    their learner. `open_groups` makes the object."""
 
     def __init__(self, groups: Sequence[ServerGroup], incarnation: str, key: bytes) -> None:
         self.groups, self.incarnation, self.seal_key = tuple(groups), incarnation, key

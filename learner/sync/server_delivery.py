@@ -147,8 +147,8 @@ class ServerDelivery:
         if num_repeated == 1:
             if len(accused_by) != 1 or not self._backend.membership.is_elastic:
                 return "stop"
-            # A server that is the only one accused after two tries is left out. If several are accused, they are not
-            # the cause.
+            # If the second try accuses only one server, that server is left out. If it accuses several, the cause is
+            # not a server.
             for base_url, found in accused_by.items():
                 self.members.leave_out(base_url, found)
         return "repeat"

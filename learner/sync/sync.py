@@ -93,8 +93,8 @@ class Delivery(Protocol):
         """From now on accept only rollouts of version `ver`."""
 
     def leave(self, *, abort: bool) -> None:
-        """Disconnect from the generators, after a failure (`abort`) or for good. Bounded in time; may be called
-        again."""
+        """Disconnect from the generators, after a failure (`abort`) or for good. It ends in a limited time, and
+        may be called again."""
 
 
 class Sync:

@@ -153,7 +153,8 @@ class TokenText(NamedTuple):
 
 
 class TokenPieces:
-    """Gives each token's bytes, read on demand; empty for an unknown id. `pieces_of` makes it."""
+    """Gives the bytes of each token, which it reads on demand. An unknown id has no bytes. `pieces_of` makes the
+    object."""
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         self.tokenizer = tokenizer
@@ -198,7 +199,7 @@ class TokenPieces:
             lengths = np.array(list(map(len, pieces)), dtype=np.int64)
             begins = len(self._bytes) + lengths.cumsum() - lengths
             self._bytes = np.concatenate([self._bytes, np.frombuffer(b"".join(pieces), dtype=np.uint8)])
-            # Threads read without the lock. They know a new token by its length, so that is written last.
+            # Threads read without the lock. They know a new token by its length, so the length is written last.
             self._begins[new] = begins
             self._lengths[new] = lengths
 

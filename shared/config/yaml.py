@@ -361,7 +361,8 @@ def merge(below: object, above: object) -> object: ...
 
 
 def merge(below: object, above: object) -> object:
-    """Return `above` over `below`: mappings key by key, everything else replaced."""
+    """Return `below` with `above` merged in. Mappings are merged key by key; any other value of `above` replaces the
+    value in `below`."""
     if isinstance(below, dict) and isinstance(above, dict):
         return below | {key: merge(below.get(key), item) for key, item in above.items()}
     return above

@@ -70,7 +70,7 @@ def flag(value: object) -> bool:
     if value is False or value is True or (type(value) is int and 0 <= value <= 1):
         return bool(value)
     text = "" if value is None else str(value).strip().lower() if isinstance(value, str | int | float) else "?"
-    # An unknown word is an error: taken for yes or no, it would silently change what is learned.
+    # An unknown word is an error, because to read it as yes or no would silently change what is learned.
     if text not in _YES + _NO:
         raise ValueError("yes or no, as 1 or 0, true or false")
     return text in _YES

@@ -309,7 +309,8 @@ def completed(
 
 
 def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
-    """Return for each object whether it is kept. An object that overlaps an earlier kept one is left out."""
+    """Return for each object whether it is kept. An object that overlaps an earlier kept object is
+    left out."""
     near, apart = iou_matrix(objects, objects) >= OVERLAP, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
         apart[i] = not near[i, apart].any()
@@ -318,5 +319,5 @@ def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
 
 def without_completed(sample: Sample) -> Sample:
     """Return the sample without the labels that `completed` added."""
-    # Completed labels would confirm the answers that they come from.
+    # The model's answers gave the completed labels, so these labels would confirm any wrong object in the answers.
     return replace(sample, objects=tuple(obj for obj in sample.objects if obj.votes is None))

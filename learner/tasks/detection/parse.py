@@ -330,7 +330,7 @@ def _refuse_keys(numbers: Sequence[int], outcomes: list[Outcome]) -> None:
         met.add(number)
 
 
-# Brackets and whitespace after an object's end. A quote can only be a description's closing one, so it comes first.
+# Brackets and whitespace after an object's end. A quote can only close a description, so it comes first.
 _STRUCTURE = re.compile(rb'"?[\]} \t\n\r]*+')
 
 
