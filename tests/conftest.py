@@ -11,7 +11,6 @@ import os
 import random
 import signal
 import sys
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -38,11 +37,11 @@ settings.load_profile("repeatable")
 
 def pytest_configure(config: pytest.Config) -> None:
     """The workers of one run fork programs from the same processes."""
-    if (run := os.environ.get("PYTEST_XDIST_TESTRUNUID")) is not None:
+    if hasattr(config, "workerinput"):
         from bench import forked  # imports much, so it comes after the settings of OpenMP
 
-        folder = Path(tempfile.gettempdir(), f"forked-{run}")
-        folder.mkdir(exist_ok=True)
+        folder = Path(config.option.basetemp).parent / "forked"  # of all workers, and removed as pytest removes it
+        folder.mkdir(parents=True, exist_ok=True)
         forked.share(folder)
 
 
