@@ -198,7 +198,7 @@ class LossFunction(Protocol):
         """Return the *sum* over tokens, a float32 scalar. It is not the mean: the learner divides once by the weight of
         the whole step, so that packing and the number of ranks do not change the gradient.
 
-        `logprobs` [N], float32, in nats, with gradient: the log-probability of each label after the tokens before it.
+        `logprobs` [N], float32, in nats, with gradient: the log-probability of each label, given the tokens before it.
         `weights` [N], float32: positive. N is at least 1. Without a function the sum is
         `-(logprobs * weights).sum()`.
         """

@@ -149,7 +149,7 @@ def named(field: str) -> Iterator[None]:
 
 class VllmEngine:
     def __init__(self, config: ServerConfig) -> None:
-        """Start the engine; blocks until the model is loaded. Raises ConfigError if the model's family does not
+        """Start the engine, and wait until the model is loaded. Raises ConfigError if the model's family does not
         work or is not tested, or if vLLM refuses the settings."""
         self.model = config.model
         self._path = model_folder(config.model, "model")

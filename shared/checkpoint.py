@@ -19,7 +19,8 @@ from shared.errors import ConfigError
 
 
 def model_folder(model: str, key: str) -> str:
-    """Return the model's folder on this machine. Raises ConfigError, naming `key`, if the hub lacks the model too."""
+    """Return the model's folder on this machine. Raises ConfigError, which names `key`, if the model is neither
+    a folder nor on the hub."""
     if Path(model).is_dir():
         return model
     from huggingface_hub import snapshot_download

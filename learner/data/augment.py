@@ -58,7 +58,7 @@ class Augmenter:
     def __call__(self, index: int, epoch: int) -> Sample:
         """Return sample `index` as altered for `epoch`."""
         sample = self._samples[index]
-        # Python's own hash of a text differs in every process, and all ranks must see the same.
+        # Python's own hash of a text differs in every process, and all ranks must see the same sample.
         digest = hashlib.blake2b(sample.sample_id.encode(), digest_size=8).digest()
         rng = np.random.default_rng([self._seed, epoch, int.from_bytes(digest, "little")])
         for _ in range(_TRIES):

@@ -198,8 +198,8 @@ def look_at_images(names: Sequence[str], images: Images, folder: Path, nearby: N
 @dataclass(frozen=True, kw_only=True)
 class SampleMaker:
     """Makes samples and counts bad records. `too_long` returns the length of a sample that does not fit a row, as text.
-    `coordinates` is the unit of all records; None: each record has its own. `exact`: bins are not rounded, because
-    tiles with finer bins are cut from the samples."""
+    `coordinates` is the unit of all records; None: each record has its own unit. If `exact` is True, bins are not
+    rounded, because tiles with finer bins are cut from the samples."""
 
     task: Validates
     bad: BadRecords

@@ -17,8 +17,8 @@ _PER_SIDE: dict[Unit, float] = {"shares": 1.0, "percent": 100.0, "thousandths": 
 _ALL = 0.98  # min share of boxes inside their photographs if the unit is right
 _FEW = 0.9  # min share of boxes inside their photographs; if it is smaller, the unit or many boxes are wrong
 _FAR, _NEAR = 0.75, 0.55  # boxes reach at least `_FAR` of a side in the right unit, and at most `_NEAR` in a wrong one
-_LEAST, _MANY = 3, 20  # min number of boxes for a hint if the other unit fits far better; min number if only better
-_ALL_OF, _EVERY = 20_000, 16  # the first 20,000 boxes are all counted; of the later boxes, every 16th is
+_LEAST, _MANY = 3, 20  # min number of boxes for a hint: if the other unit fits far better; if it only fits better
+_ALL_OF, _EVERY = 20_000, 16  # the first 20,000 boxes are all counted; of the later boxes, every 16th
 _LARGE = 1_000_000  # pixels; a photograph with fewer is rarely a shrunk copy
 _TOLERANCE = 1.005  # factor by which a rounded coordinate or area may exceed its limit (the image's side, the max area)
 # Sides that labelling tools shrink photographs to, and `max_pixels` of Qwen-VL's processors.

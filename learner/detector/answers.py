@@ -48,8 +48,8 @@ _TEXT_MARGIN = 64  # tokens that are added to the longest expected prompt
 
 @dataclass(frozen=True, kw_only=True)
 class AnswerSettings:
-    """Settings for answers. `server` is the URL of a rollout server with the same model. Raises ConfigErrors if it is
-    no URL."""
+    """Settings for answers. `server` is the URL of a rollout server with the same model. Raises ConfigErrors if
+    `server` is no URL."""
 
     backend: Backend = "vllm"
     server: str | None = None

@@ -57,8 +57,8 @@ class DrawRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Preflight:
-    """A run before it starts. `report`: its plan and what was found, for `--json`. `mistakes`: what keeps it from
-    running."""
+    """What is known of a run before it starts. `report`: the run's plan and what was found, for `--json`. `mistakes`:
+    what keeps the run from starting."""
 
     config: RunConfig
     plan: Plan

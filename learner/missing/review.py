@@ -1,11 +1,11 @@
 """Serves a page where a person reviews suggestions, and writes new annotations: `find-missing review`, `audit`,
 `write`.
 
-In: a folder with `suggestions.json`. Out: `decisions.json` in it, saved after each decision, and by `write` a new
-annotation file. A decision is `accept` with a name, or `reject`. Its key is the suggestion's index in the list. An
-audit shows some suggestions, drawn by chance; its verdicts are in `audit.json`, which runs read
-(`labels.complete.audit`). The browser keeps a copy of the decisions, so that nothing is lost while the server is away.
-`learner.report.web` decides who reaches the page.
+In: a folder with `suggestions.json`. Out: `decisions.json` in this folder, saved after each decision, and a new
+annotation file, which `write` makes. A decision is `accept` with a name, or `reject`. Its key is the suggestion's index
+in the list. An audit shows some suggestions, drawn by chance. Its verdicts are in `audit.json`, which runs read
+(`labels.complete.audit`). The browser keeps a copy of the decisions, so that nothing is lost while this server does not
+answer. `learner.report.web` decides who reaches the page.
 """
 
 from __future__ import annotations

@@ -4,12 +4,12 @@ In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and l
 names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind.
 `shared/families.py` lists those that were tested.
 
-Invariants: before `reduce_gradients`, a gradient is that of the sum of this rank's weighted losses, not of a mean. If
-the model is sharded, it is this rank's part of the gradient of the sum over all ranks. `logprobs` and `named_weights`
-do not affect training. They are collective if the model is sharded.
+Invariants: before `reduce_gradients`, a gradient belongs to the sum of this rank's weighted losses, not to their mean.
+If the model is sharded, a gradient is this rank's part of the gradient of the sum over all ranks. `logprobs` and
+`named_weights` do not affect training. Both are collective if the model is sharded.
 
-The patch embedding of Qwen-VL vision towers is a convolution, and each of its inputs is a single patch. It is computed
-as a matrix product instead. The weights, their names and their gradients are those of the convolution.
+The patch embedding of Qwen-VL vision towers is a convolution, and each of its inputs is a single patch. The policy
+computes it as a matrix product, which has the same weights, the same names of weights and the same gradients.
 """
 
 from __future__ import annotations
@@ -241,7 +241,7 @@ class Policy:
         )
 
     def reduce_gradients(self, ranks: Ranks, *, weight_sum: float) -> None:
-        """Turn the gradients of this rank's summed losses into those of the weighted mean loss over all ranks.
+        """Turn the gradients of this rank's summed losses into gradients of the weighted mean loss over all ranks.
         `weight_sum`: sum of the step's loss weights over all ranks. Call this once per step, on every rank."""
         now = [name for name, p in self.model.named_parameters() if p.requires_grad]
         assert now == [name for name, _ in self._trainable], "something changed which parameters are trained"

@@ -153,7 +153,8 @@ def as_sent(
 
 
 def unreplaced(model: PreTrainedModel, dtype: torch.dtype | None, *, merged: bool) -> dict[str, torch.Tensor]:
-    """Return the weights that are sent without change, by checkpoint name: those that `as_sent` does not replace."""
+    """Return the weights that are sent unchanged, by checkpoint name. These are the weights that `as_sent` does not
+    replace."""
     replaced = {
         f"{module_name}.{name}".replace(_BASE, ".")
         for module_name, module in replaced_modules(model, dtype, merged=merged)

@@ -338,10 +338,10 @@ class Recipe:
         return self.root / best.name / f"checkpoint-{best.best_step}" if best is not None else None
 
     def _run(self, name: str, values: dict[str, Any], why: str, earlier_s: float) -> int:
-        """Run the stage `name` with the configuration `values`, and return its exit code. If it has ended, add its
-        result to the record and link `best` to the best weights. `why`: the reason to run it. `earlier_s`: seconds that
-        it has run before this command."""
-        # The metric that chose the first stage's best weights does so in all stages. If it is the estimate, `auto`
+        """Run the stage `name` with the configuration `values`, and return its exit code. If the stage has ended,
+        add its result to the record and link `best` to the best weights. `why`: the reason to run the stage.
+        `earlier_s`: seconds that the stage has run before this command."""
+        # All stages choose their best weights by the metric of the first stage. If this metric is the estimate, `auto`
         # chooses it again by itself.
         if self.record.metric != ESTIMATED:
             values["training"]["keep_best"] = self.record.metric

@@ -38,7 +38,7 @@ from learner.report.spikes import SpikingStep, largest, marked, spikes
 PHASE_COLORS = {"rollout": "rollout", "learn": "learn", "sync": "sync", "wait": "before", "out": "other"} | {
     name: name for name in ("data", "target", "pack", "labels", "eval")
 }  # name of an activity -> name of its color; other activities have the color "rest"
-MAX_ROWS = 400  # max rows of the table of steps; a longer run has every n-th step only
+MAX_ROWS = 400  # max rows of the table of steps; for a longer run, the table has only every n-th step
 SMALLEST_SHARE = 0.01  # a phase with less than this share of the step time is drawn as a part of `other`
 MAX_CHARTS = 24  # max visible charts of metrics for which no chart is defined here; the others are shown on a click
 STAGE2, AHEAD = "stage2_ab/", "stage2_ab/async/"

@@ -297,7 +297,7 @@ class Dispatcher(Generic[R]):
                 self._start(index, batch)
         # With 512 servers the loop below takes 45 ms of CPU, and most answers do not need it.
         full = [server for server in self._servers if server.waiting]
-        if not full:  # the usual case after an answer; the loop below over hundreds of servers is then not needed
+        if not full:  # the usual case after an answer
             return
         for index, server in enumerate(self._servers):
             while server.free > 0 and not server.waiting:

@@ -334,8 +334,8 @@ class RunAnnotations:
         self._data, self._out, self._run_dirs = data, out, run_dirs
 
     def check(self) -> None:
-        """Raises OutputError if there is a file at the path that the run did not write, or if the folder cannot be
-        written, DataError if annotations of this format cannot be written."""
+        """Raises OutputError if the path has a file that this run did not write, or if the folder cannot be written.
+        Raises DataError if annotations of this format cannot be written."""
         writable_annotations(self._data, self._data.train)
         if (found := why_unwritable(self._out.parent)) is not None:
             raise OutputError(

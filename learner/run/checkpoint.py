@@ -12,7 +12,7 @@
 In checkpoints of earlier versions the training state is beside the weights, and is found there.
 
 Invariants: a folder called checkpoint-STEP is complete, because it gets this name only after all its files are on disk.
-The newest checkpoint is never removed when old ones are. Rank 0 writes while the other ranks wait, and if it fails, all
+The newest checkpoint is never removed with old ones. Rank 0 writes while the other ranks wait, and if it fails, all
 ranks raise the error (`save_alone` does not wait). A run that is resumed at step n on the same number of ranks is
 equal, bit for bit, to a run that was never interrupted. Sharded and whole models write the same files, and each can
 resume from the other's checkpoints. A sharded model's tensors are first gathered, one by one, in rank 0's host memory.

@@ -283,7 +283,8 @@ class LabelCompletion:
 
 
 def _right(found: Sequence[Sequence[LabelCandidate]], min_votes: int | None, probable: float) -> float | None:
-    """Return the mean probability of the accepted candidates that overlap no label (`free`); None: none is accepted."""
+    """Return the mean probability of the accepted candidates that overlap no label (`free`). Return None if no
+    candidate is accepted."""
     accepted = [
         one.probability
         for own in found

@@ -54,7 +54,7 @@ class RankMetrics:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2Parts:
     """The parts that `in_step` and `ahead` both need. Each batch of `batches` is the rank's share of a whole step. In
-    it, a sample comes `places_per_sample` times in a row, once for each of its rollouts (`grpo`)."""
+    a batch, a sample comes `places_per_sample` times in a row, once for each of its rollouts (`grpo`)."""
 
     b_ratio: float
     places_per_sample: int = 1

@@ -38,9 +38,9 @@ class Operation(Generic[T]):
         self.deadline = Deadline(timeout_s)
         self._timeout_s, self._on_failure = timeout_s, on_failure
         # The lock is never released, because setting a future twice raises InvalidStateError.
-        self._unended = threading.Lock()  # the thread that gets it may end the operation
+        self._unended = threading.Lock()  # the thread that gets this lock may end the operation
         _end_in_time(self)
-        # A daemon, so that a call that never returns does not keep the process alive.
+        # The thread is a daemon, so that a call that never returns does not keep the process alive.
         if call is not None:
             threading.Thread(target=self.run, args=(call,), name=what, daemon=True).start()
 

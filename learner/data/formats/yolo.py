@@ -275,7 +275,7 @@ def _other_folder(path: Path, old: str, new: str) -> Path:
 def _check_files(found: Sequence[_Labels], source: Source) -> None:
     """Count images without labels, and labels without an image. Raises DataError if no image has labels."""
     missing = [labels for labels in found if labels.lines is None]
-    # Without this error every photograph would be learned as one without objects.
+    # Without this error, every photograph would be learned as a photograph without objects.
     if found and len(missing) == len(found):
         raise DataError(
             f"{source.path}: no image has a label file",

@@ -5,7 +5,7 @@ In: a sample, and the objects of K answers to it, drawn from the model. Out: the
 1. The objects are clustered, at most one per answer (`agreement`). A cluster's votes are the answers that have it.
 2. A cluster *confirms* a label (same name, IoU >= 0.5, one-to-one), or it overlaps a label without confirming it and
    *contradicts* it, or it overlaps no label and is *free*. Clusters in ignore regions are left out.
-   A free cluster that overlaps a free one with more votes *repeats* it, and is not counted.
+   A free cluster that overlaps another free cluster with more votes *repeats* it, and is not counted.
 3. Free clusters become labels if they have at least `min_votes` votes, or if they are probably right (`probable`). A
    completed label keeps its votes.
 
@@ -17,15 +17,15 @@ v votes confirm labels, d contradict labels, and f be free:
     elsewhere              s = min(1, r (c + d) / f)       there is an object
     precision of v votes   p s
 
-r is the number of objects without a label per labelled one. If labels are missing at random, unlabelled objects get v
-votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. A few clusters with many votes
-may be chance. So r is f / (c + d) over the clusters with the most votes. Lower numbers of votes are included until
-`ENOUGH` of the clusters are near labels, but none below about half of the answers. Invented boxes are rarer among
-clusters with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`). This
-removes most of the noise of small counts. The product p s is an upper bound: boxes that the model invents as surely as
-it finds real objects look like real ones. `auto` takes the number of votes for which most labels are gained: the
-estimated number of right labels minus that of wrong ones. Nothing is completed if complete labels could have given the
-same clusters.
+r is the number of objects without a label per labelled object. If labels are missing at random, unlabelled objects get
+v votes as often as labelled ones, so f is r (c + d) plus the boxes that the model invents. A few clusters with many
+votes may be chance. So r is f / (c + d) over the clusters with the most votes. Lower numbers of votes are included
+until `ENOUGH` of the clusters are near labels, but no number below about half of the answers. Invented boxes are rarer
+among clusters with more votes. So p and s do not fall with v, and they are fitted under this condition (`not_falling`).
+This removes most of the noise of small counts. The product p s is an upper bound: boxes that the model invents as
+surely as it finds real objects look like real ones. `auto` takes the number of votes for which most labels are gained:
+the estimated number of right labels minus the estimated number of wrong ones. Nothing is completed if complete labels
+could have given the same clusters.
 
 Invariants: labels are not changed. No two completed labels overlap, and none overlaps a label or an ignore region.
 Objects stay in canonical order. No side effects.
@@ -238,7 +238,7 @@ def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
     top, half = int(enough[-1]), (len(near) - 1) // 2
     of_near, num_near = not_falling(_joined(confirms, top), _joined(near, top))
     of_all, num_all = not_falling(_joined(near, top), _joined(near + free, top))
-    # Half a cluster more of each kind keeps shares of few clusters away from 0 and 1.
+    # Half a cluster of each kind is added, so that shares of few clusters are never exactly 0 or 1.
     is_right, is_near = (of_near + 0.5) / (num_near + 1), (of_all + 0.5) / (num_all + 1)
     # The ratio counts clusters with many votes, but at least ENOUGH clusters, because fewer may be chance. Clusters
     # with the votes of fewer than half of the answers are not counted, because invented boxes are too frequent among
@@ -309,8 +309,7 @@ def completed(
 
 
 def _apart(objects: Sequence[DetectionObject]) -> list[bool]:
-    """Return for each object whether it is kept. An object that overlaps an earlier kept object is
-    left out."""
+    """Return for each object whether it is kept. An object that overlaps an earlier kept object is left out."""
     near, apart = iou_matrix(objects, objects) >= OVERLAP, np.zeros(len(objects), dtype=bool)
     for i in range(len(objects)):
         apart[i] = not near[i, apart].any()

@@ -94,7 +94,7 @@ def candidates(answers: Sequence[ParsedRollout], pieces: TokenPieces) -> list[Sc
 
 
 def told_of(answer: ParsedRollout, pieces: TokenPieces) -> list[ObjectLogprobs]:
-    """Return log-probabilities and place of each object of an answer; zeros if log-probabilities are not known."""
+    """Return log-probabilities and place of each object of an answer. Unknown log-probabilities are 0."""
     number = len(answer.objects)
     logprobs = answer.rollout.logprobs
     places = [i / max(1, number - 1) for i in range(number)]
