@@ -1,8 +1,8 @@
 """torchrun for one machine, with readable messages at the end: `python -m deploy.torchrun --nproc N -- -m learner ...`.
 
 In: a number of ranks, and after `--` the module (`-m`) or script that each rank runs. Out: the ranks' output, and an
-exit code: 0, or that of the rank that failed first (128 + signal if a signal ended it). One line replaces torchrun's
-traceback. SIGTERM and SIGINT reach the ranks. Ranks that still run after SHUTDOWN_TIMEOUT_S are killed. With
+exit code: 0, or the exit code of the rank that failed first (128 + signal if a signal ended it). One line replaces
+torchrun's traceback. SIGTERM and SIGINT reach the ranks. Ranks that still run after SHUTDOWN_TIMEOUT_S are killed. With
 `--max-restarts N` all ranks are restarted after one has failed, at most N times; a learner then resumes from its newest
 checkpoint.
 

@@ -15,7 +15,7 @@
     rollout-learner split --config run.yaml --out DIR            write which photographs are learned, as lists of paths
     rollout-learner schema                                       print the JSON Schema of run.yaml, for editors
 
-`train` can be left out: `python -m learner --config run.yaml`, and with `--check` that is `check`.
+`train` can be left out: `python -m learner --config run.yaml` trains, and with `--check` it only checks.
 
 Exit codes: 0 done, 1 failed while running, 2 the user's input is wrong, 130 interrupted (128 + n: by signal n), 141
 the reader of the output has gone (`... | head`). A user error is one message without a traceback; a bug keeps its

@@ -87,9 +87,9 @@ class PrefixRewards(NamedTuple):
 class Task(Protocol):
     """Reads answers, scores them, and makes what is learned from them: `task.type`. To be subclassed.
 
-    A task is pure: token ids and records in, records out; no model, no HTTP, no clock. Several threads call it. What
-    `parse` and `match` return is the task's own, and only the task looks into it. It must be picklable, because ranks
-    exchange it.
+    A task is pure: token ids and records in, records out; no model, no HTTP, no clock. Several threads call it. Only
+    the task itself looks into the results of its `parse` and `match`. These results must be picklable, because ranks
+    exchange them.
     """
 
     reader: ClassVar[Reader | None] = None  # used if `data.format` names no reader; None: a built-in reader is used
@@ -223,7 +223,7 @@ class Callback:
         return None
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> bool | None:
-        """Act after each evaluation, with its metrics by name. True: end the run as after its last step."""
+        """Act after each evaluation, with its metrics by name. Return True to end the run as after its last step."""
         return None
 
     def on_save(self, step: int, folder: Path) -> None:

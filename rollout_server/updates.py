@@ -286,15 +286,16 @@ async def load_and_score(
     Caches are reset right after the receiving has begun. If the model can run while weights are loaded, the canary's
     requests are queued before the load ends.
 
-    Weights that are not finite leave NaN in the KV cache. There it spoils answers of later weights, because attention
-    also reads places that it gives no weight. So if a canary's scores are not finite, they are made once more from a
-    cleared cache. `clear_cache` clears it at once, which takes as long as writing all of it.
+    Weights that are not finite leave NaN in the KV cache. There, NaN spoils answers of later weights, because attention
+    also reads places that it gives no weight. So if a canary's scores are not finite, the cache is cleared, and the
+    scores are computed once more. With `clear_cache`, the cache is cleared before the canary is scored, which takes as
+    long as writing all of the cache.
     """
     # The adapter gets a new name each time, because vLLM finds cached prefixes by the adapter's name.
     engine.serve_adapter(f"policy-{call.ver}" if call.mode == "adapter" else None)
     rest = call.model_copy(update={"buckets": [], "canary": []})
-    # The engine runs calls in order, so each is sent before the previous one has answered. One after the other, they
-    # left the network idle for 4 ms of a sync (4B, two H200).
+    # The engine runs calls in order, so each is sent before the previous one has answered. Sent one after the other,
+    # the calls left the network idle for 4 ms of a sync (4B, two H200).
     begin: list[Coroutine[object, None, list[WorkerReply] | None]] = [
         engine.on_workers("sync_start", rest.model_dump_json(), BUCKETS.dump_json(call.buckets).decode()),
         engine.reset_caches(),

@@ -24,7 +24,7 @@ TOLERANCE_KEY = "custom.extra.rollout_matching.vllm.sync.canary_tolerance"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CanaryGap:
     """|learner log-probability - served log-probability|, nats. `mean`: over all tokens of all answers. `max`: over
-    these and the scores through the prefix cache."""
+    these tokens and the scores through the prefix cache."""
 
     mean: float
     max: float

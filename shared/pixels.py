@@ -1,7 +1,7 @@
 """Checks that learner and engine feed the vision tower the same pixels (R45).
 
 In: an image processor's output for a request's images, before it is copied to the device. Out: `ProcessedImages`, small
-enough to be sent with every answer. `check_pixels` compares those of the two sides.
+enough to be sent with every answer. `check_pixels` compares the results of the two sides.
 
 Equal digests mean equal pixels. Digests are of the values in the type of the engine's processor: the model's type, or
 levels of 0 to 255 where vLLM normalizes on the device. The learner converts its own values to that type

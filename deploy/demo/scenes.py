@@ -5,8 +5,8 @@ few digits side by side ("demo"), or many overlapping digits among shapes that a
 pixels and objects.
 
 Invariants: the same generator state and style give the same scene; train, val and test never share a digit image,
-whatever the seed; a box is tight around the digit as drawn, lies inside the canvas, and overlaps others by at most the
-style's `max_iou`.
+whatever the seed; a box is tight around the digit as drawn, lies inside the canvas, and overlaps other boxes by at most
+the style's `max_iou`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 In: the run folders of our method and of `sft`, as `learner` wrote them. Ours evaluates test scenes at its start and its
 end; `sft` evaluates validation scenes during training and test scenes at its end. Out: metrics of the base model and of
 both runs with 95% bootstrap intervals over test scenes, paired differences, every sync, and wall times. The metrics of
-`sft` are those of its best step (the start is step 0), chosen by the validation scenes. If this is neither the start
-nor the last step, this module scores the checkpoint of `sft` on the test scenes.
+`sft` are the metrics of its best step (the start is step 0), chosen by the validation scenes. If this is neither the
+start nor the last step, this module scores the checkpoint of `sft` on the test scenes.
 """
 
 from __future__ import annotations

@@ -214,8 +214,8 @@ def resolve(config: RunConfig, world_size: int) -> Plan:
 
 def steps_per_epoch(per_epoch: int, *, gradient_accumulation_steps: int, m_steps: int) -> int:
     """Return the number of optimizer steps in an epoch of `per_epoch` micro-batches. The rollouts of a window of
-    `gradient_accumulation_steps` micro-batches are learned in `m_steps` steps, those of a shorter last window in one
-    step."""
+    `gradient_accumulation_steps` micro-batches are learned in `m_steps` steps. The rollouts of a shorter last window
+    are learned in one step."""
     whole_windows, rest = divmod(per_epoch, gradient_accumulation_steps)
     return whole_windows * m_steps + (rest > 0)
 

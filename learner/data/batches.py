@@ -72,7 +72,7 @@ class Shortfall(NamedTuple):
 
 
 class Upcoming(NamedTuple):
-    """A micro-batch before its prompts are encoded; fields as in `MicroBatch`."""
+    """A micro-batch before its prompts are encoded. Its fields are as in `MicroBatch`."""
 
     samples: tuple[Sample, ...]
     first_req_idx: int

@@ -3,9 +3,8 @@
 `predict --tile` asks the model about the whole photograph and about its tiles, so a run learns both. A tile is a `View`
 of its photograph, like an augmented picture. At its border the rule of augmented pictures holds: an object with at
 least 35% of its area in the tile is a label, cut at the border. For any other object, the part in the tile is an ignore
-region. Tiles overlap
-by a quarter of a side. So an object that one tile cuts is whole in the next, if it is smaller than the overlap. No
-function has side effects.
+region. Tiles overlap by a quarter of a side. So an object that one tile cuts is whole in the next tile, if the object
+is smaller than the overlap. No function has side effects.
 """
 
 from __future__ import annotations

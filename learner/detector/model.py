@@ -264,8 +264,8 @@ def merged(model: ModelFiles) -> Iterator[Path]:
 
 
 def model_folder(path: Path) -> Path:
-    """Return `path` if it is a model, else the best or newest checkpoint of a run. Raises ConfigError without a model,
-    and if the checkpoint is a link that leaves the run's folder."""
+    """Return `path` if it is a model, else the best or newest checkpoint of a run. Raises ConfigError if there is no
+    model, or if the checkpoint is a link that leaves the run's folder."""
     if _is_model(path):
         return path
     steps = {

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Journal:
-    """The logs of one rank. Most of them write on rank 0 only; on other ranks their methods do nothing."""
+    """The logs of one rank. Most logs write on rank 0 only; on other ranks their methods do nothing."""
 
     ranks: Ranks
     log: MetricsLog

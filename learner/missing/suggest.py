@@ -188,7 +188,7 @@ def of_sample(
 
 
 def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
-    """Return the score of the scored object that overlaps `obj` most, among those with an IoU of at least SAME_IOU;
+    """Return the score of the scored object that overlaps `obj` most, among objects with an IoU of at least SAME_IOU;
     objects of the same name go first. 0 if there is none."""
     overlaps = iou_matrix([obj], [one.object for one in scored])[0] if scored else []
     same = [

@@ -88,8 +88,8 @@ class CanaryScorer:
 
     @torch.no_grad()
     def _checksums(self, way: _Sent) -> Checksums:
-        """Return checksums of those weights that are sent without change. {} for a sharded model, and if adapters are
-        sent separately or no checksums are wanted."""
+        """Return checksums of the weights that are sent unchanged. {} for a sharded model, and if adapters are sent
+        separately or no checksums are wanted."""
         if self._policy.is_sharded or not way.merged or not self._with_checksums:
             return {}
         return {name: checksum(tensor) for name, tensor in way.unreplaced.items()}

@@ -2,7 +2,7 @@
 
 In: `ModelConfig`. Out: a `Policy` that learns packed rows, scores tokens, and lists its merged weights under checkpoint
 names. Supported are text-only causal language models and image-text-to-text models of the Qwen-VL kind.
-`shared/families.py` lists those that were tested.
+`shared/families.py` lists the families that were tested.
 
 Invariants: before `reduce_gradients`, a gradient belongs to the sum of this rank's weighted losses, not to their mean.
 If the model is sharded, a gradient is this rank's part of the gradient of the sum over all ranks. `logprobs` and

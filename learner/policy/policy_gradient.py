@@ -67,7 +67,7 @@ def gather_policy(segments: Sequence[Segment], supervised: Sequence[np.ndarray])
 
 
 def write_first_logprobs(segments: Sequence[Segment], supervised: Sequence[np.ndarray], logprobs: torch.Tensor) -> None:
-    """Store this pass's `logprobs` [N] as `first_logprobs` in the segments that have none yet: for them this is the
+    """Store this pass's `logprobs` [N] as `first_logprobs` in the segments that have none yet, because this is their
     first pass. `supervised` is as in `gather_policy`."""
     values, start = logprobs.detach().float().cpu().numpy(), 0
     for segment, at in zip(segments, supervised, strict=False):  # `supervised` may have one more entry: a blank image's

@@ -1,4 +1,4 @@
-"""Computes numbers by name (features) from a measurement: `recommend.py` chooses a method by them.
+"""Computes numbers by name (features) from a measurement. `recommend.py` chooses a method by these numbers.
 
 In: `Measured`. Out: each number with its 95% interval over scenes. F1 is computed as in an evaluation: IoU 0.5, the
 same description, counts summed over scenes. Intervals are percentile bootstrap intervals: scenes are drawn with

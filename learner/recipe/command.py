@@ -305,9 +305,9 @@ class Recipe:
         return code
 
     def _grpo(self, sft: StageResult, minutes: float, earlier_s: float) -> int:
-        """Run `grpo`, and return its exit code. If labels were completed or boxes are loose, it learns in any case. If
-        not, its process first measures the headroom in places, and learns only if that is large enough. Missing labels
-        would make the measured headroom too small."""
+        """Run `grpo`, and return its exit code. If labels were completed or boxes are loose, `grpo` learns in any
+        case. Otherwise its process first measures the headroom in places, and learns only if this headroom is large
+        enough. Missing labels would make the measured headroom too small."""
         record = self.record
         # If rollout matching was run, the start cannot complete labels.
         completes = record.stage(MATCHING) is None and (sft.completed or record.starts_weak)

@@ -1,8 +1,8 @@
 """`recipe.json`: the decisions of a recipe so far, and what each stage gained and lost.
 
-The recipe's process writes the whole file again at each decision. From this file and the stages' folders, the same
-command, given again, knows how to go on. Only stages that have ended are in the file. The report of the recipe's folder
-shows its content.
+The recipe's process writes the whole file again at each decision. If the same command is given again, it goes on from
+this file and the stages' folders. Only stages that have ended are in the file. The report of the recipe's folder shows
+the file's content.
 """
 
 from __future__ import annotations
@@ -133,7 +133,8 @@ class Record:
 
     @property
     def starts_weak(self) -> bool:
-        """True if the start's score is so far below that of `sft` (START_SHARE) that `sft` completes labels better."""
+        """True if the start's score is so far below the score of `sft` (START_SHARE) that `sft` completes labels
+        better."""
         sft = self.stage(SFT)
         return sft is not None and sft.score_before < START_SHARE * sft.score
 

@@ -49,10 +49,11 @@ _SHOWN = {name: f"image/{name.lower()}" for name in ("JPEG", "PNG", "GIF", "WEBP
 
 def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
     """Return an application without routes. `host`: the address at which it will listen. A request whose body is larger
-    than `body_bytes` is refused (413), and no more than that is read of it."""
+    than `body_bytes` is refused (413), and at most `body_bytes` of it are read."""
     app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
     app.add_middleware(TrustedHostMiddleware, allowed_hosts=[*_NAMES, host], www_redirect=False)
-    # The middleware that is added last is the outermost one, so it puts its headers on the other one's refusals too.
+    # The middleware that is added last is the outermost one, so it also puts its headers on refusals of the other
+    # middleware.
     app.add_middleware(_Guard, body_bytes=body_bytes)
     return app
 

@@ -339,7 +339,7 @@ class ColocatedEngine:
         return free - needed_bytes >= ROOM * total
 
     def _rest(self) -> None:
-        """Let the engine sleep, unless the device has room for it and for training."""
+        """Let the engine sleep, unless the device has room for the awake engine and for training."""
         self._stays_awake = self._stays_awake and self._has_room()
         if not self._stays_awake:
             self._sleep()

@@ -57,9 +57,9 @@ def unread_weights() -> str:
 
 @contextmanager
 def inspecting_here() -> Iterator[None]:
-    """Let vLLM inspect the model's class in this process inside the block. By default vLLM does it in another process,
-    so that it does not initialise CUDA in this one. That takes 15 s with empty caches (vLLM 0.26, H200), and here CUDA
-    is in use already."""
+    """Let vLLM inspect the model's class in this process inside the block. By default vLLM inspects the class in
+    another process, so that CUDA is not initialised in this process. The other process takes 15 s with empty caches
+    (vLLM 0.26, H200), and here CUDA is in use already."""
     from vllm.model_executor.models import registry
 
     before = getattr(registry, "_run_in_subprocess", None)
@@ -75,8 +75,8 @@ def inspecting_here() -> Iterator[None]:
 
 @contextmanager
 def keeping_random_state(device: torch.device) -> Iterator[None]:
-    """Restore the random generators of Python, NumPy and torch after the block. vLLM seeds all of them when it starts,
-    and may draw from torch's later."""
+    """Restore the random generators of Python, NumPy and torch after the block. vLLM seeds all these generators when it
+    starts, and may later draw from torch's generator."""
     python, numpy = random.getstate(), np.random.get_state()
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -1,13 +1,15 @@
-"""Rollouts from servers that are already running: `RolloutBackend` over all of them (R05-R07, R10-R16, R21, R23, R30).
+"""Rollouts from servers that are already running: a `RolloutBackend` for all servers of a run (R05-R07, R10-R16, R21,
+R23, R30).
 
-In: samples of this rank. Out: one rollout per sample, as each ends (`stream`) or all in order (`generate_window`), all
-by one version of the weights. Invariants: `connect` checks the servers and asks their world sizes, once; a request's
-seed depends only on its index over all ranks; a server never has more requests than its quota (`distribution.py`), also
-when requests are sent again; no sample is skipped: an error ends the call. At most one window of rollouts is in memory.
+In: samples of this rank. Out: one rollout per sample, each as soon as it ends (`stream`) or all in order
+(`generate_window`). All are made by one version of the weights. Invariants: `connect` checks the servers and asks their
+world sizes, once; a request's seed depends only on its index over all ranks; a server never has more requests than its
+quota (`distribution.py`), also when requests are sent again; no sample is skipped: an error ends the call. At most one
+window of rollouts is in memory.
 
 If a server fails and `min_servers` allows it, this rank stops using the server, and sends the unanswered requests to
 the other servers (D15). Other ranks learn of the failure at the next agreement. Until then the other servers may have
-more requests than `decode_batch_size` allows, because they also have those that this rank has moved to them.
+more requests than `decode_batch_size` allows, because this rank has moved requests to them.
 
 All clients of a process use one asyncio event loop, which has a thread of its own (`LoopThread`). So rollouts and the
 weight sync may be called from any thread.

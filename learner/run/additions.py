@@ -93,8 +93,8 @@ def write_with(data: DataConfig, path: str, samples: Sequence[Sample], added: Ad
 
 
 def writable_annotations(data: DataConfig, path: str) -> Annotations:
-    """Return the annotations at `path`. Raises DataError if a copy of them cannot be written: other programs' formats,
-    a user's reader, or coordinates in another unit than the format's."""
+    """Return the annotations at `path`. Raises DataError if a copy of the annotations cannot be written: other
+    programs' formats, a user's reader, or coordinates in another unit than the format's."""
     if data.reader is not None:
         raise DataError(
             "annotations of a reader of your own can't be written again",

@@ -11,8 +11,8 @@ Weights are synced after `sync_every` executed Channel-B steps. They are synced 
 weights would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs
 made since the last sync are learned. A sync for an evaluation does not count here. Before a sync each rank starts no
 new call, and waits for its call in flight. If the step has a share to learn meanwhile, it learns the share. Then the
-sync runs between two rows of the step, as soon as no call is in flight, or after the last row. It brings the same
-weights as before the step, because they change only at the step's end.
+sync runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends the
+weights from before the step, because weights change only at the step's end.
 
 If a scheduled Channel-B step finds no share that is ready on all ranks, it runs Channel-A, provided that the share that
 is being made can still be learned later, and that the producers have other shares to make meanwhile. Otherwise the step
@@ -156,8 +156,8 @@ class Stage2Ahead(Stage2Steps):
 
     def postpones_sync(self, global_step: int) -> bool:
         """Return True if the sync has to wait for a call in flight, and the step has a share that it can learn
-        meanwhile. The sync then runs between two rows of the step, or after the last row. It brings the same weights as
-        before the step, because they change only at the step's end."""
+        meanwhile. The sync then runs between two rows of the step, or after the last row. It sends the weights from
+        before the step, because weights change only at the step's end."""
         if self._producer is None or self.is_quiet():
             return False
         # `is_quiet` has requested the fence, so no new call starts. `is_quiet` is called again between two rows.
@@ -249,8 +249,7 @@ class Stage2Ahead(Stage2Steps):
         return choice.decision
 
     def _ready(self, global_step: int) -> Outlook:
-        """Return which shares this rank has and can make (`Outlook`). Of the complete shares, only those of this epoch
-        are listed."""
+        """Return which shares this rank has and can make (`Outlook`). Complete shares of other epochs are left out."""
         if self._producer is None:
             return NOTHING
         self._want(global_step)

@@ -11,10 +11,10 @@ Invariants: one segment per place, in order. A group is scored when all of its r
 a group's segments together. Advantages do not depend on micro-batches or ranks (D21): `advantage: batch` subtracts the
 mean over the whole step on all ranks, which is computed before the first segment is made.
 
-An advantage is a reward minus a baseline: rollouts above the baseline are made more likely, those below it less likely.
-Baselines. `group`: the group's mean (GRPO, arXiv:2402.03300). `rloo`: the mean of the group's other rollouts
-(arXiv:2402.14740); the advantage is then that of `group` times K / (K - 1). `batch`: the mean of all rollouts of the
-optimizer step, on all ranks.
+An advantage is a reward minus a baseline: rollouts above the baseline are made more likely, and rollouts below the
+baseline less likely. Baselines. `group`: the group's mean (GRPO, arXiv:2402.03300). `rloo`: the mean of the group's
+other rollouts (arXiv:2402.14740); the result is the advantage of `group` times K / (K - 1). `batch`: the mean of all
+rollouts of the optimizer step, on all ranks.
 
 With `credit: object` each object gets an advantage. After j of its n objects an answer has earned V[j]. What it earns
 later, V[n] - V[j], is its reward to go; after it closes, this is 0. The baseline at place j is the mean reward to go of

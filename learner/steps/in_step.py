@@ -3,7 +3,7 @@
 There are two ways. In the simple one, all samples of the rank's share are rolled out, and then learned. With servers
 and packing, rows are learned while other samples are rolled out (D9): a second thread makes a segment of each rollout
 as it ends, and the learning thread takes each row as soon as the row is closed. Both ways number a step's requests over
-all ranks. So a sample's seed, and with it its rollout, is the same either way, on any number of ranks.
+all ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on any number of ranks.
 
 Any number of finished segments may wait for the learning thread, so no server waits for the learner. Which segments
 share a row depends on the order in which rollouts end, unless `training.deterministic` is set. Which samples a step

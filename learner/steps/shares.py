@@ -1,5 +1,5 @@
-"""The samples that a step learns, and those that may be rolled out ahead of it (R24, R25, D11, D12). Pure: no threads,
-no clock.
+"""The samples that a step learns, and the samples that may be rolled out ahead of the step (R24, R25, D11, D12). Pure:
+no threads, no clock.
 
 An epoch's samples are cut into shares in order, one share per optimizer step. Each share is learned in one step, as
 ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, even if its rollouts are

@@ -233,8 +233,8 @@ def own_share(sample_ids: Sequence[str], ranks: Ranks) -> list[str]:
 
 
 def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
-    """Yield this rank's rows, then zero-weight rows, until it has as many as the rank with the most rows (D5).
-    Collective."""
+    """Yield this rank's rows, then zero-weight rows, until this rank has as many rows as the rank with the most rows
+    (D5). Collective."""
     num_rows = 0
     for row in rows:
         yield row
@@ -246,7 +246,7 @@ def padded(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseC
 
 def in_lockstep(rows: Iterable[PackedRow], ranks: Ranks, capacity: int, clock: PhaseClock) -> Iterator[PackedRow]:
     """Yield this rank's rows, then zero-weight rows while another rank still has rows (D5). Collective: ranks wait for
-    each other before every row, so all make the same number of passes."""
+    each other before every row, so all ranks make the same number of passes."""
     # A pass of a sharded model is a collective, so ranks must not make different numbers of passes.
     remaining = iter(rows)
     while True:

@@ -36,8 +36,8 @@ CheckServer = Callable[[ServerClient, ServerStatus], Coroutine[object, None, Non
 
 
 def check_servers(backend: ServerBackend, check: CheckServer, *, ranks: SyncRanks) -> None:
-    """Check that all servers fit (R16), before a first sync overwrites their weights. Rank 0 asks every server;
-    collective. Raises the errors of `check`."""
+    """Check that all servers fit (R16), before a first sync overwrites their weights. Collective: only rank 0 asks
+    the servers. Raises the errors of `check`."""
 
     def ask_all() -> None:
         asked = zip(backend.clients, backend.statuses(), strict=True)

@@ -102,7 +102,7 @@ class Members:
             raise membership.too_few() from error
 
     def to_reach(self) -> list[Member]:
-        """Return the servers that a sync goes to: the servers that serve, and those that are ready to serve."""
+        """Return the servers that a sync goes to: the servers that serve, and the servers that are ready to serve."""
         membership = self._backend.membership
         ready = self.returning.ready()
         return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]
@@ -145,7 +145,7 @@ class ReturnWatch:
     def __init__(self, backend: ServerBackend, check: CheckServer | None = None) -> None:
         self._backend, self._check = backend, check
         self.fit: set[str] = set()  # ids of the server processes that have passed `check`
-        self._unfit: dict[str, str] = {}  # base_url -> reason why the server cannot join; empty if it may become ready
+        self._unfit: dict[str, str] = {}  # base_url -> reason why the server cannot join; "": it may become ready
         self._followed: dict[str, float] = {}  # base_url -> time (`awake_s`) before which it is not tried
         self._ready: frozenset[str] = frozenset()
         self._watching: Future[None] | None = None  # None: no watch runs, or the watch is about to end

@@ -80,7 +80,7 @@ def _turn(turn: object, images: list[str]) -> dict[str, str]:
 
 
 def _part(part: object, images: list[str]) -> str:
-    """Return a part of a turn as text. An image in it is added to `images`. Raises ValueError."""
+    """Return a part of a turn as text. If the part is an image, it is added to `images`. Raises ValueError."""
     if isinstance(part, str):
         return part
     if isinstance(part, Mapping) and isinstance(part.get("text"), str):

@@ -41,8 +41,8 @@ class Cluster:
     """Objects of different answers that are taken for one object. `members` are sorted by answer; there is at least
     one, and at most one per answer.
 
-    `object` has the most frequent name (of equally frequent names that of the first answer) and the median of the
-    boxes. If a member is a polygon, `object` has the geometry of the member that overlaps the others most.
+    `object` has the most frequent name (of equally frequent names, the first answer's) and the median of the boxes. If
+    a member is a polygon, `object` has the geometry of the member that overlaps the others most.
     """
 
     members: tuple[ClusterMember, ...]

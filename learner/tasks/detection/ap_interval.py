@@ -2,9 +2,9 @@
 
 Samples are drawn. A sample is one image, or several images that are drawn together. COCO's matches do not depend on
 other images, so they are made once (pycocotools). A draw weights each sample by how often it was drawn. The result
-equals that of pycocotools for a set with as many copies of each sample as were drawn, because copies of a box have
-equal scores and so are neighbours in the ranking. The two differ only if two boxes in one image have equal scores. No
-side effects.
+equals the result of pycocotools for a set with as many copies of each sample as were drawn, because copies of a box
+have equal scores and so are neighbours in the ranking. The two differ only if two boxes in one image have equal scores.
+No side effects.
 """
 
 from __future__ import annotations

@@ -390,7 +390,7 @@ def logistic(right: Pixels, wrong: Pixels, penalty: float = PENALTY) -> Callable
     weights = np.where(is_right == 1, 0.5 / share, 0.5 / (1 - share))
     factors = np.zeros(design.shape[1])
     for _ in range(12):
-        # The sigmoid is 0 or 1 there, and `exp` of larger numbers overflows.
+        # Beyond these limits the sigmoid is 0 or 1, and `exp` of larger numbers overflows.
         probable = 1 / (1 + np.exp(-np.clip(design @ factors, -30, 30)))
         curvature = (design * (weights * probable * (1 - probable))[:, None]).T @ design + np.diag(penalties)
         step = np.linalg.solve(curvature, design.T @ (weights * (is_right - probable)) - penalties * factors)

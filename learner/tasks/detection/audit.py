@@ -2,8 +2,8 @@
 
 In: finds with votes and probabilities, and verdicts on some finds. Out: better probabilities of all finds.
 
-An audit draws finds. How many of those with v votes it draws is proportional to the square root of their number. So
-finds with a rare number of votes are drawn too. A logistic regression is fitted to the verdicts:
+An audit draws finds. Of the finds with v votes it draws a number that is proportional to the square root of their
+number. So finds with a rare number of votes are drawn too. A logistic regression is fitted to the verdicts:
 
     logit(right) = a + b logit(probability) + c log2(votes, scaled to eight answers)
 

@@ -1,8 +1,8 @@
 """Fits a `Calibration`, which gives boxes their scores, and measures how good the scores are.
 
 Candidates are boxes in validation images, with features. They are added by falling score. A candidate is right if one
-more object is found once it is added (`gains` in `match.py`, at IoU 0.5). So right boxes are those that F1 counts, at
-every threshold. A candidate in an ignore region that finds no object is left out. scipy's L-BFGS minimises the
+more object is found once it is added (`gains` in `match.py`, at IoU 0.5). So right boxes are the boxes that F1 counts,
+at every threshold. A candidate in an ignore region that finds no object is left out. scipy's L-BFGS minimises the
 penalised log loss. The penalty is the one of `PENALTIES` with the least log loss on held-out images (5 parts). Scores
 of held-out images also give the threshold and `measured`.
 
@@ -137,7 +137,7 @@ def _fit_twice(
     boxes = Boxes.of(found, samples)
     _require_enough(boxes)
     # Scores decide which of several boxes of one object is right. So boxes are ranked by a first fit, whose scores are
-    # better than those without a calibration, and then fitted again.
+    # better than scores without a calibration, and then fitted again.
     boxes = boxes.ranked(_fit(boxes, num_drawn=num_drawn).scores(boxes.features, boxes.names))
     return _fit(boxes, num_drawn=num_drawn), boxes
 

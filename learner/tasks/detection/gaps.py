@@ -160,8 +160,8 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
 
 def not_random(found: Found, num_answers: int) -> str:
     """Return a sentence about how labels are not missing at random; "" if there is no sign of it. Only clusters that
-    half of the answers have are counted. Of those without a label, clusters with a known probability below 0.5 are not
-    counted either."""
+    half of the answers have are counted. Of the clusters without a label, those with a known probability below 0.5
+    are not counted either."""
     sure = [
         (place, one)
         for place, own in enumerate(found)

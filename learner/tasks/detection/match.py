@@ -1,8 +1,8 @@
 """Matches predictions to ground truth, for training and for every score except COCO's AP.
 
 Matches are one-to-one (Hungarian). A pair is allowed if its IoU is at least a threshold, and its names are equal where
-names count. Among all assignments of allowed pairs, one with the most pairs is chosen, and among those the one with the
-largest total IoU.
+names count. Among all assignments of allowed pairs, one with the most pairs is chosen. If several have the most pairs,
+the one with the largest total IoU is chosen.
 
 If a prediction has no pair, and the share of its area in an ignore region (`Sample.ignored`) of its class is at least
 the threshold, the prediction is neither right nor wrong: it does not count. This is COCO's rule for crowds. No side

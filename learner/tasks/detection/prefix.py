@@ -52,8 +52,8 @@ def up_to_first_miss(assignment: Assignment, task: ObjectTask) -> Assignment:
 def unmatched_behind(whole: Assignment, cut: Assignment, task: ObjectTask) -> list[DetectionObject]:
     """Return the unmatched predictions of `whole` after the objects of `cut`. They may be objects without a label.
 
-    Predictions that repeat a labelled object are left out, as are those that cannot be written unchanged. If the answer
-    is not closed, predictions after its last match are left out too.
+    Predictions that repeat a labelled object, or that cannot be written unchanged, are left out. If the answer is not
+    closed, predictions after its last match are left out too.
     """
     first = len(cut.parsed.objects)
     return [whole.parsed.objects[i].object for i in without_label(whole, task) if i >= first]
