@@ -5,7 +5,7 @@
          serving --poison--> poisoned        updating --complete_base--> poisoned --begin_update(adapter)--> draining
 
 `Gate` is the pure state machine: no clock, no asyncio, no engine. `WaitingGate` adds the waiting: calls wait for
-updates, updates wait for calls, both up to a deadline. It lives on one event loop.
+updates, updates wait for calls, both up to a deadline. It must be used on one event loop only.
 
 Invariants:
 - calls are in flight only in `serving` and `draining`, so no call sees two versions;

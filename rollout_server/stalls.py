@@ -4,7 +4,7 @@ In: a ping (a call that a living engine answers soon), and the CPU time of the e
 (503) for all calls that wait for the engine.
 
 Invariants: at most one ping is unanswered, and a ping is never cancelled; an engine whose processes use CPU time gets
-BUSY_TURNS times as long; the stall ends with the ping's answer.
+BUSY_TURNS times as long for its answer; the stall ends with the ping's answer.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Prompts and requests to a vLLM engine, and how its outputs are read (R03, R09, R11). Both programs use this module.
 
 `render_messages`. In: turns whose text may hold `<image>` placeholders, and the number of images. Out: the content-part
-form that chat templates of Hugging Face processors take. Both programs render with it, so their prompts tokenize alike.
-A turn's placeholders become image parts in place. If a request has images but no placeholder, the images go before the
-text of the first user turn (as in ms-swift).
+form that chat templates of Hugging Face processors take. Both programs render prompts with this function, so their
+prompts have equal tokens. A turn's placeholders become image parts in place. If a request has images but no
+placeholder, the images go before the text of the first user turn (as in ms-swift).
 
 Other functions. In: decoding settings, seeds, vLLM's `RequestOutput`. Out: `SamplingParams`, generations, scores. The
 rollout server has an engine, and so does a learner with colocated vLLM. Invariants: responses are stop-trimmed; a

@@ -9,12 +9,12 @@ A string names an image in one of five ways, tried in this order:
 5. base64 of an image: the decoded bytes begin like JPEG, PNG, WebP, GIF, BMP or TIFF
 
 Everything else is a MediaError that names all five. Its message is the same for a file outside the allowed folders and
-for one that does not exist.
+for a file that does not exist.
 
 Pixels are RGB and upright: the EXIF orientation is applied, so boxes refer to the picture as people see it. Transparent
-pixels become white: people never see their stored colour, mostly black. 16-bit grey is scaled to 8 bits. An animation
-gives its first frame. The size in bytes is checked before an image is read, the size in pixels before it is decoded.
-All functions block, and may be called from any thread.
+pixels become white, because people never see their stored colour, which is mostly black. 16-bit grey is scaled to 8
+bits. An animation gives its first frame. The size in bytes is checked before an image is read, the size in pixels
+before it is decoded. All functions block, and may be called from any thread.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 """Waits with a deadline, by a clock that stops while this process is stopped (by Ctrl-Z, or with its machine). By the
-system's clock a wait could end too early: its answer may have come while this process could not see it.
+system's clock a wait could end too early: the answer may have come while this process was stopped.
 
 In: limits in seconds. Out: deadlines for threads, coroutines and loops that poll, and pauses before work that failed is
 tried again. Waits for the end of a process, and waits inside libraries, have other limits, by the system's clock.

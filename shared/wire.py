@@ -2,9 +2,9 @@
 
 `/infer/` takes ms-swift's `RolloutInferRequest` and `RequestConfig` as its clients write them (null stands for a field
 that was left out). It answers ms-swift's `RolloutOutput`: a list in request order, or with `Accept:
-application/x-ndjson` one `AnswerLine` per request, as soon as it ends. A field that this server does not support must
-be empty. Each request of an infer call carries a `uuid`. A server that has answered a uuid gives the same answer again,
-so a retry after a lost reply never makes a second rollout.
+application/x-ndjson` one `AnswerLine` per request, as soon as the request ends. A field that this server does not
+support must be empty. Each request of an infer call carries a `uuid`. A server that has answered a uuid gives the same
+answer again, so a retry after a lost reply never makes a second rollout.
 """
 
 from __future__ import annotations

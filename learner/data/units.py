@@ -1,7 +1,7 @@
 """Converts boxes to pixels from the unit of their numbers, and finds the unit that fits a split's boxes (D23).
 
 A `Reach` gets the objects one by one, with the numbers in the file. Its `hint` names another unit if that unit fits
-much better. A single box would prove little, all boxes of a split prove more.
+much better. A single box would prove little, so all boxes of a split decide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`rollout-learner predict --model DIR INPUT... --out DIR`.
+"""`rollout-learner predict --model DIR INPUT... --out DIR`: finds objects in photographs, and writes them to files.
 
 Prints a line per unreadable image and a progress bar to stderr, and at the end where the results are. The exit code is
 1 if an image was skipped. If a command was interrupted, the same command continues where it stopped.

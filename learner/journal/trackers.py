@@ -7,8 +7,8 @@ depend on trackers.
 Invariants: a tracker never ends a run, and never makes it wait. Each tracker has a thread and a bounded queue, so a
 call here takes microseconds, however slow the network and the disk are. If the queue is full, the call is dropped and
 counted. A tracker's first failure is logged as a warning. After MAX_FAILURES failures in a row the tracker gets no more
-calls; they are only counted. `close` waits at most CLOSE_S for all trackers together, and returns how many calls each
-tracker did not get.
+calls. Further calls are only counted. `close` waits at most CLOSE_S for all trackers together, and returns how many
+calls each tracker did not get.
 
 A resumed run continues the same run in wandb and MLflow. `trackers.json` has the ids of these runs.
 """

@@ -12,7 +12,7 @@
 2. If no labels were completed, `grpo` measures before its first step, on training samples, how much better sampled
    answers find places than greedy answers do (the headroom in places).
 3. `grpo`. If labels were completed, it begins from the start, whose answers have completed them, with the same labels.
-   Otherwise it begins from the best weights of `sft`, but only if there is headroom in places. Without that, `grpo`
+   Otherwise it begins from the best weights of `sft`, but only if there is headroom in places. Without headroom, `grpo`
    could only learn names, and rollouts do not teach names, so the recipe ends. If `sft` had ended for lack of time,
    `sft` goes on before the recipe ends.
 

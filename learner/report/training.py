@@ -4,8 +4,8 @@ In: a `RunRecord`. Out: `Chart` and `Table` records for `templates/page.html`. E
 shown: a metric for which no chart is defined here gets a chart with the metric's name as title. If the loss or the
 gradient norm rises, a note explains what that means.
 
-The timeline shows what every rank and every server did at what time (R25, R31, R32), in one typical step: a step of
-median length, and one with rollouts if any step has them.
+The timeline shows what every rank and every server did at what time (R25, R31, R32), in one typical step. This is the
+step of median length, among the steps with rollouts if there are any.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One protocol for all that make rollouts: rollout servers, colocated vLLM and Hugging Face `generate`.
+"""One protocol for everything that makes rollouts: rollout servers, colocated vLLM and Hugging Face `generate`.
 
 `RolloutBackend` is the protocol. `Requests` are the samples that a backend must answer, with the seed of each request.
 A backend makes one or more calls for a `generate_window`. It writes each call's seed, time and error into a

@@ -5,8 +5,9 @@ JSONL), a new folder of XML files (Pascal VOC), or a new folder with `data.yaml`
 From the copy, the format's reader reads the same samples, ids and images as before, and the new objects too. The copy
 may be in any folder. Other formats and user's readers are refused. Old files are not changed.
 
-The copy says where a new object comes from, in the fields `origin`, `votes` and `answers`: so many of so many answers
-of the model have the object. An object that a person added has only `origin`. YOLO files have no place for these.
+The copy says where a new object comes from, in the fields `origin`, `votes` and `answers`: `votes` of the model's
+`answers` answers have the object. An object that a person added has only `origin`. YOLO files have no place for these
+fields.
 
 `RunAnnotations` writes the annotations of a run with completed labels, again after each completion. It replaces the old
 file only if the file's digest is in `labels/written.json` in the run directory. Then the run wrote it, and nobody has

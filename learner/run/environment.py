@@ -8,8 +8,8 @@ GLOO_SOCKET_IFNAME. By default torch takes the address of the machine's name, an
 loopback address. Ranks on other nodes then cannot connect, and wait until their deadline. NCCL chooses its interface
 itself and avoids the loopback.
 
-`keep_compiled` sets the folders in which torch and Triton keep compiled code. A run's first step compiles for minutes;
-with the folder of an earlier run it takes a fifth of that.
+`keep_compiled` sets the folders in which torch and Triton keep compiled code. A run's first step compiles for minutes.
+With the folder of an earlier run, it takes a fifth of this time.
 
 `prepare_for_vllm` sets variables for a vLLM engine inside the learner's process. It overrides two settings of the user,
 which cannot work here: an engine in a process of its own, and torchrun's store if there is one rank.

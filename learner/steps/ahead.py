@@ -19,9 +19,9 @@ is being made can still be learned later, and that the producers have other shar
 waits for the share, because the next steps would not find it either. The run ends after `max_starved_steps` scheduled
 Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step waits.
 
-Invariants: those of the module `shares`; every rank enters a fence (a block in which its producer makes no call), or no
-rank does; all ranks learn the same share. The thread of the producer has its own encoder, so that it shares nothing
-with the thread that learns.
+Invariants: the invariants of the module `shares` hold; every rank enters a fence (a block in which its producer makes
+no call), or no rank does; all ranks learn the same share. The thread of the producer has its own encoder, so that it
+shares nothing with the thread that learns.
 """
 
 from __future__ import annotations

@@ -11,9 +11,9 @@ makes the calls, keeps their segments in packs (some segments each), and waits.
 The producer makes one generation call after another, and never waits between them. When no call is permitted, its
 thread ends. Taking a share or opening a fence permits calls again, and starts a new thread.
 
-Invariants: those of `ShareQueue`, to which this adds a lock; a call's segments are those of its samples, in order, made
-by the served version, or the call fails with a RolloutError; after a first error, of the producer or of the learning
-thread, every method raises it; every wait has a deadline, whose error names the wait.
+Invariants: the invariants of `ShareQueue` hold, and a lock guards the queue; a call makes one segment for each of its
+samples, in order, by the served version, or it fails with a RolloutError; after a first error, of the producer or of
+the learning thread, every method raises it; every wait has a deadline, whose error names the wait.
 """
 
 from __future__ import annotations

@@ -7,8 +7,7 @@ order of the training loop:
 
 1. `read_fields` reads JSONL like the project's own rows, with `fields` instead of `objects`.
 2. `parse`: strict, no repair. A pair is *valid* if key and value are JSON strings with text, and the key is new.
-   Other pairs are dropped with a reason, and reading goes on after them. It stops where no next pair can be
-   read.
+   Other pairs are dropped with a reason, and reading goes on after them. Reading stops where no next pair can be read.
 3. `match`: by key. A pair is *right* if the document has the key with exactly this value, *wrong* if the document has
    another value, and *extra* if the document does not have the key.
 4. `target`: the answer's right pairs up to its first entry that is not right, then every missing pair in the document's

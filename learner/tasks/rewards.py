@@ -1,7 +1,8 @@
 """Computes rewards of rollouts: the user's functions (`reward.functions`), the task's rewards, and a weighted sum.
 
 In: a rollout, and its assignment by the task. Out: each reward's value by name. A step reports the mean of each reward
-over its rollouts, an evaluation over its samples. `grpo` learns the weighted sum. Several threads may call it.
+over its rollouts, an evaluation over its samples. `grpo` learns the weighted sum. Several threads may compute rewards
+at the same time.
 """
 
 from __future__ import annotations

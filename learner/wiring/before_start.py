@@ -1,7 +1,7 @@
 """Finds mistakes that keep a run from starting, without torch, a GPU or a server.
 
-In: the configuration. Out: mistakes. `rollout-learner check` reports them, `rollout-launch` does so before its servers
-start, and `train` raises those that `check_parts` finds. Writes nothing.
+In: the configuration. Out: mistakes. `rollout-learner check` reports the mistakes, `rollout-launch` reports them before
+its servers start, and `train` raises the mistakes that `check_parts` finds. Writes nothing.
 """
 
 from __future__ import annotations

@@ -8,8 +8,8 @@ It is NH and its Toeplitz extension, as in UMAC (Black, Halevi, Krawczyk et al. 
 read as signed 32-bit words, in blocks of 2 x PAIRS; the last block is filled with zeros. A block's sum in lane j is the
 sum over p of `(word[p] + key[0, p + j]) * (word[PAIRS + p] + key[1, p + j])`; each factor wraps in 32 bits, the sum in
 64. The sums `[blocks, 2]` are the next level's bytes, with other keys on every level, until one block is left. A pad is
-added to its sums: a keyed hash of length and nonce (Carter and Wegman). On CUDA one kernel computes the sums
-(`digest_cuda.py`).
+added to the sums of this last block: a keyed hash of length and nonce (Carter and Wegman). On CUDA one kernel computes
+the sums (`digest_cuda.py`).
 """
 
 from __future__ import annotations

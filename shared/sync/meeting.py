@@ -1,4 +1,4 @@
-"""The meeting of a group's ranks: at one TCP address, within a deadline, only for those who know the group's secret.
+"""The meeting of a group's ranks: at one TCP address, within a deadline, only for ranks that know the group's secret.
 
 In: a `Seat`, and this rank's card: a few bytes for all other ranks. Out: all ranks' cards, and a connection between
 rank 0 and every other rank. Rank 0 listens, and each connection to it begins with these messages:
@@ -7,9 +7,9 @@ rank 0 and every other rank. Rank 0 listens, and each connection to it begins wi
     rank r to rank 0    r, 32 random bytes, its card, and a proof
     rank 0 to rank r    all cards, and a proof, once every rank has come
 
-A proof is an HMAC with the secret over the side, the port, the group's size, r, both sides' random bytes and the
-message. The secret itself comes with the authenticated HTTP call. A relay in between is not noticed, but it can change
-neither these messages nor a sealed bucket.
+A proof is an HMAC with the secret over the side (rank 0 or rank r), the port, the group's size, r, both sides' random
+bytes and the message. The secret itself comes with the authenticated HTTP call. A relay in between is not noticed, but
+it can change neither these messages nor a sealed bucket.
 
 Invariants: rank 0 listens only on the configured address, and only until all ranks are there. From a connection without
 a proof it reads at most HELLO_BYTES, within HELLO_S, and it holds at most MAX_GUESTS such connections; dropped ones are

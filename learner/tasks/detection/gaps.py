@@ -4,10 +4,11 @@ In: samples, clusters of the answers to them (`completion.candidates`), and the 
 (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
 Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. The probability that
-its name is right is taken from clusters at labels that have as many votes and equal agreement: the share of them with
-the right name. If labels are too few, or a classifier cannot separate objects from their surroundings, only votes are
-left. They are misleading if labels are not missing at random, because a model that learned labels has learned their
-gaps (D22). Two signs show it, among clusters that half of the answers have:
+its name is right is taken from clusters at labels that have as many votes and equal agreement: the share of these
+clusters with the right name. If labels are too few, or a classifier cannot separate objects from their surroundings,
+only votes are left. Votes are misleading if labels are not missing at random, because a model that learned labels has
+learned their gaps (D22). Two signs show that labels are not missing at random. Both are looked for among clusters that
+half of the answers have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, place and class, on held-out photographs

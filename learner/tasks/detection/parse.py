@@ -11,8 +11,8 @@ the prefix.
    `truncated`. It was cut off by the answer's end, or follows a syntax error between objects (a missing comma, an entry
    that is not an object, unbalanced brackets).
 2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some of them only
-   look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only those
-   inside a list that the grammar has read, where each is a number of the list.
+   look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only
+   coordinates inside a list that the grammar has read, where each is a number of the list.
 3. `classify` decides for every entry whether it is an object, or why it is dropped. The corners of all entries are
    looked up at once, because there are dozens, and most are correct boxes. If several reasons apply, the first is
    reported:
