@@ -267,7 +267,7 @@ def ranks_argv(learner: LearnerLaunch) -> list[str]:
 
 
 class Server:
-    """One rollout server of a launch. `look` restarts it after it has ended."""
+    """One rollout server of a launch. `look` restarts the server after it has ended."""
 
     def __init__(self, processes: Processes, index: int, entry: ServerLaunch, log_dir: Path) -> None:
         self._processes, self._name, self._entry = processes, f"server {index}", entry

@@ -96,11 +96,11 @@ class Sample:
     empty description applies to every class.
 
     With several images, each object and region has the number of its image. `sizes` has the width and height of each
-    image, in pixels, and `width` and `height` are those of the first image. `sizes` is empty for a sample of one image,
-    and if sizes are not known (URLs), which detection refuses.
+    image, in pixels, and `width` and `height` are the first image's. `sizes` is empty for a sample of one image, and if
+    sizes are not known (URLs), which detection refuses.
 
     With a `view`, the model sees the picture that the view describes instead of the image. Then objects, regions, width
-    and height are those of the picture."""
+    and height describe this picture."""
 
     sample_id: str
     messages: tuple[Turn, ...]
@@ -390,8 +390,8 @@ class CallRecord:
 
 @dataclass(kw_only=True, slots=True)
 class RolloutCallLog:
-    """The record of one `generate_window`, for the step's metrics (R15, R30). `micro_step_idx` and `first_req_idx` are
-    those of the first request. `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
+    """The record of one `generate_window`, for the step's metrics (R15, R30). `micro_step_idx` and `first_req_idx`
+    belong to the first request. `splits` are the (micro_step_idx, first_req_idx, number of requests) that were sent
     again.
 
     A call that is made ahead of the steps belongs to no step. Its `micro_step_idx` is -1, and its seeds are computed

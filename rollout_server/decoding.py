@@ -51,8 +51,8 @@ _OTHER_BYTES = 1 << 30
 
 
 class PixelShare:
-    """The pixels of one request's decoded images, counted by a `Budget`. Closing the share gives them back, and stops
-    the request's decoding."""
+    """The pixels of one request's decoded images, counted by a `Budget`. Closing the share gives these pixels back to
+    the budget, and stops the request's decoding."""
 
     def __init__(self, budget: Budget) -> None:
         self._budget = budget
@@ -75,7 +75,7 @@ class PixelShare:
 
 class Budget:
     """Counts the pixels of all decoded images. `take` waits while other images are held and there would be more than
-    `most`."""
+    `most` pixels."""
 
     def __init__(self, most: int, timeout_s: float) -> None:
         self._most, self._timeout_s = most, timeout_s

@@ -49,7 +49,7 @@ READ = frozenset(
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan:
     """One entry of `servers`, which stands for `count` equal servers. `values` is their configuration as plain data,
-    `config` the same as a model."""
+    `config` the same configuration as a model."""
 
     values: Mapping[str, Any]
     config: ServerConfig

@@ -116,8 +116,8 @@ class _Fit:
 @dataclass(slots=True)
 class Reach:
     """Counts how well the boxes of a split fit each unit. `num_given`: number of all boxes. `num`: number of counted
-    boxes: the first 20,000, then every 16th. `fits`: how well each unit fits the counted boxes. `taken`: how well the
-    unit fits in which the boxes were read. `corners`: number of boxes that lie inside the photograph if their third and
+    boxes: the first 20,000, then every 16th. `fits`: how well each unit fits the counted boxes. `taken`: the fit of the
+    unit in which the boxes were read. `corners`: number of boxes that lie inside the photograph if their third and
     fourth numbers are x2 and y2, not width and height."""
 
     xywh: bool = False  # True if the format has left, top, width, height

@@ -75,8 +75,8 @@ class Curves:
 @dataclass(frozen=True, kw_only=True)
 class DetectorResult:
     """The scores of one detector. `threshold` None: each part of the images has its own threshold. `pairs`: this
-    detector's metrics minus those of each earlier detector, by the earlier detector's name and the metric.
-    `differences`: its metrics minus those of the first detector, by metric; {} for the first detector."""
+    detector's metrics minus each earlier detector's metrics, by the earlier detector's name and the metric.
+    `differences`: this detector's metrics minus the first detector's metrics, by metric; {} for the first detector."""
 
     name: str
     threshold: float | None

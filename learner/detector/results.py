@@ -36,7 +36,7 @@ _COLUMNS = ("file", "image_id", "width", "height", "class", "score", "x1", "y1",
 @dataclass
 class Store:
     """The predictions in one folder. `done`: the predictions so far, by the index of their image. `lines`: the file
-    `predictions.jsonl`, which has a line for each of them."""
+    `predictions.jsonl`, which has a line for each prediction."""
 
     done: dict[int, Prediction]
     lines: AppendedLines

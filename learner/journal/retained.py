@@ -16,7 +16,7 @@ _MAIN = ("f1@0.5", "f1")
 
 class RetainedChange(NamedTuple):
     """The change of a metric between two evaluations. `data`: the name of the annotations that were evaluated on: a key
-    of `data.retain`, or `OWN` for the run's own."""
+    of `data.retain`, or `OWN` for the run's own data."""
 
     data: str
     metric: str

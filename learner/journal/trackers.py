@@ -251,7 +251,7 @@ Call = Callable[[Tracker], None]
 
 class _Thread:
     """One tracker's thread, and the queue of its calls. `tell` is called with a text at the first failed call, and at
-    the first dropped one."""
+    the first dropped call."""
 
     def __init__(self, name: str, make: Callable[[], Tracker], tell: Callable[[str], None]) -> None:
         self.name = name

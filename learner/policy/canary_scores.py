@@ -97,7 +97,7 @@ class CanaryScorer:
 
 class _Sent:
     """One form in which weights are sent (type, merged or not). `scorer` computes log-probabilities with weights in
-    this form; None: the form is that of training. `number` counts the calls of `scorer`."""
+    this form; None: weights are sent as they are trained. `number` counts the calls of `scorer`."""
 
     def __init__(
         self,

@@ -87,7 +87,7 @@ _LOGIT_TRANSFORMS = ("final_logit_softcapping", "logits_scaling", "logit_scale",
 
 class Policy:
     """One rank's copy of the trained model. `model`: the transformers model, adapters included. `adapter`: peft's model
-    around it; None without adapters. `bf16`: passes compute in bfloat16 (autocast). `why_not_compiled`: "" if the
+    around `model`; None without adapters. `bf16`: passes compute in bfloat16 (autocast). `why_not_compiled`: "" if the
     layers are compiled."""
 
     def __init__(

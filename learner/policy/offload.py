@@ -68,8 +68,8 @@ class HostMemory:
 
 
 class Offload:
-    """Moves tensors from `device` to host memory and back. `tensors()` lists them; it is called before each move,
-    because there are not always gradients."""
+    """Moves tensors from `device` to host memory and back. `tensors()` lists the tensors. It is called before each
+    move, because there are not always gradients."""
 
     def __init__(self, tensors: Callable[[], Iterable[torch.Tensor]], device: torch.device) -> None:
         self._tensors, self._device = tensors, device

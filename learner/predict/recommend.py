@@ -50,7 +50,8 @@ NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for
 # With a gap of 0.0013 nats, rollout matching and sft were equally good.
 EXPOSURE = 0.02  # nats per token; with a larger exposure gap (`exposure.py`), rollout matching pays
 OVERFIT = 0.05  # nats per token; if validation labels cost more than training labels by this, more sft overfits
-OVERFIT_F1 = 0.10  # min difference of F1 on training and validation scenes at which training scenes are known by heart
+# If F1 on training scenes exceeds F1 on validation scenes by more, the model knows the training scenes by heart.
+OVERFIT_F1 = 0.10
 RIGHT_F1 = 0.97  # above this F1 there is nothing left to gain
 
 SFT = "sft"

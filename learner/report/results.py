@@ -43,7 +43,7 @@ SHOWN = (  # metrics in the table beside the charts
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Card:
     """A card with one number in large type (`big`), and a text below it (`sub`). `was`: an earlier number, shown in
-    pale type before it. `tone`: `good`, `bad` or empty, for the color."""
+    pale type before `big`. `tone`: `good`, `bad` or empty, for the color."""
 
     name: str
     big: str
@@ -372,8 +372,9 @@ def last_evaluation(progress: Progress) -> str:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ConfusionMatrix:
     """How often the model gave each name to objects of each name. A row is the object's true name, a column the model's
-    name for it. The last column counts missed objects, the last row predictions where there is no object. The kind of a
-    cell (`right`, `wrong` or empty) decides its color. `source`: the evaluation that was counted, as a text."""
+    name for it. The last column counts missed objects. The last row counts predictions where there is no object. The
+    kind of a cell (`right`, `wrong` or empty) decides its color. `source`: the evaluation that was counted, as a
+    text."""
 
     source: str
     columns: Sequence[str]

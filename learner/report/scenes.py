@@ -100,7 +100,8 @@ class Filter:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gallery:
-    """The scenes of the page, and the filters by which the user chooses some of them. `lead`: the text above them."""
+    """The scenes of the page, and the filters by which the user chooses some of them. `lead`: the text above the
+    scenes."""
 
     lead: str
     filters: Sequence[Filter]

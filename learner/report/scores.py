@@ -159,8 +159,8 @@ def _judged(scene: Scene) -> Iterator[tuple[DetectionObject, int | None]]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class F1Estimate:
-    """An F1, or a difference of two, and its 95% interval. `low` and `high` are None, and `num_scenes` is 0, if there
-    are no scenes to resample."""
+    """An F1, or a difference of two F1, and its 95% interval. `low` and `high` are None, and `num_scenes` is 0, if
+    there are no scenes to resample."""
 
     value: float
     low: float | None = None
@@ -203,7 +203,7 @@ class Progress:
     """One run's first and last evaluation, and its F1 by step.
 
     Runs are compared on the scenes of the main run. If a run was evaluated on other scenes, its score of `data.test` is
-    used instead, if that is on the main run's scenes.
+    used instead, if that score is on the main run's scenes.
     """
 
     run: RunRecord

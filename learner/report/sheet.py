@@ -16,8 +16,8 @@ from learner.tasks.detection.bins import to_bins, to_pixels
 
 @dataclass(frozen=True, slots=True)
 class Sheet:
-    """A picture of several images. `size`: its width and height in pixels. `places`: each image's rectangle in it, in
-    the images' order."""
+    """A picture of several images. `size`: its width and height in pixels. `places`: each image's rectangle on the
+    sheet, in the images' order."""
 
     size: Size
     places: tuple[Rect, ...]

@@ -81,9 +81,9 @@ ELSEWHERE = "or use another backend: vllm.mode: server, or rollout_backend: hf"
 class ColocatedEngine:
     """vLLM's engine in the learner's process. `model`: a checkpoint with the architecture of the trained model. The
     checkpoint's weights are read only with `reads_weights`, because each sync overwrites them. `lora_rank`: rank of the
-    adapters that will be loaded; 0: no adapters, and decoding is a little faster. `keeps_awake`: nothing else needs the
-    device, so the engine never sleeps. `learning_bytes`: estimated bytes of device memory for learning, without the
-    weights; None: not known."""
+    adapters that will be loaded; 0: no adapters, and decoding is a little faster. `keeps_awake`: True if nothing else
+    needs the device, so that the engine never sleeps. `learning_bytes`: estimated bytes of device memory for learning,
+    without the weights; None: not known."""
 
     def __init__(
         self,

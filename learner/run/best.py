@@ -37,8 +37,9 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
-    """What follows from one evaluation. `is_best`: it is better than all earlier evaluations. `gives_up`: the run
-    should stop early, because none of the last `patience` evaluations was better than the best one before them."""
+    """What follows from one evaluation. `is_best`: the evaluation is better than all earlier evaluations. `gives_up`:
+    the run should stop early, because none of the last `patience` evaluations was better than the best one before
+    them."""
 
     is_best: bool = False
     gives_up: bool = False

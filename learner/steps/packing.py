@@ -137,10 +137,10 @@ class ArrivingRows:
     """One step's `number` segments as they arrive; `place` is a segment's index in request order.
 
     A row is closed as soon as FIFO would close it with the segments that have arrived, or when the last segment has
-    arrived. It holds FIFO's segments, and those of the other arrived segments that fill it best. The segments left
-    when the last one arrives are packed together. FIFO would place the additional segments in later rows, so there
-    are never more rows than FIFO makes of the same order. `in_order`: segments are taken in request order, not in
-    order of arrival, so that equal segments give equal rows.
+    arrived. The row holds FIFO's segments, and the other arrived segments that fill the row best. The segments left
+    when the last one arrives are packed together. FIFO would place the additional segments in later rows, so there are
+    never more rows than FIFO makes of the same order. `in_order`: segments are taken in request order, not in order of
+    arrival, so that equal segments give equal rows.
     """
 
     def __init__(self, capacity: int, *, number: int, in_order: bool = False, share_prompts: bool = False) -> None:

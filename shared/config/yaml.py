@@ -45,7 +45,7 @@ _Resolver = TypeVar("_Resolver", bound=BaseResolver)
 
 
 class _Composer(yaml.BaseLoader):
-    """PyYAML's parser up to the node tree, with this module's rules for scalars: `BaseLoader` has none itself."""
+    """PyYAML's parser up to the node tree, with this module's rules for scalars: `BaseLoader` has no such rules."""
 
 
 def add_numbers(resolver: type[_Resolver]) -> None:

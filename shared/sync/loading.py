@@ -147,7 +147,8 @@ def _lies_in(part: torch.Tensor, whole: torch.Tensor) -> bool:
 
 
 class WeightLoad:
-    """One update: call `open`, `add` per bucket, then `finish`; after an error, `close`."""
+    """One update of the weights. Call `open`, then `add` for each bucket, then `finish`. After an error, call
+    `close`."""
 
     def __init__(self, model: Any, vllm_config: VllmConfig, device: torch.device, memory: CopyMemory) -> None:
         self._model = model

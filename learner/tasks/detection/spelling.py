@@ -42,10 +42,10 @@ class Numbers(NamedTuple):
 
 
 class _Context(NamedTuple):
-    """How a number's text is tokenized at its ends. If its first token begins before the number, `before` is that
-    token, and `lead` the number of its bytes before the number. If its last token ends after the number, `last` is that
-    token, and `tail` the number of its bytes after the number. NO_TOKEN: no token crosses that end. `after` is the next
-    token."""
+    """How a number's text is tokenized at its ends. If the number's first token begins before the number, `before` is
+    that token, and `lead` is how many of the token's bytes come before the number. If the number's last token ends
+    after the number, `last` is that token, and `tail` is how many of the token's bytes come after the number. NO_TOKEN:
+    no token crosses that end. `after` is the next token."""
 
     before: int
     lead: int
