@@ -90,7 +90,7 @@ def _watch(server_pid: int) -> None:
     # A process whose parent has ended has process 1 as its parent, which must not be killed.
     family = {os.getppid(), os.getpid()} - {1, server_pid}
     with contextlib.suppress(ProcessLookupError):  # the server has already ended
-        # A descriptor always means this process, while a process id may be reused.
+        # A descriptor always means the same process, while a process id may be reused.
         server = os.pidfd_open(server_pid)
         # `select` returns the descriptor once the server has ended. Its children cannot be listed after that.
         family |= descendants(server_pid)

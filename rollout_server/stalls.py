@@ -78,8 +78,9 @@ class StallWatch:
             await asyncio.sleep(0.25 * self._stall_s)
 
     async def _answers(self, asking: asyncio.Future[object], used_s: Callable[[], dict[int, float]]) -> bool:
-        """Return True if the engine answers within a turn of 0.75 `stall_s`. While its processes use CPU time, it gets
-        another turn, BUSY_TURNS in all. Time in which this process itself is stopped does not count."""
+        """Return True if the engine answers within a turn of 0.75 `stall_s`. While the engine's processes use CPU time,
+        the engine gets another turn, up to BUSY_TURNS turns. Time in which this process itself is stopped does not
+        count."""
         # Two pings are 0.25 `stall_s` apart, so a stall is noticed within `stall_s` of its begin.
         turn_s, before, self._silent_s = 0.75 * self._stall_s, used_s(), 0.0
         for _ in range(BUSY_TURNS):

@@ -96,8 +96,8 @@ class ImageProcessing:
 
 
 def seen_image(parts: Iterable[torch.Tensor], *, size: int, grid: Iterable[int]) -> ProcessedImage:
-    """Return digest and sample values of one image. `parts`: tensors `[P, patch_dim]` that together hold all its
-    patches, `size` values; `grid`: the numbers of patches in time, height and width."""
+    """Return digest and sample values of one image. `parts`: tensors `[P, patch_dim]` that together hold all patches of
+    the image. `size`: the number of all values. `grid`: the numbers of patches in time, height and width."""
     import torch
 
     digest, values, begin = hashlib.sha256(), list[float](), 0

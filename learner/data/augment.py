@@ -122,7 +122,7 @@ def require_augmentable(sample: Sample) -> None:
 
 
 def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -> View:
-    """Draw a view of the photograph."""
+    """Return a random view of the sample's photograph."""
     turns = int(rng.integers(1, 4)) if rng.random() < config.quarter_turn else 0
     mirrored = bool(rng.random() < config.horizontal_flip)
     if (turns or mirrored) and any(stays_upright(obj.desc) for obj in (*sample.objects, *sample.ignored)):

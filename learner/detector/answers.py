@@ -135,7 +135,7 @@ class Answers:
         return dict(zip(groups, rollouts, strict=True))
 
     def _require_same_prompt(self, greedy: Mapping[int, Sequence[Rollout]]) -> None:
-        """Check a server's first prompt (R03)."""
+        """Raises PromptMismatchError if the server read the first image's prompt differently than the learner (R03)."""
         if self.asked.server is None or self._prompt_is_checked:
             return
         first = next(rollout for rollouts in greedy.values() for rollout in rollouts)

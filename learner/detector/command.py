@@ -132,7 +132,7 @@ def _work(detector: Detector, todo: Mapping[int, InputImage], store: Store, opti
 
 
 def shown_from(detector: Detector, options: Options) -> float:
-    """Return the least score in pictures and CSV."""
+    """Return the least score that a box needs to be in pictures and CSV."""
     if options.conf is not None:
         return options.conf
     return detector.calibration.threshold if detector.calibration is not None else 0.0

@@ -86,7 +86,7 @@ def skipped(why: str) -> Finding:
 
 
 def failed(error: ProjectError) -> Finding:
-    """Return an error as a finding."""
+    """Return the finding of a failed check whose reason is `error`."""
     return fail(f"{error.what}: {error.found}" if error.found else error.what, error.remedy)
 
 

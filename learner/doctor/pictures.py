@@ -29,8 +29,8 @@ _QUALITY = 90
 
 
 def draw_pictures(config: RunConfig, samples: Sequence[Sample], number: int, out: Path) -> list[Path]:
-    """Draw `number` samples, evenly spread over `samples`, into the folder `out`. Raises OutputError, and
-    ConfigErrors if they cannot be drawn."""
+    """Draw `number` samples, evenly spread over `samples`, into the folder `out`. Raises OutputError, and ConfigErrors
+    if samples of this task cannot be drawn."""
     if config.task.type != "detection":
         remedy = f"leave {OPTION} out"
         mistake = Mistake(path=OPTION, found=f"task.type: {config.task.type}", wanted="detection", remedy=remedy)

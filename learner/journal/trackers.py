@@ -49,15 +49,15 @@ Pictures = Callable[[], Sequence[tuple[str, "Image"]]]  # draws pictures and ret
 
 
 class Tracker(Protocol):
-    """One tracking program. All methods are called on one thread, which serves this tracker only. They may raise any
-    error, and may take long."""
+    """One tracking program. All methods are called on one thread, which serves this tracker only. A method may raise
+    any error, and may take long."""
 
     def begin(self, config: Mapping[str, object]) -> None:
         """Store the run's configuration, a nested mapping of keys to values."""
         ...
 
     def scalars(self, values: Mapping[str, float], step: int) -> None:
-        """Store numbers of one optimizer step, named as `step/loss`. All are finite."""
+        """Store numbers of one optimizer step, named as `step/loss`. All numbers are finite."""
         ...
 
     def pictures(self, pictures: Sequence[tuple[str, Image]], step: int) -> None:

@@ -260,7 +260,8 @@ def _merged_by_peft(layer: LoraLayer, dtype: torch.dtype, device: torch.device |
     weight = torch.nn.Parameter(base.weight.detach().float().clone(), requires_grad=False)
     base._parameters = {**base._parameters, "weight": weight}
     scratch._modules = {**scratch._modules, "base_layer": base}
-    # `scratch` gets a list and a dict of its own, because `merge` writes into them and must not change the layer's.
+    # `scratch` gets a list and a dict of its own, because `merge` writes into them, and must not change the list and
+    # dict of the layer.
     scratch.merged_adapters, scratch._caches = [], {}
     with torch.autocast(weight.device.type, enabled=False):
         scratch.merge()

@@ -213,8 +213,8 @@ class Discovery:
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="discovery")
 
     def take(self, membership: Membership) -> list[ServerRequest]:
-        """Return requests to add servers that are new in the list, and to remove members that are missing from it (see
-        the module). Begins a new reading of the list if it is time."""
+        """Return requests to add servers that are new in the list, and to remove members that are missing from the list
+        (see the module). Begins a new reading of the list if it is time."""
         new = self._read()
         if self._reading is None and time.monotonic() >= self._due:
             self._due = time.monotonic() + self._every_s

@@ -242,8 +242,8 @@ def generating(model: PreTrainedModel) -> Iterator[None]:
     modes = [(module, module.training) for module in model.modules()]
     try:
         settings._attn_implementation = "sdpa"
-        # The checkpoint's generation settings are replaced. Otherwise `generate` would take from them what its caller
-        # leaves out, such as the temperature.
+        # The checkpoint's generation settings are replaced. Otherwise `generate` would take from them the settings that
+        # its caller leaves out, such as the temperature.
         model.generation_config = GenerationConfig()
         model.eval()  # this switches off dropout, and gradient checkpointing too
         with torch.no_grad(), uncompiled():

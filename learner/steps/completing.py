@@ -252,8 +252,8 @@ class LabelCompletion:
             self._annotations.write(self._samples)
 
     def _newest(self, global_step: int, beside: Path) -> dict[str, Any] | None:
-        """Return the content of the newest completion's file, of all steps up to `global_step`; None: there is none.
-        Files of later steps are removed from this run's folder."""
+        """Return the content of the newest completion's file, among the steps up to `global_step`; None if there is no
+        file. Files of later steps are removed from this run's folder."""
         by_step = dict(_files(beside / LABELS)) | dict(_files(self._folder))
         for step, path in by_step.items():
             if step > global_step and path.parent == self._folder:

@@ -160,7 +160,7 @@ class Producer:
     @contextmanager
     def fence(self, deadline_s: float, *, counts: bool = True) -> Iterator[Fence]:
         """Enclose work during which no call of this rank is in flight or starts. Waits up to `deadline_s` seconds for
-        the call in flight. `counts`: a sync inside makes packs one sync older.
+        the call in flight. `counts`: True if a sync inside the block makes packs one sync older.
 
         Raises DeadlineError, the producer's own error, or PipelineStoppedError. An exception inside ends the producer,
         because the servers' version is unknown then.

@@ -89,7 +89,7 @@ class Stage2Steps(StepSource):
         return self._ranks.broadcast_object(decide_channel(global_step, self._parts.b_ratio))
 
     def _next_batch(self) -> MicroBatch:
-        """This rank's samples of the step."""
+        """Return this rank's samples of the step, with their prompts."""
         return next(self._parts.batches)
 
     def _rank_metrics(self) -> RankMetrics:

@@ -86,7 +86,7 @@ class ParsedFields:
 
     @property
     def fields(self) -> tuple[Field, ...]:
-        """Return the valid pairs."""
+        """Return the answer's valid pairs."""
         return tuple(entry.field for entry in self.entries if entry.field is not None)
 
 

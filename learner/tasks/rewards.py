@@ -48,7 +48,7 @@ class Rewards:
         return found
 
     def total(self, parts: Mapping[str, float]) -> float:
-        """Return the weighted sum of `parts`."""
+        """Return the weighted sum of the rewards `parts`, given by name."""
         return sum(self.weights.get(name, 1.0) * value for name, value in parts.items())
 
     def by_object(self, assignment: object) -> PrefixRewards | None:

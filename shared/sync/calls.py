@@ -174,8 +174,8 @@ def _begun(operation: Operation[None], begin: Begin) -> Callable[[], None] | Non
     return lambda: operation.run(finish)
 
 
-# One thread ends overdue operations. A caller that waits could not: on CUDA a broadcast without its peer blocks the
-# device, and the caller may block on the device too (to allocate memory, say).
+# One thread ends overdue operations. A waiting caller could not end them: on CUDA a broadcast without its peer blocks
+# the device, and the caller may then wait for the device too (to allocate memory, say).
 _under_way: set[Operation[Any]] = set()
 _changed = threading.Condition()
 _watcher: threading.Thread | None = None

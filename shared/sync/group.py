@@ -58,7 +58,7 @@ _LEAVE_PATIENCE_S = 5.0  # longest wait at the process's end for groups that are
 
 
 class Communicator(ABC):
-    """A group that was joined. Start operations from one thread; `abort` may be called from any thread."""
+    """A group that this process has joined. Start operations from one thread; `abort` may be called from any thread."""
 
     def __init__(self, member: Seat) -> None:
         self.rank, self.world_size, self.device = member.rank, member.world_size, member.device

@@ -148,7 +148,7 @@ class _Picture:
         self._light, self._contrast = np.median(flat, axis=0), flat.std(axis=0) + 1
 
     def box(self, obj: DetectionObject) -> Floats:
-        """Return x1, y1, x2, y2 in pixels."""
+        """Return the object's box x1, y1, x2, y2 in pixels."""
         return np.array(to_pixels(bounding_box(obj), int(self.size[0]), int(self.size[1])))
 
     def at_border(self, box: Floats) -> NDArray[np.bool_]:

@@ -49,7 +49,7 @@ _one_thread = threadpool_limits.wrap(limits=1, user_api="blas")
 
 
 class Bin(NamedTuple):
-    """A bin of a reliability diagram."""
+    """A bin of a reliability diagram: the `number` boxes with a score between `low` and `high`."""
 
     low: float
     high: float

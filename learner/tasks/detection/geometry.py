@@ -19,7 +19,7 @@ from learner.tasks.detection.bins import bounding_box
 
 
 def area(obj: DetectionObject) -> float:
-    """Return the area in square bins."""
+    """Return the object's area in square bins."""
     if obj.kind == "bbox_2d":
         x1, y1, x2, y2 = obj.bins
         return float((x2 - x1) * (y2 - y1))

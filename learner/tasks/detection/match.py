@@ -35,7 +35,7 @@ class Match(NamedTuple):
 
     @property
     def num_judged(self) -> int:
-        """Return how many predictions are right or wrong."""
+        """Return how many predictions count as right or wrong."""
         return len(self.ignored) - int(np.count_nonzero(self.ignored))
 
 
@@ -66,7 +66,7 @@ class Overlaps:
         )
 
     def rows(self, chosen: slice | NDArray[np.int64]) -> Overlaps:
-        """Return the comparison of some of the predictions."""
+        """Return the comparison of only the predictions `chosen` with all objects and ignore regions."""
         return Overlaps(self.iou[chosen], self.same[chosen], self.inside[chosen], self.inside_any[chosen])
 
     def match(self, threshold: float = RIGHT_IOU, *, named: bool = True) -> Match:

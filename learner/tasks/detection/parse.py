@@ -296,7 +296,7 @@ def classify(
 
 
 def _classify(entry: Entry, num_listed: int, slots: range, coordinates: Coordinates) -> Outcome:
-    """Return the outcome of one entry without a fault."""
+    """Return the object of an entry whose fields have no fault, or the reason why the entry is dropped."""
     _, _, _, string, place, geometry, *_ = entry
     desc, kind = decode(string), GEOMETRY_KINDS[geometry]
     if desc is None:
