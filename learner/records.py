@@ -165,7 +165,7 @@ class ParsedRollout:
     token_ids: NDArray[np.int64]  # [T] the rollout's `response_token_ids`
     objects: tuple[PredictedObject, ...]
     slots: CoordSlots
-    drops: Mapping[DropReason, int]
+    drops: Mapping[DropReason, int]  # number of dropped objects, by reason
     prefix_length: int
     tail_opening: str
     needs_separator: bool  # the prefix already holds an object, so ", " comes next
@@ -298,28 +298,28 @@ class StepResult:
 
     global_step: int
     channel: Channel
-    loss: float
-    grad_norm: float
+    loss: float  # weighted mean of the supervised tokens' losses, in nats
+    grad_norm: float  # global norm of the gradients, before clipping
     learning_rate: float
-    num_segments: int
-    num_rows: int
+    num_segments: int  # number of learned segments
+    num_rows: int  # number of packed rows with segments
     num_tokens: int
-    num_supervised: int
+    num_supervised: int  # number of supervised tokens
     ver: int
-    metrics: Mapping[str, float]
+    metrics: Mapping[str, float]  # other numbers of the step, by name
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyncReceipt:
     """One completed and checked weight sync."""
 
-    ver: int
+    ver: int  # version that the sync gave to the weights
     mode: Literal["full", "adapter"]
-    seconds: float
-    num_bytes: int
-    num_tensors: int
+    seconds: float  # duration of the sync
+    num_bytes: int  # size of the synced tensors
+    num_tensors: int  # number of synced tensors
     canary_gap: float  # mean |learner logprob - served logprob| on test prompts (canary), nats
-    canary_gap_max: float
+    canary_gap_max: float  # the largest such difference of a token
     merge_gap: float = 0.0  # mean |learner logprob as trained - as sent|, nats: effect of merging, rounding (D14)
     pause_s: float = 0.0  # longest time that any server generated nothing and took no call; 0: not measured
     fallback: str = ""  # why full syncs replace adapter syncs from this sync on; else empty
@@ -405,8 +405,8 @@ class RolloutCallLog:
     num_requests: int
     num_micro_steps: int
     chunk: int  # requests that this rank may have in flight
-    ver: int | None = None
-    seconds: float = 0.0
+    ver: int | None = None  # version of the weights that made the rollouts; None: not known yet
+    seconds: float = 0.0  # duration of the call
     began_at: float = 0.0  # Unix seconds, as in `CallRecord`
     parts: dict[str, float] = field(default_factory=dict)  # seconds by part of a call in the learner's own process
     calls: list[CallRecord] = field(default_factory=list)

@@ -54,8 +54,8 @@ class Completion:
 
     global_step: int
     ver: int  # version of the weights that answered
-    rollouts: int
-    accept: str
+    rollouts: int  # answers to each sample
+    accept: str  # the rule that accepts labels (`labels.complete.accept`)
     min_votes: int | None  # min answers that must agree on a new label; None: nothing was completed
     why: str  # reason why nothing was completed; empty otherwise
     added: int  # number of labels added
