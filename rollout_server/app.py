@@ -191,7 +191,7 @@ def _takes(example: BaseModel) -> dict[str, object]:
 
 
 def _answers(example: object, others: Mapping[str, object] | None = None) -> dict[int | str, dict[str, Any]]:
-    """Return the OpenAPI fields that add an example of the 200 response. `others`: its other media types."""
+    """Return the OpenAPI fields that add an example of the 200 response. `others`: the response's other media types."""
     return {200: {"content": {JSON: {"example": to_jsonable_python(example)}, **(others or {})}}}
 
 

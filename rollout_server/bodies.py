@@ -82,7 +82,8 @@ class _Turns:
 
 
 def _check_number(value: object, config: ServerConfig) -> None:
-    """Raises RequestError (413) if the body has too many requests. Counting is much faster than building them."""
+    """Raises RequestError (413) if the body has too many requests. Counting is much faster than building the
+    requests."""
     for field in ("infer_requests", "items", "prompt"):
         items = value.get(field) if isinstance(value, dict) else None
         if isinstance(items, list) and not (field == "prompt" and items and isinstance(items[0], int)):

@@ -52,7 +52,7 @@ KNOWN_NOT_TO_WORK: Mapping[str, str] = {
 
 def check_family(config: Mapping[str, object], *, key: str, allow_untested: bool) -> None:
     """Check the family of a model. `key` is the model's key in the configuration. Raises ConfigError for a family that
-    is known not to work, and without `allow_untested` for an untested one."""
+    is known not to work, and without `allow_untested` for an untested family."""
     family = str(config.get("model_type", ""))
     why = KNOWN_NOT_TO_WORK.get(family)
     if family in TESTED or (why is None and allow_untested):

@@ -51,7 +51,7 @@ class MicroBatch:
     samples: tuple[Sample, ...]
     prompts: tuple[EncodedPrompt, ...]
     epoch: int
-    micro_batch: int  # its number within the epoch
+    micro_batch: int  # number of the micro-batch within the epoch
     first_req_idx: int  # index of the first sample among all ranks' samples of the micro-step
     ends_epoch: bool
     window_step: WindowStep | None = None  # None: accumulation windows are not repeated in this run

@@ -27,7 +27,7 @@ class Share:
     """One rank's part of one micro-batch."""
 
     epoch: int
-    micro_batch: int  # its number within the epoch
+    micro_batch: int  # number of the micro-batch within the epoch
     indices: tuple[int, ...]  # indices into the samples
     first_req_idx: int  # place of the share's first sample in the micro-batch of all ranks
     ends_epoch: bool

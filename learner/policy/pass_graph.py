@@ -246,7 +246,7 @@ def reads(func: OpOverload, args: object, kwargs: Given) -> bool:
 @contextmanager
 def _watched(factory: Callable[..., object], operation: Callable[..., object]) -> Iterator[None]:
     """Call, inside the block, `factory` in place of torch's functions, and `operation` in place of each operation that
-    they execute. Both get (function, args, kwargs) and return its result."""
+    they execute. Both get (function, args, kwargs) and return the function's result."""
 
     class Factories(TorchFunctionMode):
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Given | None = None) -> object:

@@ -73,8 +73,8 @@ class ServerSpan:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Distribution:
-    """Which server answers which of one rank's requests. `spans` cover the rank's requests in order. `quotas[i]`: max
-    requests that the rank may have in flight on server `i`."""
+    """Says which server answers which of one rank's requests. `spans` cover the rank's requests in order. `quotas[i]`:
+    max requests that the rank may have in flight on server `i`."""
 
     spans: tuple[ServerSpan, ...]
     quotas: tuple[int, ...]

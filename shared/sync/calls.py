@@ -52,7 +52,8 @@ class Operation(Generic[T]):
         return True
 
     def result(self) -> T:
-        """Wait for the end, and return the call's result. Raises its error, the error of `cancel`, or DeadlineError."""
+        """Wait for the end, and return the call's result. Raises the call's error, the error of `cancel`, or
+        DeadlineError."""
         return self.future.result()
 
     def cancel(self, error: BaseException) -> None:

@@ -41,7 +41,8 @@ MOST_LABELS = 6000  # max labels whose pixels are read; more labels do not impro
 FOLDS = 3
 ON, BESIDE = (0.55, 1.01), (0.08, 0.45)  # (min, limit) of the IoU with the label, for right and for misplaced examples
 _BORDER = 0.0125  # share of a side; a box nearer than this to the photograph's border touches it
-_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0  # of a crop: cells per side; its side / the box's; min side of a box, in pixels
+# Of a crop: number of cells per side, its side divided by the side of the box, and the min side of a box in pixels.
+_SIDE, _GROWN, _SHORTEST = 12, 1.5, 4.0
 _NUMBERS = 4 * _SIDE**2 + 3  # numbers per crop: three colours and an edge per cell, and the spread of each colour
 _TRIES = 60
 PENALTY = 300.0  # L2 penalty on the classifiers' weights

@@ -115,7 +115,7 @@ def audit_text(found: Sequence[AuditedFind]) -> str:
 
 
 def read_audit(path: Path) -> list[AuditedFind]:
-    """Return the finds in a file. Raises DataError if `audit_text` did not write it."""
+    """Return the finds in a file. Raises DataError if the file does not have the form that `audit_text` writes."""
     try:
         return [_checked(AuditedFind(**row)) for row in json.loads(path.read_text(encoding="utf-8"))["finds"]]
     # Deeply nested JSON ends in a RecursionError.

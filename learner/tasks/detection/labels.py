@@ -149,8 +149,8 @@ def _require_inside(numbers: Numbers, prefix_length: int) -> None:
 
 
 def _first_difference(numbers: Numbers, tokens: Ints, token_ids: Ints, right: NDArray[np.bool_]) -> Ints:
-    """Return for each predicted number [N] how many of its first tokens are those of its true number. The value is
-    undefined where `right` (the numbers are equal) is True."""
+    """Return for each predicted number [N] how many of its first tokens are also the first tokens of its true number.
+    The value is undefined where `right` (the numbers are equal) is True."""
     at = numbers.start[:, None] + np.arange(WINDOW)
     own = token_ids.take(at, mode="clip")
     differs = (own != tokens) & (tokens != NO_TOKEN) & (at <= numbers.end[:, None])

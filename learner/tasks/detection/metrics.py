@@ -255,7 +255,7 @@ def _draw_sums(tables: list[CountTable], n: int, seed: int) -> list[NDArray[np.f
     columns]. The draws are the same for all tables."""
     sums: list[list[NDArray[np.float64]]] = [[] for _ in tables]
     for weights in draws(len(tables[0].sample_ids), n, seed):
-        # The same draws for both: the difficulty of scenes then cancels out in their difference.
+        # All tables get the same draws, so that the difficulty of scenes cancels out in their difference.
         for parts, table in zip(sums, tables, strict=True):
             parts.append(weights @ table.values)
     return [np.concatenate(parts) for parts in sums]
