@@ -110,7 +110,7 @@ def _average(
         # As in pycocotools, a recall that no box reaches has precision 0.
         best = np.append(best, np.zeros((len(best), 1)), axis=1)
         recall = right / num_truth[begin : begin + step, None]
-        reached = np.stack([np.searchsorted(line, recalls, side="left") for line in recall])
+        reached = np.stack([line.searchsorted(recalls) for line in recall])
         found[begin : begin + step] = np.take_along_axis(best, reached, axis=1).mean(axis=1)
     return found
 
