@@ -37,6 +37,7 @@ DEFAULTS: Mapping[str, Any] = {
     "max_model_len": 1024,
     "max_num_seqs": 64,
     "cpu_threads": 1,
+    "engine_args": {"kv_cache_memory_bytes": 64 << 20},  # a second is spent on filling the usual gigabyte with zeros
     "shutdown_timeout_s": 5.0,
 }
 _STOP_TIMEOUT_S = 20.0

@@ -208,6 +208,7 @@ def server(folder: Path) -> Iterator[RunningServer]:
         "max_image_pixels": 20_000,
         "max_body_bytes": 8 << 20,
         "max_model_len": 512,
+        "shutdown_timeout_s": 60.0,  # an answer of 300 tokens takes more than five seconds of a busy machine
     }
     (folder / "t").mkdir()
     with running_server(config, folder, env={"TMPDIR": str(folder / "t")}) as running:
