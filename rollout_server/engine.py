@@ -317,7 +317,7 @@ class VllmEngine:
             return
         answers = [len(item.response_token_ids) for item in items]
         left = sum(1 + (len(cached_positions(n)) if self._caches_prefixes else 0) for n in answers)
-        # Requests are sent one by one, and the first would get a step alone.
+        # Requests reach the engine one by one. Without the pause, the first would run in an engine step of its own.
         sent, send = asyncio.Event(), core.add_request_async
 
         async def counted(request: object) -> None:  # counted here, because `AsyncLLM` does not report what it has sent

@@ -63,8 +63,9 @@ class EngineImages:
 
         def process(asked: object, arrival_time: float, **kwargs: object) -> EngineInput:
             prompt, looks = prompts[len(found)], wanted[len(found)]
-            # Processing and hashing an image takes milliseconds, in which the device waits. `grpo` repeats prompts, and
-            # the canary asks for an answer and for its beginnings.
+            # Images that were processed once are reused, because processing and hashing take milliseconds in which the
+            # device waits. `grpo` sends a prompt several times. A weight check scores an answer and also prefixes of
+            # it.
             whole, before = known.get(id(prompt.images), (prompt, None))
             rendered = None if before is None else beginning(whole, before, prompt)
             if rendered is None:

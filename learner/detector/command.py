@@ -104,7 +104,8 @@ class Work:
 
 
 def _work(detector: Detector, todo: Mapping[int, InputImage], store: Store, options: Options, console: Console) -> Work:
-    """Answer every image that is left."""
+    """Detect the objects in the images of `todo`, add the results to `store`, draw the pictures, and return the
+    counts."""
     work = Work(num_images=len(todo), num_before=len(store.done))
     if not todo:
         return work

@@ -191,8 +191,8 @@ def save_verdicts(folder: Path, decisions: Decisions) -> int:
 
 
 def added_in_words(number: int, folder: Path) -> str:
-    """Return in words how many objects `write` added. If it added none, say why: nothing was accepted, or nothing
-    reviewed."""
+    """Return in words how many objects `write_reviewed` added (`number`). If `number` is 0, say why: nothing was
+    accepted, or nothing was reviewed."""
     if number:
         return f"{number} new object{'s' if number > 1 else ''}"
     decided = len(read_decisions(folder))
@@ -201,8 +201,8 @@ def added_in_words(number: int, folder: Path) -> str:
 
 
 def to_train_on(folder: Path, out: Path) -> str:
-    """Return the value of `data.train` for the annotations that `write` made: their path `out`, and the part (`[:90%]`)
-    that the run learned."""
+    """Return the value of `data.train` for training on the file `out` of `write_reviewed`: its path, with the part
+    (such as `[:90%]`) on which the run was trained."""
     # The part is added, because the file has the samples of all parts.
     train = read_folder(folder)[0].train
     return f"{out}{train.removeprefix(part_of(train)[0])}"

@@ -276,7 +276,8 @@ def spent_s(run_dir: Path) -> float:
     for line in path.read_text(errors="replace").splitlines():
         try:
             event = json_of(line)
-            # Each start writes its plan first, so the time between two starts does not count.
+            # Each start of the stage writes a `plan` event first, which opens a new span. So the pause before a restart
+            # is not counted.
             if event["event"] == "plan":
                 spans.append([])
             spans[-1].append(float(event["time"]))

@@ -3,18 +3,18 @@ R07, R21, R23, R30).
 
 `distribute` is pure. In: the number of this rank's requests, the rank, the servers' world sizes, `decode_batch_size`.
 Out: contiguous spans of requests in request order, and this rank's quota on each server (max requests in flight). Every
-rank computes its own part without communication. The quotas do not depend on the number of requests. So at every moment
-all ranks together hold at most `decode_batch_size * s_i` sequences on server `i`, where `s_i` is its world size.
+rank computes its own part without communication. The quotas do not depend on the number of requests. Together all ranks
+have at most `decode_batch_size * s_i` sequences in flight on server `i`, where `s_i` is its world size.
 
-Formula D4 deals out slots. Each of `W` ranks has `n` slots, one per request: rank `r` owns the slots `[r * n, (r + 1) *
-n)` of all `G = W * n`. The same slots are divided among the servers, in order: server `i` owns the next `ceil(G * s_i /
-T)` slots, where `T = sum(s_i)`. With `n` = the rank's number of requests, the slots that a rank and a server both own
-are the requests that this rank sends to this server. The quotas follow from the same formula with `n =
-floor(decode_batch_size * T / W)` (`chunk_size`): a rank's quota on a server is the number of slots that both own.
+Formula D4 counts slots. There are `W` ranks with `n` slots each, so `G = W * n` slots in all. Rank `r` owns the slots
+`[r * n, (r + 1) * n)`. The servers own the same slots, in server order: server `i` owns the next `ceil(G * s_i / T)`
+slots, where `T = sum(s_i)`. So each slot has one rank and one server. For spans, `n` is the rank's number of requests,
+and each request is one slot: it goes to the server that owns the slot. For quotas, `n = floor(decode_batch_size * T /
+W)` (`chunk_size`). A rank's quota on a server is the number of slots that both own.
 
 A `Dispatcher` sends one rank's requests to all servers and hands on each answer as it ends. Invariants: a server has at
 most its quota of requests in flight; requests start in request order; while any request waits, every server has its
-whole quota in flight (D9), so a server without waiting requests takes some from the server where most wait.
+whole quota in flight (D9). So a server whose queue is empty takes requests from the longest queue.
 
 If a batch fails, its unanswered requests are sent again in halves. If a server becomes busy after some answers of a
 batch, it has not failed, and the other requests are sent again. A server is lost if it is gone, stays busy, or fails
@@ -175,8 +175,9 @@ def _moved(spans: Sequence[ServerSpan], quotas: Sequence[int]) -> tuple[ServerSp
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Batch:
-    """Requests `[start, stop)` of one HTTP call. `failed`: the requests have failed once on the server that they wait
-    for. `suspect`: another server was lost because one of these requests failed twice there."""
+    """Requests `[start, stop)` of one HTTP call. `failed`: these requests failed once on the server in whose queue they
+    are, and are tried there again. `suspect`: another server was lost because one of these requests failed twice
+    there."""
 
     start: int
     stop: int

@@ -283,7 +283,8 @@ class Stage2Ahead(Stage2Steps):
         if all(one.stood_still for one in ready):
             return True
         bounds = self._bounds
-        # With `version_window: 0` no share is made that is learned after the next sync, so producers soon stand still.
+        # With `version_window: 0` producers make only the rollouts of steps before the next sync. Then they stop
+        # anyway, so waiting for them loses nothing.
         if self._parts.b_ratio == 1 or bounds.version_window == 0 or not all(one.goes_on for one in ready):
             return True
         # Channel-A would learn this share as ground truth, and its rollouts would be made in vain.

@@ -69,8 +69,9 @@ GOODBYE_S = 3.0  # max wait, after a failed sync, until the servers have confirm
 # always take LEAST_S.
 NEWCOMER_S, NEWCOMER_MARGIN, LEAST_S = 15.0, 3.0, 1.0
 NOBODY: Mapping[str, ProjectError] = MappingProxyType({})
-# The learner's pass is captured in the second call, and meanwhile no other thread may wait for the device. So the first
-# two passes run inside a sync, while no rollouts are made.
+# The learner's forward pass on the canary (test prompts) is captured as a CUDA graph in its second call. During a
+# capture no other thread may wait for the device. So the first two calls are made inside a sync, while no rollouts are
+# made.
 CAPTURED_AFTER = 2
 SENT_AHEAD = 2  # max unfinished broadcasts when another starts; with fewer the network idles, more take more memory
 log = logging.getLogger("learner.sync")

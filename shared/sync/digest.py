@@ -1,15 +1,16 @@
-"""A digest of bytes, computed on their device: 128 bits, the same on every device, about as fast as memory is read.
+"""Computes a 128-bit digest of bytes on the device that holds them, about as fast as memory is read.
 
-In: a 1-D uint8 tensor, a key and a nonce. Out: an int64 tensor `[2]` on the same device; nothing waits for the device.
-Without the key, nobody can guess the digest of other bytes with a chance above about 2^-60, if no nonce is used twice
-with one key. With an empty key (`b""`) the digest only detects accidents.
+In: a 1-D uint8 tensor, a key and a nonce. Out: an int64 tensor `[2]` on the same device, the same values on every kind
+of device. The call does not wait for the device. Without the key, the digest of other bytes can be guessed with a
+chance of at most about 2^-60, if every digest with one key has another nonce. With an empty key (`b""`) the digest only
+detects accidents.
 
-It is NH and its Toeplitz extension, as in UMAC (Black, Halevi, Krawczyk et al. 1999), as a tree. The bytes are
-read as signed 32-bit words, in blocks of 2 x PAIRS; the last block is filled with zeros. A block's sum in lane j is the
-sum over p of `(word[p] + key[0, p + j]) * (word[PAIRS + p] + key[1, p + j])`; each factor wraps in 32 bits, the sum in
-64. The sums `[blocks, 2]` are the next level's bytes, with other keys on every level, until one block is left. A pad is
-added to the sums of this last block: a keyed hash of length and nonce (Carter and Wegman). On CUDA one kernel computes
-the sums (`digest_cuda.py`).
+The method is the hash NH with its Toeplitz extension, applied as a tree, as in UMAC (Black, Halevi, Krawczyk et al.
+1999). The bytes are read as signed 32-bit words, in blocks of 2 x PAIRS words. The last block is filled up with zeros.
+Each block gives two sums, one per lane. The sum of lane j adds `(word[p] + key[0, p + j]) * (word[PAIRS + p] + key[1, p
++ j])` for all p. Each factor wraps in 32 bits, the sum in 64. The sums `[blocks, 2]` of all blocks are the bytes of the
+next level, which has other keys. This goes on until one block is left. A pad is added to the two sums of this last
+block: a keyed hash of length and nonce (Carter and Wegman). On CUDA one kernel computes the sums (`digest_cuda.py`).
 """
 
 from __future__ import annotations

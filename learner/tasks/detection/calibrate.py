@@ -1,10 +1,11 @@
 """Fits a `Calibration`, which gives boxes their scores, and measures how good the scores are.
 
-Candidates are boxes in validation images, with features. They are added by falling score. A candidate is right if one
-more object is found once it is added (`gains` in `match.py`, at IoU 0.5). So right boxes are the boxes that F1 counts,
-at every threshold. A candidate in an ignore region that finds no object is left out. scipy's L-BFGS minimises the
-penalised log loss. The penalty is the one of `PENALTIES` with the least log loss on held-out images (5 parts). Scores
-of held-out images also give the threshold and `measured`.
+Candidates (boxes in validation images, with features) are taken in order of falling score. A candidate is right if the
+boxes taken so far match one more object with it than without it, at IoU 0.5 (`gains` in `match.py`). So at every
+threshold, the right boxes are the true positives of F1. A candidate in an ignore region that matches no object is left
+out. scipy's L-BFGS minimises the log loss plus a penalty. The images are cut into 5 parts, and each part gets scores
+from a fit to the other four. The factor of `PENALTIES` with the least log loss of these held-out scores is used. The
+held-out scores also give the threshold and the measured quality (`auc`, `ece`).
 
 `auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error:
 the mean distance between the score and the share of right boxes over ten bins of equal width, weighted by the number of

@@ -1,13 +1,13 @@
 """Detection metrics: counts per sample, ratios of their sums, bootstrap intervals, and COCO's AP as a cross-check.
 
-Counts. In: assignments. Out: a `CountTable`, one row per sample, so that a bootstrap can resample scenes. Every metric
-is a ratio of column sums (a micro average over the whole set), so rows of several ranks or runs can be combined. The
-matches of training ignore descriptions and are not used here. Each IoU threshold has two matchings: among pairs with
-the same description (`tp`), and among all pairs (`tp_any`).
+Counts. In: assignments. Out: a `CountTable` with one row of counts per sample. A bootstrap draws rows. Every metric is
+computed from column sums (a micro average over the whole set), so rows of several ranks or runs can be combined.
+Predictions and labels are matched anew, because the matches of training ignore descriptions. Each IoU threshold has two
+matchings: among pairs with the same description (`tp`), and among all pairs (`tp_any`).
 
-Ignore regions (`Sample.ignored`). If a prediction hits no object, and the share of its area in an ignore region of its
-class is at least the threshold, it is neither right nor wrong: it does not count as a prediction. This is COCO's rule
-for crowds.
+Ignore regions (`Sample.ignored`). A prediction is not counted, neither as right nor as wrong, if it matches no object
+and lies in an ignore region of its class. It lies there if the part of its area in the region is at least the IoU
+threshold. This is COCO's rule for crowds.
 
 Metrics by name. A true positive needs IoU >= t *and* the same description; `*_any` ignore descriptions. A ratio with
 denominator 0 is 0.
@@ -29,19 +29,19 @@ denominator 0 is 0.
 `fm@0.5` (Fowlkes & Mallows 1983) is for validation labels with random gaps. If a share m of the labels is missing at
 random, the measured recall is correct, and the measured precision is 1 - m times the true one. So `fm@0.5` is
 sqrt(1 - m) times its true value for every model, and the ranking of models is correct. F1's ranking is not: the more
-labels are missing, the more F1 favors models that find little. With gaps by place, size or class both metrics favor
-models that learned the gaps. Lee & Liu (2003) choose by the square of recall over the share of positive answers, which
-gives the same ranking.
+labels are missing, the more F1 favors models that detect few objects. If labels are missing by place, size or class,
+both metrics favor models that leave out the same objects. Lee & Liu (2003) choose by recall^2 / (fraction of positive
+answers), which gives the same ranking.
 
 Intervals are percentile bootstrap intervals over scenes (Efron & Tibshirani 1993, ch. 13): scenes are drawn with
-replacement, as many as there are, and the metric is computed on each draw's column sums. The paired form draws the same
-scenes for both runs, so the difficulty of scenes cancels out. Deterministic in `seed`.
+replacement, as many as there are, and the metric is computed on each draw's column sums. To compare two runs, the same
+scenes are drawn for both, so the difficulty of scenes cancels out. The result depends on `seed` only.
 
 COCO's AP comes from pycocotools: `coco/ap`, `coco/ap50`, `coco/ap75`, `coco/ar100`. Categories are descriptions.
-Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). The score of a box is
-calibrated (`calibrate.py`) by labels of other images only; then `coco/calibrated` is 1. If no calibration can be
-fitted, the score rises with the probability of the box's tokens (`scores.py`). Without log-probabilities all scores
-are 1. COCO matches greedily, with at most 100 predictions per image and category.
+Geometry is compared by bounding boxes, in bins (IoU does not change with the scale of an axis). The score of a box
+comes from a calibration (`calibrate.py`) that was fitted to the labels of other images; then `coco/calibrated` is 1. If
+no calibration can be fitted, the score rises with the probability of the box's tokens (`scores.py`). Without
+log-probabilities all scores are 1. COCO matches greedily, with at most 100 predictions per image and category.
 """
 
 from __future__ import annotations

@@ -1,21 +1,21 @@
-"""Parses a rollout strictly, aligned to tokens. In: its tokens. Out: its objects, and the prefix that is continued.
+"""Parses a rollout strictly. In: its tokens. Out: its objects, and its prefix: the tokens that a tail will follow.
 
-Invariants: the prefix is `response_token_ids[:prefix_length]`, never edited. The prefix and `tail_opening` together end
-right after a closed object. Every reported object lies entirely before that point, with all its coordinates' tokens in
-the prefix.
+Invariants: the prefix is `response_token_ids[:prefix_length]`, never edited. `tail_opening` is the text with which the
+tail must begin. The prefix and `tail_opening` together end right after a closed object. Every reported object lies
+before that point, and all tokens of its coordinates are in the prefix.
 
 1. `read_answer` reads the text into entries, one `Entry` per syntactically closed object. An object is *closed* if its
-   brackets balance outside strings, so its content cannot make later text unreadable. Nothing is repaired: an object
-   that is closed but wrong is dropped with one reason, and reading continues after it. Reading stops where no next
-   object can be read. Fields are read until the first unreadable one. Text after the last readable object counts as one
-   `truncated`. It was cut off by the answer's end, or follows a syntax error between objects (a missing comma, an entry
+   brackets balance outside strings. Then text after it can be read, whatever the object holds. Nothing is repaired: a
+   wrong object is dropped with one reason, and reading goes on after it. Within an object, fields are read until the
+   first unreadable one. Reading stops where no next object can be read. The text from there on counts as one object,
+   dropped as `truncated`. The answer ended there, or there is a syntax error between objects (a missing comma, an entry
    that is not an object, unbalanced brackets).
 2. `token_coordinates` or `digit_coordinates` finds all coordinates of the answer at once, in order. Some of them only
-   look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only
-   coordinates inside a list that the grammar has read, where each is a number of the list.
-3. `classify` decides for every entry whether it is an object, or why it is dropped. The corners of all entries are
-   looked up at once, because there are dozens, and most are correct boxes. If several reasons apply, the first is
-   reported:
+   look like coordinates (digits in a description, a coordinate token between two objects). `classify` uses only those
+   that are numbers of a list which `read_answer` has read.
+3. `classify` decides for every entry whether it is an object, or why it is dropped. An answer has dozens of entries,
+   mostly correct boxes, so the corners of all entries are looked up at once. If several reasons apply, the first of
+   this list is reported:
     key_invalid       its key is not `object_N` (N >= 1, no leading zeros, at most 18 digits), or N came before;
                       or one of its fields came twice
     missing_desc      no description, or one that is empty, blank, not a string, or not valid text
@@ -28,11 +28,11 @@ the prefix.
     image_invalid     the sample has several images, and the object's `image` is not the number of one of them. With
                       at most one image, a field `image` is unknown_geom
 
-4. The prefix ends after the last closed object whose end falls between two tokens (dropped objects count, because they
-   stay in the text). A token may fuse an object's end with the text after it (`}, "`, `]}}`, `"}]`). Then the prefix
-   ends before that token, and `tail_opening` repeats the bytes that were cut off, if they are structure: brackets,
-   whitespace, a description's closing quote. If the token also holds text of the description or a coordinate, the
-   prefix ends at the object before, and later objects are not part of the result.
+4. The prefix ends after the last closed object. Dropped objects count too, because they stay in the text. One token may
+   hold both the end of an object and text after it (`}, "`, `]}}`, `"}]`). Then the prefix ends before that token, and
+   `tail_opening` repeats the token's bytes up to the end of the object. This is done only if these bytes are structure:
+   brackets, whitespace, a description's closing quote. If they hold a coordinate or text of the description, the prefix
+   ends at the object before, and later objects are not part of the result.
 """
 
 from __future__ import annotations
