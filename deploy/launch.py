@@ -129,7 +129,7 @@ class Processes:
             output = FileIO(log, "a" if again else "w", opener=unlinked)
         self._starting = True
         try:
-            # The child gets a session of its own, so that Ctrl-C reaches only this program, which stops its children in
+            # The child gets a session of its own. So Ctrl-C reaches only this program, and it stops its children in
             # order.
             popen = subprocess.Popen(
                 argv,

@@ -173,7 +173,7 @@ class Trainer:
         training = self.config.training
         self.restore()
         self.journal.begin(step=self.state.global_step, total_steps=self.total_steps)
-        # The state is noted here too, so that a checkpoint before the next step has the samples that were carried.
+        # The state is noted here too. So a checkpoint before the next step has the carried samples.
         self.mark_boundary()
         if self.evaluates_first():
             self.evaluate()

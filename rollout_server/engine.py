@@ -448,8 +448,8 @@ def _start(engine_args: AsyncEngineArgs, config: ServerConfig) -> AsyncLLM:
 
 
 def _num_threads() -> int:
-    """Return the number of threads of this process, including OpenMP's and others that Python does not know; 0 if that
-    cannot be found out."""
+    """Return the number of threads of this process; 0 if it is not known. OpenMP's threads, which Python does not know,
+    count too."""
     tasks = Path("/proc/self/task")
     return len(list(tasks.iterdir())) if tasks.is_dir() else 0
 

@@ -73,7 +73,7 @@ class Gate:
         return True
 
     def leave(self) -> None:
-        """Note that a call that was let in has ended, with or without an error."""
+        """Note that an admitted call has ended, with or without an error."""
         assert self.in_flight > 0, "more calls left than entered"
         self.in_flight -= 1
 

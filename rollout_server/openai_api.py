@@ -259,7 +259,7 @@ def _completion_request(call: OpenAICall) -> CompletionRequest:
 
 def _fields(call: OpenAICall, without: set[str] | None = None) -> dict[str, object]:
     """Return the fields that the client has set, except `without`."""
-    # A field that is not passed has vLLM's default, which the checkpoint's generation settings decide.
+    # If a field is not passed, vLLM takes its default from the checkpoint's generation settings.
     return call.model_dump(exclude_unset=True, exclude_none=True, exclude=without)
 
 

@@ -87,7 +87,7 @@ def _stat(pid: int) -> tuple[str, float]:
 
 
 def _watch(server_pid: int) -> None:
-    # A process whose parent has ended has process 1 as its parent, which must not be killed.
+    # If the parent has ended, process 1 is the parent now. Process 1 must not be killed.
     family = {os.getppid(), os.getpid()} - {1, server_pid}
     with contextlib.suppress(ProcessLookupError):  # the server has already ended
         # A descriptor always means the same process, while a process id may be reused.

@@ -75,7 +75,8 @@ def signature(config: Mapping[str, object]) -> dict[str, str]:
 
 
 def differences(learner: Mapping[str, str], server: Mapping[str, str]) -> list[str]:
-    """Return one phrase for each size that both signatures state and that differs."""
+    """Return one phrase for each size that differs between the signatures. Sizes that only one of them states are
+    skipped."""
     both = [key for key in learner if key in server]
     return [f"{key} {server[key]}, not {learner[key]}" for key in both if server[key] != learner[key]]
 

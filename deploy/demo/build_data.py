@@ -60,7 +60,7 @@ def build(request: Build, out: Path, *, workers: int = 1) -> bool:
     stamp_file = out / STAMP
     if stamp_file.is_file() and json.loads(stamp_file.read_text()) == request.stamp():
         return False
-    # The stamp is removed first and written last, so that a build that is broken off never looks complete.
+    # The stamp is removed first and written last. So an interrupted build never looks complete.
     stamp_file.unlink(missing_ok=True)
     for split in SPLITS:
         (out / "images" / split).mkdir(parents=True, exist_ok=True)

@@ -146,7 +146,7 @@ def load_found(path: Path) -> tuple[RunConfig, list[str]]:
 
 
 def _ways_to_read(data: DataConfig) -> list[str]:
-    """Return the keys that say how annotations are read and that the file sets, such as `data.format`."""
+    """Return the keys of the file that say how annotations are read, such as `data.format`."""
     names = [name for name in SplitConfig.model_fields if name not in ("path", "prompt")]
     given = [f"data.{name}" for name in names if getattr(data, name) != DataConfig.model_fields[name].default]
     for split, own in (("val", data.val), ("test", data.test)):

@@ -1,10 +1,9 @@
 """The learner's whole configuration: `RunConfig`, and `RULES`, the checks between its keys.
 
 Each section of the YAML has one file under `sections/`, with a frozen pydantic model and the section's rules. The model
-refuses unknown keys, and checks the type and range of each key. A rule takes a `RunConfig`, which may have mistakes,
-and yields a `Mistake` for each one that it finds. Rules that need the number of ranks are in `plan.py`. `load.py` reads
-YAML into a `RunConfig`. `make docs` writes CONFIG.md and config.schema.json from the models and from the rules'
-docstrings.
+refuses unknown keys, and checks the type and range of each key. A rule takes a `RunConfig` and yields a `Mistake` for
+each mistake in it. Rules that need the number of ranks are in `plan.py`. `load.py` reads YAML into a `RunConfig`. `make
+docs` writes CONFIG.md and config.schema.json from the models and from the rules' docstrings.
 """
 
 from __future__ import annotations

@@ -151,7 +151,7 @@ def draw_view(sample: Sample, rng: np.random.Generator, config: AugmentConfig) -
 
 
 def seen_as(sample: Sample, view: View) -> Sample:
-    """Return the sample with the objects, regions and size that it has in the picture that `view` describes."""
+    """Return the sample as `view` shows it, with the objects, ignore regions and size of that picture."""
     placed_objects = [placed(obj, view) for obj in sample.objects]
     return replace(
         sample,
@@ -185,7 +185,8 @@ def moved(obj: DetectionObject, view: View) -> list[float]:
 
 
 def _turned(u: float, v: float, view: View) -> tuple[float, float]:
-    """Return a point after the quarter turn and mirrors. The point is given in shares of the window's sides."""
+    """Return a point after the quarter turn and mirrors. The point is given in fractions of the window's width and
+    height."""
     if view.quarter_turn:
         u, v = v, 1.0 - u
     return (1.0 - u if view.flip_horizontal else u), (1.0 - v if view.flip_vertical else v)

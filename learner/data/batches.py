@@ -191,8 +191,8 @@ class Batches(Iterator[MicroBatch]):
         return found
 
     def state(self) -> dict[str, object]:
-        """Return the position in the data, as JSON: the first micro-batch that was not handed out, later ones that
-        were, and what identifies the data."""
+        """Return the position in the data, as JSON: the first micro-batch that was not handed out (`position`), later
+        ones that were (`taken`), and values that identify the data."""
         return {"position": self._first, "taken": sorted(self._taken), **self._identity()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -341,8 +341,8 @@ def encoder_pool(config: RunConfig, encoder: Encoder, *, samples_per_micro_batch
 
 
 def _cost(share: Share) -> int:
-    """Return the number of samples that a share adds to the look-ahead. An empty share counts as one sample."""
-    # If empty shares counted 0, the number of shares that are read ahead would have no bound.
+    """Return how many samples this rank's part of a micro-batch adds to the look-ahead; 1 if that part is empty."""
+    # If empty parts counted 0, any number of micro-batches could be read ahead.
     return max(1, len(share.indices))
 
 

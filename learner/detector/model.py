@@ -120,8 +120,8 @@ def _downloaded(path: str | Path) -> Path:
 
 
 def _found_run(folder: Path, *, needed: bool) -> tuple[RunConfig | None, str]:
-    """Return the configuration beside the model, without parts that may run code, and a warning that names these parts.
-    Raises ConfigError if the configuration is needed and wrong."""
+    """Return the configuration beside the model, and a warning. Parts that may run code are removed, and the warning
+    names them. Raises ConfigError if the configuration is needed and wrong."""
     if (file := _config_beside(folder)) is None:
         return None, ""
     try:
@@ -204,9 +204,9 @@ TEMPLATES = "additional_chat_templates"  # the only sub-folder that belongs to a
 
 
 def model_files(folder: Path) -> tuple[list[str], list[str]]:
-    """Return the paths of the files that belong to a model, inside its folder, and the files that are left out, in
-    words: other files, and links that leave the folder. Hidden files and the learner's own files are in neither
-    list."""
+    """Return two lists: the files that belong to a model, as paths inside its folder, and a phrase for each file that
+    is left out. Left out are other files, and links that leave the folder. Hidden files and the learner's own files are
+    in neither list."""
     files, left_out = [], []
     # A link could lead to a folder of other files.
     templates = () if (folder / TEMPLATES).is_symlink() else folder.glob(f"{TEMPLATES}/*")
@@ -225,8 +225,8 @@ def model_files(folder: Path) -> tuple[list[str], list[str]]:
 
 @contextmanager
 def only_its_files(folder: Path) -> Iterator[tuple[Path, list[str]]]:
-    """Yield a folder with only the files that belong to the model in `folder`, and the files that are left out, in
-    words. Raises ConfigError if neither the model's nor an adapter's configuration belongs to it."""
+    """Yield a folder with only the model's files from `folder`, and a phrase for each file that is left out. Raises
+    ConfigError if neither the model's nor an adapter's configuration belongs to it."""
     files, left_out = model_files(folder)
     if not {"config.json", ADAPTER} & {*files}:
         raise ConfigError(

@@ -323,8 +323,8 @@ class _Naming:
         return sum(name in below for name, below in zip(named, self.below, strict=True))
 
     def _renaming(self, on: int, right: int) -> tuple[str, int] | None:
-        """Return the `--names` option that gives most boxes the name of the object that they lie on, and the number of
-        these boxes. None if no renaming does."""
+        """Return the option `--names` with which most boxes get the name of the object below them, and the number of
+        these boxes. None if no renaming fits well."""
         pairs: dict[str, Counter[str]] = {}
         for row, below in zip(self.rows, self.below, strict=True):
             key = row.result.name or str(row.result.category_id)

@@ -19,7 +19,8 @@ from learner.data.views import shown_images, shown_sizes
 from learner.records import DetectionObject, LearnedRow, Sample, StepResult
 from learner.tasks.detection.task import object_json
 
-# In a run of 40 steps, one with a sample of wrong labels, these values found that step alone.
+# Tested in a run of 40 steps, one of which had a sample with wrong labels: with these values only that step was
+# reported.
 WINDOW, FEWEST = 40, 8  # max and min number of earlier steps with which a step is compared; with fewer it is no spike
 DISTANCE = 8.0  # a spike is above the median by so many times the median distance from it (5.4 sigma of a Gaussian)
 FACTOR = 1.5  # a spike is also above the median times this factor

@@ -1,4 +1,4 @@
-"""The learner's part of the canary, the test of a weight sync: log-probabilities of fixed answers (D14).
+"""Computes the learner's log-probabilities of the canary: fixed answers by which a weight sync is tested (D14).
 
 In: a policy and fixed answers to a few prompts. Out: a `CanaryScorer`, which is called at every sync. It computes the
 answers' log-probabilities with the weights as they are sent: adapters merged, values rounded to the type in which they
@@ -144,7 +144,7 @@ class SideStream:
         """Launch the block's work on the side stream. It runs after all work that the current stream has so far."""
         if self._stream is None:
             # The stream is made at first use. torch has 32 streams and gives them out in turn. By now the engine has
-            # made its streams and captured with them, so this stream is another one.
+            # its streams, and has captured CUDA graphs on them. So this stream is none of the engine's.
             self._stream = torch.cuda.Stream(self._device)
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):

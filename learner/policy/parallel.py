@@ -76,7 +76,7 @@ class Ranks:
 
     def all_succeed(self, work: Callable[[], T]) -> list[T]:
         """Return the results of `work()` on all ranks, in rank order. If `work` raises a ProjectError on some ranks,
-        every rank raises the error of the first of them, so that no rank waits for a rank that has stopped."""
+        every rank raises the error of the first of these ranks. So no rank waits for one that has stopped."""
         outcome: T | ProjectError
         try:
             outcome = work()

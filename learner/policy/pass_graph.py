@@ -1,4 +1,4 @@
-"""Captures, as one CUDA graph, a forward pass that is repeated with the same inputs (R09).
+"""Records a forward pass as one CUDA graph, for a pass that is repeated with the same inputs (R09).
 
 In: a pass, and the weights that it reads. Out: a `PassGraph`, whose call repeats the pass with the present weights. The
 host needs a millisecond for this, and does not wait for the device.
@@ -154,7 +154,7 @@ class Notes:
         self._next = 0
         with _watched(self._repeat_factory, self._repeat_operation):
             yield
-        # Fewer reads mean that the pass took another path, which the graph must not repeat.
+        # With fewer reads, the pass took another path. The graph must not repeat such a pass.
         if self._next != len(self._values):
             raise OtherPassError(f"{self._next} values were read, {len(self._values)} in the pass before")
 

@@ -7,14 +7,14 @@
 
 "The start" is the model that the user's configuration names. Each stage ends when its validation score rises no more.
 
-1. `sft` runs on the labels, which are completed first if `labels.complete` finds that safe. Its first evaluation scores
-   the start.
-2. If no labels were completed, `grpo` measures before its first step, on training samples, how much better sampled
-   answers find places than greedy answers do (the headroom in places).
-3. `grpo`. If labels were completed, it begins from the start, whose answers have completed them, with the same labels.
-   Otherwise it begins from the best weights of `sft`, but only if there is headroom in places. Without headroom, `grpo`
-   could only learn names, and rollouts do not teach names, so the recipe ends. If `sft` had ended for lack of time,
-   `sft` goes on before the recipe ends.
+1. `sft` runs on the labels. Before, they are completed if `labels.complete` estimates that this is safe. Its first
+   evaluation scores the start.
+2. If no labels were completed, `grpo` first measures the headroom in places on training samples: how much better the
+   best of several sampled answers locates objects than the greedy answer does.
+3. `grpo`. If labels were completed, it begins from the start again, and uses the same labels. The start's answers have
+   completed them. Otherwise it begins from the best weights of `sft`, but only if there is headroom in places. Without
+   headroom, `grpo` could only learn names, and rollouts do not teach names, so the recipe ends. If `sft` had ended for
+   lack of time, `sft` goes on before the recipe ends.
 
 If labels are missing, but the start's answers are not sure enough to complete any, rollout matching replaces 2 and 3:
 it keeps the objects that it finds without a label. If its boxes fit badly, `grpo` follows, with their IoU as reward.
@@ -22,6 +22,6 @@ it keeps the objects that it finds without a label. If its boxes fit badly, `grp
 Each stage is an ordinary run in a folder of its own, such as `OUTPUT/sft`, with its configuration beside it
 (`OUTPUT/sft.yaml`). `OUTPUT/best` is a link to the weights with the best validation score, of all stages and the start;
 if scores are equal, to the earlier weights. So the result never scores below the start. If labels of validation are
-missing, the score is `estimated_f1@0.5`, for an assumed range of the number of objects. All stages take the range that
-`sft` estimated, so that their scores can be compared. If a recipe was stopped or killed, the same command continues it.
+missing, the score is `estimated_f1@0.5`, for an assumed range of the number of objects. All stages use the range that
+`sft` estimated. So their scores can be compared. If a recipe was stopped or killed, the same command continues it.
 """

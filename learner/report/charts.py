@@ -56,7 +56,7 @@ class Bar:
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """A table. Each cell is a text, or a pair of texts, of which the second is shown in small type."""
+    """A table. Each cell is one text, or two texts; the second is shown in small type."""
 
     head: Sequence[str | tuple[str, str]]
     rows: Sequence[Sequence[str | tuple[str, str]]]

@@ -163,8 +163,8 @@ def _sync_lines(run: RunRecord, title: str, *lines: NamedLine, unit: str = "") -
 
 
 def _others(run: RunRecord) -> tuple[list[Chart], list[Chart]]:
-    """Return two lists of charts, for all metrics for which no chart is defined here: charts that are visible, and
-    charts that are shown on a click."""
+    """Return charts of the metrics for which no chart is defined here, as two lists: visible charts, and charts that
+    are shown on a click."""
     found = {key for step in run.steps for key in step.metrics} - {*SHOWN, *STAGE2_SHOWN}
     is_phase = re.compile(r"\w+_s").fullmatch  # seconds of a phase, which the chart "Seconds per step" shows
     keys = sorted(key for key in found if not key.startswith("drop/") and not is_phase(key))

@@ -59,7 +59,7 @@ def page_app(*, host: str = LOOPBACK, body_bytes: int = 0) -> FastAPI:
 
 
 def html(template: jinja2.Template, **values: object) -> Response:
-    """Return a rendered page, with headers by which browsers run only scripts that have the template's `nonce`, and
+    """Return a rendered page with headers that restrict it: browsers run only scripts with the template's `nonce`, and
     show only images from the page's own paths or from data URIs."""
     nonce = secrets.token_urlsafe(12)
     policy = f"{_NOTHING};img-src 'self' data:;style-src 'unsafe-inline';connect-src 'self';script-src 'nonce-{nonce}'"

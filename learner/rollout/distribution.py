@@ -291,8 +291,8 @@ class Dispatcher(Generic[R]):
             await asyncio.gather(*self._flying, *self._given_up, return_exceptions=True)
 
     def _launch(self) -> None:
-        """Send requests until every quota is in use: first to each server the requests that wait for it, then also
-        requests that wait for the server with the longest queue."""
+        """Send requests until every quota is in use. Each server gets requests from its own queue first, then from the
+        longest queue."""
         for index, server in enumerate(self._servers):
             while batch := self._take(server, server.waiting):
                 self._start(index, batch)
@@ -308,8 +308,8 @@ class Dispatcher(Generic[R]):
                 self._start(index, batch)
 
     def _take(self, server: _ServerQueue, waiting: deque[Batch]) -> Batch | None:
-        """Remove the next batch for `server` from `waiting` and return it. None if none waits, or if the server is free
-        for fewer requests than a batch must have (REFILLS)."""
+        """Remove the next batch for `server` from `waiting` and return it. None if none waits, or if fewer requests of
+        the server's quota are unused than a batch must have (REFILLS)."""
         size = min(server.free, len(waiting[0])) if waiting else 0
         if size <= 0 or size < min(len(waiting[0]), -(-server.quota // REFILLS)):
             return None

@@ -1,7 +1,7 @@
 """Makes the start of a colocated engine faster, and restores what vLLM changes in the learner's process.
 
-In: vLLM, before its engine is made. Out: an engine that has not read the weights that the first sync overwrites
-(`unread_weights`), and that has started no process to inspect the model's class (`inspecting_here`).
+In: vLLM, before its engine is made. Out: an engine. It has not read the checkpoint's weights, because the first sync
+overwrites them (`unread_weights`). It has started no process to inspect the model's class (`inspecting_here`).
 
 Invariants: parameters are zero until the first sync, not uninitialised. Buffers keep the values that the model gave
 them. No answer is generated before a sync has written every parameter: `WeightLoad.finish` counts the parameters, and

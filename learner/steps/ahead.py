@@ -1,27 +1,27 @@
 """Channel-B ahead of its steps: the asynchronous actor-learner (R25, R27, D11, D12).
 
-One producer per rank makes packs (rollouts of some samples) while the learner learns. Packs belong to shares of the
-epoch (`shares`): a share is what one step learns, over all ranks. A Channel-B step takes a share whose packs all ranks
-have ready, and packs their segments into as few rows as they need; a row holds one version only. A Channel-A step
-learns a share that the producers leave alone. So both channels serve one stream of samples, and each sample is learned
-once per epoch, also across a resume, on any number of ranks. A sample's seed follows from its share and its place in
-that share, however calls and ranks divide the share.
+A share is the samples that one step learns, on all ranks (see the module `shares`). On each rank a producer rolls out
+shares while the learner learns, in packs of a few samples. A Channel-B step takes a share whose rollouts are ready on
+all ranks. It packs their segments into as few rows as possible; all rollouts of a row come from one version of the
+weights. A Channel-A step learns a share that is not rolled out. So both channels use one stream of samples, and each
+sample is learned once per epoch, also across a resume, on any number of ranks. A sample's seed follows from its share
+and its place in that share, however calls and ranks divide the share.
 
 Weights are synced after `sync_every` executed Channel-B steps. They are synced earlier if rollouts with the served
 weights would be more than `max_update_lag` updates old at the next Channel-B step. With `version_window: 0` only packs
 made since the last sync are learned. A sync for an evaluation does not count here. Before a sync each rank starts no
-new call, and waits for its call in flight. If the step has a share to learn meanwhile, it learns the share. Then the
-sync runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends the
-weights from before the step, because weights change only at the step's end.
+new call, and waits for its call in flight. If the step has samples to learn meanwhile, it does not wait: the sync then
+runs between two rows of the step, as soon as no call is in flight, or after the last row. Such a sync sends the weights
+from before the step, because weights change only at the step's end.
 
-If a scheduled Channel-B step finds no share that is ready on all ranks, it runs Channel-A, provided that the share that
-is being made can still be learned later, and that the producers have other shares to make meanwhile. Otherwise the step
-waits for the share, because the next steps would not find it either. The run ends after `max_starved_steps` scheduled
-Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step waits.
+A scheduled Channel-B step may find no share that is ready on all ranks. It then runs Channel-A on two conditions: the
+rollouts in the making can still be learned later, and the producers have other shares to roll out meanwhile. Otherwise
+the step waits for the rollouts, because the next steps would not find them either. The run ends after
+`max_starved_steps` scheduled Channel-B steps in a row that ran Channel-A. With `b_ratio: 1` every step waits.
 
 Invariants: the invariants of the module `shares` hold; every rank enters a fence (a block in which its producer makes
-no call), or no rank does; all ranks learn the same share. The thread of the producer has its own encoder, so that it
-shares nothing with the thread that learns.
+no call), or no rank does; all ranks learn the same share. The producer's thread has its own encoder. So it has nothing
+in common with the learning thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ SUMMED_COUNTS = (
     "packs_dropped_unwanted",
     "samples_returned",
 )
-LOOK_AHEAD = 4  # shares of ground truth that are encoded ahead
+LOOK_AHEAD = 4  # max shares (samples of one step) that are encoded before Channel-A learns them
 
 log = logging.getLogger("learner.stage2")
 
@@ -97,7 +97,7 @@ class Sizes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepChoice:
-    """Rank 0's decision for a step: its channel, and the share that it learns."""
+    """Rank 0's decision for a step: its channel, and the share (the samples) that all ranks learn in it."""
 
     decision: ChannelDecision
     share: int
@@ -107,7 +107,7 @@ NOTHING = Outlook(complete={}, is_making=False, goes_on=False, stood_still=False
 
 
 def common(ready: Sequence[Outlook]) -> set[int]:
-    """Return the shares that are ready on all ranks."""
+    """Return the numbers of the shares whose rollouts are complete on all ranks."""
     return set(ready[0].complete).intersection(*(one.complete for one in ready[1:]))
 
 
@@ -155,12 +155,12 @@ class Stage2Ahead(Stage2Steps):
         return self._learned_since_sync >= self._bounds.sync_every or self._too_far(next_b, self._synced_at)
 
     def postpones_sync(self, global_step: int) -> bool:
-        """Return True if the sync has to wait for a call in flight, and the step has a share that it can learn
+        """Return True if the sync has to wait for a call in flight, and the step has samples that it can learn
         meanwhile. The sync then runs between two rows of the step, or after the last row. It sends the weights from
         before the step, because weights change only at the step's end."""
         if self._producer is None or self.is_quiet():
             return False
-        # `is_quiet` has requested the fence, so no new call starts. `is_quiet` is called again between two rows.
+        # `is_quiet` has requested the fence, so no rank starts a new call. `is_quiet` is called again between two rows.
         # Without postponing, steps of 4 to 6 s stood still for 0.5 to 3 s until the call had ended.
         if scheduled_channel(global_step, self._parts.b_ratio) == "A":
             self._is_postponed = True
@@ -177,7 +177,8 @@ class Stage2Ahead(Stage2Steps):
     def fence(self) -> Iterator[Fence]:
         """Enclose work during which no rank has a call in flight. Collective. The producer starts after the first fence
         in which the weights were synced."""
-        # A Channel-B step that is learned while the sync waits counts for the next sync, which brings its weights.
+        # If a Channel-B step is learned while this sync waits, this sync does not send its update. So the step counts
+        # for the next sync.
         producer, counts = self._producer, self._learned_since_sync > self._learned_meanwhile
         with ExitStack() as stack:
             fences = [Fence()]  # used before the first sync: no producer makes calls yet
@@ -222,7 +223,7 @@ class Stage2Ahead(Stage2Steps):
 
     @property
     def _epoch(self) -> int:
-        """The epoch of the next step's share."""
+        """The epoch, counted from 0, whose samples the next step learns."""
         return self._parts.batches.num_taken // self._parts.batches.per_epoch
 
     def _too_far(self, step: int, updates: int) -> bool:
@@ -249,7 +250,8 @@ class Stage2Ahead(Stage2Steps):
         return choice.decision
 
     def _ready(self, global_step: int) -> Outlook:
-        """Return which shares this rank has and can make (`Outlook`). Complete shares of other epochs are left out."""
+        """Return which shares this rank has rolled out, and which it can still roll out (`Outlook`). Complete shares of
+        other epochs are left out."""
         if self._producer is None:
             return NOTHING
         self._want(global_step)
@@ -263,8 +265,9 @@ class Stage2Ahead(Stage2Steps):
         self._producer.await_call(self._deadline_s)
 
     def _choose(self, global_step: int, ready: Sequence[Outlook]) -> StepChoice | None:
-        """Return what the step learns: of the shares that are ready on all ranks, the one with the oldest packs; if no
-        share is ready, ground truth. Return None if the step must wait for a share."""
+        """Return what the step learns: of the shares whose rollouts are ready on all ranks, the one with the oldest
+        rollouts. If no share is ready, return a share to learn as ground truth, or None if the step must wait for
+        rollouts."""
         shares = common(ready)
         decision = decide_channel(global_step, self._parts.b_ratio, feasible=bool(shares))
         if decision.channel == "B":
@@ -275,11 +278,13 @@ class Stage2Ahead(Stage2Steps):
         return StepChoice(decision=decision, share=self._shares.of_a(global_step, self._epoch))
 
     def _waits(self, global_step: int, ready: Sequence[Outlook]) -> bool:
-        """Return True if a Channel-B step that finds no share waits for the most urgent one. It waits if `b_ratio` is
-        1, if the producers have had nothing to do or soon would, or if Channel-A would make rollouts useless."""
+        """Return True if a Channel-B step without ready rollouts waits for those of the most urgent share. It waits if
+        `b_ratio` is 1, if the producers have had nothing to do or soon would, or if Channel-A would make rollouts
+        useless."""
         if not any(one.is_making for one in ready):
             return False
-        # Producers that stood still began this share late. Unless the step waits, they begin every later share late.
+        # Producers that stood still began the rollouts of this share late. Unless the step waits, they begin every
+        # later share late.
         if all(one.stood_still for one in ready):
             return True
         bounds = self._bounds
@@ -290,14 +295,14 @@ class Stage2Ahead(Stage2Steps):
         # Channel-A would learn this share as ground truth, and its rollouts would be made in vain.
         if any(self._shares.given_up(global_step, self._epoch) in one.begun for one in ready):
             return True
-        # All shares that are learned before the next sync are made by the served weights, or by older ones.
+        # Until the next sync all rollouts come from the weights that are served now, or from older weights.
         behind = max(1, bounds.sync_every - self._learned_since_sync - 1)
         last = self._shares.next_b(global_step + 1, behind=behind)
         made_at = min((updates for one in ready for updates in one.begun.values()), default=self._synced_at)
         return last is None or self._too_far(last, made_at)
 
     def _want(self, step: int) -> None:
-        """Tell the producer which shares to make for the Channel-B steps that begin with `step`, the next step."""
+        """Tell the producer which shares to roll out: those of the Channel-B steps from the next step, `step`, on."""
         assert self._producer is not None
         bounds = self._bounds
         through = None if bounds.max_update_lag is None else self._synced_at + bounds.max_update_lag
@@ -318,7 +323,8 @@ class Stage2Ahead(Stage2Steps):
     # ---- both channels ---------------------------------------------------------------------------------------------
 
     def _next_batch(self) -> MicroBatch:
-        """Return the share that Channel-A learns, and start to encode the shares that it will probably learn next."""
+        """Return the samples that Channel-A learns in this step. Also start to encode those that it will probably learn
+        next."""
         share, batches = self._share_of_step, self._parts.batches
         behind = [other for other in batches.left(self._epoch) if other > share][:LOOK_AHEAD]
         batch = batches.take(share, then=behind)
@@ -327,7 +333,7 @@ class Stage2Ahead(Stage2Steps):
         return batch
 
     def _channel_b(self) -> Generator[PackedRow]:
-        """Yield the rows of the step's share, whose packs are ready. So the clock's phase `wait` is short."""
+        """Yield the rows of the step's rollouts. They are ready, so the clock's phase `wait` is short."""
         producer = self._producer
         assert producer is not None, "Channel-B before the first sync"
         with self._clock.phase("wait"):
@@ -383,8 +389,8 @@ class Stage2Ahead(Stage2Steps):
         return Producer(queue, stages, deadline_key=DEADLINE_KEY, close_s=CLOSE_S)
 
     def _roll_out(self, call: Call, part: MicroBatch) -> list[Segment]:
-        """Return the segments of a call. A sample's seed follows from its share, which no other step learns, and from
-        its place among all ranks' samples of the share."""
+        """Return the segments of a call. A sample's seed follows from the number of its share, which only one step
+        learns, and from its place among all ranks' samples of that share."""
         step = MicroStep(samples=part.samples, micro_step_idx=AHEAD_OF_STEPS, first_req_idx=part.first_req_idx)
         clock = PhaseClock()  # the trainer's clock belongs to the thread that learns
         return self._parts.rollouts.segments(step, part.prompts, global_step=call.share, clock=clock)

@@ -141,8 +141,8 @@ class Evaluations:
         basis = self._basis
         assert self.backend is not None
         self._stop.check()
-        # The fence stays until the evaluation's rollouts have ended, so that the servers never have requests of the
-        # evaluation and of training at the same time.
+        # The fence (no call for training may start) stays until the evaluation's rollouts have ended. So the servers
+        # never have requests of the evaluation and of training at the same time.
         with self._source.fence() as fence:
             self._syncs.behind(fence, step)
             with self._journal.clock.phase("eval"):
@@ -180,9 +180,9 @@ def evaluate(
     rewards: Rewards | None = None,
     calibrated: Callable[[Sequence[object]], Sequence[object]] | None = None,
 ) -> Evaluation:
-    """Roll out `samples` greedily, one share per rank, and score them together. `calibrated` returns all assignments
-    with calibrated scores of their predictions; None: scores follow from the probabilities of the tokens. Raises
-    RewardError if a reward function fails."""
+    """Roll out `samples` greedily, each rank a part of them, and score all together. `calibrated` returns all
+    assignments with calibrated scores of their predictions; None: scores follow from the probabilities of the tokens.
+    Raises RewardError if a reward function fails."""
     share = -(-len(samples) // ranks.world_size)
     mine = samples[ranks.rank * share : (ranks.rank + 1) * share]
     rollouts = backend.generate(

@@ -60,7 +60,7 @@ class Stage2InStep(Stage2Steps):
 
     @contextmanager
     def fence(self) -> Iterator[Fence]:
-        """Yield the fence at once: between steps no rollout is in flight."""
+        """Yield a `Fence` at once, without waiting: between steps no rollout is in flight."""
         fence = Fence()
         yield fence
         self._ver = fence.ver if fence.ver is not None else self._ver
@@ -132,7 +132,7 @@ class StepRollouts:
         self._error: BaseException | None = None
         self._began = time.perf_counter()
         self.seconds = 0.0  # time that the rollouts took; 0 until they have ended
-        # A daemon, so that an interpreter that exits because of an error does not wait for an answer.
+        # A daemon thread: after an error the interpreter exits without waiting for an answer.
         self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
 
     def next_row(self, deadline_s: float) -> PackedRow | None:

@@ -115,7 +115,7 @@ class Producer:
     # ---- the consumer's side ---------------------------------------------------------------------------------------
 
     def want(self, shares: Sequence[int]) -> None:
-        """From now on let only `shares` be made (see `ShareQueue.want`)."""
+        """From now on roll out only the samples of `shares` (see `ShareQueue.want`)."""
         with self._changed:
             self._forget(self._queue.want(shares))
             self._wake()
@@ -130,15 +130,16 @@ class Producer:
             return self._queue.outlook()
 
     def take(self, share: int, step: int) -> list[list[Segment]]:
-        """Return the packs of a complete share, to be learned in `step`."""
+        """Take a share with all its rollouts out of the queue, to be learned in `step`. Returns its packs, each a list
+        of segments."""
         with self._changed:
             packs = self._queue.take(share, step)
             self._wake()
             return [self._segments.pop(pack.index) for pack in packs]
 
     def await_call(self, deadline_s: float) -> None:
-        """If the most urgent share is not complete, wait up to `deadline_s` seconds until a call ends. Raises
-        DeadlineError, or the error that ended the producer."""
+        """Wait up to `deadline_s` seconds until a call ends. Return at once if the most urgent share has all its
+        rollouts. Raises DeadlineError, or the error that ended the producer."""
         with self._changed:
             queue, ended = self._queue, self._calls.number
             if not wait_for(
@@ -265,7 +266,7 @@ class Producer:
     def _wake(self) -> None:
         """Start the producer's thread if a call is permitted and no thread runs."""
         if self._thread is None and self._queue.may_start:
-            # A daemon, so that an interpreter that exits because of an error does not wait for an answer.
+            # A daemon thread: after an error the interpreter exits without waiting for an answer.
             self._thread = threading.Thread(target=self._produce, name="rollout-producer", daemon=True)
             self._thread.start()
 

@@ -1,24 +1,25 @@
-"""The samples that a step learns, and the samples that may be rolled out ahead of the step (R24, R25, D11, D12). Pure:
-no threads, no clock.
+"""Decides which samples a step learns, and which samples may be rolled out ahead of their step (R24, R25, D11, D12).
+Pure: no threads, no clock.
 
-An epoch's samples are cut into shares in order, one share per optimizer step. Each share is learned in one step, as
+An epoch's samples are cut, in order, into shares: a share is the samples of one optimizer step. Its step learns it as
 ground truth (Channel-A) or as rollouts (Channel-B). So a sample is learned once per epoch, even if its rollouts are
 dropped or the run is interrupted. `Shares` says which share a step learns. This depends only on the schedule and on the
 shares learned before, so all ranks agree without communication. An epoch has a list of shares that are not learned yet.
 Its first shares are for the scheduled Channel-B steps, the others for Channel-A. If a Channel-B step finds no rollouts,
-it learns one of the shares for Channel-A, so that rollouts that are being made can still be learned. To make up for
-that, the last share for Channel-B (`given_up`) is learned as ground truth, by this step or a later one.
+it learns one of the shares for Channel-A. Rollouts in the making are then learned by a later step. In exchange, the
+last share for Channel-B (`given_up`) is learned as ground truth, by this step or a later one.
 
-`ShareQueue` is one rank's queue of rollouts. It says which generation call may start, and closes a fence (no call may
-start) around a sync. A call rolls out neighbouring places of one share. Its segments wait in packs (some segments each)
-until a step takes the whole share.
+`ShareQueue` is one rank's queue of rollouts. It says which generation call may start. Around a weight sync no call may
+start; this is called a fence. A call rolls out neighbouring places of one share. A place is the number of a sample
+within this rank's part of the share. The rollouts wait in packs (a few rollouts each) until a step takes the whole
+share.
 
     open --request_fence--> fenced --complete_fence--> open          fail: from open or fenced --> failed
                                                                      stop: from open or fenced --> stopped
 
-A sync over W ranks: every rank requests its fence, waits until it is `quiet` (no call in flight), and only then enters
-the collective in which rank 0 sends the weights; afterwards each rank calls `complete_fence`. So while weights are sent
-no rank has a call in flight, and no rank can start one.
+A sync over W ranks: every rank calls `request_fence`, and waits until it is `quiet` (no call in flight). Only then it
+enters the collective in which rank 0 sends the weights. Afterwards each rank calls `complete_fence`. So while weights
+are sent, no rank has a call in flight or starts one.
 
 Invariants, after every event:
 - a place of a share is never queued or in flight twice; a dropped place is rolled out again, or learned as ground
@@ -68,15 +69,15 @@ class Shares:
         return found[:most]
 
     def of_a(self, step: int, epoch: int) -> int:
-        """Return the share that `step` learns as ground truth: the first share that no scheduled Channel-B step needs.
-        If every share is needed, return the last."""
+        """Return the share that `step` learns as ground truth. Each scheduled Channel-B step needs one of the shares
+        that are left; return the first share after those, or the last share if none is left over."""
         left = self._left(epoch)
         num_b = self._num_b(step, min(step + len(left), self._total_steps))
         return left[min(num_b, len(left) - 1)]
 
     def given_up(self, step: int, epoch: int) -> int:
-        """Return the share that is learned as ground truth instead of as rollouts if `step`, a scheduled Channel-B
-        step, finds no rollouts: the last of the epoch's shares for Channel-B."""
+        """Return the last of the epoch's shares for Channel-B. If `step`, a scheduled Channel-B step, finds no
+        rollouts, this share is learned as ground truth instead of as rollouts."""
         left = self._left(epoch)
         return left[self._num_b(step, min(step + len(left), self._total_steps)) - 1]
 
@@ -97,7 +98,7 @@ class Shares:
 
 
 class PipelineStoppedError(ProjectError):
-    """A stopped queue was asked for packs, or to let no call start (a fence)."""
+    """A stopped queue was asked for packs, or for a fence (a time in which no call may start)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -192,7 +193,7 @@ class PackCounts:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Outlook:
-    """The shares that one rank has, and the calls that it may still make."""
+    """What one rank has rolled out, and may still roll out. A share is the samples that one step learns."""
 
     complete: Mapping[int, int]  # share with rollouts for all its samples -> `ServedVersion.syncs` of its oldest pack
     is_making: bool  # True: the most urgent share is not complete, and a call is in flight or may start
@@ -238,8 +239,8 @@ class ShareQueue:
         return self.phase == "open" and self.in_flight is None and self._next_run() is not None
 
     def start_call(self) -> Call:
-        """Start a call for up to `call_size` neighbouring places of the most urgent share that has samples without
-        rollouts."""
+        """Start a call for the most urgent share that has samples without rollouts: up to `call_size` neighbouring
+        places."""
         run = self._next_run() if self.in_flight is None else None
         assert run is not None, f"a call was started in phase {self.phase}"
         share, start, stop = run
@@ -291,8 +292,8 @@ class ShareQueue:
         return None
 
     def _makeable(self) -> tuple[int, ...]:
-        """Return the wanted shares for which packs may be made now: the shares that will be learned at most
-        `version_window` syncs later."""
+        """Return the wanted shares that may be rolled out now, the most urgent first: those that will be learned at
+        most `version_window` syncs from now."""
         every = self.bounds.sync_every
         # Packs of later shares would be too old before they are learned. When such packs were made, every other
         # Channel-B step found no usable pack.
@@ -401,7 +402,8 @@ class ShareQueue:
             raise error
         self.phase = "open"
         if served is not None:
-            # Shares that were taken while the sync waited count for the next sync, which brings their updates.
+            # If a step took a share while this sync waited, this sync does not send the step's update. So that share
+            # counts for the next sync.
             self.served, self.taken = served, self._taken_fenced
         self._taken_fenced = 0
         oldest_fresh = self.served.syncs - self.bounds.version_window

@@ -53,8 +53,8 @@ class RankMetrics:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Stage2Parts:
-    """The parts that `in_step` and `ahead` both need. Each batch of `batches` is the rank's share of a whole step. In
-    a batch, a sample comes `places_per_sample` times in a row, once for each of its rollouts (`grpo`)."""
+    """The parts that `in_step` and `ahead` both need. Each batch of `batches` has all samples that this rank learns in
+    a step. In a batch, a sample comes `places_per_sample` times in a row, once for each of its rollouts (`grpo`)."""
 
     b_ratio: float
     places_per_sample: int = 1

@@ -19,8 +19,8 @@ _COUNTS = ("loss", "weight", "supervised", "segments", "rows", "tokens")
 @dataclass
 class StepTotals:
     """What one optimizer step has learned so far. `counts` are by name, and include the sums of the segments'
-    statistics (matched, missed, `drop/...`). A row of which less than the share `min_fill` is filled is counted as
-    `underfilled`. `min_fill` None: each row holds one segment, and no row is counted as `underfilled`."""
+    statistics (matched, missed, `drop/...`). A row counts as `underfilled` if less than the fraction `min_fill` of it
+    is filled. `min_fill` None: each row holds one segment, and no row is counted as `underfilled`."""
 
     min_fill: float | None = None
     counts: dict[str, float] = field(default_factory=dict)

@@ -169,8 +169,8 @@ def open_groups(
 
 
 def of_one_machine(links: Sequence[ServerLink], statuses: Sequence[ServerStatus]) -> list[list[ServerLink]]:
-    """Return the servers, in configured order, as lists that can each share a group: servers whose URLs have the same
-    host, that join at the same address, and that have no GPU in common."""
+    """Return the servers as lists, one per group, in configured order. The servers of a group have one host in their
+    URLs and one address at which they join, and no GPU in common."""
     groups: list[tuple[tuple[str, str], list[ServerLink], set[str]]] = []
     for link, status in zip(links, statuses, strict=True):
         address = (link.client.host, status.group_host)

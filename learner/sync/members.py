@@ -103,7 +103,7 @@ class Members:
             raise membership.too_few() from error
 
     def to_reach(self) -> list[Member]:
-        """Return the servers that a sync goes to: the servers that serve, and the servers that are ready to serve."""
+        """Return the servers to which a sync sends weights: those that serve, and those that are ready to serve."""
         membership = self._backend.membership
         ready = self.returning.ready()
         return [*membership.serving, *(member for member in membership.out if member.base_url in ready)]

@@ -222,8 +222,8 @@ def _url_mistake(url: str, at: str) -> Mistake | None:
 
 
 def _port_mistakes(urls: list[str], ports: list[int], url_at: list[str], port_at: list[str]) -> Iterator[Mistake]:
-    """Yield a mistake for each server that is named twice, for each group port that another server on the same host has
-    too, and for each group port that is the server's HTTP port."""
+    """Yield the mistakes of a list of servers: a server is named twice, two servers on one host have the same group
+    port, or a group port is the server's HTTP port."""
     bases: dict[str, str] = {}
     groups: dict[tuple[str | None, int], str] = {}
     for url, port, here, port_here in zip(urls, ports, url_at, port_at, strict=True):

@@ -3,10 +3,10 @@
 In: the objects of K answers. Out: every object in exactly one cluster. A cluster has at most one object of each answer,
 so its votes are the answers that found the object. No side effects; IoU is exact.
 
-Two clusters are joined if they share no answer and the mean IoU between their objects is at least `SAME_IOU`. Pairs
-with the same name are joined first, then pairs with different names; in both groups the highest IoU goes first. So two
-objects at one place keep their names, and answers with different names for one object still make one cluster. The order
-of the answers matters only among equal pairs.
+Two clusters are joined if no answer has objects in both, and the mean IoU between their objects is at least `SAME_IOU`.
+Pairs with the same name are joined first, then pairs with different names; in both groups the highest IoU goes first.
+So two objects at one place keep their names, and answers with different names for one object still make one cluster.
+The order of the answers matters only among equal pairs.
 
 If an answer repeats an object, the second one begins another cluster at the same place.
 """

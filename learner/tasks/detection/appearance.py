@@ -74,7 +74,7 @@ class Crop(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class SampleCrops:
     """All crops of one sample: right examples (`on` their objects), misplaced examples (`beside` their objects), and
-    finds in the order in which `crops_of` gets them."""
+    finds (boxes that overlap no label) in the order in which `crops_of` gets them."""
 
     on: tuple[Crop, ...]
     beside: tuple[Crop, ...]
@@ -98,8 +98,8 @@ class Appearance:
 
 
 def crops_of(sample: Sample, finds: Sequence[DetectionObject], open_image: Open, share: float = 1.0) -> SampleCrops:
-    """Cut examples and finds out of a sample's photographs. Only the share `share` of the labels is used, chosen by a
-    hash of their names and places. Raises the errors of `open_image`."""
+    """Cut examples and finds out of a sample's photographs. Of the labels only the fraction `share` is used, chosen by
+    a hash of their names and places. Raises the errors of `open_image`."""
     labels = [obj for obj in sample.objects if _seed(sample, obj) < share * 2**32]
     on: list[Crop] = []
     beside: list[Crop] = []
@@ -242,10 +242,10 @@ class Looks:
     def judge(
         self, finds: Sequence[Sequence[Crop]], votes: Sequence[Sequence[int]], first: Shares | None = None
     ) -> Appearance:
-        """Estimate for each find the probability that it is right. `finds` has a list per sample, for the samples that
-        the constructor got. `votes` has each find's votes, all equal if finds have no votes. `first`: the shares that
-        `judge` returned for another model. This model's shares are shrunk towards them, because with a few hundred
-        finds the error of shares is as large as the difference between models."""
+        """Estimate for each find (a box that overlaps no label) the probability that it is right. `finds` has a list
+        per sample, for the samples that the constructor got. `votes` has each find's votes, all equal if finds have no
+        votes. `first`: the shares that `judge` returned for another model. This model's shares are shrunk towards them,
+        because with a few hundred finds the error of shares is as large as the difference between models."""
         number_on, own_class = len(self._on), self._own_class
         if number_on < MIN_LABELS or len(self._beside) < MIN_LABELS:
             return Appearance(why=f"{number_on} labels are too few to know how objects look ({MIN_LABELS} are needed)")
@@ -346,8 +346,8 @@ def _scores(by_part: Sequence[Callable[[Pixels], Floats]], pixels: Pixels, part:
 
 
 def _vote_groups(votes: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """Return the indices of the finds, in groups of equal votes. From the most votes down, groups are merged until each
-    has `_FEWEST_FINDS` finds; the last group may have fewer."""
+    """Return the indices of the finds (boxes without a label), in groups of equal votes. From the most votes down,
+    groups are merged until each has `_FEWEST_FINDS` finds; the last group may have fewer."""
     groups, own = [], np.zeros(0, dtype=np.int64)
     for number in sorted(set(votes.tolist()), reverse=True):
         own = np.concatenate([own, np.flatnonzero(votes == number)])

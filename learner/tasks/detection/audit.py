@@ -36,8 +36,9 @@ Floats = NDArray[np.float64]
 
 
 class AuditedFind(NamedTuple):
-    """A find, and a person's verdict on it. `place`: the find's index in the list of suggestions. `probability`: the
-    estimate before the verdict; None: there was no estimate. `verdict` None: the person has not judged the find yet."""
+    """A find (a box of the model that overlaps no label), and a person's verdict on it. `place`: the find's index in
+    the list of suggestions. `probability`: the estimate before the verdict; None: there was no estimate. `verdict`
+    None: the person has not judged the find yet."""
 
     place: int
     votes: int
@@ -52,7 +53,8 @@ class AuditedFind(NamedTuple):
 
 
 def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
-    """Draw `number` finds, or all if there are fewer. Return their indices in `votes`, in random order."""
+    """Draw `number` finds (boxes of the model without a label), or all if there are fewer. Return their indices in
+    `votes`, in random order."""
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)

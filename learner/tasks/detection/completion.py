@@ -1,4 +1,4 @@
-"""Adds objects on which several answers agree to labels that have gaps (`labels.complete`, D20).
+"""Adds objects to labels that have gaps, if several answers agree on these objects (`labels.complete`, D20).
 
 In: a sample, and the objects of K answers to it, drawn from the model. Out: the sample with more labels.
 
@@ -64,9 +64,9 @@ Tally = NDArray[np.int64]  # [K + 1, 3] number of clusters by votes and relation
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LabelCandidate:
     """A cluster of objects of the answers to a sample, outside of ignore regions. `object` has the cluster's votes.
-    `names` counts the answers that give each name. `agreement`, from 0 to 1, is the share of answers that have the
-    object, times the share of these answers that give its name, times the mean IoU of their boxes with its box.
-    `probability`, for free clusters, is the probability that box and name are right; None: not known."""
+    `names` counts the answers that give each name. `agreement`, from 0 to 1, is a product of three numbers: the share
+    of answers that have the object, the share of these answers that give its name, and the mean IoU of their boxes with
+    its box. `probability`, for free clusters, is the probability that box and name are right; None: not known."""
 
     object: DetectionObject
     relation: Relation
@@ -272,8 +272,8 @@ def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
 
 
 def best_threshold(free: Counts, precision: Counts) -> tuple[int | None, str]:
-    """Return the least votes of clusters that become labels, chosen so that most labels are gained (right ones minus
-    wrong ones). If no choice gains labels, return None and the reason."""
+    """Return the number of votes from which on clusters become labels. It is the number with the largest gain (right
+    new labels minus wrong ones). If no choice gains labels, return None and the reason."""
     gained = (free * (2 * precision - 1))[::-1].cumsum()[::-1]
     if gained.max() <= 0:
         return None, f"at most {precision.max():.0%} of what could be completed would be right"
@@ -298,8 +298,8 @@ def completed(
     *,
     probable: float = 0.0,
 ) -> Sample:
-    """Return the sample with more labels: the free clusters with at least `min_votes` votes and at least the
-    probability `probable`."""
+    """Return the sample with more labels: the clusters that overlap no label (free), with at least `min_votes` votes
+    and at least the probability `probable`."""
     labels = [
         one.object
         for one in found

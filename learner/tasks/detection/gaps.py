@@ -4,11 +4,11 @@ In: samples, clusters of the answers to them (`completion.candidates`), and the 
 (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
 Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. The probability that
-its name is right is taken from clusters at labels that have as many votes and equal agreement: the share of these
-clusters with the right name. If labels are too few, or a classifier cannot separate objects from their surroundings,
-only votes are left. Votes are misleading if labels are not missing at random, because a model that learned labels has
-learned their gaps (D22). Two signs show that labels are not missing at random. Both are looked for among clusters that
-half of the answers have:
+its name is right comes from clusters at labels: the share of right names among those with as many votes and equal
+agreement. If labels are too few, or a classifier cannot separate objects from their surroundings, only votes are left.
+Votes are misleading if labels are not missing at random, because a model that learned labels has learned their gaps
+(D22). Two signs show that labels are not missing at random. Both are looked for among clusters that half of the answers
+have:
 
     features        a logistic regression separates clusters without a label from those with one, by border, size,
                     shape, place and class, on held-out photographs
@@ -62,7 +62,8 @@ def estimate_gaps(
     audited: Sequence[AuditedFind] = (),
 ) -> tuple[CompletionEstimate, list[list[LabelCandidate]]]:
     """Return the estimate, and the clusters with their probabilities. `crops` has the crops of each sample's free
-    clusters, in their order. `audited` has a person's verdicts on some of the clusters, which correct the estimate."""
+    clusters (they overlap no label), in the clusters' order. `audited` has a person's verdicts on some of the clusters,
+    which correct the estimate."""
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
@@ -98,7 +99,7 @@ def estimate_gaps(
 
 
 def right_names(samples: Sequence[Sample], found: Found, num_answers: int) -> Callable[[LabelCandidate], float]:
-    """Return a function that gives the probability that a cluster's name is right if its place is right. This is the
+    """Return a function. For a cluster it gives the probability of a right name, if the place is right. This is the
     share of right names among clusters at labels with as many votes. Clusters whose answers all give one name are
     counted apart from the others. The probability does not fall with more votes."""
     right, whole = np.zeros((2, num_answers)), np.zeros((2, num_answers))  # [0: one name, 1: several; votes - 1]
@@ -139,7 +140,8 @@ def _by_probabilities(known: CompletionEstimate, found: Found, num_labels: int, 
                 right[one.votes - 1] += one.probability
     precision = right / np.maximum(free, 1)
     # `may_be_complete` can be wrong: annotators may have labelled just the objects that a model finds most surely.
-    # Where labels were complete, pixels called at most 0.34 of the surest free clusters right.
+    # Where labels were complete, the estimate from pixels was that at most 0.34 of the surest clusters without a label
+    # are right.
     sure = slice((len(free) - 1) // 2, None)
     is_complete = known.may_be_complete and not (
         free[sure].sum() >= _FEWEST and right[sure].sum() > free[sure].sum() / 2
