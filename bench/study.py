@@ -78,6 +78,7 @@ def _complete(**settings: Any) -> Mapping[str, Any]:
 # Those that others wait for come first, then those that take longest.
 ARMS: Mapping[str, Arm] = {
     "find-missing": Arm(does="finds"),
+    "find-missing, tiles": Arm(does="finds", tiles=(400, 300)),
     COMPLETED: Arm(complete=_complete(min_votes=3)),
     "grpo on completed labels": Arm(variant="grpo", grpo={}, complete=_complete(min_votes=3)),
     "keep_unmatched": Arm(variant="rollout_matching_sft", loss=KEPT),
@@ -395,6 +396,7 @@ def _start_finding(study: Study, processes: Processes, run: StudyRun, slot: Slot
     log, folder = study.runs_dir / f"{run.folder}.log", study.run_dir(run)
     argv = [sys.executable, "-m", "learner", "find-missing", "suggest", str(study.rows(run.regime, "train", "gaps"))]
     argv += ["--model", str(_model(study, run)), "--out", str(folder), "--samples", str(ROLLOUTS), "--backend", "hf"]
+    argv += [part for side in run.method.tiles for part in ("--tile", str(side))]
     process = processes.start(run.folder, argv, devices=visible(*slot.devices), log=log)
     return LearnerRun(process=process, log=log, run_dir=folder)
 

@@ -566,6 +566,10 @@ def suggest_missing(
     model: ModelOption,
     out: Annotated[Path, typer.Option(help="The folder to write.")],
     samples: Annotated[int, typer.Option(min=2, max=64, help="Answers drawn to each image.")] = 4,
+    tile: Annotated[
+        list[int] | None,
+        typer.Option(min=32, help="Ask about overlapping tiles of so many pixels, too; again for another size."),
+    ] = None,
     image_root: Annotated[str | None, typer.Option(help="Where relative image paths start.")] = None,
     backend: BackendOption = AnswersBy.vllm,
     server: ServerOption = None,
@@ -585,7 +589,7 @@ def suggest_missing(
         for warning in files.warnings:
             print(f"warning: {warning}", file=sys.stderr)
         data = annotations_of(files, annotations, image_root=image_root, named=config is not None)
-        found = suggest(files, data, out, asked, tell=lambda text: print(text, file=sys.stderr))
+        found = suggest(files, data, out, asked, tiles=tile or (), tell=lambda text: print(text, file=sys.stderr))
         print(f"{len(found)} suggestions; review them: {PROGRAM} find-missing review {shlex.quote(str(out))}")
         return 0
 

@@ -109,12 +109,11 @@ class Answers:
             for place, answers in greedy.items()
         }
 
-    def each(self, samples: Sequence[Sample]) -> Iterator[list[Rollout]]:
-        """Yield the answers to each sample, the greedy answer first."""
-        size = self.images_at_once
-        for start in range(0, len(samples), size):
-            found = self.of({start + i: [sample] for i, sample in enumerate(samples[start : start + size])})
-            yield from (own for (own,) in found.values())
+    def each(self, groups: Sequence[Sequence[Sample]]) -> Iterator[list[list[Rollout]]]:
+        """Yield the answers to each image's samples, the greedy answer to each sample first."""
+        size = max(1, self.images_at_once // max(map(len, groups), default=1))
+        for start in range(0, len(groups), size):
+            yield from self.of({start + i: own for i, own in enumerate(groups[start : start + size])}).values()
 
     def _generate(
         self, groups: Mapping[int, Sequence[Sample]], number: int, *, greedy: bool

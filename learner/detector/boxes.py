@@ -61,7 +61,7 @@ def in_pixels(obj: DetectionObject, tile: Tile) -> tuple[tuple[float, float, flo
 
 def merge(parts: Sequence[tuple[Tile, Sequence[ScoredBox]]], width: int, height: int) -> list[ScoredBox]:
     """Return the boxes of all tiles, each object once, best first."""
-    found = [(box, _is_cut(box, tile, width, height)) for tile, boxes in parts for box in boxes]
+    found = [(box, is_cut(box, tile, width, height)) for tile, boxes in parts for box in boxes]
     found.sort(key=lambda entry: (entry[1], -entry[0].score))  # boxes that no tile cuts go first
     kept: list[ScoredBox] = []
     for box, cut in found:
@@ -85,7 +85,7 @@ def _repeats(box: tuple[float, ...], others: NDArray[np.float64], *, cut: bool) 
     return bool((same | (cut & (shared >= COVERED * area))).any())
 
 
-def _is_cut(box: ScoredBox, tile: Tile, width: int, height: int) -> bool:
+def is_cut(box: ScoredBox, tile: Tile, width: int, height: int) -> bool:
     """Return True if the box touches an edge of its tile that is inside the image."""
     x1, y1, x2, y2 = box.box
     return (

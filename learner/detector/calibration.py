@@ -84,7 +84,7 @@ def _answered(
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn()
     with answers, Progress(*columns, console=console) as bar:
         line = bar.add_task("images", total=len(samples))
-        for rollouts in answers.each(samples):
+        for (rollouts,) in answers.each([[sample] for sample in samples]):
             yield [task.parse(rollout) for rollout in rollouts]
             bar.advance(line)
 

@@ -2,8 +2,9 @@
 
 In: a model, annotations, and K answers to each image. Out: a folder with `suggestions.json`, the suspected objects.
 Suggestions are sorted by the probability that they are right, estimated from pixels and votes
-(`learner.tasks.detection.gaps`). If pixels give no estimate, they are sorted by the answers' agreement, times the score
-if the model has a calibration (`calibration.json`). A folder that has suggestions is not overwritten.
+(`learner.tasks.detection.gaps`), times the root of the answers' agreement. If pixels give no estimate, they are
+sorted by the agreement, times the score if the model has a calibration (`calibration.json`). A folder that has
+suggestions is not overwritten.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import json
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,12 +21,15 @@ from pydantic import TypeAdapter, ValidationError
 
 from learner.config.sections.data import DataConfig
 from learner.data.splits import load_samples
+from learner.data.tiles import Tile, tiled
+from learner.detector.boxes import ScoredBox, in_pixels, is_cut, merge
 from learner.detector.model import ModelFiles, require_boxes
-from learner.records import DetectionObject, Sample
+from learner.records import DetectionObject, ParsedRollout, Sample
 from learner.run.additions import addition_of, writable_annotations
 from learner.run.files import require_writable, write_atomically
 from learner.tasks.detection.agreement import SAME_IOU
 from learner.tasks.detection.appearance import crops_of, share_of
+from learner.tasks.detection.bins import encloses_something, to_bins
 from learner.tasks.detection.completion import LabelCandidate, candidates
 from learner.tasks.detection.gaps import estimate_gaps
 from learner.tasks.detection.geometry import iou_matrix
@@ -67,7 +72,7 @@ class Suggestion:
     def rank(self) -> float:
         """Return the value by which suggestions are sorted: the largest is reviewed first."""
         if self.probability is not None:
-            return self.probability
+            return float(self.probability * self.agreement**0.5)
         return self.agreement if self.score is None else self.agreement * self.score
 
 
@@ -90,9 +95,11 @@ def suggest(
     out: Path,
     asked: AnswerSettings,
     *,
+    tiles: Sequence[int] = (),
     tell: Callable[[str], None] = lambda _: None,
 ) -> list[Suggestion]:
     """Write the suggestions into `out`, and return them. The model is asked with its own prompt, as `predict` asks it.
+    `tiles`: the sides, in pixels, of tiles about which it is asked too. Each side gives as many answers more.
 
     Raises OutputError if `out` has suggestions, DataError for annotations to which nothing can be added, and what the
     model and the annotations raise."""
@@ -121,17 +128,22 @@ def suggest(
     agreed, crops, scores = [], [], []
     load, share = Images(data.image_rules).load, share_of(sum(len(sample.objects) for sample in samples))
     tell(f"loading {model.folder} for {len(samples)} images")
+    parts = [[[sample], *(list(tiled(sample, side))[1:] for side in tiles)] for sample in samples]
+    line = [asked_as(model, list(chain.from_iterable(own))) for own in parts]
     with answers:
-        answered = zip(samples, answers.each(asked_as(model, samples)), strict=True)
-        for number, (sample, rollouts) in enumerate(answered, start=1):
-            parsed = [task.parse(rollout) for rollout in rollouts]
+        answered = zip(samples, parts, answers.each(line), strict=True)
+        for number, (sample, (_, *sides), said) in enumerate(answered, start=1):
+            parsed, *others = ([task.parse(rollout) for rollout in rollouts] for rollouts in said)
             drawn = [[one.object for one in answer.objects] for answer in parsed[1:]]  # answer 0, greedy, has no vote
+            left = iter(others)
+            for side in sides:  # of a photograph that is no larger than a tile, the answers to it count again
+                drawn += by_tiles(sample, [(tile, next(left)) for tile in side]) or drawn[: asked.samples]
             scores.append(scored_objects(parsed, pieces, calibration) if calibration is not None else None)
             agreed.append(candidates(sample, drawn))
             crops.append(crops_of(sample, [one.object for one in agreed[-1] if one.relation == "free"], load, share))
             if number % answers.images_at_once == 0 or number == len(samples):
                 tell(f"{number} of {len(samples)} images")
-    known, judged = estimate_gaps(samples, agreed, crops, asked.samples)
+    known, judged = estimate_gaps(samples, agreed, crops, asked.samples * (1 + len(tiles)))
     tell(known.in_words(known.free_right()).removeprefix("; ") or known.why)
     own = judged if known.source != "votes" else agreed  # probabilities from votes add nothing to `agreement`
     found = [one for parts in zip(samples, own, scores, strict=True) for one in of_sample(*parts)]
@@ -140,6 +152,27 @@ def suggest(
     content = {**told, "suggestions": [asdict(one) for one in found]}
     write_atomically(out / SUGGESTIONS, json.dumps(content) + "\n")
     return found
+
+
+def by_tiles(sample: Sample, parts: Sequence[tuple[Sample, Sequence[ParsedRollout]]]) -> list[list[DetectionObject]]:
+    """Return the drawn answers to a photograph, each of them made of one answer to each of its tiles. `parts` has each
+    tile and the answers to it, the greedy one first. Boxes that a tile's edge cuts are left out: another tile, or the
+    whole photograph, shows the object whole."""
+    found = []
+    for answers in zip(*(parsed[1:] for _, parsed in parts), strict=True):
+        boxes = []
+        for (part, _), answer in zip(parts, answers, strict=True):
+            assert part.view is not None
+            tile = Tile(*part.view.window)
+            own = [ScoredBox(one.object.desc, 1.0, *in_pixels(one.object, tile)) for one in answer.objects]
+            boxes.append((tile, [box for box in own if not is_cut(box, tile, sample.width, sample.height)]))
+        found.append([_in_bins(box, sample) for box in merge(boxes, sample.width, sample.height)])
+    return [[obj for obj in own if encloses_something(obj.kind, obj.bins)] for own in found]
+
+
+def _in_bins(box: ScoredBox, sample: Sample) -> DetectionObject:
+    bins = to_bins(box.outline or box.box, sample.width, sample.height)
+    return DetectionObject(box.name, "poly" if box.outline else "bbox_2d", bins)
 
 
 def _key_of(model: ModelFiles, path: str) -> str:

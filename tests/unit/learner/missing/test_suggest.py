@@ -22,14 +22,15 @@ from learner.records import DetectionObject, Rollout, Sample
 from learner.tasks.detection.task import DetectionTask
 from shared.config.parse import write_yaml
 from shared.errors import DataError
-from tests.unit.learner.run.test_additions import coco, read, voc
+from tests.unit.learner.run.test_additions import HEIGHT, WIDTH, coco, read, voc
 
 CHECKPOINT = Path(__file__).parents[4] / "deploy" / "demo" / "checkpoint"
 EIGHT = DetectionObject("eight", "bbox_2d", (600, 200, 800, 500))
+CUT = DetectionObject("eight", "bbox_2d", (900, 200, 999, 500))
 
 
 class Sure(Answers):
-    """Every answer has an eight at the same place."""
+    """Every answer has an eight at the same place; to a tile at the left, one that the tile's right edge cuts."""
 
     prompts: list[Any]
 
@@ -38,12 +39,14 @@ class Sure(Answers):
         return self
 
     def of(self, groups: Mapping[int, Sequence[Sample]]) -> dict[int, list[list[Rollout]]]:
-        return {place: [[self._answer(one)] * (1 + self.asked.samples)] for place, (one,) in groups.items()}
+        number = 1 + self.asked.samples
+        return {place: [[self._answer(one)] * number for one in own] for place, own in groups.items()}
 
     def _answer(self, sample: Sample) -> Rollout:
         self.prompts.append(sample.messages)
         tokenizer = self.encoder.tokenizer
-        text = DetectionTask(self._model.settings.task, tokenizer).serialize([EIGHT], after=None).text
+        said = CUT if sample.view is not None and sample.view.window[0] == 0 else EIGHT
+        text = DetectionTask(self._model.settings.task, tokenizer).serialize([said], after=None).text
         tokens = tuple(tokenizer.encode(text))
         answered: dict[str, Any] = {"prompt_token_ids": (), "response_token_ids": tokens, "finish_reason": "stop"}
         return Rollout(sample=sample, ver=0, seed=None, logprobs=(-0.5,) * len(tokens), **answered)
@@ -74,6 +77,18 @@ def test_the_model_is_asked_with_its_own_prompt(tmp_path: Path) -> None:
     model = find_model(CHECKPOINT)
     assert suggested(model, annotations_of(model, path, named=True), tmp_path / "out") == 2
     assert set(map(str, Sure.prompts)) == {str(tuple(model.settings.messages))}
+
+
+def test_answers_to_tiles_are_answers_to_the_photograph(tmp_path: Path) -> None:
+    """Each size of tiles gives as many answers more. Their boxes are where they are in the photograph. What a tile's
+    edge cuts is left out. If a photograph is no larger than a tile, its own answers count again."""
+    path, _ = coco(tmp_path)
+    model, asked = find_model(CHECKPOINT), AnswerSettings(backend="hf", samples=2)
+    found = suggest(model, annotations_of(model, path), tmp_path / "out", asked, tiles=[120, WIDTH])
+    assert (len({one.sample_id for one in found}), {one.answers for one in found}) == (2, {6})
+    own = [(tuple(map(round, one.box)), one.votes) for one in found if one.sample_id == found[0].sample_id]
+    in_tiles = [((152, 24 + top, 176, 60 + top), 2) for top in (0, HEIGHT - 120)]  # of 120 pixels, at the right
+    assert own == [((120, 32, 160, 80), 4), *in_tiles]
 
 
 def test_a_box_beyond_the_border_stops_neither_suggestions_nor_what_is_written(tmp_path: Path) -> None:
