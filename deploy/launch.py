@@ -149,8 +149,8 @@ class Processes:
         return self.started[-1]
 
     def interrupt(self, signum: int, frame: FrameType | None) -> None:
-        """Handle a signal: raise KeyboardInterrupt with its number. While a process starts, that waits until the new
-        process is listed, so that it is stopped too."""
+        """Handle a signal: raise KeyboardInterrupt with its number. While a process starts, the error is postponed
+        until the process is in `started`. So that process is stopped too."""
         leave_lost_output()
         if self._starting:
             self._postponed = signum

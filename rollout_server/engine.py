@@ -64,7 +64,7 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 _MAX_TOKENS = "request_config.max_tokens"
 END_S = 12.0  # max wait for the engine's processes to end; containers allow 15 s beyond `shutdown_timeout_s`
-_MOST_HELD_S = 1.0  # longest pause of the engine; requests that are sent during a pause share a step
+_MOST_HELD_S = 1.0  # max seconds of a pause of the engine; requests that come in a pause share an engine step
 # Max tokens of a step that is captured as a CUDA graph. The sizes captured in addition to vLLM's own are multiples of
 # `_CAPTURED_EVERY` tokens.
 _MOST_CAPTURED, _CAPTURED_EVERY = 512, 64
@@ -361,8 +361,8 @@ class VllmEngine:
         # By default vLLM kills its processes after 5 s, too early on a busy machine. Older versions have no `timeout`.
         limit = {"timeout": END_S} if "timeout" in inspect.signature(self._llm.shutdown).parameters else {}
         self._llm.shutdown(**limit)
-        self._llm.shutdown = lambda: None  # vLLM's destructor calls it again, too late in the interpreter's exit
-        gc.unfreeze()  # so that the objects are freed: some libraries report objects that are left at exit
+        self._llm.shutdown = lambda: None  # vLLM's destructor would call it again while Python exits
+        gc.unfreeze()  # lets the collector free all objects: some libraries report objects left at exit
 
     @contextlib.asynccontextmanager
     async def _rendered(self, request: RolloutInferRequest) -> AsyncIterator[Prompt]:
@@ -473,8 +473,8 @@ def graph_args(config: ServerConfig) -> dict[str, object]:
     # Newer versions of vLLM capture this size too: a decoding step padded beyond the number of sequences has no full
     # graph.
     own.add(config.max_num_seqs)
-    # A step of short prompts, such as a text canary's, is larger than any decoding step. Without a graph Python
-    # launches each layer, and the device waits.
+    # A step that reads several short prompts (such as a weight check without images) is larger than any decoding step.
+    # Without a CUDA graph of its size Python launches each layer, and the device waits.
     larger = {n for n in range(_CAPTURED_EVERY, _MOST_CAPTURED + 1, _CAPTURED_EVERY) if n > most}
     return {"cudagraph_capture_sizes": sorted(own | larger)}
 

@@ -1,7 +1,7 @@
 """Weight updates on the server: each call of `/update_weights/` is one update (R09, R10).
 
 In: the bodies of `/init_communicator/`, `/update_weights/`, `/expect_scores/` and `/close_communicator/`. Out: replies.
-An update is answered after the workers have loaded and checked all weights, and after the canary's scores
+An update is answered after two checks: the workers have loaded and checked all weights, and the canary's scores
 (log-probabilities of fixed answers) were compared with the learner's.
 
 Invariants:
@@ -10,7 +10,7 @@ Invariants:
 - after an update that failed, timed out or lost its caller, the gate is poisoned (no call is let in) and the group
   closed;
 - nothing is served before the canary's scores were compared;
-- no call into the workers lasts longer than a short slice, so the engine never waits for a peer;
+- no call into the workers lasts longer than `_SLICE_S`, so the engine never waits long for other members of the group;
 - caches are empty, and nothing else runs, when the canary is scored;
 - NaN that earlier weights left in the KV cache never reaches an answer of later weights.
 """
@@ -54,8 +54,8 @@ from shared.wire import (
 SyncCall = TypeVar("SyncCall", InitCommunicatorCall, UpdateWeightsCall)
 MOST_SYNC_S = 600.0
 _SLICE_S = 0.25  # max seconds that a worker waits in one call during an update
-# Seconds that a worker waits for its join in one call, and seconds between two calls. The engine generates meanwhile,
-# so the worker must not wait.
+# While a worker joins a group, it is asked again and again whether it has joined: seconds that one call waits, and
+# seconds between two calls. The engine generates meanwhile, so a call must not wait.
 _LOOK_S, _BETWEEN_LOOKS_S = 0.0, 0.02
 
 
@@ -105,7 +105,8 @@ class WeightUpdates:
         """
         self._check_ranks(call)
         call = self._bounded(call)
-        # A learner that crashed may have left a call that waits for it. The new learner must not wait for that call.
+        # A call of a crashed learner may still run here, and wait for that learner. The new learner must not wait for
+        # this call.
         self._break_off(f"incarnation {call.incarnation} opened a new group")
         async with self._alone():
             self._gate.close_group()
@@ -128,7 +129,8 @@ class WeightUpdates:
         self._check_allowed(call)
         async with self._alone():
             start = time.monotonic()
-            # Weights that no canary has checked may hold NaN, and NaN stays in KV blocks that later weights read.
+            # Weights that were not compared with the learner's may hold NaN. NaN stays in KV blocks, which answers of
+            # later weights read.
             clear_cache = self._gate.state == "poisoned" or not self._gate.served.incarnation
             try:
                 async with self._waiting_gate.exclusive(
@@ -277,8 +279,8 @@ class WeightUpdates:
 async def load_and_score(
     engine: Engine, call: UpdateWeightsCall, *, clear_cache: bool = False
 ) -> tuple[WorkerReply, ScoreReply, float]:
-    """Receive and load the weights, and score the canary. Returns a worker's last reply, the canary's scores, and when
-    the load ended, by the monotonic clock.
+    """Receive and load the weights, and score the canary (fixed answers). Returns a worker's last reply, the canary's
+    scores, and the time at which the load ended (monotonic clock).
 
     The caller holds the gate, and leaves the group if this raises. Raises the errors of the workers, the media rules
     and the engine.
@@ -304,7 +306,7 @@ async def load_and_score(
     started, *_ = await gather(begin)
     assert started is not None, "workers answer"
     # The canary's requests are queued right behind the load, so that they share one forward pass. If the load takes
-    # longer than a slice, they are scored with partly loaded weights, and must be scored again.
+    # longer than `_SLICE_S`, they are scored with partly loaded weights, and must be scored again.
     if all(reply.runs_meanwhile for reply in started) and (quick := await _score_behind(engine, call)) is not None:
         return quick
     while not _all_done(replies := await engine.on_workers("sync_poll", _SLICE_S)):
@@ -328,11 +330,12 @@ async def _score(engine: Engine, call: UpdateWeightsCall) -> ScoreReply:
 
 async def _score_behind(engine: Engine, call: UpdateWeightsCall) -> tuple[WorkerReply, ScoreReply, float] | None:
     """Score the canary right behind a load that is under way. Return what `load_and_score` returns; None: the load
-    takes longer than a slice."""
+    takes longer than `_SLICE_S`."""
     tasks: list[asyncio.Future[Any]] = []
     try:
         tasks.append(loading := asyncio.create_task(engine.on_workers("sync_poll", _SLICE_S)))
-        # The engine runs calls in the order in which they come: this lets the load be sent before the canary.
+        # The engine runs calls in the order in which they come: this line lets the load be sent before the canary's
+        # requests.
         await asyncio.sleep(0)
         tasks.append(scoring := asyncio.create_task(_score(engine, call)))
         replies, loaded_at = await loading, time.monotonic()

@@ -63,8 +63,8 @@ def as_written(text: str) -> str:
     escaped = text.replace("${", "$${")
     if "://" in text:
         return masked(escaped)
-    # Only the exact value is replaced. If another form of the value were replaced, the value that is filled in later
-    # would differ from that form.
+    # Only the exact value is replaced. Later `${NAME}` is filled in with the exact value. In place of another form,
+    # this would change the text.
     for value, written in _known.items():
         escaped = escaped.replace(value, written)
     return escaped

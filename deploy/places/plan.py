@@ -1,9 +1,9 @@
 """Reads a launch file into a `Plan`, from which every place writes its files.
 
-The configurations of the servers and the learner become self-contained: bases are merged and variables filled in,
-except secrets (`${NAME}` whose name contains TOKEN, KEY, SECRET or PASSWORD), which the place (Slurm, Kubernetes, ...)
-provides. Paths stay as they are: every place starts both programs in a folder that has `data/` and `runs/`.
-`Plan.paths` lists the paths.
+The configurations of the servers and the learner become self-contained: bases are merged, and variables are filled in.
+Only secrets (`${NAME}` whose name contains TOKEN, KEY, SECRET or PASSWORD) are not filled in, because the place (Slurm,
+Kubernetes, ...) provides them. Paths stay as they are: every place starts both programs in a folder that has `data/`
+and `runs/`. `Plan.paths` lists the paths.
 
 Raises ConfigErrors. This machine may be a laptop without the data, so paths are not checked. A model `a/b` is a path if
 this machine has such a file or folder, else a name on the Hugging Face hub.

@@ -114,7 +114,7 @@ class Batches(Iterator[MicroBatch]):
         self._pool = encoder_pool(config, encoder, samples_per_micro_batch=plan.per_device_train_batch_size)
         self._first = 0  # all micro-batches before this one were handed out
         self._taken: set[int] = set()  # positions after `_first` that were handed out
-        self._seen: dict[int, _SeenShare] = {}  # shares that were not handed out yet, by position
+        self._seen: dict[int, _SeenShare] = {}  # this rank's parts of micro-batches not handed out yet, by position
         self._ahead: dict[int, list[EncodingJob]] = {}
 
     @property

@@ -1,7 +1,7 @@
 """Decides which samples a rank takes at which micro-step.
 
-In: a position, the number of a micro-batch since training began. Out: this rank's share of that micro-batch. The share
-depends only on seed, position and rank, so a resume is exact. An epoch is one shuffled order of all samples.
+In: a position, the number of a micro-batch since training began. Out: this rank's share (part) of that micro-batch. The
+share depends only on seed, position and rank, so a resume is exact. An epoch is one shuffled order of all samples.
 Micro-batch m takes the next W*n samples of the order (W ranks, n samples each), and rank r takes the r-th group of n of
 these samples. So the request index of rank r's sample i is r*n + i, the sample's place among the W*n samples. A
 request's seed is computed from this index (SPEC: Seeds, D4). The last micro-batch of an epoch holds the samples that
@@ -34,7 +34,8 @@ class Share:
 
 
 class DistributedSampler:
-    """Gives `share(position)` for position 0, 1, 2, ...: the micro-batches of epoch 0, then of epoch 1, without end."""
+    """Returns this rank's part of a micro-batch, by `share(position)`. Position 0 is the first micro-batch of epoch 0;
+    epoch 1 follows epoch 0, and so on without end."""
 
     def __init__(
         self,

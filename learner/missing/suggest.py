@@ -234,8 +234,8 @@ def _score(obj: DetectionObject, scored: Sequence[ScoredObject]) -> float:
 
 
 def key_of(folder: Path) -> str:
-    """Return the key of the `data` section under which a run uses the annotations that `write` makes: `train`, `val` or
-    `test`. Raises DataError."""
+    """Return the key of the section `data` for which `find-missing write` makes annotations: `train`, `val` or `test`.
+    Raises DataError."""
     key = _content(folder).get("key")
     return key if key in ("val", "test") else "train"
 

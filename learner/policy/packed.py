@@ -3,10 +3,10 @@
 In: a `PackedRow`, whose segments (a prompt and an answer each) have token ids, labels, loss weights and pixels. Out:
 the final hidden states of the row, and for each supervised token the position that predicts it.
 
-Segments with the same prompt form a group, and the row has the group's prompt once (R47): a piece of the row for the
-prompt, and a piece for each answer, which attends to the prompt and to itself. The vision tower sees the prompt's
-images once. The prompt's last token predicts the first token of each answer. Losses and gradients are the same as with
-separate segments.
+Segments with the same prompt form a group, and the row has the group's prompt once (R47). One piece of the row is the
+prompt, and each answer is a piece of its own. An answer attends to the prompt and to itself. The vision tower sees the
+prompt's images once. The prompt's last token predicts the first token of each answer. Losses and gradients are the same
+as with separate segments.
 
 Invariants: each segment's positions begin at 0, as in a row of its own. Multimodal rotary positions come from the
 model's `get_rope_index`, one prompt at a time. Token i-1 of a segment predicts `labels[i]`, so a segment's last token

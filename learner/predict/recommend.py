@@ -26,7 +26,7 @@ rollout matching, 0.692 after training on completed labels, and 0.611 with sft. 
 completed labels gained up to 0.04 F1 over sft on the same labels; on the photographs it lost 0.02. So grpo is
 recommended only if the best of K is better, and the estimated F1 must decide.
 
-The thresholds are chosen by hand, so that they give the right method in all comparisons that were measured
+The thresholds are chosen by hand. With them the rules name the right method in all measured comparisons
 (docs/concepts/which-method.md). With complete labels and much headroom in places, sft alone corrected four habits. The
 thresholds without a figure only mark obvious cases.
 """
@@ -42,8 +42,8 @@ from learner.tasks.detection.completion import MISSING, CompletionEstimate
 
 PARSE_RATE = 0.5  # below this share of readable answers, sft comes first
 LEAST_F1 = 0.05  # below this F1 of greedy answers, sft comes first
-# With 40% of the labels missing, a model of digits that found 0.96 gained nothing. The models that gained had found
-# 0.87 or less.
+# With 40% of the labels missing, a model that detected 96% of the labelled digits gained nothing from completed labels.
+# The models that gained had detected 87% or less.
 FOUND = 0.90  # a model that finds more than this share of the labelled places gains nothing from completed labels
 HEADROOM = 0.03  # min gain worth training for: F1 of the best of K answers minus F1 of the greedy answer
 NO_SIGNAL = 0.8  # max share of scenes whose K answers all have the same F1, for grpo to be recommended

@@ -94,7 +94,7 @@ class Record:
     headroom: Mapping[str, FeatureEstimate] = field(default_factory=dict)  # what `grpo` measured before its first step
     grpo: str = ""  # the reason to run `grpo`; empty if it was not decided to run it
     no_grpo: str = ""  # the reason not to run `grpo`; empty if that was not decided
-    extended: bool = False  # `sft` goes on with the minutes of `grpo`, which is not run
+    extended: bool = False  # True: `grpo` is not run, and `sft` goes on for its minutes
     ended: str = ""  # the reason why the recipe has ended; empty while it goes on
     best_of: str = START  # name of the stage with the best weights; START if no stage is better than the start
     best_score: float | None = None  # value of `metric` of the best weights; None before the first stage has ended
@@ -231,7 +231,7 @@ def _labels(run_dir: Path) -> dict[str, Any]:
         return {"labels": "", "completed": False}
     found = json_in(files[-1])
     completed = found["min_votes"] is not None and bool(found["added"])
-    # The first completion is made by the model that the stage began with, which the rules ask about.
+    # The rules ask about the model with which the stage began. This model made the first completion.
     cannot = CompletionEstimate.of_json(json_in(files[0])["estimate"]).cannot_complete
     return {"labels": found["text"], "completed": completed, "cannot_complete": cannot and not completed}
 

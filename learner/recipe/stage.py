@@ -46,10 +46,10 @@ def train_stage(config: RunConfig, *, environment: Mapping[str, str]) -> int:
 
 
 def prepare(trainer: Trainer) -> bool:
-    """Prepare a stage. It gets the labels that earlier stages completed, and the range (low, high) which they assumed
-    for the number of validation objects. Return True if the stage shall learn, False if it is `grpo` and would gain too
-    little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file of the
-    recipe cannot be read."""
+    """Prepare a stage. It gets the labels that earlier stages completed. It also gets the range (low, high) that `sft`
+    assumed for the number of validation objects. Return True if the stage shall learn, False if it is `grpo` and would
+    gain too little. Collective. Raises DataError if no validation sample has an object, and CheckpointError if a file
+    of the recipe cannot be read."""
     ranks, run_dir = trainer.ranks, Path(trainer.config.training.output_dir)
     # Rank 0 reads for all ranks, so that they cannot take different ways.
     (record, *_) = ranks.all_succeed(lambda: read_record(run_dir.parent) if ranks.is_main else None)
@@ -68,8 +68,8 @@ def prepare(trainer: Trainer) -> bool:
         return True
     begins = trainer.config.training.resume_from_checkpoint is None  # a resumed run has its labels from its checkpoint
     if record.from_start and trainer.labels is not None and begins:
-        # The labels that the start completed are taken. With the weights of `sft`, fewer labels would be completed:
-        # they have learned the annotated objects, and find objects without a label less often.
+        # The labels are taken that the start (the user's model) completed. The weights of `sft` would complete fewer
+        # labels: they have learned the annotations, and detect objects without a label less often.
         trainer.labels.restore(0, sft_dir)
     if record.grpo:
         return True

@@ -186,7 +186,8 @@ class LabelCompletion:
 
     def _candidates(self, annotated: Sequence[Sample], global_step: int) -> list[_Looked]:
         """Return the label candidates of each sample, in order, with the pixels of the free candidates (candidates that
-        overlap no label). Each rank asks for answers to its share of a part; then all ranks exchange results."""
+        overlap no label). The samples are handled part by part: each rank asks for answers to some samples of the part,
+        then all ranks exchange results."""
         found: list[_Looked] = []
         share_of_labels = share_of(sum(len(sample.objects) for sample in annotated))
         size = _AT_ONCE * self._ranks.world_size

@@ -1,9 +1,9 @@
 """Channel-B within the step: a step's rollouts are made by the weights that the step then updates (R31, R32).
 
-There are two ways. In the simple one, all samples of the rank's share are rolled out, and then learned. With servers
-and packing, rows are learned while other samples are rolled out (D9): a second thread makes a segment of each rollout
-as it ends, and the learning thread takes each row as soon as the row is closed. Both ways number a step's requests over
-all ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on any number of ranks.
+There are two ways. In the simple one, all samples of the rank are rolled out, and then learned. With servers and
+packing, rows are learned while other samples are rolled out (D9): a second thread makes a segment of each rollout as it
+ends, and the learning thread takes each row as soon as the row is closed. Both ways number a step's requests over all
+ranks. So a sample has the same seed, and therefore the same rollout, in both ways and on any number of ranks.
 
 Any number of finished segments may wait for the learning thread, so no server waits for the learner. Which segments
 share a row depends on the order in which rollouts end, unless `training.deterministic` is set. Which samples a step
@@ -179,8 +179,8 @@ class StepRollouts:
             for place, segment in self._segments:
                 self._check(place, segment)
                 with self._changed:
-                    # There is no limit: the segments are at most the rank's share of the step, whose prompts are in
-                    # memory anyway.
+                    # There is no limit: these are at most the segments of the rank's samples in this step, whose
+                    # prompts are in memory anyway.
                     self._rows.add(place, segment)
                     self._changed.notify_all()
         except BaseException as raised:  # of any type: `next_row` raises it in the thread that learns

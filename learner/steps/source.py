@@ -40,7 +40,7 @@ class Fence:
     updates = 0  # optimizer updates in the weights that were synced
 
     def synced(self, ver: int, *, updates: int = 0) -> None:
-        """Note that a sync completed, and that every server now serves version `ver`."""
+        """Note that a sync has completed: every server now serves version `ver`."""
         self.ver, self.updates = ver, updates
 
 

@@ -146,8 +146,8 @@ class Stage2Steps(StepSource):
         return Shortfall(size=shortfall.size // each, whole=shortfall.whole // each)
 
     def _share(self, source: SegmentSource, *, every: int = 1) -> Generator[PackedRow]:
-        """Yield the rows of the rank's whole share. Before the first row, all samples are read, made into segments (one
-        for every `every`-th place) and packed."""
+        """Yield the rows of all samples that this rank learns in the step. Before the first row, all samples are read,
+        made into segments (one for every `every`-th place) and packed."""
         with self._clock.phase("data"):
             batch = self._next_batch()
         step = MicroStep(

@@ -41,7 +41,8 @@ class StepSyncs:
         if self.sync is None or self._synced_at == step or not self._source.wants_sync(step):
             return
         self.waits = not self._is_sharded and self._source.postpones_sync(step)
-        # The learner's scores of the canary need no server, so they are made while rollouts still run.
+        # The learner's scores of the canary (fixed answers) need no server, so they are computed while rollouts still
+        # run.
         self.sync.prepare()
         if not self.waits:
             self._now(step)
@@ -53,8 +54,8 @@ class StepSyncs:
             self._now(step)
 
     def behind(self, fence: Fence, step: int) -> None:
-        """Bring the generators to the weights of this step, if they do not have them. Call it inside `fence`.
-        Collective."""
+        """Bring the generators to the weights of this step, if they do not have them. Call it inside the block of
+        `fence`, in which no rollout is in flight. Collective."""
         if self.sync is None or self._synced_at == step:
             return
         with self._journal.clock.phase("sync"):

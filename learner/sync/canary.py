@@ -65,8 +65,8 @@ class Canary:
         return EXACT_TOLERANCE if self.dtype == served == torch.float32 else TOLERANCE
 
     def expected(self, incarnation: str, ver: int, learner: Logprobs, served: torch.dtype | None) -> ExpectScoresCall:
-        """Return the scores that a server computing in type `served` must find for update `ver`. Raises NotFiniteError
-        if the learner's scores are not finite."""
+        """Return the call that tells a server which scores it must find for update `ver`. `served`: the type in which
+        the server computes; None: not known. Raises NotFiniteError if the learner's scores are not finite."""
         # If the learner sent scores that are not finite, the server's comparison would fail, and the served model would
         # seem to be wrong.
         if not np.isfinite(np.concatenate(learner)).all():
@@ -81,7 +81,8 @@ class Canary:
         return ExpectScoresCall(incarnation=incarnation, ver=ver, logprobs=logprobs, tolerance=tolerance)
 
     def compare(self, learner: Logprobs, reply: ScoreReply, who: str, served: torch.dtype | None = None) -> CanaryGap:
-        """Return the gap between both sides. `who` names the generator that gave `reply` and computes in `served`.
+        """Return the gap between the log-probabilities of the learner and of a generator. `who` names the generator
+        that gave `reply` and computes in `served`.
 
         Raises CanaryError if the gap is above the tolerance or not a number, PromptMismatchError if the prompts differ,
         RolloutError if the reply has another shape.

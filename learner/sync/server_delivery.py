@@ -1,4 +1,4 @@
-"""Delivery to rollout servers: one update sent to all servers, by the groups that `broadcast_groups.py` opens.
+"""Sends each weight update to all rollout servers, through the groups that `broadcast_groups.py` opens.
 
 In: weights, by a `WeightSource`. Out: all servers have checked and serve the weights, or the first cause of a failure
 is raised, with the server named. Invariants (R09, R24, D1): only rank 0 talks to servers, and all ranks do `barrier ->
@@ -327,8 +327,8 @@ class ServerDelivery:
     ) -> tuple[dict[str, UpdateWeightsReply], CanaryScores, str]:
         """Send the weights as version `ver`, and wait until all servers serve them and have scored `items`. Return the
         replies by URL, the learner's scores, and the digest that the servers must report."""
-        # The canary is scored before servers pause and buckets are sent, so that the pass is captured as a CUDA graph
-        # while nothing else waits for the device.
+        # The canary (fixed answers) is scored before servers pause and buckets are sent. So nothing else waits for the
+        # device while the learner's pass is captured as a CUDA graph.
         learner = self._scores(mode) if items else NO_SCORES
         expected = (
             self._canary.expected(self._groups.incarnation, ver, learner.logprobs, self._dtype) if items else None

@@ -19,7 +19,7 @@ _KEYS: dict[Kind, tuple[str, ...]] = {
     "learner": ("data", "training", "custom"),
     "launcher": ("servers", "learner", "log_dir"),
 }
-_LEAST = 2  # min top-level keys of a program that show that a file is for it; a single key may be misplaced
+_LEAST = 2  # min number of a program's top-level keys in a file for that program; a single key may be misplaced
 
 
 def for_program(document: Document, wanted: Kind) -> Document:

@@ -4,18 +4,18 @@ In: photographs, their labels, and finds with votes. Out: for each find the prob
 and `ranking` judge names. No person judges any find. Labels need not be missing at random, because an object looks the
 same with and without a label.
 
-1. *Examples.* A labelled box is moved. With IoU >= 0.55 it is still on its object and an example of a right box. With
-   IoU 0.08 to 0.45 it is beside the object and an example of a misplaced box. Edges at the photograph's border are not
-   moved.
+1. *Examples.* Labelled boxes are moved. A moved box with an IoU of 0.55 or more with its label is an example of a right
+   box. With an IoU of 0.08 to 0.45 it is an example of a misplaced box. Edges at the photograph's border are not moved.
 2. *Scores.* A logistic regression with an L2 penalty separates right from wrong examples by the pixels in and around
    the box. A class with `OWN_CLASS` labels has its own classifier. The other classes share one, which does not use
    names. A photograph is scored by a classifier that was fitted without it (`FOLDS` parts).
-3. *Shares.* The scores of finds are modelled as a mixture of the scores of right and of misplaced examples. EM finds
-   the likeliest shares, for each class, number of votes, and whether the box touches the photograph's border. The
-   right examples' part of the mixture at a find's score is the find's probability.
+3. *Shares.* The scores of finds are taken as a mixture: some are distributed like those of right examples, the others
+   like those of misplaced examples. EM estimates the share of each, separately by class, by number of votes, and for
+   boxes at the photograph's border. The probability of a find is the part of right examples in the mixture at its
+   score.
 
 There is no estimate if labels are too few, or if a classifier cannot separate its own examples. The estimate cannot
-show that labels are complete: where no find was right, it was 0.06 to 0.34. No side effects.
+show that labels are complete: where no find was right, the estimated share was still 0.06 to 0.34. No side effects.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ PENALTY = 300.0  # L2 penalty on the classifiers' weights
 _BIN_EDGES = np.linspace(-5, 5, 11)  # edges of bins of scores, in logits
 _FEWEST_FINDS = 25  # min finds of a group with equal votes; smaller groups are merged before their shares are fitted
 _FEWEST_EXAMPLES = 25
-# With this weight the error in a model's number of right boxes is 9 of about 800, without it 13, which is as large as
-# the difference between two models.
+# With this weight the error in a model's number of right boxes is 9 of about 800. Without it the error is 13, as large
+# as the difference between two models.
 _OF_FIRST = 200.0  # weight of the first model's shares, in finds, when the shares of a later model are fitted
 
 Floats = NDArray[np.float64]

@@ -7,9 +7,9 @@ number. So finds with a rare number of votes are drawn too. A logistic regressio
 
     logit(right) = a + b logit(probability) + c log2(votes, scaled to eight answers)
 
-A prior pulls a, b and c towards 0, 1 and 0, so without verdicts the probabilities do not change. After 60 verdicts on
-finds of blood cells the share of right finds is within 0.08 at 2 to 6 votes in 90% of 200 draws. Only `read_audit` has
-side effects: it reads a file.
+A prior pulls a, b and c towards 0, 1 and 0, so without verdicts the probabilities do not change. This was tested on
+blood cells, with 200 draws of 60 verdicts each. In 90% of the draws the estimated share of right finds was at most 0.08
+off, at 2 to 6 votes. Only `read_audit` has side effects: it reads a file.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ def draw(votes: Sequence[int], number: int, seed: int = 0) -> list[int]:
     rng = np.random.default_rng(seed)
     of = np.array(votes)
     kinds, sizes = np.unique(of, return_counts=True)
-    # How many finds with v votes are drawn grows with the square root of their number, so that rare numbers of votes
-    # are drawn too.
+    # Of the finds with v votes, a number is drawn that grows with the square root of their number. So finds with a rare
+    # number of votes are drawn too.
     wanted = np.sqrt(sizes) * number / max(1.0, float(np.sqrt(sizes).sum()))
     taken = np.minimum(wanted.astype(int), sizes)
     # Rounding down leaves some draws over. The numbers of votes with the largest remainders get them.
@@ -76,7 +76,7 @@ def refitted(probabilities: Floats | None, votes: Sequence[Votes] | None, audite
     if votes is None:
         assert probabilities is not None
         votes = [Votes(1, 8)] * len(probabilities)
-        # All finds have one vote here, so votes must not explain the verdicts either.
+        # All boxes to correct have one vote here. So the regression must not explain the verdicts by votes either.
         audited = [one._replace(votes=1, answers=8) for one in audited if one.probability is not None]
     known = [one for one in audited if one.right is not None]
     before = [one.probability for one in known if one.probability is not None]
@@ -117,7 +117,8 @@ def audit_text(found: Sequence[AuditedFind]) -> str:
 
 
 def read_audit(path: Path) -> list[AuditedFind]:
-    """Return the finds in a file. Raises DataError if the file does not have the form that `audit_text` writes."""
+    """Return the finds (boxes without a label) and their verdicts in an audit's file. Raises DataError if the file does
+    not have the form that `audit_text` writes."""
     try:
         return [_checked(AuditedFind(**row)) for row in json.loads(path.read_text(encoding="utf-8"))["finds"]]
     # Deeply nested JSON ends in a RecursionError.
@@ -139,7 +140,7 @@ def _checked(one: AuditedFind) -> AuditedFind:
 
 
 def require_verdicts(path: Path) -> list[AuditedFind]:
-    """Return the finds of an audit. Raises DataError if it has fewer than `FEWEST` verdicts."""
+    """Return the finds of an audit, with their verdicts. Raises DataError if it has fewer than `FEWEST` verdicts."""
     found = read_audit(path)
     if (number := sum(one.right is not None for one in found)) < FEWEST:
         raise DataError(

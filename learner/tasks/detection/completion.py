@@ -225,7 +225,7 @@ Counts = NDArray[np.float64]  # [K], one value for each number of votes, 1 to K
 class _Fit:
     missing: float  # upper bound of the share of the objects without a label
     surest: tuple[float, float]  # (clusters without a label, all clusters) among the clusters with the most votes
-    precision: Counts  # probability that a free cluster is right: p s in the module's docstring
+    precision: Counts  # probability that a cluster without a label is right: p s in the module's docstring
 
 
 def _fit(confirms: Counts, near: Counts, free: Counts) -> _Fit | None:
@@ -258,8 +258,8 @@ def _joined(counts: Counts, top: int) -> Counts:
 
 
 def not_falling(parts: Counts, wholes: Counts) -> tuple[Counts, Counts]:
-    """Return `parts` and `wholes` with neighbouring entries added up until the shares parts / wholes do not fall. These
-    are the likeliest shares that do not fall (isotonic regression by pooling adjacent violators)."""
+    """Return `parts` and `wholes` with neighbouring entries added up, until the ratios parts / wholes do not fall.
+    These are the likeliest such ratios (isotonic regression by pooling adjacent violators)."""
     blocks: list[tuple[float, float, int]] = []
     for part, whole in zip(parts.tolist(), wholes.tolist(), strict=True):
         length = 1

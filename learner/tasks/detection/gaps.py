@@ -1,7 +1,7 @@
 """Estimates how often boxes without a label are right, and whether labels are missing at random (R49).
 
-In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and free clusters
-(`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
+In: samples, clusters of the answers to them (`completion.candidates`), and the pixels of labels and of clusters without
+a label (`appearance`). Out: a `CompletionEstimate`, and the clusters with their probabilities.
 
 Pixels give the best estimate, for any kind of gap. They say how probably a box is on an object. The probability that
 its name is right comes from clusters at labels: the share of right names among those with as many votes and equal

@@ -4,17 +4,17 @@ In: samples with labels, and each model's boxes. Out: how many boxes of each mod
 number of objects in the photographs.
 
 1. A box is right if it has a label's name and place, one-to-one (IoU >= 0.5). A box is wrong if it is near a label
-   without matching it, or is a second box on one object. Any other box is right with a probability, from its pixels
-   (`appearance`) and the share of right names among the model's boxes at labels, or also from a person's verdicts
-   (`audit`). Each model's share of right boxes is shrunk towards the share of the first model, because with a few
-   hundred boxes its error is as large as the models' differences.
+   without matching it, or is a second box on one object. Any other box is right with a probability. It comes from the
+   box's pixels (`appearance`) and from the share of right names among the model's boxes at labels. A person's verdicts
+   (`audit`) may correct it. Each model's share of right boxes is shrunk towards the share of the first model, because
+   with a few hundred boxes the error of a share is as large as the difference between models.
 2. The number of objects is not known, because some have no label and no model found them. But it is the same for all
    models. So F1 = 2 right / (boxes + objects) is computed for a range of objects: from all right boxes of all models to
    `MOST_OBJECTS` times as many. If the order of two models changes within the range, it is not decided.
 
-F1 by labels ranks such models wrongly: on blood cells, of which half have no label, it chose one of the worst of eleven
-checkpoints. If labels are few, or objects look like their surroundings, labels with gaps cannot rank models. Labels
-without gaps can rank them by plain F1. No side effects.
+F1 by labels with gaps ranks models wrongly: on blood cells, half of them without a label, it chose one of the worst of
+eleven checkpoints. If labels are few, or objects look like their surroundings, labels with gaps cannot rank models.
+Labels without gaps can rank them by plain F1. No side effects.
 """
 
 from __future__ import annotations
@@ -116,8 +116,8 @@ class GapJudge:
         )
 
     def objects(self, scores: Sequence[GapScore], boxes: Sequence[Boxes]) -> tuple[float, float]:
-        """Return the least and the largest plausible number of objects. Each free box is counted once, even if
-        several models have it, and weighted with the mean probability that a free box is right."""
+        """Return the least and the largest plausible number of objects. A box that overlaps no label (free) counts
+        once, even if several models have it. Its weight is the mean probability that such a box is right."""
         line = [candidates(sample, [own[i] for own in boxes]) for i, sample in enumerate(self._samples)]
         free = sum(one.relation == "free" for own in line for one in own)
         share = sum(one.unlabelled.sum() for one in scores) / max(1.0, sum(one.free.sum() for one in scores))
