@@ -158,8 +158,8 @@ class PredictedObject(NamedTuple):
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ParsedRollout:
     """A rollout, parsed strictly. `token_ids[:prefix_length]` is the prefix that is kept. `tail_opening` is the text of
-    the appended tail before its first object: the end of the prefix's last object, if its token was cut off because the
-    token holds later text too, or "{" or "[" if nothing of the rollout is usable."""
+    the appended tail before its first object. It is "{" or "[" if nothing of the rollout is usable. If the last token
+    of the prefix's last object also holds later text, the token is cut off, and `tail_opening` is the object's end."""
 
     rollout: Rollout
     token_ids: NDArray[np.int64]  # [T] the rollout's `response_token_ids`

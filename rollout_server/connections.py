@@ -162,7 +162,7 @@ class Connection(HttpToolsProtocol):
 
     def drop(self) -> None:
         self._waiting.remove(self)
-        # `close` would first send the buffered bytes, to a caller that may read nothing.
+        # `abort` closes at once. `close` would first send the buffered bytes, and the caller may read nothing.
         self.transport.abort()
 
     def _await_caller(self, timeout_s: float) -> None:

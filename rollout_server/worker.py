@@ -1,4 +1,4 @@
-"""The part that runs inside vLLM's workers: join the group, receive buckets, check them, load them (R09).
+"""Runs inside vLLM's workers: joins the group, receives buckets, checks and loads them (R09).
 
 vLLM mixes `SyncWorker` into its worker class (`worker_extension_cls`), and `engine.py` calls its methods by name on all
 workers. `Receiving` is one weight update as a worker sees it: receive a bucket, check its seal, load it, then the next.

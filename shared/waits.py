@@ -18,7 +18,7 @@ from typing import TypeVar
 T = TypeVar("T")
 SLICE_S = 0.05  # time between two checks of a state that has no event to wait for
 _TICK_S = 0.05
-_MOST_PER_TICK_S = 4 * _TICK_S  # a longer tick is a pause of the process, not a thread that runs late
+_MOST_PER_TICK_S = 4 * _TICK_S  # after a longer tick the process was paused; a late thread does not take so long
 
 
 class _AwakeClock:

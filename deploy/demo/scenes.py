@@ -23,7 +23,7 @@ Split = Literal["train", "val", "test"]
 Box = tuple[int, int, int, int]  # x1, y1, x2, y2 in pixels; x2 and y2 are one past the last pixel
 
 SPLITS: tuple[Split, ...] = ("train", "val", "test")
-SPLIT_ENDS = (0.7, 0.8, 1.0)  # ends of train, val and test as shares of each digit's images
+SPLIT_ENDS = (0.7, 0.8, 1.0)  # where train, val and test end, as fractions of each digit's images
 DIGIT_WORDS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 MIN_CONTRAST = 70.0  # min difference in grey levels between a digit and its background
 INK = 0.25  # opacity from which a pixel belongs to the digit

@@ -164,7 +164,7 @@ def config_of(data: Mapping[str, object], *, world_size: int | None = None) -> R
         config: RunConfig = parse(RunConfig, filled, retired=RETIRED, rules=rules)
     except ConfigErrors as errors:
         raise ConfigErrors(errors.what, mistakes=by_names_in_file(errors.mistakes, written)) from errors
-    # All other code reads the long names only.
+    # The short names (section `rollouts`) were copied to the long ones. All other code reads the long names only.
     if config.rollouts:
         config = config.model_copy(update={"rollouts": {}})
     # All other code reads the list `servers` only, whichever form the file has.

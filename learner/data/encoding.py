@@ -194,7 +194,7 @@ def _end_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     parent.join()
-    # The main thread may be in a job, which an exception here would not end.
+    # An exception in this thread would not end a job that the main thread is running. So the whole process is ended.
     os._exit(1)
 
 

@@ -275,7 +275,7 @@ def model_folder(path: Path) -> Path:
         if (match := _CHECKPOINT.fullmatch(entry.name)) and _is_model(entry)
     }
     if (found := kept(path) or steps.get(max(steps, default=0))) is not None:
-        # Anyone who can write where such a link leads would choose the model.
+        # A link out of the run's folder is refused: anyone who can write at its target could replace the model.
         if not found.resolve().is_relative_to(path.resolve()):
             raise ConfigError(
                 "the run's model is a link that leaves the run's folder",

@@ -137,8 +137,8 @@ def step_line(result: StepResult, sync: SyncReceipt | None, far: str, *, plain: 
 
 
 def _ahead(m: Mapping[str, float]) -> list[str]:
-    """Return a list with one text about rollouts that are made ahead of learning: how many packs (rollouts of a few
-    samples) wait per rank, how many weight versions and updates old the learned packs were, and how many packs were
+    """Return a list with one text about rollouts that are made ahead of learning, in packs (rollouts of a few samples):
+    how many packs wait per rank, how old the learned packs were (in weight versions and in updates), and how many were
     dropped. The list is empty if no rollouts are made ahead."""
     if f"{_ASYNC}queue_depth" not in m:
         return []

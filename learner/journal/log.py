@@ -88,7 +88,7 @@ class MetricsLog:
         line: dict[str, object] = {"event": event, "time": round(time.time(), 3)}
         if step is not None:
             line["global_step"] = step
-        # An event's fields cannot replace its kind and time, because these come last.
+        # `line` comes last, so a field in `values` cannot replace the event's kind or time.
         text = json.dumps(masked_in(_finite({**values, **line})), default=lambda one: masked(str(one)))
         with self._lock:
             self._lines.append(text)

@@ -1,10 +1,10 @@
-"""Finds steps whose loss or gradient norm leaps, and their samples: often one of these samples has a wrong label.
+"""Reports steps whose loss or gradient norm leaps, with their samples: often one of these samples has a wrong label.
 
 In: the result of each optimizer step, combined from all ranks. Out: a `Spike` if a value is far above the WINDOW values
-before it. "Far" is measured with medians, so that earlier spikes do not hide later ones: the value is above the median
-of these values by DISTANCE times their median distance from it. A step is compared with steps of its own channel (A or
-B). The loss of a policy gradient is about 0 and says nothing, so `grpo` steps are compared by their gradient norm only.
-Pure.
+before it. "Far" means: above the median of these values by more than DISTANCE times their median distance from that
+median. Medians are used, because earlier spikes hardly change them. A step is compared with steps of its own channel (A
+or B). The loss of a policy gradient is about 0 and says nothing, so `grpo` steps are compared by their gradient norm
+only. Pure.
 """
 
 from __future__ import annotations

@@ -150,8 +150,9 @@ def _finds_all(found: Mapping[str, FeatureEstimate], gaps: Rule) -> Rule:
 
 
 def better_places(found: Mapping[str, FeatureEstimate], *, least_low: float = HEADROOM) -> Rule:
-    """Return the rule that recommends grpo. It holds if the best of K answers is better in places than the greedy one,
-    by more than HEADROOM and with an interval above `least_low`, and if the K answers to enough scenes differ."""
+    """Return the rule that recommends grpo. It holds if the best of K answers is better in places than the greedy
+    answer: by more than HEADROOM, and with an interval above `least_low`. Also the K answers must differ in enough
+    scenes."""
     headroom, silent = found["headroom_places"], found["no_signal"]
     reason = (
         f"best of K minus greedy, names ignored: {_shown(headroom)} F1, and {silent.value:.0%} of the scenes have "

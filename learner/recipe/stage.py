@@ -2,8 +2,8 @@
 
 In: the stage's configuration, and the recipe's record in the parent folder of the run. Out: an ordinary run. It takes
 over what earlier stages found: completed labels, and the assumed range of the number of validation objects, if labels
-are missing there. If it is not decided yet whether `grpo` is worth its time, the stage `grpo` first measures its
-headroom: how much better the best of K sampled answers to training samples is than the greedy answer. It writes
+are missing there. The stage `grpo` first measures its headroom, unless it is decided already that `grpo` is worth its
+time. Headroom is how much better the best of K sampled answers to training samples is than the greedy answer. It writes
 `headroom.json`, and learns nothing if the headroom is too small.
 """
 

@@ -246,8 +246,8 @@ def standing(run: RunRecord, now: float) -> Standing:
 
 
 def left(run: RunRecord, now: float) -> list[str]:
-    """Return how long the run will still take, as a text: until its minutes are over, or until its last step if each
-    takes as long as the last ones. [] if that is not known."""
+    """Return as a text how long the run will still take: until its minutes are over, or until its last step. Each step
+    is expected to take as long as the last ones. [] if that is not known."""
     status, done = run.status, run.steps[-1].global_step if run.steps else 0
     if math.isfinite(status.time_up_s):
         return [f"{duration(max(0.0, status.time_up_s - now))} left"]

@@ -21,15 +21,16 @@ from shared.errors import ConfigError
 from shared.waits import Retry
 
 LOCK = ".lock"
-# `is_running` of another process may hold the lock briefly. So getting it is tried for 0.5 s, every 0.05 s.
+# Another process that calls `is_running` may hold the lock briefly. So this process tries for 0.5 s to get the lock,
+# every 0.05 s.
 _LOCK_S, _PAUSE_S = 0.5, 0.05
-_MOST_READ = 200  # max bytes that are read of the lock file, which names the process that holds the lock
+_MOST_READ = 200  # max bytes that are read of the lock file; it names the process that holds the lock
 log = logging.getLogger("learner.run")
 _held: set[int] = set()  # descriptors of the lock files that this process has locked
 
 
 def _close_in_child() -> None:
-    """Close the lock files in a forked process, which would otherwise keep the lock after its parent's end."""
+    """Close the lock files in a forked process. Otherwise it would keep the lock after its parent's end."""
     while _held:
         os.close(_held.pop())
 

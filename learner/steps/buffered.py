@@ -7,8 +7,8 @@ new samples.
 
 Invariants: steps get copies of the kept rows, so no step changes the rows of the next. The packing buffer changes in
 E-steps only. A micro-batch other than the one that the kept rows were made of raises an error. The buffer is not part
-of a checkpoint: a run resumed in the middle of a window begins with an E-step on the whole window, and on the samples
-that were carried into the window. Evaluations do not use this buffer.
+of a checkpoint. A run resumed in the middle of a window begins with an E-step (making rollouts) on the whole window,
+and on the samples that were carried into the window. Evaluations do not use this buffer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Fingerprint = tuple[int, int, tuple[str, ...]]  # epoch, micro-batch, sample ids
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class KeptRows:
-    """The rows that the E-step made of one micro-batch."""
+    """The rows of one micro-batch, made by the E-step, which rolls out the samples of a window."""
 
     fingerprint: Fingerprint
     rows: list[PackedRow]

@@ -280,7 +280,7 @@ class ShareQueue:
             if not missing:
                 continue
             most = self.call_size
-            # These limits do not hold for the most urgent share, because it must become ready on all ranks, whatever
+            # The most urgent share has no such limits, because its rollouts must be completed on all ranks, whatever
             # this rank has dropped.
             if urgency:
                 if len(self.queue) >= self.bounds.start_below:

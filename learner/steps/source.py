@@ -203,7 +203,7 @@ class FreshSteps(StepSource):
         """Return a micro-step of the owed samples, as they were handed out before the checkpoint."""
         return MicroStep(
             samples=tuple(self._batches.seen_in(epoch, sample_id) for epoch, sample_id in self._owed),
-            # The index is one that no other micro-step of the step has, so that no two requests share a seed (R11).
+            # No other micro-step of the step has this index. So no two requests have the same seed (R11).
             micro_step_idx=self._gradient_accumulation_steps,
             first_req_idx=self._first_owed,
         )

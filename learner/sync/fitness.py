@@ -106,7 +106,8 @@ def check_vision(base_url: str, item: CanaryItem, reply: ScoreReply, check: Prom
 
 
 def check_prompt(base_url: str, item: CanaryItem, reply: ScoreReply) -> None:
-    """Raises PromptMismatchError, with the server named, if its prompt token ids are not the learner's."""
+    """Raises PromptMismatchError, which names the server, if the server's prompt token ids differ from the
+    learner's."""
     try:
         check_prompt_prefix(item.prompt.token_ids, reply.prompt_token_ids[0], item.sample.sample_id)
     except PromptMismatchError as error:

@@ -142,7 +142,8 @@ class ShardedRanks:
         calls. Raises CollectiveError."""
         while isinstance(found := self._ranks.broadcast_object(value), _SharedCall):
             self._calls[found.index](*found.arguments)
-        # An iterator that was not exhausted would hold tensors until the next sync.
+        # The iterator over the weights is dropped. If it was not read to its end, it would hold tensors until the next
+        # sync.
         self._walk = iter(())
         return found
 

@@ -1,7 +1,5 @@
-"""The way from a configuration to the rollout backend and its weight sync.
-
-Both have reached the servers, or started the colocated engine, before they are returned, so their errors are raised
-before the first step. The caller closes them.
+"""Makes the rollout backend and its weight sync from a configuration. Before they are returned, they have reached the
+servers or started the colocated engine. So their errors are raised before the first step. The caller closes them.
 """
 
 from __future__ import annotations

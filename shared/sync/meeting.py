@@ -211,7 +211,7 @@ class _Door:
             link.send(guest.challenge)
         except OSError:
             self._drop(guest)
-        # The oldest is dropped, because a rank of the group sends its proof at once.
+        # The oldest guest is dropped. A rank of the group is not among the oldest, because it sends its proof at once.
         if len(self._guests) > MAX_GUESTS:
             self._drop(next(iter(self._guests.values())))
 
@@ -290,7 +290,7 @@ def _listen(member: Seat) -> socket.socket:
 def _visit(member: Seat, card: bytes, wait: _Wait) -> Meeting | None:
     """Connect to rank 0 once. Return None if no listener knows the secret: another group may still use the address."""
     try:
-        # A try is short, because the wait sees only between two tries that the join was given up.
+        # Each try is short. Only between two tries it is checked whether the join was given up.
         link = socket.create_connection((member.host, member.port), timeout=1.0)
     except socket.gaierror:
         raise

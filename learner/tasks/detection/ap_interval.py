@@ -1,10 +1,9 @@
 """Computes bootstrap intervals of COCO's AP, and of the difference in AP between two detectors on the same draws.
 
 Samples are drawn. A sample is one image, or several images that are drawn together. COCO's matches do not depend on
-other images, so they are made once (pycocotools). A draw weights each sample by how often it was drawn. The result
-equals the result of pycocotools for a set with as many copies of each sample as were drawn, because copies of a box
-have equal scores and so are neighbours in the ranking. The two differ only if two boxes in one image have equal scores.
-No side effects.
+other images, so they are made once (pycocotools). A draw weights each sample by how often it was drawn. pycocotools
+gives the same result for a set with as many copies of each sample as were drawn. Copies of a box have equal scores, so
+they are neighbours in the ranking. The two differ only if two boxes in one image have equal scores. No side effects.
 """
 
 from __future__ import annotations

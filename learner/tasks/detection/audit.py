@@ -27,7 +27,7 @@ from shared.errors import DataError
 
 Verdict = Literal["right", "wrong name", "nothing there", "cannot tell"]
 FEWEST = 10  # min verdicts that say right or wrong; an audit with fewer is refused
-# With these factors, and no verdict, the probabilities stay as they are.
+# Means of the prior of a, b and c (see the module). Without verdicts they leave the probabilities as they are.
 _PRIOR = np.array([0.0, 1.0, 0.0])
 _SPREAD = np.array([0.5, 0.3, 0.3])  # standard deviations of the prior, in logits
 _SPREAD_OF_VOTES = np.array([2.0, 0.3, 1.5])  # standard deviations of the prior if no probabilities are known

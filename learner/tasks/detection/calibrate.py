@@ -7,9 +7,9 @@ out. scipy's L-BFGS minimises the log loss plus a penalty. The images are cut in
 from a fit to the other four. The factor of `PENALTIES` with the least log loss of these held-out scores is used. The
 held-out scores also give the threshold and the measured quality (`auc`, `ece`).
 
-`auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error:
-the mean distance between the score and the share of right boxes over ten bins of equal width, weighted by the number of
-boxes (Guo et al. 2017). No side effects.
+`auc` is the probability that a right box has a higher score than a wrong one. `ece` is the expected calibration error
+(Guo et al. 2017). The scores are put into ten bins of equal width. Per bin the distance between mean score and share of
+right boxes is taken; `ece` is their mean, weighted by the number of boxes. No side effects.
 """
 
 from __future__ import annotations

@@ -135,12 +135,12 @@ class CompletionEstimate:
     about v votes, for v from 1 on. `source` says what the estimate is made from; one made from `votes` is correct only
     if labels are missing at random."""
 
-    min_votes: int | None  # least votes of clusters that become labels; None: no labels are added, see `why`
+    min_votes: int | None  # min votes of a cluster that becomes a label; None: no labels are added, see `why`
     why: str
     missing: float | None  # share of the objects without a label; None: not known
     recall: tuple[float, ...]  # share of the labels that are confirmed by a cluster with at least v votes
-    precision: tuple[float, ...]  # share of the free clusters with exactly v votes that are right
-    free: tuple[int, ...]  # number of free clusters with exactly v votes
+    precision: tuple[float, ...]  # of the clusters without a label with exactly v votes, the share that is right
+    free: tuple[int, ...]  # number of clusters without a label with exactly v votes
     source: Source = "votes"
     auc: float | None = None  # how well pixels separate right from wrong examples at labels; None: not tried
     may_be_complete: bool = False  # True if the surest clusters without a label may be invented

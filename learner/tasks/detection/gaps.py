@@ -67,8 +67,8 @@ def estimate_gaps(
     num_labels = sum(len(sample.objects) for sample in samples)
     known = estimate(tally([one for own in found for one in own], num_answers), num_labels)
     free = [[one for one in own if one.relation == "free"] for own in found]
-    # The classifiers (`Looks`) judge only places. When they judged names too, on digits of which 60% had no label, the
-    # estimated share of right finds was 0.91, and the true share 0.74.
+    # The classifiers (`Looks`) judge only places. In a test they judged names too, on digits of which 60% had no label.
+    # The estimated share of right boxes was 0.91, and the true share 0.74.
     looks = Looks(crops).judge([one.finds for one in crops], [[one.votes for one in own] for own in free])
     probabilities: Sequence[Sequence[float]] = ()
     if looks.probabilities:

@@ -4,9 +4,9 @@ Matches are one-to-one (Hungarian). A pair is allowed if its IoU is at least a t
 names count. Among all assignments of allowed pairs, one with the most pairs is chosen. If several have the most pairs,
 the one with the largest total IoU is chosen.
 
-If a prediction has no pair, and the share of its area in an ignore region (`Sample.ignored`) of its class is at least
-the threshold, the prediction is neither right nor wrong: it does not count. This is COCO's rule for crowds. No side
-effects.
+A prediction without a pair is not counted, neither as right nor as wrong, if it lies in an ignore region
+(`Sample.ignored`) of its class. It lies there if the part of its area in the region is at least the threshold. This is
+COCO's rule for crowds. No side effects.
 """
 
 from __future__ import annotations

@@ -383,9 +383,9 @@ def _dropped(text: TokenText, reading: Reading, outcomes: Sequence[Outcome]) -> 
 
 
 def _cut(text: TokenText, entries: list[Entry], grammar: Grammar) -> tuple[int, int, str]:
-    """Return the number of entries and of tokens that are kept, and the text that the appended tail must begin with:
-    the last bytes of the last kept entry if their token is cut off, the container's opener if no entry is kept, else
-    ""."""
+    """Return the number of kept entries, the number of kept tokens, and the text with which the appended tail must
+    begin. If the last token of the last kept entry is cut off, that text is the entry's last bytes. If no entry is
+    kept, it is the container's opener. Else it is ""."""
     for kept in range(len(entries), 0, -1):
         end = entries[kept - 1][0]
         length = text.tokens_until(end)

@@ -218,8 +218,8 @@ def read_calibrations(folder: Path) -> CalibrationFile | None:
 def design(
     features: NDArray[np.float64], names: Sequence[str], *, knots: Mapping[str, Sequence[float]], classes: Sequence[str]
 ) -> NDArray[np.float64]:
-    """Return the columns [N, D] of the regression: 1, each feature as a piecewise linear function that is constant
-    outside its knots, and for each class a constant and a slope over the area."""
+    """Return the columns [N, D] of the regression: a constant, then each feature as a piecewise linear function, then
+    for each class a constant and a slope over the area. Outside its knots such a function is constant."""
     columns = [np.ones(len(features))]
     area = np.zeros(len(features))
     for i, name in enumerate(FEATURES):
